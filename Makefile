@@ -1,0 +1,94 @@
+# Each target works from a bare checkout: it makes .venv when that is missing, and brings it up to date
+# when pyproject.toml has changed.
+#
+#   make demo    tune a slow image training for three minutes, then run it tuned
+#   make test    lint, types, import contract, fast tests     (make test TESTS=tests/test_plan.py MARK=slow)
+#   make lint    ruff only
+#   make bench   measure against hand-tuned twins
+#   make clean   remove what these made, except .venv
+#
+# On Linux, pip may bring torch with gigabytes of CUDA. For a CPU-only torch:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+TESTS  ?= tests
+MARK   ?= not slow
+JOBS   ?= 2
+BUDGET ?= 3m
+
+BIN   := .venv/bin
+STAMP := .venv/.hasten-dev
+BENCH := .venv/.hasten-bench
+DEMO  := build/demo
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types imports bench clean compiler
+
+help:
+	@sed -n 's/^#   make/  make/p' Makefile
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "hasten needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); try: make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/pip || { echo "making .venv"; $(PYTHON) -m venv .venv; }
+	@$(BIN)/python -c 'import re, sys; from importlib.metadata import version; \
+	  sys.exit(tuple(map(int, re.findall(r"\d+", version("torch"))[:2])) < (2, 9))' 2>/dev/null || \
+	  { echo "installing $(TORCH)"; $(BIN)/pip install -qq "$(TORCH)"; }
+	@echo "installing hasten[dev] into .venv"
+	@$(BIN)/pip install -qq -e '.[dev]'
+	@touch $@
+
+$(BENCH): $(STAMP)
+	@echo "installing hasten[bench] into .venv"
+	@$(BIN)/pip install -qq -e '.[bench]'
+	@touch $@
+
+# torch.compile builds its CPU kernels with a C++ compiler; without one everything else still works.
+compiler:
+	@command -v "$${CXX:-g++}" >/dev/null || command -v clang++ >/dev/null || \
+	  echo "note: no g++ here, so torch.compile cannot be tried on the CPU (Debian, Ubuntu: apt-get install g++)"
+
+lint: $(STAMP)
+	@echo "ruff"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { echo "not formatted; to format: $(BIN)/ruff format ." >&2; exit 1; }
+
+types: $(STAMP)
+	@echo "mypy"
+	@$(BIN)/mypy --no-error-summary
+
+imports: $(STAMP)
+	@echo "import contract"
+	@out=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$out" >&2; exit 1; }
+
+# Tests that measure time run afterwards, alone. pytest exits with 5 when it finds no test: here that is an
+# error only when neither half finds one.
+test: lint types imports compiler
+	@echo "pytest: $(TESTS) ($(MARK))"
+	@$(BIN)/pytest -q -n $(JOBS) -m "($(MARK)) and not timing" $(TESTS); beside=$$?; \
+	 test $$beside = 0 || test $$beside = 5 || exit $$beside; \
+	 echo "pytest, alone: tests that measure time"; \
+	 $(BIN)/pytest -q -m "($(MARK)) and timing" $(TESTS); alone=$$?; \
+	 test $$alone = 5 && exit $$beside || exit $$alone
+
+demo: $(STAMP) compiler
+	@mkdir -p $(DEMO)
+	@echo "== drawing the images of the demo into $(DEMO)/shapes"
+	@cd $(DEMO) && "$(CURDIR)/$(BIN)/python" "$(CURDIR)/examples/slow_images.py" --data shapes --epochs 0
+	@echo "== hasten tune --budget $(BUDGET) examples/slow_images.py --epochs 3"
+	@cd $(DEMO) && "$(CURDIR)/$(BIN)/hasten" tune --budget $(BUDGET) "$(CURDIR)/examples/slow_images.py" --data shapes --epochs 3
+	@echo "== hasten run examples/slow_images.py --epochs 3"
+	@cd $(DEMO) && "$(CURDIR)/$(BIN)/hasten" run "$(CURDIR)/examples/slow_images.py" --data shapes --epochs 3
+	@echo "== the plan:   $(CURDIR)/$(DEMO)/hasten.toml"
+	@echo "== the report: $(CURDIR)/$(DEMO)/hasten-report.html"
+
+bench: $(BENCH) compiler
+	@$(BIN)/python benchmarks/tune_vs_hand.py
+
+clean:
+	@echo "removing build, dist and caches (.venv stays; rm -rf .venv removes it)"
+	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

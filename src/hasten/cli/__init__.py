@@ -1,0 +1,18 @@
+"""The `hasten` command."""
+
+from __future__ import annotations
+
+import sys
+
+from hasten.errors import HastenError
+
+
+def main() -> None:
+    """Entry point: runs the command; an error of ours becomes one message and an exit code."""
+    from hasten.cli.app import app
+
+    try:
+        app()
+    except HastenError as error:
+        print(f"hasten: {error}", file=sys.stderr)
+        sys.exit(error.code)

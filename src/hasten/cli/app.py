@@ -1,0 +1,32 @@
+"""The commands and their options. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import typer
+
+import hasten
+from hasten.cli import run as run_room
+from hasten.cli import techniques as techniques_room
+from hasten.cli import tune as tune_room
+from hasten.cli.script import ScriptCommand
+
+app = typer.Typer(
+    name="hasten",
+    help="Makes PyTorch training finish sooner, and proves it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+_takes_script = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command("tune", cls=ScriptCommand, context_settings=_takes_script)(tune_room.tune)
+app.command("run", cls=ScriptCommand, context_settings=_takes_script)(run_room.run)
+app.command("techniques")(techniques_room.techniques)
+
+
+@app.callback(invoke_without_command=True)
+def version(show: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    """hasten makes PyTorch training finish sooner, and proves it."""
+    if show:
+        typer.echo(f"hasten {hasten.__version__}")
+        raise typer.Exit

@@ -1,0 +1,89 @@
+"""A command whose arguments end where a training's own command line begins."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+
+import click
+import typer
+from typer.core import TyperCommand
+
+from hasten.errors import HastenError
+from hasten.plan import did_you_mean
+
+
+class ScriptCommand(TyperCommand):
+    """Options before the script are hasten's; the script (or `-m module`) and all that follows are the training's."""
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """`[OPTIONS] SCRIPT|-m MODULE [ARGS]...`."""
+        return [*super().collect_usage_pieces(ctx), "SCRIPT|-m MODULE [ARGS]..."]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Split the line, and parse hasten's part."""
+        with_value = {
+            name for option in self.params if not getattr(option, "is_flag", False) for name in option.opts
+        }
+        split = _split(args, with_value)
+        ctx.meta["command"] = args[split:]
+        rest = super().parse_args(ctx, args[:split])
+        if unknown := [word for word in (*ctx.args, *ctx.protected_args) if word.startswith("-")]:
+            known = [name for option in self.params for name in (*option.opts, *option.secondary_opts)]
+            hint = did_you_mean(unknown[0], known) or f"see hasten {self.name} --help"
+            raise HastenError(f"no such option: {unknown[0]}", hint)
+        return rest
+
+
+def _split(args: list[str], with_value: set[str]) -> int:
+    """Where the training's command line begins."""
+    position = 0
+    while position < len(args):
+        word = args[position]
+        if word == "--":
+            del args[position]
+            return position
+        if word == "-m" or not word.startswith("-"):
+            return position
+        position += 2 if word in with_value and "=" not in word else 1
+    return position
+
+
+def process_arguments(command: list[str]) -> list[str]:
+    """The arguments of the process that runs a training: a script or a module by this Python, or a launcher.
+
+    Raises:
+        HastenError: There is no such script, or nothing to run was named.
+    """
+    if not command:
+        raise HastenError("no script was named", "hasten run SCRIPT ARGS, or hasten run -m MODULE ARGS")
+    first = command[0]
+    if first == "-m":
+        if len(command) < 2:
+            raise HastenError("-m needs a module", "hasten run -m pkg.train ARGS")
+        return [sys.executable, *command]
+    path = Path(first)
+    if (
+        path.is_file()
+        and (path.suffix == ".py" or not os.access(path, os.X_OK))
+        or (path / "__main__.py").is_file()
+    ):
+        return [sys.executable, *command]
+    if "/" not in first and first.endswith(".py") or not shutil.which(first):
+        near = [str(found) for found in Path(path.parent).glob("*.py")] if path.parent.is_dir() else []
+        raise HastenError(f"no such script: {first}", did_you_mean(first, near) or f"looked in {Path.cwd()}")
+    return [str(shutil.which(first)), *command[1:]]
+
+
+def script_of(command: list[str]) -> Path | None:
+    """The script's file, where the command names one."""
+    path = Path(command[0])
+    return path if path.suffix == ".py" and path.is_file() else None
+
+
+def training(ctx: typer.Context) -> list[str]:
+    """The training's command line, as it was split off."""
+    return list(ctx.meta["command"])

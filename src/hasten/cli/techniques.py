@@ -1,0 +1,54 @@
+"""`hasten techniques`: the catalogue."""
+
+from __future__ import annotations
+
+import inspect
+
+import typer
+
+from hasten.techniques import CATALOGUE, Technique, toml_value
+
+
+def techniques(
+    markdown: bool = typer.Option(False, "--markdown", help="As the page docs/catalogue.md."),
+) -> None:
+    """List the techniques, what each may do to the result, and its settings."""
+    if markdown:
+        typer.echo(catalogue_page(), nl=False)
+        return
+    for name, technique in CATALOGUE.items():
+        typer.echo(f"{name:20} {technique.effect:11} {(inspect.getdoc(technique) or '').splitlines()[0]}")
+
+
+def catalogue_page() -> str:
+    """The catalogue as Markdown, made from the classes."""
+    lines = [
+        "# The catalogue of techniques",
+        "",
+        "Made by `hasten techniques --markdown`; edit the classes, not this page.",
+        "",
+        "| technique | effect | relieves | in a plan |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| [`{name}`](#{name}) | {kind.effect} | {kind.relieves} | `{name} = {_example(kind)}` |"
+        for name, kind in CATALOGUE.items()
+    ]
+    for name, kind in CATALOGUE.items():
+        lines += ["", f"## {name}", "", inspect.cleandoc(kind.__doc__ or ""), ""]
+        lines += [f"- effect: {kind.effect}; relieves: {kind.relieves}", f"- settings: {_settings(kind)}"]
+        if kind.sources:
+            lines.append(f"- from: {'; '.join(kind.sources)}")
+    return "\n".join(lines) + "\n"
+
+
+def _example(kind: type[Technique]) -> str:
+    if isinstance(kind.values, tuple):
+        return toml_value(kind.values[0])
+    return "2" if kind.values is int else "{num_workers = 2, prefetch_factor = 4}"
+
+
+def _settings(kind: type[Technique]) -> str:
+    if isinstance(kind.values, tuple):
+        return ", ".join(f"`{toml_value(value)}`" for value in kind.values)
+    return "a whole number of at least 1" if kind.values is int else "a number, or a table; see above"

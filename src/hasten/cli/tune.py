@@ -1,0 +1,119 @@
+"""`hasten tune`: an unchanged training script becomes faster, with proof."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import typer
+
+from hasten.cli.script import process_arguments, script_of, training
+from hasten.errors import HastenError
+from hasten.plan import DEFAULT_NAME, did_you_mean
+from hasten.techniques import CATALOGUE
+
+_UNITS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
+
+
+def tune(
+    ctx: typer.Context,
+    budget: str = typer.Option("10m", help="Time for all of it: 300, 90s, 5m, 1h."),
+    out: Path = typer.Option(Path(DEFAULT_NAME), help="Where the plan goes; the report goes beside it."),
+    seeds: int = typer.Option(5, min=3, help="Seeds a side for parity and proof."),
+    allow: list[str] = typer.Option([], help="`trajectory`: also try what changes the optimisation path."),
+    only: list[str] = typer.Option([], help="Try this technique only (may be repeated)."),
+) -> None:
+    """Find what makes a training faster without spoiling its result; write a plan and a proof.
+
+    Example: hasten tune --budget 5m train.py --epochs 90
+    """
+    from hasten.tuner.tune import TuneOptions
+    from hasten.tuner.tune import tune as tune_training
+
+    command = training(ctx)
+    arguments = process_arguments(command)
+    _compiles(command)
+    options = TuneOptions(_seconds(budget), seeds, _allowed(allow), frozenset(map(_technique, only)))
+    _writable(out)
+    start = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"hasten {time.monotonic() - start:5.0f}s  {line}", file=sys.stderr, flush=True)
+
+    plan, proof = tune_training(arguments, command, options, say)
+    _leave(plan, proof, out)
+
+
+def _leave(plan: object, proof: object, out: Path) -> None:
+    """Write plan and report, and show the result."""
+    from rich.console import Console
+
+    from hasten.plan import Plan
+    from hasten.report import html, terminal
+    from hasten.tuner.proof import Proof
+
+    assert isinstance(plan, Plan) and isinstance(proof, Proof)
+    stem = out.with_name("hasten-report" if out.name == DEFAULT_NAME else f"{out.stem}-report")
+    plan.write(out)
+    proof.write(stem.with_suffix(".json"))
+    html.write(proof, stem.with_suffix(".html"))
+    terminal.show(proof, Console(), out, stem.with_suffix(".html"))
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise HastenError(f"--budget {text}: not a time", "write 300, 90s, 5m or 1h")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _allowed(words: list[str]) -> bool:
+    for word in words:
+        if word != "trajectory":
+            raise HastenError(
+                f"--allow {word}: unknown", did_you_mean(word, ("trajectory",)) or "it takes: trajectory"
+            )
+    return bool(words)
+
+
+def _technique(name: str) -> str:
+    if name not in CATALOGUE:
+        raise HastenError(
+            f"--only {name}: no such technique", did_you_mean(name, CATALOGUE) or "see hasten techniques"
+        )
+    return name
+
+
+def _compiles(command: list[str]) -> None:
+    """A syntax error is said at once, not after a trial."""
+    script = script_of(command)
+    if script is None:
+        return
+    try:
+        compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        place = f"{script}:{getattr(error, 'lineno', None) or 1}"
+        raise HastenError(
+            f"{place}: the script has a syntax error: {getattr(error, 'msg', error)}", "mend it first"
+        ) from None
+
+
+def _writable(out: Path) -> None:
+    folder = out.absolute().parent
+    if not folder.is_dir():
+        raise HastenError(
+            f"cannot write the plan {out}: no such folder {folder}", "name another file with --out FILE"
+        )
+    probe = folder / f".hasten-{os.getpid()}.tmp"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise HastenError(
+            f"cannot write the plan {out}: {error.strerror}", "name another file with --out FILE"
+        ) from None
+    if out.is_dir():
+        raise HastenError(f"cannot write the plan {out}: it is a folder", "name another file with --out FILE")

@@ -1,0 +1,158 @@
+"""A cache of samples that a process and its forked workers share.
+
+Samples are pickled into one memory-mapped file: in /dev/shm where there is room, else in the temporary folder
+(where the kernel may write it to disk under memory pressure). Entries are found by a hash of their key, are
+published only once they are whole, and carry a checksum, so a reader never gets half a sample.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import mmap
+import os
+import pickle
+import shutil
+import struct
+import tempfile
+import threading
+import weakref
+import zlib
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+_ENTRY = struct.Struct("<16sQII")  # key hash, offset, length, crc32
+_NEXT = struct.Struct("<Q")
+_TABLE = 64  # the table begins here; before it stands the offset of the next free byte
+_EMPTY = bytes(16)
+_SHM = "/dev/shm"
+_ROOMY = 1 << 30  # a smaller /dev/shm (Docker gives 64 MiB) is left to the loaders' workers
+
+
+class SampleStore:
+    """A shared dictionary from hashable keys to samples, of bounded size.
+
+    Args:
+        samples: How many samples it should have room for.
+        capacity: Bytes for the samples; when they are used up, `put` does nothing.
+        folder: Where the file lies; by default /dev/shm if it has the room, else the temporary folder. The file has no name once it is open, so it goes when the processes do.
+
+    Example:
+        >>> store = SampleStore(samples=100, capacity=1 << 20)
+        >>> store.put(3, {"x": [1, 2]})
+        True
+        >>> store.get(3)
+        {'x': [1, 2]}
+    """
+
+    MISSING = object()
+
+    def __init__(self, samples: int, capacity: int, folder: str | Path | None = None) -> None:
+        self._slots = 1 << max(4, (2 * samples - 1).bit_length())  # at most half full: short searches
+        self._data = _TABLE + self._slots * _ENTRY.size
+        self._size = self._data + capacity
+        self._lock = threading.Lock()
+        with tempfile.TemporaryFile(dir=folder or _roomy_folder(self._size), prefix="hasten-cache-") as file:
+            file.truncate(self._size)
+            self._fd = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._fd)
+        self._map = mmap.mmap(self._fd, self._size)
+        _NEXT.pack_into(self._map, 0, self._data)
+
+    def get(self, key: Hashable) -> Any:
+        """The sample of a key, as a fresh copy; `SampleStore.MISSING` when it is not there."""
+        digest = _digest(key)
+        for slot in self._search(digest):
+            found, offset, length, crc = _ENTRY.unpack_from(self._map, slot)
+            if found == _EMPTY:
+                return self.MISSING
+            if found == digest:
+                payload = self._map[offset : offset + length]
+                return pickle.loads(payload) if zlib.crc32(payload) == crc else self.MISSING
+        return self.MISSING
+
+    def put(self, key: Hashable, sample: Any) -> bool:
+        """Keep a sample; False when there is no room, or when it cannot be pickled."""
+        digest = _digest(key)
+        try:
+            payload = pack(sample)
+        except (pickle.PicklingError, TypeError, AttributeError):
+            return False
+        with self._lock:
+            # A record lock is per process: it also excludes processes forked after the file was opened.
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+            try:
+                return self._add(digest, payload)
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    def _add(self, digest: bytes, payload: bytes) -> bool:
+        (offset,) = _NEXT.unpack_from(self._map, 0)
+        if offset + len(payload) > self._size:
+            return False
+        for slot in self._search(digest):
+            found = _ENTRY.unpack_from(self._map, slot)[0]
+            if found == digest:
+                return True
+            if found == _EMPTY:
+                self._map[offset : offset + len(payload)] = payload
+                _NEXT.pack_into(self._map, 0, offset + len(payload))
+                struct.pack_into("<QII", self._map, slot + 16, offset, len(payload), zlib.crc32(payload))
+                self._map[slot : slot + 16] = digest
+                return True
+        return False
+
+    def _search(self, digest: bytes) -> Any:
+        """Places in the table where a key may stand, in order (at most 64)."""
+        first = int.from_bytes(digest[:8], "little")
+        return (_TABLE + ((first + step) % self._slots) * _ENTRY.size for step in range(64))
+
+
+class _Pickler(pickle.Pickler):
+    """Plain pickle stores a tensor by torch.save, which takes longer than most decoders; arrays are fast."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        import torch
+
+        if (
+            type(obj) is torch.Tensor
+            and obj.device.type == "cpu"
+            and not obj.requires_grad
+            and obj.dtype is not torch.bfloat16
+        ):
+            return torch.from_numpy, (obj.contiguous().numpy(),)
+        return NotImplemented
+
+
+def pack(sample: Any) -> bytes:
+    """A sample as bytes; equal samples give equal bytes.
+
+    Raises:
+        PicklingError: The sample has parts that cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(sample)
+    return buffer.getvalue()
+
+
+def _digest(key: Hashable) -> bytes:
+    """16 bytes that stand for a key; never all zero."""
+    raw = key if isinstance(key, bytes) else f"{type(key).__name__}:{key}".encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(raw, digest_size=15).digest() + b"\1"
+
+
+def room() -> int:
+    """Bytes that a store may take where it would lie: half of /dev/shm, or a quarter of the temporary folder."""
+    shm = _shm_free()
+    return shm // 2 if shm >= _ROOMY else shutil.disk_usage(tempfile.gettempdir()).free // 4
+
+
+def _roomy_folder(size: int) -> str:
+    """/dev/shm when the store fits there, else the temporary folder."""
+    return _SHM if _shm_free() >= max(size, _ROOMY) else tempfile.gettempdir()
+
+
+def _shm_free() -> int:
+    return shutil.disk_usage(_SHM).free if os.path.isdir(_SHM) and os.access(_SHM, os.W_OK) else 0

@@ -1,0 +1,172 @@
+"""Facts about structure, read off the objects that a script builds."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from hasten.evidence.schema import Flags, LoaderFacts, ModelFacts, OptimizerFacts
+
+_OURS = str(Path(__file__).resolve().parent.parent)
+_LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def caller() -> str:
+    """`file:line` of the script that is calling, past torch, other libraries and hasten."""
+    frame = sys._getframe(1)
+    fallback = ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(("<", _OURS)):
+            place = f"{name}:{frame.f_lineno}"
+            if not name.startswith(_LIBRARIES):
+                return place
+            fallback = place
+        frame = frame.f_back  # type: ignore[assignment]
+    return fallback
+
+
+def loader_facts(loader: Any, options: dict[str, Any], where: str) -> LoaderFacts:
+    """What a DataLoader was built with; `options` are its arguments by name."""
+    import torch.multiprocessing
+    from torch.utils.data import IterableDataset, default_collate
+
+    context = options.get("multiprocessing_context")
+    method = context if isinstance(context, str) else getattr(context, "_name", None)
+    return LoaderFacts(
+        dataset=type(options["dataset"]).__name__,
+        where=where,
+        iterable=isinstance(options["dataset"], IterableDataset),
+        batches=_length(loader),
+        samples=_length(options["dataset"]),
+        batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+        num_workers=options["num_workers"],
+        prefetch_factor=options["prefetch_factor"],
+        persistent_workers=options["persistent_workers"],
+        pin_memory=bool(options["pin_memory"]),
+        start_method=method
+        or torch.multiprocessing.get_start_method(allow_none=True)
+        or _default_start_method(),
+        default_collate=loader.collate_fn is default_collate,
+        own_worker_init=options["worker_init_fn"] is not None,
+    )
+
+
+def _default_start_method() -> str:
+    import multiprocessing
+
+    return multiprocessing.get_all_start_methods()[0]
+
+
+def _length(sized: Any) -> int | None:
+    """`len`, or None where there is none."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def batch_bytes(batch: Any) -> int:
+    """Bytes of the tensors of a batch."""
+    import torch
+    from torch.utils._pytree import tree_iter
+
+    return sum(part.nbytes for part in tree_iter(batch) if isinstance(part, torch.Tensor))
+
+
+class ModelWatch:
+    """Counts what an outermost module is used for."""
+
+    def __init__(self, module: Any, args: tuple[Any, ...]) -> None:
+        self.module = module
+        self.train_calls = self.eval_calls = self.eval_calls_with_graph = 0
+        self.backward_through_eval = False
+        self.autocast = ""
+        self.input_shapes = tuple(tuple(arg.shape) for arg in args if hasattr(arg, "shape"))
+
+    def called(self, training: bool, output: Any) -> None:
+        """One forward is over. In eval mode with a graph: listen whether a backward goes through it."""
+        if training:
+            self.train_calls += 1
+            return
+        self.eval_calls += 1
+        from torch.utils._pytree import tree_iter
+
+        with_graph = [part for part in tree_iter(output) if getattr(part, "requires_grad", False)]
+        if with_graph:
+            self.eval_calls_with_graph += 1
+            if not self.backward_through_eval:
+                for part in with_graph:
+                    part.register_hook(self._used)
+
+    def _used(self, gradient: Any) -> None:
+        self.backward_through_eval = True
+
+    def facts(self) -> ModelFacts:
+        """The facts so far."""
+        parameters = list(self.module.parameters())
+        layers = Counter(
+            type(layer).__name__ for layer in self.module.modules() if not any(True for _ in layer.children())
+        )
+        compiled = type(self.module).__name__ == "OptimizedModule" or any(
+            getattr(layer, "_compiled_call_impl", None) is not None
+            or type(layer).__name__ == "OptimizedModule"
+            for layer in self.module.modules()
+        )
+        return ModelFacts(
+            name=type(self.module).__name__,
+            parameters=sum(p.numel() for p in parameters),
+            trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+            layers=dict(layers),
+            dtype=str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
+            device=parameters[0].device.type if parameters else "",
+            compiled=compiled,
+            autocast=self.autocast,
+            train_calls=self.train_calls,
+            eval_calls=self.eval_calls,
+            eval_calls_with_graph=self.eval_calls_with_graph,
+            backward_through_eval=self.backward_through_eval,
+            input_shapes=self.input_shapes,
+        )
+
+
+def optimizer_facts(optimizer: Any, where: str, steps: int, why_not: str) -> OptimizerFacts:
+    """What an optimizer was built with."""
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    return OptimizerFacts(
+        name=type(optimizer).__name__,
+        where=where,
+        parameters=sum(len(group["params"]) for group in optimizer.param_groups),
+        fused=bool(group.get("fused")),
+        foreach=group.get("foreach"),
+        fusable=not why_not,
+        why_not_fusable=why_not,
+        steps=steps,
+    )
+
+
+def global_flags(seen: dict[str, Any], compiler: str) -> Flags:
+    """The global switches, and what was seen in use (`seen` overrides what can be read now)."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    world = (
+        torch.distributed.get_world_size()
+        if torch.distributed.is_available() and torch.distributed.is_initialized()
+        else 1
+    )
+    flags: dict[str, Any] = {
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic,
+        "distributed": world,
+        "bf16": on_gpu and torch.cuda.is_bf16_supported(including_emulation=False),
+        "compiler": compiler,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+    }
+    return Flags(**{**flags, **seen})

@@ -1,0 +1,212 @@
+"""The phase clock: turns what happens in a run into steps whose phases add up.
+
+A step is one batch of the training loader: from the call that asks for the batch to the next such call. A
+loader trains when `backward` is seen between two of its batches, so nobody has to say which loader it is.
+Without such a loader a step is one step of the first optimizer seen. Nothing here reads a tensor.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from hasten.evidence.schema import Pass, Phase
+
+_STALE_AFTER = 50  # optimizer steps on one batch before its loader is taken to be over (a batch kept by hand)
+_BLANK = (0.0,) * len(Phase)
+
+
+class OpenPass:
+    """One time through a loader that is still going on, and the step it is in."""
+
+    def __init__(self, loader: int, iterator: Any, start: float, outer: OpenPass | None) -> None:
+        self.loader = loader
+        self.iterator: Callable[[], Any] = weakref.ref(iterator) if iterator is not None else lambda: None
+        self.start = start
+        self.first = start
+        self.outer = outer
+        self.batches = 0
+        self.trained = False
+        self.step_start: float | None = None
+        self.phases = list(_BLANK)
+        self.losses: list[Any] = []
+        self.optimizer_steps = 0
+
+
+class Recorder:
+    """Records steps, passes and losses of one run.
+
+    Args:
+        now: The clock, in seconds.
+        on_step: Called after each finished step with how many there are.
+        on_pass: Called when a pass begins or ends, with the pass and whether it began.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        on_step: Callable[[int], None] | None = None,
+        on_pass: Callable[[OpenPass, bool], None] | None = None,
+    ) -> None:
+        self.now = now
+        self.origin = now()
+        self.on_step = on_step
+        self.on_pass = on_pass
+        self.step_start: list[float] = []
+        self.step_phases: list[list[float]] = []
+        self.step_losses: list[list[Any]] = []
+        self.passes: list[Pass] = []
+        self.validations: list[tuple[int, list[Any], float]] = []
+        self.optimizer_steps: dict[int, int] = {}
+        self.step_of = "batch"
+        self._loose = OpenPass(-1, None, self.origin, None)  # what happens outside every loader
+        self._current = self._loose
+        self._open: dict[int, OpenPass] = {}
+        self._marker: int | None = None
+        self._validation_losses: list[Any] = []
+
+    # -- loaders -------------------------------------------------------------------------------------
+
+    def pass_begins(self, loader: int, iterator: Any, start: float, end: float) -> None:
+        """`iter(loader)` took from `start` to `end`."""
+        outer = (
+            self._current
+            if self._current.step_start is not None and self._current is not self._loose
+            else None
+        )
+        opened = OpenPass(loader, iterator, start, outer)
+        self._open[id(iterator)] = opened
+        opened.phases[Phase.DATA] = end - start
+        if self.on_pass:
+            self.on_pass(opened, True)
+
+    def asks(self, iterator: Any, at: float) -> None:
+        """The script asks `iterator` for its next batch: its step, if one is open, is over."""
+        asked = self._open.get(id(iterator))
+        if asked is None:
+            return
+        current = self._current
+        if current is not asked and current.outer is asked and not current.trained:
+            asked.phases[Phase.VALIDATION] += at - current.start  # a validation loop left before its end
+            self._end_pass(current, at)
+        if asked.step_start is not None:
+            self._end_step(asked, at)
+        self._current = asked
+
+    def got(self, iterator: Any, start: float, end: float) -> None:
+        """A batch came; asking for it took from `start` to `end`."""
+        asked = self._open.get(id(iterator))
+        if asked is None:
+            return
+        if not asked.batches:
+            asked.first = end
+            asked.step_start = asked.start
+        else:
+            asked.step_start = start
+        asked.batches += 1
+        asked.phases[Phase.DATA] += end - start
+
+    def exhausted(self, iterator: Any, at: float) -> None:
+        """The loader has no more batches."""
+        asked = self._open.get(id(iterator))
+        if asked is None:
+            return
+        outer = asked.outer
+        if outer is not None and not asked.trained and outer.step_start is not None:
+            outer.phases[Phase.VALIDATION] += at - asked.start
+        self._end_pass(asked, at)
+
+    def _end_pass(self, over: OpenPass, at: float) -> None:
+        for key, opened in list(self._open.items()):
+            if opened is over:
+                del self._open[key]
+        origin = self.origin
+        self.passes.append(
+            Pass(
+                over.loader, over.start - origin, over.first - origin, at - origin, over.batches, over.trained
+            )
+        )
+        if self._current is over:
+            self._current = (
+                over.outer if over.outer is not None and over.outer.step_start is not None else self._loose
+            )
+            if self._current is self._loose:
+                self._loose.step_start = None
+        if self.on_pass:
+            self.on_pass(over, False)
+
+    # -- parts of a step -----------------------------------------------------------------------------
+
+    def add(self, phase: Phase, seconds: float) -> None:
+        """Some of the current step went to `phase`."""
+        self._current.phases[phase] += seconds
+
+    def backward(self, seconds: float, losses: list[Any]) -> None:
+        """`backward` was called on `losses` (detached, unread)."""
+        current = self._current
+        if self._validation_losses:
+            self._flush_validation()
+        current.phases[Phase.BACKWARD] += seconds
+        current.losses += losses
+        if not current.trained and current is not self._loose:
+            current.trained = True
+            self.step_of = "batch"
+
+    def optimizer_begins(self) -> float:
+        """An optimizer is about to step: what the step's phases add up to so far."""
+        return sum(self._current.phases)
+
+    def optimizer_step(self, optimizer: int, start: float, end: float, before: float) -> None:
+        """An optimizer stepped. `before` is what `optimizer_begins` gave: a closure's forward and backward inside
+        the step have been counted already."""
+        self.optimizer_steps[optimizer] = self.optimizer_steps.get(optimizer, 0) + 1
+        current = self._current
+        current.phases[Phase.OPTIMIZER] += max(0.0, end - start - (sum(current.phases) - before))
+        if current is not self._loose:
+            current.optimizer_steps += 1
+            if current.optimizer_steps > _STALE_AFTER or current.iterator() is None:
+                self._end_pass(current, end)
+            return
+        if self._marker is None:
+            self._marker = optimizer
+        if self._marker == optimizer:
+            if not self.step_start or self.step_of == "optimizer":
+                self.step_of = "optimizer"
+                if current.step_start is not None:
+                    self._end_step(current, end)
+            current.step_start = end
+            current.phases, current.losses = list(_BLANK), []
+
+    def validation_loss(self, loss: Any) -> None:
+        """A loss was computed in eval mode or without a graph (unread)."""
+        self._validation_losses.append(loss)
+
+    def _end_step(self, over: OpenPass, at: float) -> None:
+        started, phases = over.step_start, over.phases
+        assert started is not None
+        over.step_start = None
+        over.optimizer_steps = 0
+        if over.trained or over is self._loose:
+            phases[Phase.OTHER] = max(0.0, at - started - sum(phases) + phases[Phase.OTHER])
+            self.step_start.append(started - self.origin)
+            self.step_phases.append(phases)
+            self.step_losses.append(over.losses)
+            if self.on_step:
+                self.on_step(len(self.step_start))
+        over.phases, over.losses = list(_BLANK), []
+
+    def _flush_validation(self) -> None:
+        self.validations.append((len(self.step_start), self._validation_losses, self.now() - self.origin))
+        self._validation_losses = []
+
+    def close(self) -> None:
+        """The run is over: end what is still open."""
+        at = self.now()
+        if self._validation_losses:
+            self._flush_validation()
+        for opened in list(self._open.values()):
+            if opened.step_start is not None and opened.trained:
+                opened.step_start = None  # a step cut short would be measured wrong
+            self._end_pass(opened, at)

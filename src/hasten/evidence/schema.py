@@ -1,0 +1,252 @@
+"""Evidence: what one run leaves behind. Plain data, written to JSON, readable without torch.
+
+Times are seconds on one monotonic clock that starts at 0 when the process does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from hasten.errors import HastenError
+from hasten.evidence.machine import Machine
+
+SCHEMA = "hasten-evidence/1"
+
+
+class Phase(IntEnum):
+    """A part of a step; the phases of a step add up to the step."""
+
+    DATA = 0
+    TRANSFER = 1
+    FORWARD = 2
+    BACKWARD = 3
+    SYNC = 4
+    OPTIMIZER = 5
+    VALIDATION = 6
+    CHECKPOINT = 7
+    OTHER = 8
+
+
+PHASES = ("data", "transfer", "forward", "backward", "sync", "optimizer", "validation", "checkpoint", "other")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a trial found out about a map-style dataset by asking it for a few samples.
+
+    Attributes:
+        repeatable: The same index gave the same sample under other random states; None: could not be asked.
+        sample_seconds: Time of one `dataset[i]`.
+        sample_bytes: Size of one sample when kept.
+        loader_function: Where the dataset keeps a function that reads one sample, as ImageFolder's `loader`.
+        loader_repeatable: That function gave the same for the same argument.
+        loader_seconds: Its time per sample.
+        loader_bytes: Size of what it returns, when kept.
+        in_memory: The dataset is a TensorDataset (or Subset of one), collated by default.
+        fork_unsafe: Why worker processes would be unsafe ("holds an open sqlite3.Connection"), or "".
+        failed: Why it could not be asked, or "".
+    """
+
+    repeatable: bool | None = None
+    sample_seconds: float = 0.0
+    sample_bytes: int = 0
+    loader_function: str = ""
+    loader_repeatable: bool = False
+    loader_seconds: float = 0.0
+    loader_bytes: int = 0
+    in_memory: bool = False
+    fork_unsafe: str = ""
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class LoaderFacts:
+    """One DataLoader that the script built. `role`: train, validation (iterated without backward) or unused."""
+
+    dataset: str
+    where: str
+    iterable: bool
+    batches: int | None
+    samples: int | None
+    batch_size: int | None
+    num_workers: int
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory: bool
+    start_method: str
+    default_collate: bool
+    own_worker_init: bool
+    role: str = "unused"
+    batch_bytes: int = 0
+    probe: Probe | None = None
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """One outermost module that the script called. `layers`: class name -> how many."""
+
+    name: str
+    parameters: int
+    trained_parameters: int
+    layers: dict[str, int]
+    dtype: str
+    device: str
+    compiled: bool
+    autocast: str
+    train_calls: int
+    eval_calls: int
+    eval_calls_with_graph: int
+    backward_through_eval: bool
+    input_shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """One optimizer. `fusable`: torch has a fused kernel for it and these parameters."""
+
+    name: str
+    where: str
+    parameters: int
+    fused: bool
+    foreach: bool | None
+    fusable: bool
+    why_not_fusable: str
+    steps: int
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Global switches as the script left them, and what it was seen to use."""
+
+    anomaly: bool = False
+    profiler: str = ""
+    cudnn_benchmark: bool = False
+    matmul_precision: str = "highest"
+    threads: int = 0
+    deterministic: bool = False
+    zeroed_gradients: str = ""
+    grad_scaler: bool = False
+    distributed: int = 1
+    bf16: bool = False
+    compiler: str = ""
+    torch: str = ""
+    cuda: str = ""
+    missing_gradients: bool = False
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One time through a loader: from `iter(loader)` to its end."""
+
+    loader: int
+    start: float
+    first: float
+    end: float
+    batches: int
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Mean of the losses computed between two training steps in eval mode or without graphs."""
+
+    step: int
+    loss: float
+    count: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one run leaves behind.
+
+    Attributes:
+        step_start: When each training step began.
+        step_phases: Per step, seconds by `PHASES`; they add up to the step.
+        losses: Per step, the sum of the losses that `backward` was called on; None where none was, or it was not finite.
+        bad_losses: How many of the losses were NaN or infinite.
+        step_of: "batch" (a step is a batch of the training loader) or "optimizer" (an optimizer step).
+        ended: "finished" (the script ended), "complete" (the trial had what it wanted), "failed".
+        error: The exception that ended the script, and where.
+        skipped: What a tap could not do and why; the script went on without it.
+        installed: Technique -> what it did ("2 loaders"), of those that found something to act on.
+        peak_gpu_bytes: Peak memory torch had allocated on the GPU.
+    """
+
+    command: tuple[str, ...]
+    machine: Machine
+    flags: Flags
+    loaders: tuple[LoaderFacts, ...]
+    models: tuple[ModelFacts, ...]
+    optimizers: tuple[OptimizerFacts, ...]
+    step_start: tuple[float, ...]
+    step_phases: tuple[tuple[float, ...], ...]
+    losses: tuple[float | None, ...]
+    validations: tuple[Validation, ...]
+    passes: tuple[Pass, ...]
+    step_of: str
+    ended: str
+    ended_at: float
+    bad_losses: int = 0
+    error: str = ""
+    skipped: tuple[str, ...] = ()
+    installed: dict[str, str] = dataclasses.field(default_factory=dict)
+    peak_memory_bytes: int = 0
+    peak_gpu_bytes: int | None = None
+    schema: str = SCHEMA
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Length of each step."""
+        return [sum(phases) for phases in self.step_phases]
+
+    def share(self, phase: Phase) -> float:
+        """This phase's share of the steady steps, 0 to 1 (validation and checkpoints left out)."""
+        steady = self.step_phases[len(self.step_phases) // 2 :]
+        total = sum(sum(step) - step[Phase.VALIDATION] - step[Phase.CHECKPOINT] for step in steady)
+        return sum(step[phase] for step in steady) / total if total > 0 else 0.0
+
+    @property
+    def train_loader(self) -> LoaderFacts | None:
+        """The loader whose batches were trained on; None for a script without one."""
+        return next((loader for loader in self.loaders if loader.role == "train"), None)
+
+    def write(self, path: Path) -> None:
+        """Write as JSON, whole or not at all."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(_finite(dataclasses.asdict(self)), allow_nan=False))
+        temporary.replace(path)
+
+
+def read_evidence(path: Path) -> Evidence:
+    """Read what a run left behind.
+
+    Raises:
+        HastenError: No such file, not JSON, or another schema.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(Evidence).validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise HastenError(f"no evidence at {path}") from None
+    except ValidationError as error:
+        raise HastenError(f"{path} is not evidence of the schema {SCHEMA}: {error}") from None
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as null, which is all that JSON has for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

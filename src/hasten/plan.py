@@ -1,0 +1,184 @@
+"""Plan: technique name -> setting, in a TOML file that a person can read and edit. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hasten.errors import HastenError
+
+if TYPE_CHECKING:
+    from tomlkit.items import Table
+
+Setting = bool | int | float | str | dict[str, bool | int | float | str]
+
+VERSION = 1
+DEFAULT_NAME = "hasten.toml"
+_TABLES = ("hasten", "machine", "techniques")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which techniques to install, with their settings.
+
+    Attributes:
+        techniques: Technique name -> setting, in the order in which they are installed.
+        comments: Technique name -> why it is there and what it measured; written beside it.
+        made: What made the plan (command, date, versions); free text by key.
+        machine: The machine it was measured on (`device`, `cpu`, `cores`, `gpus`); empty when unknown.
+        path: The file it was read from, if any.
+        lines: Technique name -> line in that file, for messages.
+
+    Example:
+        >>> plan = Plan({"precision": "bf16-mixed", "channels_last": True})
+        >>> plan.techniques["precision"]
+        'bf16-mixed'
+    """
+
+    techniques: Mapping[str, Setting] = field(default_factory=dict)
+    comments: Mapping[str, str] = field(default_factory=dict)
+    made: Mapping[str, str] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+    lines: Mapping[str, int] = field(default_factory=dict)
+
+    def with_setting(self, name: str, setting: Setting) -> Plan:
+        """This plan with one technique added or set otherwise."""
+        return Plan({**self.techniques, name: setting}, self.comments, self.made, self.machine)
+
+    def without(self, name: str) -> Plan:
+        """This plan with one technique less."""
+        kept = {other: setting for other, setting in self.techniques.items() if other != name}
+        return Plan(kept, self.comments, self.made, self.machine)
+
+    def where(self, name: str = "") -> str:
+        """`file:line` of a technique, for messages."""
+        if self.path is None:
+            return "the plan"
+        return f"{self.path}:{self.lines[name]}" if name in self.lines else str(self.path)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Plan:
+        """Read and check the form of a plan file; `hasten.techniques.check` checks names and settings.
+
+        Raises:
+            HastenError: The file is missing or unreadable, is not TOML, or has parts that no plan has; the
+                message gives the line.
+        """
+        import tomllib
+
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise HastenError(
+                f"no plan at {path}",
+                "make one with `hasten tune SCRIPT`, name another with --plan FILE, or run with --no-plan",
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise HastenError(f"cannot read the plan {path}: {error}") from None
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise HastenError(f"{path} is not valid TOML: {error}", "mend that line, or tune anew") from None
+        return cls._checked(data, path, text)
+
+    @classmethod
+    def _checked(cls, data: dict[str, Any], path: Path, text: str) -> Plan:
+        for key in data:
+            if key not in _TABLES:
+                hint = did_you_mean(key, _TABLES) or "a plan has [hasten], [machine] and [techniques]"
+                raise HastenError(f"{path}:{_line_of(text, key)}: unknown part {key!r}", hint)
+        for table in _TABLES:
+            if not isinstance(data.get(table, {}), dict):
+                raise HastenError(f"{path}:{_line_of(text, table)}: {table!r} must be a table, [{table}]")
+        version = data.get("hasten", {}).get("version", VERSION)
+        if version != VERSION:
+            raise HastenError(
+                f"{path}:{_line_of(text, 'version')}: plan of version {version!r}, this hasten reads {VERSION}",
+                "tune anew, or install the hasten that wrote it",
+            )
+        techniques = data.get("techniques", {})
+        return cls(
+            techniques=techniques,
+            made={key: str(value) for key, value in data.get("hasten", {}).items() if key != "version"},
+            machine=data.get("machine", {}),
+            path=path,
+            lines={name: _line_of(text, name, after="techniques") for name in techniques},
+        )
+
+    def write(self, path: str | Path) -> None:
+        """Write the plan, whole or not at all, with its comments.
+
+        Raises:
+            HastenError: The folder cannot be written to.
+        """
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            temporary.write_text(self.to_toml(), encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True) if path.parent.is_dir() else None
+            raise HastenError(
+                f"cannot write the plan {path}: {error}", "name another file with --out FILE"
+            ) from None
+
+    def to_toml(self) -> str:
+        """The text of the plan file."""
+        import tomlkit
+
+        document = tomlkit.document()
+        document.add(
+            tomlkit.comment(
+                "A hasten plan: technique -> setting. Edit freely; a line less is a technique less."
+            )
+        )
+        document.add(tomlkit.comment("Run the training under it with: hasten run SCRIPT ARGS"))
+        made = tomlkit.table()
+        made.update({"version": VERSION, **self.made})
+        document.add("hasten", made)
+        if self.machine:
+            machine = tomlkit.table()
+            machine.update({key: list(v) if isinstance(v, tuple) else v for key, v in self.machine.items()})
+            document.add("machine", machine)
+        document.add("techniques", self._techniques_table())
+        return tomlkit.dumps(document)
+
+    def _techniques_table(self) -> Table:
+        import tomlkit
+
+        table = tomlkit.table()
+        for name, setting in self.techniques.items():
+            if comment := self.comments.get(name):
+                for line in comment.splitlines():
+                    table.add(tomlkit.comment(line))
+            if isinstance(setting, dict):
+                inline = tomlkit.inline_table()
+                inline.update(setting)
+                table.add(name, inline)
+            else:
+                table.add(name, setting)
+        return table
+
+
+def did_you_mean(word: str, known: Mapping[str, Any] | tuple[str, ...] | list[str]) -> str:
+    """`did you mean 'x'?` for the closest known word, or nothing when none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def _line_of(text: str, key: str, after: str = "") -> int:
+    """1-based line on which a key or table header stands; tomllib keeps no positions."""
+    key_pattern = re.compile(rf"""^\s*\[?\s*(?:{after}\.)?["']?{re.escape(key)}["']?\s*[\].=]""")
+    table_pattern = re.compile(rf"^\s*\[\s*{re.escape(after)}\b")
+    inside = not after
+    for number, line in enumerate(text.splitlines(), 1):
+        inside = inside or bool(table_pattern.match(line))
+        if inside and key_pattern.match(line):
+            return number
+    return 1

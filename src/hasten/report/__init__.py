@@ -1,0 +1,1 @@
+"""Terminal and HTML views of what was measured."""

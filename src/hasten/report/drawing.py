@@ -1,0 +1,130 @@
+"""What the charts are drawn with: a scale, and a few SVG shapes placed in percent of the width.
+
+Text keeps its size whatever the width; colours come from the page's style sheet by class.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps values from `low` to `high` onto percent from `near` to `far`, evenly or by their logarithm."""
+
+    low: float
+    high: float
+    log: bool = False
+    near: float = 0.0
+    far: float = 100.0
+
+    def __call__(self, value: float) -> float:
+        low, high, value = (math.log(v) if self.log else v for v in (self.low, self.high, value))
+        share = (value - low) / (high - low) if high > low else 0.5
+        return self.near + share * (self.far - self.near)
+
+    def ticks(self) -> list[float]:
+        """Three to seven round values inside the scale."""
+        if not self.high > self.low:
+            return [self.low]
+        return _log_ticks(self.low, self.high) if self.log else _even_ticks(self.low, self.high)
+
+
+def _even_ticks(low: float, high: float) -> list[float]:
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= rough)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+        found = [float(f"{step * 10.0**decade:.12g}") for decade in decades for step in steps]
+        found = [value for value in found if low <= value <= high]
+        if len(found) >= 3:
+            return found[:: math.ceil(len(found) / 7)]
+    return _even_ticks(low, high)
+
+
+def svg(title: str, told: str, height: float, parts: Iterable[Markup]) -> Markup:
+    """One drawing, as wide as its place, with what a screen reader says of it."""
+    return Markup(
+        '<svg class="chart" role="img" width="100%" height="{:.0f}"><title>{}</title><desc>{}</desc>{}</svg>'
+    ).format(height, title, told, Markup("\n").join(parts))
+
+
+def rect(kind: str, ends: Point, y: float, height: float, told: str = "") -> Markup:
+    """A horizontal bar between two ends, in percent."""
+    start, end = sorted(ends)
+    return Markup('<rect class="{}" x="{:.3f}%" y="{:.1f}" width="{:.3f}%" height="{}">{}</rect>').format(
+        kind, start, y, end - start, height, _title(told)
+    )
+
+
+def dot(kind: str, x: float, y: float, told: str) -> Markup:
+    """A dot; `x` in percent."""
+    return Markup('<circle class="{}" cx="{:.3f}%" cy="{:.1f}" r="5.5">{}</circle>').format(
+        kind, x, y, _title(told)
+    )
+
+
+def text(kind: str, x: float, y: float, words: str) -> Markup:
+    """A piece of text; at the edges it stays inside the drawing."""
+    anchor = "start" if x < 4 else "end" if x > 96 else "middle"
+    return Markup('<text class="{}" x="{:.3f}%" y="{:.1f}" text-anchor="{}">{}</text>').format(
+        kind, x, y, anchor, words
+    )
+
+
+def line(kind: str, points: Sequence[Point], told: str = "") -> Markup:
+    """A line through points in percent of both sides; belongs into `stretched`."""
+    return Markup('<polyline class="{}" points="{}">{}</polyline>').format(kind, _path(points), _title(told))
+
+
+def area(kind: str, points: Sequence[Point]) -> Markup:
+    """The area inside points in percent of both sides; belongs into `stretched`."""
+    return Markup('<polygon class="{}" points="{}"></polygon>').format(kind, _path(points))
+
+
+def stretched(height: float, parts: Iterable[Markup]) -> Markup:
+    """Lines and areas stretched over the whole width."""
+    return Markup(
+        '<svg x="0" y="0" width="100%" height="{}" viewBox="0 0 100 100" preserveAspectRatio="none">{}</svg>'
+    ).format(height, Markup("\n").join(parts))
+
+
+def columns(scale: Scale, height: float, name: Callable[[float], str]) -> list[Markup]:
+    """Upright grid lines with their values beneath."""
+    parts = []
+    for tick in scale.ticks():
+        parts.append(
+            Markup('<rect class="grid" x="{:.3f}%" y="0" width="1" height="{}"/>').format(scale(tick), height)
+        )
+        parts.append(text("tick", scale(tick), height + 16, name(tick)))
+    return parts
+
+
+def rows(scale: Scale, height: float, name: Callable[[float], str]) -> list[Markup]:
+    """Level grid lines with their values above them, at the left; `scale` counts from the top."""
+    parts = []
+    for tick in scale.ticks():
+        y = scale(tick) * height / 100
+        parts.append(rect("grid", (0, 100), y, 1))
+        parts.append(text("tick halo", 0, y - 4, name(tick)))
+    return parts
+
+
+def _path(points: Sequence[Point]) -> str:
+    return " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+
+
+def _title(told: str) -> Markup:
+    return Markup("<title>{}</title>").format(told) if told else Markup()

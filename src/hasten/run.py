@@ -1,0 +1,133 @@
+"""Run: one live training. Applies a plan's techniques to what is built, records what happens.
+
+Whoever drives the training tells the Run: the taps in somebody's script, or the Trainer. A technique that fails
+is skipped and named; the training goes on as if it were not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hasten.evidence.facts import ModelWatch
+from hasten.evidence.recorder import Recorder
+from hasten.techniques import Technique, overrides
+from hasten.techniques.base import Call
+
+
+class Run:
+    """The techniques of a plan, by the places where they act, and the recorder if somebody listens.
+
+    Args:
+        techniques: In plan order.
+        recorder: Where steps are recorded; None when nobody listens, which then costs nothing.
+    """
+
+    def __init__(self, techniques: list[Technique], recorder: Recorder | None = None) -> None:
+        self.techniques = techniques
+        self.recorder = recorder
+        self.skipped: list[str] = []
+        self.models: dict[int, ModelWatch] = {}
+        self.seen: dict[str, Any] = {}
+        self._rebuilt: set[int] = set()
+
+    def acting(self, place: str) -> list[Technique]:
+        """The techniques that act in a place."""
+        return [technique for technique in self.techniques if overrides(technique, place)]
+
+    def skip(self, what: str, error: BaseException) -> None:
+        """Note what could not be done; said once."""
+        line = f"{what}: {type(error).__name__}: {error}".splitlines()[0]
+        if line not in self.skipped:
+            self.skipped.append(line)
+
+    def process(self) -> None:
+        """torch was imported: set global switches."""
+        for technique in self.acting("process"):
+            try:
+                technique.process()
+            except Exception as error:  # a technique never breaks a script
+                self.skip(technique.name, error)
+
+    def loader_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that a DataLoader shall be built with."""
+        return self._changed("loader_options", options)
+
+    def optimizer_options(self, kind: type, options: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that an optimizer shall be built with."""
+        return self._changed("optimizer_options", options, kind)
+
+    def _changed(self, place: str, options: dict[str, Any], *before: Any) -> dict[str, Any]:
+        for technique in self.acting(place):
+            changed = dict(options)
+            try:
+                getattr(technique, place)(*before, changed)
+            except Exception as error:  # a technique never breaks a script
+                self.skip(technique.name, error)
+            else:
+                options = changed
+        return options
+
+    def fetcher(self, fetcher: Any) -> Any:
+        """The object that shall gather samples."""
+        for technique in self.acting("fetcher"):
+            try:
+                fetcher = technique.fetcher(fetcher)
+            except Exception as error:  # a technique never breaks a script
+                self.skip(technique.name, error)
+        return fetcher
+
+    def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
+        """The function that shall give a pass its next batch."""
+        for technique in self.acting("batches"):
+            try:
+                fetch = technique.batches(fetch, iterator)
+            except Exception as error:  # a technique never breaks a script
+                self.skip(technique.name, error)
+        return fetch
+
+    def model(self, module: Any, args: tuple[Any, ...]) -> None:
+        """An outermost module is about to be called for the first time."""
+        if id(module) in self._rebuilt:
+            return
+        self._rebuilt.add(id(module))
+        for technique in self.acting("model"):
+            try:
+                technique.model(module, args)
+            except Exception as error:  # a technique never breaks a script
+                self.skip(technique.name, error)
+
+    def optimizer(self, optimizer: Any) -> None:
+        """An optimizer was built."""
+        for technique in self.acting("optimizer"):
+            try:
+                technique.optimizer(optimizer)
+            except Exception as error:  # a technique never breaks a script
+                self.skip(technique.name, error)
+
+    def wrapped(self, place: str, call: Call) -> Call:
+        """`forward` or `backward` behind the techniques that wrap it."""
+        for technique in self.acting(place):
+            try:
+                call = getattr(technique, place)(call)
+            except Exception as error:  # a technique never breaks a script
+                self.skip(technique.name, error)
+        return call
+
+    def installed(self) -> dict[str, str]:
+        """What each technique acted on, for the report."""
+        return {
+            technique.name: ", ".join(
+                f"{count} x {what}" if count > 1 else what for what, count in technique.acted.items()
+            )
+            for technique in self.techniques
+            if technique.acted
+        }
+
+    def idle(self) -> list[str]:
+        """Techniques that found nothing to act on, each with what it was looking for."""
+        return [
+            f"{technique.name} found no {technique.acts_on.removeprefix('a ').removeprefix('an ')} to act on"
+            for technique in self.techniques
+            if technique.acts_on and not technique.acted
+        ]

@@ -1,0 +1,69 @@
+"""What a process is told by the hasten that started it, in the variable HASTEN_RUN. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hasten.plan import Setting
+from hasten.techniques import CATALOGUE, build
+
+VARIABLE = "HASTEN_RUN"
+SITE = Path(__file__).resolve().parent / "site"
+
+
+@dataclass(frozen=True)
+class TrialOptions:
+    """How a trial is bounded.
+
+    Attributes:
+        batches: Batches after which every loader ends its pass; later passes repeat the same batches.
+        epochs: Passes through the training loader.
+        steps: Steps of a script that trains without a DataLoader.
+        seconds: Time after which the trial ends, once it has something to measure.
+        seed: 0 keeps the script's own seeds; another number shifts them all.
+        scratch: Folder into which everything goes that the script writes.
+        probe: Ask the datasets what repeats itself before the process ends.
+        cut: Whether passes are cut at all.
+    """
+
+    scratch: str
+    batches: int = 100
+    epochs: int = 2
+    steps: int = 200
+    seconds: float = 60.0
+    seed: int = 0
+    probe: bool = False
+    cut: bool = True
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The plan to install, and what to leave behind."""
+
+    techniques: dict[str, Setting] = field(default_factory=dict)
+    evidence: str = ""
+    command: tuple[str, ...] = ()
+    trial: TrialOptions | None = None
+    quiet: bool = False
+
+    @classmethod
+    def from_json(cls, text: str) -> RunConfig:
+        """Read what `environment` put into the variable."""
+        data = json.loads(text)
+        trial = data.pop("trial")
+        data["command"] = tuple(data["command"])
+        return cls(**data, trial=TrialOptions(**trial) if trial else None)
+
+
+def environment(config: RunConfig, base: dict[str, str]) -> dict[str, str]:
+    """The environment in which taps start: `base` with the variable, the site folder, and what techniques set."""
+    env = dict(base)
+    for technique in build(config.techniques, CATALOGUE):
+        technique.environment(env)
+    env[VARIABLE] = json.dumps(dataclasses.asdict(config))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"))))
+    return env

@@ -1,0 +1,194 @@
+"""Taps on DataLoaders: what they are built with, when batches are waited for, where a trial cuts a pass."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from hasten.evidence import facts
+from hasten.techniques.data.sample_cache import state_of
+
+
+def install(session: Any) -> None:
+    """Set the taps on DataLoader, and on torchdata's StatefulDataLoader when it is imported."""
+    import torch.utils.data.dataloader as room
+
+    from hasten.taps.boot import after_import
+
+    _tap_class(room.DataLoader, session)
+    _tap_fetcher(room, session)
+    _tap_iterator(room._BaseDataLoaderIter, session)
+    name = "torchdata.stateful_dataloader.stateful_dataloader"
+
+    def stateful() -> None:
+        module = sys.modules[name]
+        _tap_class(module.StatefulDataLoader, session)
+        for kind in ("_StatefulBaseDataLoaderIter", "_StatefulSingleProcessDataLoaderIter"):
+            if "__next__" in vars(getattr(module, kind)):
+                _tap_iterator(getattr(module, kind), session)
+
+    after_import(name, stateful)
+
+
+def _tap_class(kind: Any, session: Any) -> None:
+    signature = inspect.signature(kind.__init__)
+    build = kind.__init__
+    stay = "_hasten_own_workers"
+
+    @functools.wraps(build)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            options = {name: value for name, value in bound.arguments.items() if name != "self"}
+            wanted = session.run.loader_options(options)
+        except Exception as error:  # wrong arguments: the loader itself says so best
+            session.run.skip("tap DataLoader", error)
+            return build(self, *args, **kwargs)
+        if wanted == options or wanted is options:
+            build(self, *args, **kwargs)
+        else:
+            try:
+                build(self, **wanted)
+            except (
+                Exception
+            ) as error:  # what hasten chose does not suit this loader: back to what the script chose
+                session.run.skip("DataLoader options", error)
+                wanted = options
+                build(self, *args, **kwargs)
+        if wanted["persistent_workers"] and not options["persistent_workers"]:
+            self.__dict__[stay] = state_of(self.dataset)
+        _register(self, wanted, session)
+        return None
+
+    kind.__init__ = __init__
+    if "__iter__" in vars(kind):
+        _tap_iter(kind, session, stay)
+    if session.trial is not None and session.trial.cut and "_index_sampler" in vars(kind):
+        _tap_sampler(kind, session.trial.batches)
+
+
+def _register(loader: Any, options: dict[str, Any], session: Any) -> None:
+    if session.run.recorder is None or "_hasten_index" in loader.__dict__:
+        return
+    try:
+        loader.__dict__["_hasten_index"] = len(session.loaders)
+        session.loaders.append([weakref.ref(loader), facts.loader_facts(loader, options, facts.caller()), 0])
+    except Exception as error:  # facts are a convenience; the script goes on without them
+        session.run.skip("facts of a DataLoader", error)
+    if session.trial is not None and session.trial.probe:
+        session.kept_loaders.append(loader)  # alive until they are probed
+
+
+def _tap_iter(kind: Any, session: Any, stay: str) -> None:
+    begin = kind.__iter__
+
+    @functools.wraps(begin)
+    def __iter__(self: Any) -> Any:
+        recorder = session.run.recorder
+        if stay in self.__dict__ and self.__dict__[stay] != (state := state_of(self.dataset)):
+            # The script changed its dataset between epochs: workers that stayed alive would not know.
+            self.__dict__[stay] = state
+            self._iterator = None
+        if recorder is None:
+            iterator = begin(self)
+        else:
+            start = recorder.now()
+            iterator = begin(self)
+            if "_hasten_index" in self.__dict__:
+                iterator.__dict__["_hasten_loader"] = self.__dict__["_hasten_index"]
+                recorder.pass_begins(self.__dict__["_hasten_index"], iterator, start, recorder.now())
+        if session.run.acting("batches"):
+            iterator.__dict__["_hasten_fetch"] = None
+        return iterator
+
+    kind.__iter__ = __iter__
+
+
+def _tap_iterator(kind: Any, session: Any) -> None:
+    plain = kind.__next__
+    run = session.run
+    changes = bool(run.acting("batches"))
+
+    def fetch(iterator: Any) -> Any:
+        wrapped = iterator.__dict__.get("_hasten_fetch")
+        if wrapped is None:
+            wrapped = iterator.__dict__["_hasten_fetch"] = run.batches(
+                functools.partial(plain, iterator), iterator
+            )
+        return wrapped()
+
+    give = fetch if changes else plain
+    if run.recorder is None:
+        if changes:
+            kind.__next__ = fetch
+        return
+
+    @functools.wraps(plain)
+    def __next__(self: Any) -> Any:
+        recorder = run.recorder
+        if recorder is None or "_hasten_loader" not in self.__dict__:
+            return give(self)
+        start = recorder.now()
+        recorder.asks(self, start)
+        try:
+            batch = give(self)
+        except StopIteration:
+            recorder.exhausted(self, recorder.now())
+            raise
+        recorder.got(self, start, recorder.now())
+        entry = session.loaders[self._hasten_loader]
+        if not entry[2]:
+            entry[2] = facts.batch_bytes(batch)
+        return batch
+
+    kind.__next__ = __next__
+
+
+def _tap_fetcher(room: Any, session: Any) -> None:
+    if not session.run.acting("fetcher"):
+        return
+    create = room._DatasetKind.create_fetcher
+
+    def create_fetcher(*args: Any, **kwargs: Any) -> Any:
+        return session.run.fetcher(create(*args, **kwargs))
+
+    room._DatasetKind.create_fetcher = staticmethod(create_fetcher)
+
+
+def _tap_sampler(kind: Any, limit: int) -> None:
+    """In a trial: let every pass end after `limit` batches, and repeat the first pass's batches in later ones."""
+    whole = kind._index_sampler.fget
+    kept: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+    kind._index_sampler = property(
+        lambda loader: _CutSampler(whole(loader), limit, kept.setdefault(loader, []))
+    )
+
+
+class _CutSampler:
+    """A sampler of which only the first `limit` indices are seen, the same ones in every pass."""
+
+    def __init__(self, sampler: Any, limit: int, kept: list[Any]) -> None:
+        self._sampler = sampler
+        self._limit = limit
+        self._kept = kept
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        real = iter(self._sampler)
+        if self._kept:
+            next(real, None)  # draws from the random state what a pass draws
+            yield from self._kept
+            return
+        for _, index in zip(range(self._limit), real, strict=False):
+            self._kept.append(index)
+            yield index

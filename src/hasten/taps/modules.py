@@ -1,0 +1,131 @@
+"""Taps on modules: the forward of outermost modules, and torch.autograd.backward."""
+
+from __future__ import annotations
+
+import functools
+from time import perf_counter
+from typing import Any
+
+from hasten.evidence import Phase
+from hasten.evidence.facts import ModelWatch
+
+_inside = False  # whether an outermost module's forward is going on
+
+
+def install(session: Any) -> None:
+    """Set the taps, if anything wants them."""
+    run = session.run
+    if run.recorder is not None or run.acting("forward") or run.acting("model"):
+        _tap_forward(session)
+    if run.recorder is not None or run.acting("backward"):
+        _tap_backward(session)
+
+
+def _tap_forward(session: Any) -> None:
+    import torch
+    from torch.compiler import is_compiling
+    from torch.jit import is_tracing
+    from torch.nn import Module
+
+    plain = Module.__call__
+    outermost = _outermost(session, plain, torch)
+
+    @functools.wraps(plain)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Inside compiled code the flag folds away; a clock read there would break the graph.
+        if _inside or is_compiling() or is_tracing():
+            return plain(self, *args, **kwargs)
+        return outermost(self, args, kwargs)
+
+    Module.__call__ = __call__  # type: ignore[method-assign, assignment]
+
+
+def _outermost(session: Any, plain: Any, torch: Any) -> Any:
+    """What runs in place of an outermost module's forward."""
+    run = session.run
+    owners: dict[int, bool] = {}
+
+    def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return plain(module, *args, **kwargs)
+
+    forward = run.wrapped("forward", call)
+
+    def first_time(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        # Losses look like outermost modules too; what owns parameters is a model.
+        owner = next(module.parameters(), None) is not None
+        if owner:
+            run.models[id(module)] = watch = ModelWatch(module, (*args, *kwargs.values()))
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    watch.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+            run.model(module, args)
+        owners[id(module)] = owner
+        return owner
+
+    def outermost(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        global _inside
+        owner = owners.get(id(module))
+        if owner is None:
+            owner = first_time(module, args, kwargs)
+        if not owner:
+            return plain(module, *args, **kwargs)
+        recorder = run.recorder
+        _inside = True
+        if recorder is None:
+            try:
+                return forward(module, args, kwargs)
+            finally:
+                _inside = False
+        watch = run.models[id(module)]
+        training = module.training or watch.backward_through_eval
+        session.validating = not training or not torch.is_grad_enabled()
+        start = perf_counter()
+        try:
+            output = forward(module, args, kwargs)
+        finally:
+            _inside = False
+            recorder.add(Phase.VALIDATION if session.validating else Phase.FORWARD, perf_counter() - start)
+        if module.training:
+            watch.train_calls += 1
+        else:
+            watch.called(False, output)
+        return output
+
+    return outermost
+
+
+def _tap_backward(session: Any) -> None:
+    import torch
+
+    run = session.run
+    plain = run.wrapped("backward", torch.autograd.backward)
+    if run.recorder is None:
+        torch.autograd.backward = functools.wraps(torch.autograd.backward)(plain)
+        return
+    looks = [0]
+
+    @functools.wraps(torch.autograd.backward)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = run.recorder
+        if recorder is None or torch.compiler.is_compiling():
+            return plain(tensors, *args, **kwargs)
+        start = perf_counter()
+        result = plain(tensors, *args, **kwargs)
+        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        losses = [
+            session.unscaled.pop(id(root), None) or root.detach() for root in roots if root.numel() == 1
+        ]
+        recorder.backward(perf_counter() - start, losses)
+        if looks[0] < 5:
+            looks[0] += 1
+            _look_for_debug_tools(run.seen, torch)
+        return result
+
+    torch.autograd.backward = backward
+
+
+def _look_for_debug_tools(seen: dict[str, Any], torch: Any) -> None:
+    if torch.is_anomaly_enabled():
+        seen["anomaly"] = True
+    if torch.autograd._profiler_enabled():
+        seen["profiler"] = "a profiler"

@@ -1,0 +1,105 @@
+"""Taps on optimizers: what they are built with, their steps, and how gradients are cleared."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from time import perf_counter
+from typing import Any
+
+from hasten.evidence import facts
+from hasten.techniques.compute.fused_optimizer import FUSED
+
+
+def install(session: Any) -> None:
+    """Set the taps."""
+    import torch
+
+    run = session.run
+    if run.acting("optimizer_options"):
+        for name in FUSED:
+            _tap_options(getattr(torch.optim, name), run)
+    if run.acting("optimizer") or run.recorder is not None:
+        _tap_built(torch.optim.Optimizer, session)
+    if run.recorder is not None:
+        _tap_steps(session)
+        _tap_zero_grad(torch.optim.Optimizer, run.seen)
+
+
+def _tap_options(kind: Any, run: Any) -> None:
+    build = kind.__init__
+    signature = inspect.signature(build)
+
+    @functools.wraps(build)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self) is not kind:  # a subclass may step in its own way
+            return build(self, *args, **kwargs)
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            options = {name: value for name, value in bound.arguments.items() if name != "self"}
+            if not isinstance(options["params"], list):
+                options["params"] = list(options["params"])  # a generator can be read once only
+                args, kwargs = (), dict(options)
+            wanted = run.optimizer_options(kind, options)
+        except Exception as error:  # wrong arguments: the optimizer itself says so best
+            run.skip("tap optimizer", error)
+            return build(self, *args, **kwargs)
+        try:
+            return build(self, **wanted)
+        except Exception as error:  # what hasten chose does not suit it: back to what the script chose
+            run.skip(f"{kind.__name__} options", error)
+            return build(self, **options)
+
+    kind.__init__ = __init__
+
+
+def _tap_built(kind: Any, session: Any) -> None:
+    build = kind.__init__
+
+    @functools.wraps(build)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        if session.run.recorder is not None:
+            session.optimizers[id(self)] = (self, facts.caller())
+        session.run.optimizer(self)
+
+    kind.__init__ = __init__
+
+
+def _tap_steps(session: Any) -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    run = session.run
+    begun: dict[int, tuple[float, float]] = {}
+    probes = [10 if session.trial is not None and session.trial.probe else 0]
+
+    def before(optimizer: Any, *_: Any) -> None:
+        if run.recorder is not None:
+            begun[id(optimizer)] = (perf_counter(), run.recorder.optimizer_begins())
+
+    def after(optimizer: Any, *_: Any) -> None:
+        start = begun.pop(id(optimizer), None)
+        if run.recorder is None or start is None:
+            return
+        if probes[0] > 0:
+            probes[0] -= 1
+            groups = optimizer.param_groups
+            if any(p.requires_grad and p.grad is None for group in groups for p in group["params"]):
+                run.seen["missing_gradients"] = True
+        run.recorder.optimizer_step(id(optimizer), start[0], perf_counter(), start[1])
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def _tap_zero_grad(kind: Any, seen: dict[str, Any]) -> None:
+    clear = kind.zero_grad
+
+    @functools.wraps(clear)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        if not set_to_none and "zeroed_gradients" not in seen:
+            seen["zeroed_gradients"] = facts.caller()
+        clear(self, set_to_none)
+
+    kind.zero_grad = zero_grad

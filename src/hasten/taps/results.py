@@ -1,0 +1,121 @@
+"""Taps on results: losses in validation, scaled losses, checkpoints, copies to the GPU."""
+
+from __future__ import annotations
+
+import functools
+from time import perf_counter
+from typing import Any
+
+from hasten.evidence import Phase
+
+_LOSSES = (
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "cosine_embedding_loss",
+    "cross_entropy",
+    "ctc_loss",
+    "gaussian_nll_loss",
+    "hinge_embedding_loss",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
+    "margin_ranking_loss",
+    "mse_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+    "nll_loss",
+    "poisson_nll_loss",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+)
+
+
+def install(session: Any) -> None:
+    """Set the taps."""
+    if session.run.recorder is not None:
+        _tap_losses(session)
+        _tap_scaler(session)
+        _tap_checkpoints(session)
+        _tap_copies(session)
+
+
+def _tap_losses(session: Any) -> None:
+    import torch
+    import torch.nn.functional as functional
+    from torch.compiler import is_compiling
+
+    def tap(plain: Any) -> Any:
+        @functools.wraps(plain)
+        def loss(*args: Any, **kwargs: Any) -> Any:
+            value = plain(*args, **kwargs)
+            if not is_compiling() and session.validating and session.run.recorder is not None:
+                if isinstance(value, torch.Tensor):
+                    session.run.recorder.validation_loss(
+                        value.detach() if value.numel() == 1 else value.detach().mean()
+                    )
+            return value
+
+        return loss
+
+    for name in _LOSSES:
+        if hasattr(functional, name):
+            setattr(functional, name, tap(getattr(functional, name)))
+
+
+def _tap_scaler(session: Any) -> None:
+    """Remember the loss in front of a script's own GradScaler, whose scale would hide it."""
+    from torch.amp import GradScaler
+
+    plain = GradScaler.scale
+
+    @functools.wraps(plain)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = plain(self, outputs)
+        if self.is_enabled():
+            session.run.seen["grad_scaler"] = True
+            session.unscaled.clear()
+            session.unscaled[id(scaled)] = outputs.detach() if hasattr(outputs, "detach") else None
+        return scaled
+
+    GradScaler.scale = scale  # type: ignore[method-assign]
+
+
+def _tap_checkpoints(session: Any) -> None:
+    import torch
+
+    plain = torch.save
+
+    @functools.wraps(plain)
+    def save(*args: Any, **kwargs: Any) -> None:
+        start = perf_counter()
+        plain(*args, **kwargs)
+        if session.run.recorder is not None:
+            session.run.recorder.add(Phase.CHECKPOINT, perf_counter() - start)
+
+    torch.save = save
+
+
+def _tap_copies(session: Any) -> None:
+    """Time copies from the CPU to a GPU; without a GPU there are none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+
+    def tap(plain: Any) -> Any:
+        @functools.wraps(plain)
+        def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or tensor.device.type != "cpu" or session.run.recorder is None:
+                return plain(tensor, *args, **kwargs)
+            start = perf_counter()
+            moved = plain(tensor, *args, **kwargs)
+            if moved.device.type != "cpu":
+                session.run.recorder.add(Phase.TRANSFER, perf_counter() - start)
+            return moved
+
+        return copy
+
+    torch.Tensor.to = tap(torch.Tensor.to)  # type: ignore[method-assign]
+    torch.Tensor.cuda = tap(torch.Tensor.cuda)  # type: ignore[method-assign]

@@ -1,0 +1,257 @@
+"""One process's session: sets the taps, watches a trial's bounds, leaves the evidence."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hasten.evidence import Evidence, Validation, this_machine
+from hasten.evidence.facts import global_flags, optimizer_facts
+from hasten.evidence.recorder import OpenPass, Recorder
+from hasten.run import Run
+from hasten.taps.config import RunConfig, TrialOptions
+from hasten.taps.seeds import fix_torch_seeds
+from hasten.techniques import CATALOGUE, build
+from hasten.techniques.compute.compile import compiler
+from hasten.techniques.compute.fused_optimizer import why_not_fusable
+from hasten.techniques.data.probe import probe
+
+_KEPT_LOSSES = 5_000
+
+
+class Session:
+    """What hasten does in this process from the import of torch to the end."""
+
+    current: ClassVar[Session | None] = None
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.trial: TrialOptions | None = config.trial
+        listens = bool(config.evidence)
+        recorder = Recorder(on_step=self._on_step, on_pass=self._on_pass) if listens else None
+        self.run = Run(build(config.techniques, CATALOGUE), recorder)
+        self.loaders: list[Any] = []  # (weak reference to the loader, facts, its biggest batch in bytes)
+        self.optimizers: dict[int, tuple[Any, str]] = {}
+        self.kept_loaders: list[Any] = []
+        self.validating = False  # whether the last outermost forward was in eval mode or without a graph
+        self.unscaled: dict[
+            int, Any
+        ] = {}  # id of a loss scaled by the script's GradScaler -> the loss itself
+        self.error = ""
+        self.ended = ""
+        self._is_fork = False
+        self._trained_passes = 0
+        self._trained_loaders: set[int] = set()
+
+    @classmethod
+    def start(cls, config: RunConfig) -> None:
+        """Set every tap; one that cannot be set is skipped and named."""
+        from hasten.taps import data, modules, optimizers, results
+
+        session = cls.current = cls(config)
+        if config.trial is not None:
+            fix_torch_seeds(config.trial.seed)
+        session.run.process()
+        for tap in (data, modules, optimizers, results):
+            try:
+                tap.install(session)
+            except Exception as error:  # a tap never breaks a script
+                session.run.skip(f"tap {tap.__name__.rpartition('.')[2]}", error)
+        session._watch_the_end()
+
+    def _watch_the_end(self) -> None:
+        show = sys.excepthook
+
+        def crashed(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+            self.error = _describe(error)
+            show(kind, error, traceback)
+
+        sys.excepthook = crashed
+        atexit.register(self._leave)
+        if self.run.recorder is not None:
+            import multiprocessing.util
+
+            multiprocessing.util.register_after_fork(self, Session._forked)
+
+    def _forked(self) -> None:
+        """In a forked child: it may train by itself, but does not go on with what its parent recorded."""
+        import multiprocessing.util
+
+        self._is_fork = True
+        recorder = self.run.recorder
+        if recorder is not None:
+            recorder.__init__(recorder.now, recorder.on_step, recorder.on_pass)  # type: ignore[misc]
+            multiprocessing.util.Finalize(None, self._leave, exitpriority=0)
+
+    # -- the bounds of a trial -------------------------------------------------------------------------
+
+    def _on_pass(self, opened: OpenPass, began: bool) -> None:
+        if not began:
+            if opened.trained:
+                self._trained_passes += 1
+                self._trained_loaders.add(opened.loader)
+        elif (
+            self.trial
+            and self._trained_passes >= self.trial.epochs
+            and opened.loader in self._trained_loaders
+        ):
+            self.complete()
+
+    def _on_step(self, steps: int) -> None:
+        trial, recorder = self.trial, self.run.recorder
+        if trial is None or recorder is None:
+            return
+        enough = trial.steps if recorder.step_of == "optimizer" else 2 * trial.batches + 20
+        late = recorder.now() - recorder.origin > trial.seconds
+        if (enough <= steps and (recorder.step_of == "optimizer" or not trial.cut)) or (late and steps >= 10):
+            self.complete()
+
+    def complete(self) -> None:
+        """The trial has what it wanted: leave the evidence and end the process at once."""
+        self.ended = "complete"
+        self._leave()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    # -- the evidence ----------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        if self.run.recorder is None:
+            self._say_idle()
+            return
+        recorder, self.run.recorder = self.run.recorder, None
+        path = Path(self.config.evidence)
+        if not recorder.step_start and (path.exists() or self._is_fork):
+            return  # a launcher, a worker, a helper: the process that trained leaves its own
+        if int(os.environ.get("RANK", "0") or 0) > 0:
+            return
+        try:
+            self._evidence(recorder).write(path)
+        except Exception as error:  # a script's exit code is not ours to spoil
+            print(f"hasten: could not write the evidence {path}: {error!r}", file=sys.stderr)
+
+    def _say_idle(self) -> None:
+        lines = [f"skipped {line}" for line in self.run.skipped] + self.run.idle()
+        if not self.config.quiet and self.run.models:
+            for line in lines:
+                print(f"hasten: {line}", file=sys.stderr)
+
+    def _evidence(self, recorder: Recorder) -> Evidence:
+        recorder.close()
+        self._seen_parameters()
+        losses = tuple(_numbers(recorder.step_losses))
+        roles = {index: "validation" for index in {over.loader for over in recorder.passes if over.batches}}
+        roles.update({over.loader: "train" for over in recorder.passes if over.trained})
+        return Evidence(
+            command=self.config.command,
+            machine=this_machine(),
+            flags=global_flags(self.run.seen, compiler()),
+            loaders=tuple(
+                self._loader(index, roles.get(index, "unused")) for index in range(len(self.loaders))
+            ),
+            models=tuple(watch.facts() for watch in self.run.models.values()),
+            optimizers=tuple(
+                optimizer_facts(optimizer, where, recorder.optimizer_steps.get(key, 0), _why_not(optimizer))
+                for key, (optimizer, where) in self.optimizers.items()
+            ),
+            step_start=tuple(recorder.step_start),
+            step_phases=tuple(map(tuple, recorder.step_phases)),
+            losses=losses,
+            bad_losses=sum(1 for loss in losses if loss is not None and not math.isfinite(loss)),
+            validations=tuple(
+                Validation(step, mean, len(losses), at)
+                for step, losses, at in recorder.validations
+                if (mean := _mean(losses)) is not None
+            ),
+            passes=tuple(recorder.passes),
+            step_of=recorder.step_of,
+            ended=self.ended or ("failed" if self.error else "finished"),
+            ended_at=recorder.now() - recorder.origin,
+            error=self.error,
+            skipped=tuple(self.run.skipped),
+            installed=self.run.installed(),
+            peak_memory_bytes=_peak_memory(),
+            peak_gpu_bytes=_peak_gpu_memory(),
+        )
+
+    def _loader(self, index: int, role: str) -> Any:
+        reference, facts, size = self.loaders[index]
+        loader = reference()
+        asked = None
+        if (
+            self.trial is not None
+            and self.trial.probe
+            and loader is not None
+            and not facts.iterable
+            and role != "unused"
+        ):
+            asked = probe(loader)
+        return dataclasses.replace(facts, role=role, batch_bytes=size, probe=asked)
+
+    def _seen_parameters(self) -> None:
+        with contextlib.suppress(Exception):  # a model that is gone has no parameters to look at
+            if any(
+                p.is_sparse for o, _ in self.optimizers.values() for g in o.param_groups for p in g["params"]
+            ):
+                self.run.seen["missing_gradients"] = True
+
+
+def _why_not(optimizer: Any) -> str:
+    if any(p.grad is not None and p.grad.is_sparse for g in optimizer.param_groups for p in g["params"]):
+        return "its gradients are sparse"
+    return why_not_fusable(type(optimizer), {"params": list(optimizer.param_groups), **optimizer.defaults})
+
+
+def _numbers(steps: list[list[Any]]) -> list[float | None]:
+    """Sum of each step's losses; one read of the device for all of them."""
+    import torch
+
+    thinned = max(1, len(steps) // _KEPT_LOSSES)
+    sums = [
+        torch.stack([loss.float().reshape(()) for loss in losses]).sum()
+        if losses and i % thinned == 0
+        else None
+        for i, losses in enumerate(steps)
+    ]
+    present = [value for value in sums if value is not None]
+    values = iter(torch.stack([value.cpu() for value in present]).tolist() if present else ())
+    return [None if value is None else next(values) for value in sums]
+
+
+def _mean(losses: list[Any]) -> float | None:
+    import torch
+
+    return float(torch.stack([loss.float().reshape(()).cpu() for loss in losses]).mean()) if losses else None
+
+
+def _peak_memory() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _peak_gpu_memory() -> int | None:
+    import torch
+
+    return (
+        torch.cuda.max_memory_allocated()
+        if torch.cuda.is_available() and torch.cuda.is_initialized()
+        else None
+    )
+
+
+def _describe(error: BaseException) -> str:
+    """The error as one line, with the last place in it that is the script's own."""
+    import traceback
+
+    last = traceback.extract_tb(error.__traceback__)
+    place = f" ({last[-1].filename}:{last[-1].lineno})" if last else ""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}{place}"

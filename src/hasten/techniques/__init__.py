@@ -1,0 +1,95 @@
+"""The catalogue of techniques, and the check of a plan against it."""
+
+from __future__ import annotations
+
+import difflib
+
+from hasten.errors import HastenError
+from hasten.evidence import Machine
+from hasten.plan import Plan, did_you_mean
+from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique, build, overrides, toml_value
+from hasten.techniques.compute.channels_last import ChannelsLast
+from hasten.techniques.compute.compile import Compile
+from hasten.techniques.compute.cpu_threads import CpuThreads
+from hasten.techniques.compute.cudnn_benchmark import CudnnBenchmark
+from hasten.techniques.compute.debug_off import DebugOff
+from hasten.techniques.compute.fused_optimizer import FusedOptimizer
+from hasten.techniques.compute.matmul_precision import MatmulPrecision
+from hasten.techniques.compute.precision import Precision
+from hasten.techniques.data.batched_fetch import BatchedFetch
+from hasten.techniques.data.loader_workers import LoaderWorkers
+from hasten.techniques.data.sample_cache import SampleCache
+from hasten.techniques.memory.allocator import Allocator
+from hasten.techniques.memory.no_grad_validation import NoGradValidation
+from hasten.techniques.memory.set_to_none import SetToNone
+from hasten.techniques.transfer.device_prefetch import DevicePrefetch
+from hasten.techniques.transfer.pin_memory import PinMemory
+
+CATALOGUE: dict[str, type[Technique]] = {
+    technique.name: technique
+    for technique in (
+        SampleCache,
+        BatchedFetch,
+        LoaderWorkers,
+        PinMemory,
+        DevicePrefetch,
+        DebugOff,
+        NoGradValidation,
+        Allocator,
+        CpuThreads,
+        CudnnBenchmark,
+        MatmulPrecision,
+        FusedOptimizer,
+        SetToNone,
+        Precision,
+        ChannelsLast,
+        Compile,
+    )
+}
+
+__all__ = [
+    "CATALOGUE",
+    "Choices",
+    "Effect",
+    "Refusal",
+    "Resource",
+    "Technique",
+    "build",
+    "check",
+    "overrides",
+    "remarks",
+    "toml_value",
+]
+
+
+def check(plan: Plan) -> None:
+    """Check a plan's names and settings.
+
+    Raises:
+        HastenError: With `file:line` and what was probably meant.
+    """
+    for name, setting in plan.techniques.items():
+        technique = CATALOGUE.get(name)
+        if technique is None:
+            hint = did_you_mean(name, CATALOGUE) or "`hasten techniques` lists them"
+            raise HastenError(f"{plan.where(name)}: unknown technique {name!r}", hint)
+        if setting is False:
+            continue
+        if wrong := technique.check(setting):
+            hint = ""
+            if isinstance(setting, str) and isinstance(technique.values, tuple):
+                words = [value for value in technique.values if isinstance(value, str)]
+                close = difflib.get_close_matches(setting, words, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else ""
+            raise HastenError(f"{plan.where(name)}: {name} = {toml_value(setting)}: {name} {wrong}", hint)
+
+
+def remarks(plan: Plan, machine: Machine) -> list[str]:
+    """Settings of a plan that are harmless but can do nothing here, each with the reason."""
+    said = []
+    for name, setting in plan.techniques.items():
+        if setting is False:
+            said.append(f"{plan.where(name)}: {name} = false installs nothing; the line can go")
+        elif why := CATALOGUE[name].useless(setting, machine):
+            said.append(f"{plan.where(name)}: {name} has no effect here: {why}")
+    return said

@@ -1,0 +1,187 @@
+"""What a technique is, and the few places where one may act. No torch at import time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hasten.errors import HastenError
+from hasten.evidence import Evidence, Machine
+from hasten.plan import Setting
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+Call = Callable[..., Any]
+
+
+class Effect(StrEnum):
+    """What a technique may do to the result of a training."""
+
+    EXACT = "exact"
+    ROUNDING = "rounding"
+    SAMPLING = "sampling"
+    TRAJECTORY = "trajectory"
+
+
+class Resource(StrEnum):
+    """What a technique relieves; tune tries first what relieves the part that takes longest."""
+
+    DATA = "data"
+    TRANSFER = "transfer"
+    COMPUTE = "compute"
+    OPTIMIZER = "optimizer"
+    VALIDATION = "validation"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Settings worth trying, best guess first, and why."""
+
+    settings: tuple[Setting, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a technique cannot help here, or is not safe here."""
+
+    reason: str
+
+
+class Technique:
+    """One way to make training faster: one class in one file.
+
+    A subclass overrides the places it needs; a place that is not overridden costs nothing. It is made once per
+    process with its setting, before torch is imported.
+
+    Attributes:
+        name: Its name in a plan.
+        effect: What it may do to the result.
+        relieves: What it takes load off.
+        sources: The guide or paper it comes from.
+        values: The settings allowed, or the type they must be of.
+        acts_on: What it must find to have any effect ("DataLoader"); named when it finds none.
+    """
+
+    name: ClassVar[str]
+    effect: ClassVar[Effect]
+    relieves: ClassVar[Resource]
+    sources: ClassVar[tuple[str, ...]] = ()
+    values: ClassVar[tuple[Setting, ...] | type] = (True,)
+    acts_on: ClassVar[str] = ""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.acted: dict[str, int] = {}
+
+    # -- asked by plan, tune and docs ----------------------------------------------------------------
+
+    @classmethod
+    def check(cls, setting: Setting) -> str:
+        """What is wrong with a setting, or ""."""
+        if isinstance(cls.values, tuple):
+            if any(setting == value and type(setting) is type(value) for value in cls.values):
+                return ""
+            return f"must be one of {', '.join(map(toml_value, cls.values))}"
+        if cls.values is int and (not isinstance(setting, int) or isinstance(setting, bool) or setting < 1):
+            return "must be a whole number of at least 1"
+        return ""
+
+    @classmethod
+    def useless(cls, setting: Setting, machine: Machine) -> str:
+        """Why this setting can have no effect on this machine, or ""."""
+        return ""
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """What is worth trying on a run that left this evidence."""
+        raise NotImplementedError
+
+    # -- the places, in the order in which a run reaches them -----------------------------------------
+
+    def environment(self, env: dict[str, str]) -> None:
+        """Change the environment the process starts with."""
+
+    def process(self) -> None:
+        """Set global switches, once torch is imported."""
+
+    def loader_options(self, options: dict[str, Any]) -> None:
+        """Change the arguments of a DataLoader that is being built, by their names."""
+
+    def fetcher(self, fetcher: Any) -> Any:
+        """Replace or change the object that gathers a batch's samples (one a loader, or one a worker)."""
+        return fetcher
+
+    def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
+        """Wrap the function that gives a pass its next batch (it raises StopIteration at the end)."""
+        return fetch
+
+    def model(self, model: Module, args: tuple[Any, ...]) -> None:
+        """Change an outermost module before its first forward."""
+
+    def forward(self, call: Call) -> Call:
+        """Wrap the forward of outermost modules: `call(module, args, kwargs)`."""
+        return call
+
+    def backward(self, call: Call) -> Call:
+        """Wrap `torch.autograd.backward`."""
+        return call
+
+    def optimizer_options(self, kind: type[Optimizer], options: dict[str, Any]) -> None:
+        """Change the arguments of an optimizer that is being built, by their names."""
+
+    def optimizer(self, optimizer: Optimizer) -> None:
+        """Change an optimizer that was just built."""
+
+    def did(self, what: str) -> None:
+        """Note that the technique acted, for the report: `did("loader")`."""
+        self.acted[what] = self.acted.get(what, 0) + 1
+
+    def refused(self, why: str) -> None:
+        """Note that the technique left something alone, and why."""
+        self.acted[f"left alone: {why}"] = self.acted.get(f"left alone: {why}", 0) + 1
+
+
+class CudaOnly(Technique):
+    """A technique that only an NVIDIA GPU has a use for."""
+
+    @classmethod
+    def useless(cls, setting: Setting, machine: Machine) -> str:
+        """It does nothing without a GPU."""
+        return "" if machine.device == "cuda" else "CUDA only: this machine has no NVIDIA GPU"
+
+    @classmethod
+    def refuse_without_gpu(cls, evidence: Evidence) -> Refusal | None:
+        """The refusal for a run that trained on no GPU."""
+        if evidence.machine.device != "cuda":
+            return Refusal("CUDA only: this machine has no NVIDIA GPU")
+        if not any(model.device == "cuda" for model in evidence.models):
+            return Refusal("CUDA only: the script trains on the CPU although the machine has a GPU")
+        return None
+
+
+def toml_value(setting: Setting) -> str:
+    """A setting as it stands in a plan file."""
+    if isinstance(setting, bool):
+        return str(setting).lower()
+    if isinstance(setting, dict):
+        return "{" + ", ".join(f"{key} = {toml_value(value)}" for key, value in setting.items()) + "}"
+    return f'"{setting}"' if isinstance(setting, str) else str(setting)
+
+
+def overrides(technique: Technique, place: str) -> bool:
+    """Whether a technique acts in a place."""
+    return getattr(type(technique), place) is not getattr(Technique, place)
+
+
+def build(techniques: Mapping[str, Setting], catalogue: Mapping[str, type[Technique]]) -> list[Technique]:
+    """One object a technique, in plan order; `false` leaves one out."""
+    unknown = [name for name in techniques if name not in catalogue]
+    if unknown:
+        raise HastenError(f"unknown technique {unknown[0]!r}")
+    return [catalogue[name](setting) for name, setting in techniques.items() if setting is not False]

@@ -1,0 +1,88 @@
+"""Models compiled by torch.compile."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from hasten.evidence import Evidence
+from hasten.plan import Setting
+from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+
+
+class Compile(Technique):
+    """Compile outermost modules in place, so names in the state dict and the module's identity stay.
+
+    A setting is a mode of torch.compile. Compilation takes from seconds to minutes at the first step; tune
+    reports it apart and weighs it against the length of the full run. A model that cannot be compiled runs on
+    uncompiled under `hasten run`; in a trial it counts as a failure.
+    """
+
+    name = "compile"
+    effect = Effect.ROUNDING
+    relieves = Resource.COMPUTE
+    sources = ("torch.compile tutorial", "Lin, tip 10")
+    values = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
+    acts_on = "a model"
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """Modes that suit the device."""
+        models = [model for model in evidence.models if model.train_calls or model.backward_through_eval]
+        if any(model.compiled for model in evidence.models):
+            return Refusal("the script compiles its model already")
+        if not models:
+            return Refusal("no module's forward was seen in training")
+        if not any(sum(model.layers.values()) > 1 for model in models):
+            return Refusal("the outermost modules are single layers: nothing to fuse")
+        if evidence.flags.anomaly:
+            return Refusal(
+                "anomaly detection is on, under which compiled graphs lose their gain; see debug_off"
+            )
+        if not evidence.flags.compiler:
+            return Refusal("no C++ compiler (g++ or clang++) on this machine, which torch.compile needs")
+        on_gpu = any(model.device == "cuda" for model in models)
+        modes: tuple[Setting, ...] = ("default", "reduce-overhead") if on_gpu else ("default",)
+        return Choices(modes, "pointwise operations run one kernel each")
+
+    def environment(self, env: dict[str, str]) -> None:
+        """Keep compiled kernels where the next run finds them, those of tune's trials included."""
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", kernel_cache())
+
+    def process(self) -> None:
+        """Under `run`, a model that cannot be compiled goes on as it is; a trial must see the failure."""
+        import os
+
+        import torch._dynamo
+
+        torch._dynamo.config.suppress_errors = "HASTEN_TRIAL" not in os.environ
+
+    def model(self, model: Any, args: tuple[Any, ...]) -> None:
+        """Compile a module that has more than one layer."""
+        import torch
+
+        if not any(True for _ in model.children()) or model._compiled_call_impl is not None:
+            return
+        if isinstance(model, torch.jit.ScriptModule) or type(model).__name__ == "OptimizedModule":
+            return
+        if any(type(layer).__name__ == "OptimizedModule" for layer in model.modules()):
+            return
+        mode = str(self.setting)
+        model.compile(mode=None if mode == "default" else mode)
+        self.did("model")
+
+
+def kernel_cache() -> str:
+    """The folder in which hasten keeps compiled kernels between runs."""
+    import os
+    import tempfile
+
+    return os.path.join(tempfile.gettempdir(), f"torchinductor_hasten_{os.getuid()}")
+
+
+def compiler() -> str:
+    """The C++ compiler that torch.compile would find, or ""."""
+    import os
+
+    names = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
+    return next((path for name in names if name and (path := shutil.which(name))), "")

@@ -1,0 +1,35 @@
+"""cuDNN asked to measure its convolution kernels once and keep the fastest."""
+
+from __future__ import annotations
+
+from hasten.evidence import Evidence
+from hasten.techniques.base import Choices, CudaOnly, Effect, Refusal, Resource
+
+
+class CudnnBenchmark(CudaOnly):
+    """`torch.backends.cudnn.benchmark = True`: pays where input sizes stay the same."""
+
+    name = "cudnn_benchmark"
+    effect = Effect.ROUNDING
+    relieves = Resource.COMPUTE
+    sources = ("Lin, tip 15", "Kuhn, tip 6")
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """On for convolutions whose sizes stay the same."""
+        if refusal := cls.refuse_without_gpu(evidence):
+            return refusal
+        if evidence.flags.cudnn_benchmark:
+            return Refusal("the script sets it already")
+        if evidence.flags.deterministic:
+            return Refusal("the script asks for deterministic algorithms")
+        if not any(layer.startswith("Conv") for model in evidence.models for layer in model.layers):
+            return Refusal("no convolution in the model")
+        return Choices((True,), "cuDNN picks its kernels by rule of thumb")
+
+    def process(self) -> None:
+        """Switch it on."""
+        import torch
+
+        torch.backends.cudnn.benchmark = True
+        self.did("process")

@@ -1,0 +1,78 @@
+"""Debug tools that were left on, switched off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.evidence import Evidence
+from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+
+_PROFILED_STEPS = 20
+
+
+class DebugOff(Technique):
+    """Anomaly detection does nothing, and a profiler without a schedule stops after its first 20 optimizer steps.
+
+    What the profiler has gathered by then can still be printed and exported. Gradient checks are left alone,
+    since their result is asked for.
+    """
+
+    name = "debug_off"
+    effect = Effect.EXACT
+    relieves = Resource.COMPUTE
+    sources = ("Lin, tip 18", "Kuhn, tip 12")
+    acts_on = "anomaly detection or a profiler"
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """On where one was seen."""
+        found = ["anomaly detection"] if evidence.flags.anomaly else []
+        found += [evidence.flags.profiler] if evidence.flags.profiler else []
+        if not found:
+            return Refusal("no debug tool is on")
+        return Choices((True,), f"left on: {', '.join(found)}")
+
+    def process(self) -> None:
+        """Take the switches out."""
+        import torch
+
+        self._anomaly_off(torch)
+        self._stop_profilers(torch)
+
+    def _anomaly_off(self, torch: Any) -> None:
+        grad_mode = torch.autograd.anomaly_mode
+        set_mode = torch.set_anomaly_enabled
+
+        def stay_off(enabled: bool, check_nan: bool = True) -> None:
+            if enabled:
+                self.did("anomaly detection")
+            set_mode(False, check_nan)
+
+        torch.set_anomaly_enabled = grad_mode.torch.set_anomaly_enabled = stay_off
+
+    def _stop_profilers(self, torch: Any) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        profile = torch.profiler.profile
+        start, stop = profile.start, profile.stop
+        running: dict[int, list[Any]] = {}
+
+        def started(this: Any) -> None:
+            start(this)
+            if getattr(this, "schedule", None) is torch.profiler.profiler._default_schedule_fn:
+                running[id(this)] = [this, 0]
+
+        def stopped(this: Any) -> None:
+            if running.pop(id(this), None) is not None or not getattr(this, "_hasten_stopped", False):
+                stop(this)
+
+        def after_step(*_: Any) -> None:
+            for entry in list(running.values()):
+                entry[1] += 1
+                if entry[1] >= _PROFILED_STEPS:
+                    stopped(entry[0])
+                    entry[0]._hasten_stopped = True
+                    self.did("profiler")
+
+        profile.start, profile.stop = started, stopped
+        register_optimizer_step_post_hook(after_step)

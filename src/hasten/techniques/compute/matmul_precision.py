@@ -1,0 +1,55 @@
+"""float32 matrix products computed on faster, narrower units."""
+
+from __future__ import annotations
+
+from hasten.evidence import Evidence, Machine
+from hasten.plan import Setting
+from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+
+
+class MatmulPrecision(Technique):
+    """`torch.set_float32_matmul_precision`: "high" is TF32 on a GPU, "medium" bf16 on a CPU that has it.
+
+    Tensors stay float32 throughout; only the products inside a matrix multiplication are narrower.
+    """
+
+    name = "matmul_precision"
+    effect = Effect.ROUNDING
+    relieves = Resource.COMPUTE
+    sources = ("NVIDIA Ampere tuning guide", "torch.set_float32_matmul_precision")
+    values = ("high", "medium")
+
+    @classmethod
+    def useless(cls, setting: Setting, machine: Machine) -> str:
+        """The hardware must have the narrower units."""
+        if machine.device == "cuda":
+            return ""
+        if setting == "high":
+            return "TF32 exists on NVIDIA GPUs only; on a CPU use medium"
+        return (
+            ""
+            if {"avx512_bf16", "amx_bf16"} & set(machine.cpu_flags)
+            else "this CPU has no bf16 instructions"
+        )
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """TF32 on a GPU, oneDNN's bf16 on a CPU."""
+        setting = "high" if any(model.device == "cuda" for model in evidence.models) else "medium"
+        if evidence.flags.matmul_precision != "highest":
+            return Refusal(f"the script sets it already ({evidence.flags.matmul_precision})")
+        machine = evidence.machine
+        if setting == "medium" and machine.device == "cuda":
+            return Refusal("the script trains on the CPU although the machine has a GPU")
+        if why := cls.useless(setting, machine):
+            return Refusal(why)
+        return Choices((setting,), "float32 matrix products at full width")
+
+    def process(self) -> None:
+        """Switch it on, for matrix products and (on a GPU) convolutions."""
+        import torch
+
+        torch.set_float32_matmul_precision(str(self.setting))
+        if torch.cuda.is_available():
+            torch.backends.cudnn.allow_tf32 = True
+        self.did("process")

@@ -1,0 +1,86 @@
+"""In-memory tensors gathered by one indexing call a batch, not sample by sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.evidence import Evidence
+from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+
+
+class BatchedFetch(Technique):
+    """Gather a batch of a TensorDataset with one `index_select` a tensor.
+
+    The DataLoader asks a dataset for each sample and stacks them; for tensors that lie in memory anyway this
+    is most of the cost of a small step. Values, order and random numbers stay the same.
+    """
+
+    name = "batched_fetch"
+    effect = Effect.EXACT
+    relieves = Resource.DATA
+    sources = ("Lin, tip 3", "fastai #3949")
+    acts_on = "a DataLoader over a TensorDataset"
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """On for TensorDatasets."""
+        loader = evidence.train_loader
+        if loader is None:
+            return Refusal("the script trains without a DataLoader")
+        if loader.probe is None or not loader.probe.in_memory:
+            return Refusal(f"{loader.dataset} is not a TensorDataset with the default collate function")
+        return Choices((True,), "samples lie in memory as tensors and are gathered one by one")
+
+    def fetcher(self, fetcher: Any) -> Any:
+        """Gather batches at once where samples are rows of tensors."""
+        tensors, rows = row_tensors(fetcher)
+        if tensors is None:
+            return fetcher
+        self.did("loader")
+        return _Gather(fetcher, tensors, rows)
+
+
+def row_tensors(fetcher: Any) -> tuple[tuple[Any, ...] | None, Any]:
+    """The tensors whose rows this fetcher's samples are, and their row numbers (None: as they stand)."""
+    import torch
+    from torch.utils.data import Subset, TensorDataset, default_collate
+
+    if getattr(fetcher, "collate_fn", None) is not default_collate or not getattr(
+        fetcher, "auto_collation", False
+    ):
+        return None, None
+    dataset, rows = fetcher.dataset, None
+    while type(dataset) is Subset:
+        inner = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
+        rows = inner if rows is None else inner[rows]
+        dataset = dataset.dataset
+    if (
+        type(dataset) is not TensorDataset
+        or not dataset.tensors
+        or any(t.requires_grad for t in dataset.tensors)
+    ):
+        return None, None
+    return dataset.tensors, rows
+
+
+class _Gather:
+    """A fetcher that indexes whole batches."""
+
+    def __init__(self, fetcher: Any, tensors: tuple[Any, ...], rows: Any) -> None:
+        import torch
+
+        self.dataset = fetcher.dataset
+        self._fetcher = fetcher
+        self._tensors = tensors
+        self._rows = rows
+        self._as_index = torch.as_tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fetcher, name)
+
+    def fetch(self, indices: Any) -> Any:
+        """What `default_collate([dataset[i] for i in indices])` gives."""
+        index = self._as_index(indices)
+        if self._rows is not None:
+            index = self._rows[index]
+        return [tensor[index] for tensor in self._tensors]

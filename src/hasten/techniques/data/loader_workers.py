@@ -1,0 +1,155 @@
+"""Worker processes that load batches while the step computes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hasten.evidence import Evidence, LoaderFacts, Machine, Phase
+from hasten.plan import Setting
+from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+
+_SHM = Path("/dev/shm")
+
+
+class LoaderWorkers(Technique):
+    """Load in worker processes that stay alive between epochs.
+
+    A setting is the number of workers, or a table `{num_workers, prefetch_factor, persistent_workers}`.
+    Random augmentation draws other numbers in workers than in the main process, hence `sampling`. An
+    IterableDataset gets at most one worker, since each further one would read the whole stream again.
+    """
+
+    name = "loader_workers"
+    effect = Effect.SAMPLING
+    relieves = Resource.DATA
+    sources = ("Falcon, tip 1", "Lin, tip 1", "Kuhn, tip 2")
+    values = dict
+    acts_on = "a DataLoader"
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        table = setting if isinstance(setting, dict) else {"num_workers": setting}
+        self.num_workers = int(table["num_workers"])
+        self.prefetch_factor = int(table.get("prefetch_factor", 2))
+        self.persistent = bool(table.get("persistent_workers", True))
+
+    @classmethod
+    def check(cls, setting: Setting) -> str:
+        """A number, or a table with `num_workers`."""
+        known = ("num_workers", "prefetch_factor", "persistent_workers")
+        table = setting if isinstance(setting, dict) else {"num_workers": setting}
+        if unknown := [key for key in table if key not in known]:
+            return f"has no option {unknown[0]!r}; it has {', '.join(known)}"
+        if "num_workers" not in table:
+            return "needs num_workers"
+        for key, least in (("num_workers", 0), ("prefetch_factor", 1)):
+            value = table.get(key, least)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                return f"{key} must be a whole number of at least {least}"
+        if not isinstance(table.get("persistent_workers", True), bool):
+            return "persistent_workers must be true or false"
+        return ""
+
+    @classmethod
+    def useless(cls, setting: Setting, machine: Machine) -> str:
+        """More workers than cores only wait for each other."""
+        workers = setting["num_workers"] if isinstance(setting, dict) else setting
+        if isinstance(workers, int) and workers > 2 * machine.cores:
+            return f"{workers} workers on {machine.cores} cores would wait for each other"
+        return ""
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """Numbers of workers that this machine's cores and /dev/shm allow."""
+        loader = evidence.train_loader
+        if loader is None:
+            return Refusal("the script trains without a DataLoader")
+        if loader.probe is not None and loader.probe.fork_unsafe:
+            return Refusal(f"the dataset {loader.probe.fork_unsafe}: not safe to share with worker processes")
+        if loader.iterable:
+            counts = [1] if loader.num_workers == 0 else []
+        else:
+            cores = evidence.machine.cores
+            counts = [n for n in _counts(cores) if n != loader.num_workers]
+        if evidence.share(Phase.DATA) < 0.02 and (loader.num_workers == 0 or loader.persistent_workers):
+            return Refusal(f"the step waits {evidence.share(Phase.DATA):.1%} of its time for data")
+        if loader.num_workers and not loader.persistent_workers:
+            counts.insert(0, loader.num_workers)
+        settings: list[Setting] = []
+        for count in counts:
+            if (depth := _depth(loader, count)) >= 1:
+                settings.append({"num_workers": count, "prefetch_factor": depth, "persistent_workers": True})
+        if not settings:
+            return Refusal(_no_room(loader) if counts else "an iterable dataset that already has its worker")
+        return Choices(
+            tuple(settings), f"the step waits {evidence.share(Phase.DATA):.0%} of its time for data"
+        )
+
+    def loader_options(self, options: dict[str, Any]) -> None:
+        """Give the loader its workers; what the script chose for itself beyond them stays."""
+        import torch
+        from torch.utils.data import IterableDataset
+
+        if torch.utils.data.get_worker_info() is not None:
+            return
+        iterable = isinstance(options["dataset"], IterableDataset)
+        if iterable and (self.num_workers > 1 or options["num_workers"]):
+            self.refused("an iterable dataset may repeat itself in further workers")
+            return
+        if unsafe := holds_open(options["dataset"]):
+            self.refused(f"the dataset {unsafe}")
+            return
+        options["num_workers"] = self.num_workers
+        options["prefetch_factor"] = self.prefetch_factor if self.num_workers else None
+        options["persistent_workers"] = self.persistent and self.num_workers > 0
+        if not self.num_workers:
+            options["timeout"] = 0
+            options["multiprocessing_context"] = None
+        self.did("loader")
+
+
+def holds_open(dataset: Any) -> str:
+    """What a dataset holds that must not cross a fork: "holds an open sqlite3.Connection", or ""."""
+    import io
+
+    import torch
+
+    unsafe = {"sqlite3.Connection", "sqlite3.Cursor", "h5py._hl.files.File", "h5py._hl.dataset.Dataset", "lmdb.Environment",
+              "Environment", "zipfile.ZipFile", "tarfile.TarFile"}  # fmt: skip
+    inner = dataset
+    for _ in range(8):
+        for key, value in getattr(inner, "__dict__", {}).items():
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            if kind in unsafe or (
+                isinstance(value, io.IOBase) and not isinstance(value, io.BytesIO | io.StringIO)
+            ):
+                return f"holds an open {kind} (.{key})"
+            if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+                return f"holds a tensor on {value.device.type} (.{key})"
+        inner = getattr(inner, "dataset", None)
+        if inner is None:
+            return ""
+    return ""
+
+
+def _counts(cores: int) -> list[int]:
+    """Numbers of workers worth trying, best guess first: the step needs a core too."""
+    spread = [max(1, cores - 1), cores, max(1, cores // 2), min(cores, 4), 1]
+    return list(dict.fromkeys(spread))[:4]
+
+
+def _depth(loader: LoaderFacts, workers: int) -> int:
+    """Batches each worker may hold ready within half of what is free in /dev/shm; 0 when not even one fits."""
+    if not loader.batch_bytes or not _SHM.is_dir():
+        return 2
+    room = shutil.disk_usage(_SHM).free // 2
+    return min(4, room // (loader.batch_bytes * workers))
+
+
+def _no_room(loader: LoaderFacts) -> str:
+    size = loader.batch_bytes / 2**20
+    return (
+        f"/dev/shm is too small for workers' batches of {size:.1f} MiB; docker run --shm-size=... enlarges it"
+    )

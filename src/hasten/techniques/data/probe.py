@@ -1,0 +1,97 @@
+"""Asks a dataset for a few samples twice, to find out what of it repeats itself."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hasten.data.sample_store import pack
+from hasten.evidence import Probe
+from hasten.techniques.data.batched_fetch import row_tensors
+from hasten.techniques.data.loader_workers import holds_open
+from hasten.techniques.data.sample_cache import with_loader_function
+
+_INDICES = 8
+_REPEATS = 3
+_SECONDS = 2.0  # a slow dataset is asked less often
+
+
+def probe(loader: Any) -> Probe:
+    """Probe the dataset of a DataLoader; calls `dataset[i]` and changes the global random states."""
+    dataset = loader.dataset
+    unsafe = holds_open(dataset)
+    in_memory = row_tensors(_AsFetcher(loader))[0] is not None
+    try:
+        length = len(dataset)
+        indices = sorted({i * (length - 1) // (_INDICES - 1) for i in range(_INDICES)}) if length else []
+        if not indices:
+            return Probe(fork_unsafe=unsafe, failed="it is empty")
+        repeatable, seconds, size = _ask(dataset.__getitem__, indices)
+        return Probe(repeatable, seconds, size, *_loader_function(dataset, indices), in_memory, unsafe)
+    except Exception as error:  # whatever the dataset raises: it is then not one that a cache can keep
+        return Probe(in_memory=in_memory, fork_unsafe=unsafe, failed=f"{type(error).__name__}: {error}")
+
+
+def _loader_function(dataset: Any, indices: list[int]) -> tuple[str, bool, float, int]:
+    """Name, repeatability, seconds and bytes of the dataset's `loader` function."""
+    inner = with_loader_function(dataset)
+    if inner is None:
+        return "", False, 0.0, 0
+    asked: list[Any] = []
+    function = inner.loader
+
+    def listening(*args: Any) -> Any:
+        asked.append(args)
+        return function(*args)
+
+    inner.loader = listening
+    try:
+        for index in indices:
+            dataset[index]
+    finally:
+        inner.loader = function
+    keys = [args[0] for args in asked if len(args) == 1 and isinstance(args[0], str | bytes | int)]
+    if not keys:
+        return "", False, 0.0, 0
+    return getattr(function, "__name__", "loader"), *_ask(function, keys)
+
+
+def _ask(give: Callable[[Any], Any], keys: list[Any]) -> tuple[bool, float, int]:
+    """Whether `give(key)` repeats itself under other random states, its time, and its result's size."""
+    seconds, sizes, repeatable = [], [], True
+    deadline = time.perf_counter() + _SECONDS
+    for key in keys:
+        first: bytes | None = None
+        for repeat in range(1 + _REPEATS):
+            _reseed(1000 * repeat + 7)
+            start = time.perf_counter()
+            sample = give(key)
+            seconds.append(time.perf_counter() - start)
+            packed = pack(sample)
+            repeatable = repeatable and packed == (first or packed)
+            first = first or packed
+        sizes.append(len(first or b""))
+        if time.perf_counter() > deadline:
+            break
+    return repeatable, sorted(seconds)[len(seconds) // 2], sum(sizes) // len(sizes)
+
+
+def _reseed(seed: int) -> None:
+    import torch
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+class _AsFetcher:
+    """What `row_tensors` looks at, read off a loader."""
+
+    def __init__(self, loader: Any) -> None:
+        self.dataset = loader.dataset
+        self.collate_fn = loader.collate_fn
+        self.auto_collation = loader._auto_collation

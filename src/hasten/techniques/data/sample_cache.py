@@ -1,0 +1,191 @@
+"""Samples read and decoded once, then taken from memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.data import SampleStore
+from hasten.data.sample_store import room
+from hasten.evidence import Evidence, LoaderFacts, Phase, Probe
+from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+
+_FAST = 20e-6  # seconds: what the cache itself takes per sample
+_LOADER_FUNCTION = "loader"  # where torchvision's DatasetFolder and its many imitations keep it
+
+
+class SampleCache(Technique):
+    """Keep decoded samples in memory that all worker processes share.
+
+    Setting "samples" keeps what `dataset[i]` gives, where the same index was seen to give the same sample.
+    Setting "decoded" keeps what the dataset's `loader(path)` gives (ImageFolder's idiom) and leaves the random
+    augmentation behind it as it is. Either way the numbers stay the same; the first epoch fills the cache.
+    """
+
+    name = "sample_cache"
+    effect = Effect.EXACT
+    relieves = Resource.DATA
+    sources = ("Falcon, tip 1", "Lin, tip 1", "Lin, tip 3")
+    values = ("decoded", "samples")
+    acts_on = "a map-style dataset"
+
+    def __init__(self, setting: Any) -> None:
+        super().__init__(setting)
+        self._stores: dict[int, tuple[Any, SampleStore, tuple[Any, ...]]] = {}
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """What repeats itself in this dataset and fits into memory."""
+        loader = evidence.train_loader
+        if loader is None:
+            return Refusal("the script trains without a DataLoader")
+        if loader.iterable:
+            return Refusal("an iterable dataset has no index to keep samples by")
+        if loader.probe is None or loader.probe.failed:
+            return Refusal(
+                f"the dataset could not be asked twice: {loader.probe.failed if loader.probe else 'no probe'}"
+            )
+        if loader.start_method != "fork" and loader.num_workers:
+            return Refusal(f"workers are started by {loader.start_method}, which shares no memory with them")
+        if evidence.share(Phase.DATA) < 0.02:
+            return Refusal(f"the step waits {evidence.share(Phase.DATA):.1%} of its time for data")
+        return cls._choose(evidence, loader, loader.probe)
+
+    @classmethod
+    def _choose(cls, evidence: Evidence, loader: LoaderFacts, probe: Probe) -> Choices | Refusal:
+        all_repeat = all(
+            other.probe and other.probe.repeatable for other in evidence.loaders if other.role != "unused"
+        )
+        if probe.repeatable and all_repeat:
+            setting, seconds, size = "samples", probe.sample_seconds, probe.sample_bytes
+        elif probe.loader_function and probe.loader_repeatable:
+            setting, seconds, size = "decoded", probe.loader_seconds, probe.loader_bytes
+        elif probe.repeatable is False:
+            return Refusal(
+                f"the same index gives other samples, and {loader.dataset} has no `loader` function to keep"
+            )
+        else:
+            return Refusal("not every loader's dataset gives the same sample for the same index")
+        if seconds < _FAST:
+            return Refusal(f"a sample takes {seconds * 1e6:.0f} us, no more than the cache itself")
+        if (need := size * (loader.samples or 0)) > _room():
+            return Refusal(f"{need / 2**30:.1f} GiB of samples do not fit in half the free memory")
+        return Choices(
+            (setting,), f"reading a sample takes {seconds * 1e6:.0f} us and gives the same each time"
+        )
+
+    def loader_options(self, options: dict[str, Any]) -> None:
+        """Make the store before any worker is forked; put it in front of the loader function."""
+        from torch.utils.data import IterableDataset
+
+        dataset = options["dataset"]
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            return
+        if self.setting == "samples":
+            self._store_of(dataset, len(dataset))
+            return
+        inner = with_loader_function(dataset)
+        if inner is None or isinstance(inner.loader, _CachedFunction):
+            return
+        inner.loader = _CachedFunction(inner.loader, SampleStore(len(inner), _room()))
+        self.did("dataset")
+
+    def _store_of(self, dataset: Any, samples: int) -> SampleStore:
+        kept = self._stores.get(id(dataset))
+        state = state_of(dataset)
+        if (
+            kept is None or kept[2] != state
+        ):  # samples kept before a transform was exchanged are no longer true
+            kept = (dataset, SampleStore(samples, _room()), state)
+            self._stores[id(dataset)] = kept
+            self.did("dataset")
+        return kept[1]
+
+    def fetcher(self, fetcher: Any) -> Any:
+        """Take samples from the store."""
+        kept = self._stores.get(id(fetcher.dataset))
+        if self.setting != "samples" or kept is None or not getattr(fetcher, "auto_collation", False):
+            return fetcher
+        return _CachedFetcher(fetcher, self._store_of(fetcher.dataset, len(fetcher.dataset)))
+
+
+class _CachedFetcher:
+    """A fetcher that asks the store first."""
+
+    def __init__(self, fetcher: Any, store: SampleStore) -> None:
+        self._fetcher = fetcher
+        self._store = store
+        self.dataset = fetcher.dataset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fetcher, name)
+
+    def fetch(self, indices: Any) -> Any:
+        """What the fetcher behind it gives, each sample read once."""
+        samples = []
+        for index in indices:
+            sample = self._store.get(index)
+            if sample is SampleStore.MISSING:
+                sample = self.dataset[index]
+                self._store.put(index, sample)
+            samples.append(sample)
+        return self._fetcher.collate_fn(samples)
+
+
+class _CachedFunction:
+    """A dataset's `loader(path)` behind a store."""
+
+    def __init__(self, function: Any, store: SampleStore) -> None:
+        self.function = function
+        self._store = store
+        self.__wrapped__ = function
+        self.__name__ = getattr(function, "__name__", "loader")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1 or not isinstance(args[0], str | bytes | int):
+            return self.function(*args, **kwargs)
+        sample = self._store.get(args[0])
+        if sample is SampleStore.MISSING:
+            sample = self.function(args[0])
+            self._store.put(args[0], sample)
+        return sample
+
+    def __reduce__(self) -> Any:
+        # A copy in a process that was not forked has no store to share: it gets the plain function.
+        return _plain, (self.function,)
+
+
+def _plain(function: Any) -> Any:
+    return function
+
+
+def with_loader_function(dataset: Any) -> Any:
+    """The dataset, or the one inside its Subsets, that keeps a `loader` function; None when none does."""
+    for _ in range(8):
+        if callable(getattr(dataset, _LOADER_FUNCTION, None)) and _LOADER_FUNCTION in getattr(
+            dataset, "__dict__", {}
+        ):
+            return dataset
+        dataset = getattr(dataset, "dataset", None)
+        if dataset is None:
+            return None
+    return None
+
+
+def state_of(dataset: Any) -> tuple[Any, ...]:
+    """What of a dataset may be exchanged between epochs: plain values, and which objects it refers to."""
+    state: list[Any] = []
+    for _ in range(8):
+        for key, value in sorted(getattr(dataset, "__dict__", {}).items()):
+            plain = value is None or isinstance(value, int | float | str | bool)
+            state.append((key, value if plain else id(value), getattr(value, "_version", 0)))
+        dataset = getattr(dataset, "dataset", None)
+        if dataset is None:
+            break
+    return tuple(state)
+
+
+def _room() -> int:
+    """Bytes that samples may take: half of what is free now, less where /dev/shm (if roomy at all) is smaller."""
+    import psutil
+
+    return min(int(psutil.virtual_memory().available) // 2, room())

@@ -1,0 +1,80 @@
+"""The C allocator told to keep memory instead of giving it back at every step."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from functools import cache
+
+from hasten.evidence import Evidence, Machine
+from hasten.plan import Setting
+from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+
+# Above this size glibc asks the kernel for fresh pages at each malloc and pays a page fault for every 4 KiB of them.
+_GLIBC = {
+    "glibc.malloc.mmap_threshold": "1073741824",
+    "glibc.malloc.trim_threshold": "1073741824",
+    "glibc.malloc.top_pad": "67108864",
+}
+_LIBRARIES = {"jemalloc": "libjemalloc.so", "tcmalloc": "libtcmalloc"}
+
+
+class Allocator(Technique):
+    """Choose the allocator of CPU memory.
+
+    "glibc" sets glibc's own tunables so that freed tensors' memory is used again; "jemalloc" and "tcmalloc" are
+    loaded in glibc's place where they are installed. Set in the environment, before the process starts.
+    """
+
+    name = "allocator"
+    effect = Effect.EXACT
+    relieves = Resource.MEMORY
+    sources = ("PyTorch performance tuning guide, CPU", "glibc manual, Memory Allocation Tunables")
+    values = ("glibc", "jemalloc", "tcmalloc")
+
+    @classmethod
+    def useless(cls, setting: Setting, machine: Machine) -> str:
+        """The library must be there."""
+        if setting == "glibc":
+            return "" if platform.libc_ver()[0] == "glibc" else "this system's C library is not glibc"
+        return "" if library(str(setting)) else f"{setting} is not installed"
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """What is installed here."""
+        if all(model.device == "cuda" for model in evidence.models) and evidence.models:
+            return Refusal("tensors live on the GPU, which has an allocator of its own")
+        if "LD_PRELOAD" in os.environ or "GLIBC_TUNABLES" in os.environ:
+            return Refusal("the environment chooses an allocator already (LD_PRELOAD or GLIBC_TUNABLES)")
+        here: tuple[Setting, ...] = tuple(
+            name for name in cls.values if not cls.useless(name, evidence.machine)
+        )  # type: ignore[union-attr, misc]
+        if not here:
+            return Refusal("neither glibc nor jemalloc nor tcmalloc is on this system")
+        return Choices(here, "large tensors are given back to the kernel and faulted in again at each step")
+
+    def environment(self, env: dict[str, str]) -> None:
+        """Set the tunables, or load the library."""
+        if self.setting == "glibc":
+            tunables = ":".join(f"{key}={value}" for key, value in _GLIBC.items())
+            env["GLIBC_TUNABLES"] = ":".join(filter(None, (env.get("GLIBC_TUNABLES"), tunables)))
+        elif path := library(str(self.setting)):
+            env["LD_PRELOAD"] = ":".join(filter(None, (path, env.get("LD_PRELOAD"))))
+        else:
+            return
+        self.did("process")
+
+
+@cache
+def library(name: str) -> str:
+    """Path of an allocator's shared library as the dynamic linker knows it; "" when it is not installed."""
+    try:
+        listing = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return ""
+    for line in listing.splitlines():
+        found, _, path = line.strip().partition(" => ")
+        if found.startswith(_LIBRARIES[name]):
+            return path
+    return ""

@@ -1,0 +1,126 @@
+"""The next batch copied to the GPU while the current one is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hasten.evidence import Evidence
+from hasten.plan import Setting
+from hasten.techniques.base import Choices, CudaOnly, Effect, Refusal, Resource
+
+
+class DevicePrefetch(CudaOnly):
+    """Start the copy of a batch to the GPU on a stream of its own, as soon as the batch exists.
+
+    The script still gets the CPU batch it expects; when it then says `.to(device)`, the finished copy is handed
+    out. A tensor that was changed in between, or is wanted in another dtype or place, is copied as ever.
+    """
+
+    name = "device_prefetch"
+    effect = Effect.EXACT
+    relieves = Resource.TRANSFER
+    sources = ("NVIDIA data prefetcher (apex imagenet example)", "Lightning #4803")
+    acts_on = "a DataLoader"
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._copies: Any = None  # pinned CPU tensor -> its copy; by identity, dropped with the tensor
+        self._stream: Any = None
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """On where batches are copied to a GPU."""
+        if refusal := cls.refuse_without_gpu(evidence):
+            return refusal
+        if evidence.train_loader is None:
+            return Refusal("the script trains without a DataLoader")
+        return Choices((True,), "each batch's copy to the GPU can run beside the step before it")
+
+    def process(self) -> None:
+        """Hand out finished copies from `.to` and `.cuda`."""
+        import torch
+
+        if torch.cuda.is_available():
+            from torch.utils.weak import WeakTensorKeyDictionary
+
+            self._copies = WeakTensorKeyDictionary()
+            self._stream = torch.cuda.Stream()
+            torch.Tensor.to = self._handing_out(torch.Tensor.to)  # type: ignore[method-assign]
+            torch.Tensor.cuda = self._handing_out(torch.Tensor.cuda)  # type: ignore[method-assign]
+
+    def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
+        """Take each batch from the workers one step early and start its copy.
+
+        With no workers the batch would be made early too, and its random numbers drawn before the model's: then
+        nothing is changed.
+        """
+        if self._stream is None or not getattr(iterator, "_num_workers", 0):
+            return fetch
+        ahead: list[Any] = []
+        over = object()
+
+        def take() -> Any:
+            try:
+                return self._start_copies(fetch())
+            except StopIteration:
+                return over
+
+        def one_early() -> Any:
+            if not ahead:
+                ahead.append(take())
+            batch = ahead.pop()
+            if batch is over:
+                ahead.append(over)
+                raise StopIteration
+            ahead.append(take())
+            return batch
+
+        return one_early
+
+    def _start_copies(self, batch: Any) -> Any:
+        import torch
+        from torch.utils._pytree import tree_iter
+
+        with torch.cuda.stream(self._stream):
+            for part in tree_iter(batch):
+                if isinstance(part, torch.Tensor) and part.device.type == "cpu" and part.is_pinned():
+                    copy = part.to(torch.device("cuda"), non_blocking=True)
+                    self._copies[part] = (copy, part._version, self._stream.record_event())
+        if not self.acted:
+            self.did("loader")
+        return batch
+
+    def _handing_out(self, copy_to: Any) -> Any:
+        import functools
+
+        import torch
+
+        @functools.wraps(copy_to)
+        def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if tensor.device.type == "cpu" and not torch.compiler.is_compiling() and tensor in self._copies:
+                copy, version, event = self._copies[tensor]
+                if version == tensor._version and _wants(copy, to.__name__, args, kwargs):
+                    stream = torch.cuda.current_stream()
+                    stream.wait_event(event)
+                    copy.record_stream(stream)
+                    return copy
+            return copy_to(tensor, *args, **kwargs)
+
+        return to
+
+
+def _wants(copy: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `.to` or `.cuda` with these arguments asks for just this copy."""
+    import torch
+
+    if set(kwargs) - {"device", "non_blocking"} or len(args) > 1:
+        return False
+    target = kwargs.get("device", args[0] if args else None)
+    if target is None:
+        return method == "cuda" and bool(copy.device.index == torch.cuda.current_device())
+    if not isinstance(target, str | int | torch.device):
+        return False
+    device = torch.device(target)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return device.type == "cuda" and index == copy.device.index

@@ -1,0 +1,85 @@
+"""Page-locked host memory, so that copies to the GPU run beside the computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.evidence import Evidence
+from hasten.techniques.base import Choices, CudaOnly, Effect, Refusal, Resource
+
+
+class PinMemory(CudaOnly):
+    """Let loaders give pinned batches, and copy pinned tensors to the GPU without waiting.
+
+    `.to(device)` and `.cuda()` of a pinned tensor become non-blocking; later work on the same stream still
+    sees the whole copy, so the numbers stay the same.
+    """
+
+    name = "pin_memory"
+    effect = Effect.EXACT
+    relieves = Resource.TRANSFER
+    sources = ("Falcon, tip 2", "Lin, tip 2", "Kuhn, tip 2")
+    acts_on = "a DataLoader"
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """On for loaders that give pageable memory to a GPU."""
+        if refusal := cls.refuse_without_gpu(evidence):
+            return refusal
+        if evidence.train_loader is None:
+            return Refusal("the script trains without a DataLoader")
+        return Choices(
+            (True,), "batches are copied to the GPU from pageable memory, or the copy is waited for"
+        )
+
+    def process(self) -> None:
+        """Make copies from pinned memory non-blocking."""
+        import torch
+
+        if torch.cuda.is_available():
+            torch.Tensor.to = _not_waiting(torch.Tensor.to)  # type: ignore[method-assign]
+            torch.Tensor.cuda = _not_waiting(torch.Tensor.cuda)  # type: ignore[method-assign]
+
+    def loader_options(self, options: dict[str, Any]) -> None:
+        """Pin what the loader gives."""
+        import torch
+
+        if torch.cuda.is_available() and not options["pin_memory"]:
+            options["pin_memory"] = True
+            self.did("loader")
+
+
+def _not_waiting(copy: Any) -> Any:
+    """`Tensor.to` or `Tensor.cuda` that does not wait where that is safe: from pinned memory to a GPU."""
+    import functools
+
+    import torch
+
+    @functools.wraps(copy)
+    def copy_to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            tensor.device.type != "cpu"
+            or "non_blocking" in kwargs
+            or torch.compiler.is_compiling()
+            or not tensor.is_pinned()
+        ):
+            return copy(tensor, *args, **kwargs)
+        if copy_to.__name__ == "to" and not _to_cuda(args, kwargs):  # a copy to the host must be waited for
+            return copy(tensor, *args, **kwargs)
+        return (
+            copy(tensor, *args, **kwargs)
+            if len(args) > 1
+            else copy(tensor, *args, non_blocking=True, **kwargs)
+        )
+
+    return copy_to
+
+
+def _to_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the arguments of `Tensor.to` name a CUDA device."""
+    import torch
+
+    target = kwargs.get("device", args[0] if args else None)
+    if isinstance(target, torch.Tensor):
+        return False
+    return isinstance(target, int) and not isinstance(target, bool) or str(target).startswith("cuda")

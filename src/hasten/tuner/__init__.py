@@ -1,0 +1,1 @@
+"""Trials, search, parity and proof."""

@@ -1,0 +1,50 @@
+"""How long the full training is, read off its command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hasten.tuner.timing import Timing
+
+_EPOCHS = re.compile(
+    r"^(?:--?|\+)?(?:trainer\.|train\.|training\.)?(?:num|n|max|nb|total)?[-_]?(?:train[-_])?epochs?$|^-e$"
+)
+_ASSUMED_SECONDS = 600.0
+_ASSUMED_EPOCHS = 10
+
+
+@dataclass(frozen=True)
+class Length:
+    """Epochs of the full training, and where that is known from."""
+
+    epochs: int
+    known_from: str
+
+
+def length_of(command: Sequence[str], baseline: Timing) -> Length:
+    """Read `--epochs 90`, `--epochs=90` or `epochs=90`; else assume ten minutes, and at least ten epochs.
+
+    A script without a DataLoader counts 1,000 steps as an epoch.
+    """
+    words = list(command)
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if _EPOCHS.match(name) and (value := value if equals else following).isdigit():
+            return Length(int(value), f"{name} {value} on the command line")
+    seconds = max(1e-9, seconds_per_epoch(baseline))
+    return Length(
+        max(_ASSUMED_EPOCHS, round(_ASSUMED_SECONDS / seconds)),
+        "assumed: the command line names no number of epochs",
+    )
+
+
+def seconds_per_epoch(timing: Timing) -> float:
+    """Seconds of an epoch, or of 1,000 steps where there is none."""
+    return timing.epoch if timing.epoch is not None else 1000 * timing.step
+
+
+def full_seconds(timing: Timing, epochs: int) -> float:
+    """Seconds of the whole training."""
+    return timing.startup + epochs * seconds_per_epoch(timing)

@@ -1,0 +1,202 @@
+"""Trial: one short measured run of the training under a plan, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+from hasten.errors import HastenError
+from hasten.evidence import Evidence, read_evidence
+from hasten.plan import Setting
+from hasten.taps.config import RunConfig, TrialOptions, environment
+from hasten.tuner.timing import Timing, timing_of
+
+_POLL = 0.25
+_LAST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial that is over.
+
+    Attributes:
+        outcome: ok, crashed, timeout, out of memory, nan, or no training.
+        reason: What went wrong, in one line.
+        log: The last lines that the script printed.
+    """
+
+    plan: dict[str, Setting]
+    seed: int
+    outcome: str
+    seconds: float
+    reason: str = ""
+    evidence: Evidence | None = None
+    timing: Timing | None = None
+    peak_memory: int = 0
+    log: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it measured something."""
+        return self.outcome == "ok"
+
+
+@dataclass
+class Trials:
+    """Runs trials of one training, one after the other.
+
+    Args:
+        arguments: The process's arguments.
+        command: The training's own command line, for the record.
+        scratch: Folder for what the trials write; made new for each, and emptied after it.
+        options: How trials are bounded; `batches` and `steps` are set once the step's length is known.
+        deadline: On the monotonic clock: no trial goes on beyond it.
+    """
+
+    arguments: Sequence[str]
+    command: tuple[str, ...]
+    scratch: Path
+    options: TrialOptions
+    deadline: float
+    done: list[Trial] = field(default_factory=list)
+
+    def run(
+        self, plan: Mapping[str, Setting], seed: int = 0, *, probe: bool = False, timeout: float = 120.0
+    ) -> Trial:
+        """Run one trial and record it.
+
+        Args:
+            plan: Technique -> setting.
+            seed: Shift of the script's seeds.
+            probe: Ask the datasets what repeats itself.
+            timeout: Seconds after which it counts as hung.
+        """
+        folder = self.scratch / f"t{len(self.done)}"
+        folder.mkdir()
+        options = replace(self.options, scratch=str(folder), seed=seed, probe=probe)
+        config = RunConfig(dict(plan), str(folder / "evidence.json"), self.command, options, quiet=True)
+        trial = self._run(config, folder, min(timeout, max(5.0, self.deadline - time.monotonic())))
+        self.done.append(trial)
+        shutil.rmtree(folder, ignore_errors=True)
+        return trial
+
+    def _run(self, config: RunConfig, folder: Path, timeout: float) -> Trial:
+        assert config.trial is not None
+        env = environment(config, {**os.environ, "PYTHONHASHSEED": "0"})
+        start = time.monotonic()
+        with (folder / "log").open("wb") as log:
+            try:
+                process = subprocess.Popen(
+                    self.arguments,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise HastenError(f"cannot start {self.arguments[0]}: {error}") from None
+            watch = _MemoryWatch(process.pid)
+            try:
+                code: int | None = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _end_group(process)
+                seconds = time.monotonic() - start
+                peak = watch.stop()
+        said = (folder / "log").read_text(errors="replace").strip()
+        return self._judge(config, folder, code, seconds, peak, said)
+
+    def _judge(
+        self, config: RunConfig, folder: Path, code: int | None, seconds: float, peak: int, said: str
+    ) -> Trial:
+        assert config.trial is not None
+        path = folder / "evidence.json"
+        evidence = read_evidence(path) if path.is_file() else None
+        outcome, reason = _outcome(code, evidence, said, seconds)
+        timing = timing_of(evidence, seconds) if evidence is not None and outcome == "ok" else None
+        if outcome == "ok" and timing is None:
+            outcome, reason = "no training", "it trained for too few steps to be measured"
+        log = "\n".join(said.splitlines()[-_LAST_LINES:])
+        return Trial(
+            config.techniques, config.trial.seed, outcome, seconds, reason, evidence, timing, peak, log
+        )
+
+
+def _outcome(code: int | None, evidence: Evidence | None, said: str, seconds: float) -> tuple[str, str]:
+    """What became of a trial's process, and why in one line."""
+    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+    if code is None and not (evidence and evidence.ended == "complete"):
+        return "timeout", f"not done after {seconds:.0f} s"
+    error = evidence.error if evidence else ""
+    if code == -signal.SIGKILL or any(
+        word in error + last for word in ("OutOfMemoryError", "MemoryError", "out of memory")
+    ):
+        return "out of memory", error or last or "killed by the kernel"
+    if evidence is not None and evidence.bad_losses:
+        return "nan", f"{evidence.bad_losses} losses were NaN or infinite"
+    if evidence is not None and evidence.ended == "complete":
+        return "ok", ""
+    if code:
+        name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return "crashed", error or (f"{name}: {last}" if last else name)
+    if evidence is None or not evidence.step_start:
+        return "no training", "no training step was seen"
+    return "ok", ""
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End the process and all it started: workers, ranks, servers."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(2.0 if number == signal.SIGTERM else None)
+        except subprocess.TimeoutExpired:
+            continue
+        time.sleep(0.02)
+
+
+class _MemoryWatch:
+    """Peak memory of a process tree, from outside, so that the trial does not pay for it."""
+
+    def __init__(self, pid: int) -> None:
+        self._peak = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(pid,), daemon=True)
+        self._thread.start()
+
+    def _watch(self, pid: int) -> None:
+        while not self._over.wait(_POLL):
+            total = 0
+            try:
+                root = psutil.Process(pid)
+                family = [root, *root.children(recursive=True)]
+            except psutil.Error:
+                continue
+            for member in family:
+                try:
+                    info = member.memory_info()
+                    # Forked workers share most pages with their parent; only what is theirs counts again.
+                    total += info.rss if member is root else max(0, info.rss - info.shared)
+                except psutil.Error:
+                    continue
+            self._peak = max(self._peak, total)
+
+    def stop(self) -> int:
+        """End the watch; the peak in bytes."""
+        self._over.set()
+        self._thread.join()
+        return self._peak
