@@ -18,9 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_takes_script = {"allow_extra_args": True, "ignore_unknown_options": True}
-app.command("tune", cls=ScriptCommand, context_settings=_takes_script)(tune_room.tune)
-app.command("run", cls=ScriptCommand, context_settings=_takes_script)(run_room.run)
+app.command("tune", cls=ScriptCommand)(tune_room.tune)
+app.command("run", cls=ScriptCommand)(run_room.run)
 app.command("techniques")(techniques_room.techniques)
 
 

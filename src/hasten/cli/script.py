@@ -6,9 +6,8 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
-
-import click
 import typer
 from typer.core import TyperCommand
 
@@ -19,23 +18,19 @@ from hasten.plan import did_you_mean
 class ScriptCommand(TyperCommand):
     """Options before the script are hasten's; the script (or `-m module`) and all that follows are the training's."""
 
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+    # typer carries a copy of click in some versions and needs the real one in others: hence `Any`.
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """`[OPTIONS] SCRIPT|-m MODULE [ARGS]...`."""
         return [*super().collect_usage_pieces(ctx), "SCRIPT|-m MODULE [ARGS]..."]
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Split the line, and parse hasten's part."""
         with_value = {
             name for option in self.params if not getattr(option, "is_flag", False) for name in option.opts
         }
         split = _split(args, with_value)
         ctx.meta["command"] = args[split:]
-        rest = super().parse_args(ctx, args[:split])
-        if unknown := [word for word in (*ctx.args, *ctx.protected_args) if word.startswith("-")]:
-            known = [name for option in self.params for name in (*option.opts, *option.secondary_opts)]
-            hint = did_you_mean(unknown[0], known) or f"see hasten {self.name} --help"
-            raise HastenError(f"no such option: {unknown[0]}", hint)
-        return rest
+        return super().parse_args(ctx, args[:split])
 
 
 def _split(args: list[str], with_value: set[str]) -> int:
@@ -67,12 +62,12 @@ def process_arguments(command: list[str]) -> list[str]:
         return [sys.executable, *command]
     path = Path(first)
     if (
-        path.is_file()
-        and (path.suffix == ".py" or not os.access(path, os.X_OK))
+        (path.is_file()
+        and (path.suffix == ".py" or not os.access(path, os.X_OK)))
         or (path / "__main__.py").is_file()
     ):
         return [sys.executable, *command]
-    if "/" not in first and first.endswith(".py") or not shutil.which(first):
+    if ("/" not in first and first.endswith(".py")) or not shutil.which(first):
         near = [str(found) for found in Path(path.parent).glob("*.py")] if path.parent.is_dir() else []
         raise HastenError(f"no such script: {first}", did_you_mean(first, near) or f"looked in {Path.cwd()}")
     return [str(shutil.which(first)), *command[1:]]

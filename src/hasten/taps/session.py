@@ -147,7 +147,7 @@ class Session:
         recorder.close()
         self._seen_parameters()
         losses = tuple(_numbers(recorder.step_losses))
-        roles = {index: "validation" for index in {over.loader for over in recorder.passes if over.batches}}
+        roles = dict.fromkeys({over.loader for over in recorder.passes if over.batches}, "validation")
         roles.update({over.loader: "train" for over in recorder.passes if over.trained})
         return Evidence(
             command=self.config.command,

@@ -204,8 +204,13 @@ class Search:
     def _note(
         self, name: str, setting: Setting, outcome: str, reason: str, ratio: Ratio | None, start: float
     ) -> None:
-        values = (ratio.ratio, ratio.low, ratio.high) if ratio else (None, None, None)
-        self.tried.append(Tried(name, setting, outcome, reason, *values, seconds=time.monotonic() - start))
+        seconds = time.monotonic() - start
+        if ratio is None:
+            self.tried.append(Tried(name, setting, outcome, reason, seconds=seconds))
+        else:
+            self.tried.append(
+                Tried(name, setting, outcome, reason, ratio.ratio, ratio.low, ratio.high, seconds=seconds)
+            )
 
     # -- the combination ---------------------------------------------------------------------------------
 

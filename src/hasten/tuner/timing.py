@@ -94,7 +94,7 @@ def _steady(evidence: Evidence, passes: list[Pass], net: list[float]) -> list[in
         measured = passes[1:] or passes
         chosen: list[int] = []
         for one in measured:
-            inside = [i for i in steps if one.start <= evidence.step_start[i] + 1e-9 < one.end]
+            inside = _steps_of(evidence, one)
             first = 1 if passes[1:] else _warm_up(inside, net)
             chosen += inside[max(first, min(ready, len(inside) // 3)) :]
         if chosen or passes[1:]:
@@ -119,20 +119,32 @@ def _blocks(seconds: list[float]) -> list[float]:
 
 
 def _rest(evidence: Evidence, passes: list[Pass], step: float, batches: int) -> float:
-    """Seconds of a whole epoch beyond its steady steps, read off the last pass that can be."""
-    one = passes[-1]
-    inside = [i for i, at in enumerate(evidence.step_start) if one.start <= at + 1e-9 < one.end]
+    """Seconds of a whole epoch beyond its steady steps: the median over the passes behind the first."""
+    ends = [*(over.start for over in passes[1:]), evidence.ended_at if evidence.ended == "complete" else None]
+    pairs = list(zip(passes, ends, strict=True))
+    return statistics.median(_rest_of(evidence, one, end, step, batches) for one, end in pairs[1:] or pairs)
+
+
+def _rest_of(evidence: Evidence, one: Pass, end: float | None, step: float, batches: int) -> float:
+    """What one pass and what follows it, until `end`, took beyond steady steps; scaled to a whole epoch."""
+    inside = _steps_of(evidence, one)
     starts = max(0.0, sum(evidence.step_phases[inside[0]]) - step) if inside else 0.0
     nested = sum(evidence.step_phases[i][phase] for i in inside for phase in _PER_EPOCH)
     nested *= batches / max(1, one.batches)
     following = [
-        over for over in evidence.passes if not over.trained and over.start >= one.end and over.batches
+        over
+        for over in evidence.passes
+        if not over.trained and over.batches and one.end <= over.start and (end is None or over.end <= end)
     ]
     validation = sum(_whole_pass(over, evidence.loaders[over.loader]) for over in following)
-    until = max((over.end for over in following), default=one.end)
-    last = evidence.ended_at if evidence.ended == "complete" else until
-    outside = max(0.0, last - one.end - sum(over.end - over.start for over in following))
+    until = max((over.end for over in following), default=one.end) if end is None else end
+    outside = max(0.0, until - one.end - sum(over.end - over.start for over in following))
     return starts + nested + validation + outside
+
+
+def _steps_of(evidence: Evidence, one: Pass) -> list[int]:
+    """The steps inside a pass."""
+    return [i for i, at in enumerate(evidence.step_start) if one.start <= at + 1e-9 < one.end]
 
 
 def _whole_pass(over: Pass, loader: LoaderFacts) -> float:
@@ -145,7 +157,7 @@ def _whole_pass(over: Pass, loader: LoaderFacts) -> float:
 def _once(evidence: Evidence, passes: list[Pass], net: list[float], step: float, batches: int) -> float:
     """Seconds paid once: until the first pass, and what the first pass took longer than a later one would."""
     one = passes[0]
-    inside = [i for i, at in enumerate(evidence.step_start) if one.start <= at + 1e-9 < one.end]
+    inside = _steps_of(evidence, one)
     if not passes[1:] or len(inside) < 4:
         return one.start + sum(max(0.0, net[i] - step) for i in inside[: _warm_up(inside, net)])
     slow = _warm_up(inside, net)

@@ -135,9 +135,14 @@ class _Tune:
             )
         step = max(1e-6, pilot.timing.step)
         batches = int(min(400, max(16, _STEADY_SECONDS / step)))
+        epoch = min(batches, pilot.timing.batches or batches) * step
         share = min(30.0, self.options.budget / 30)
         trials.options = dataclasses.replace(
-            trials.options, batches=batches, steps=int(1.6 * batches) + 4, seconds=max(12.0, share)
+            trials.options,
+            batches=batches,
+            epochs=int(min(12, 1 + max(1.0, _STEADY_SECONDS / epoch))),
+            steps=int(1.6 * batches) + 4,
+            seconds=max(12.0, share),
         )
         baseline = trials.run({}, probe=True, timeout=120 + 4 * pilot.seconds)
         if baseline.timing is None:
@@ -236,12 +241,19 @@ class _Tune:
 
     def _full_run(self, timings: list[tuple[Timing, Timing]], length: Length) -> FullRun:
         a, b = timings[-1]
-        seconds = [full_seconds(side, length.epochs) for side in (a, b)]
+        before, after = (full_seconds(side, length.epochs) for side in (a, b))
         gain = (a.epoch or 0.0) - (b.epoch or 0.0)
         extra = b.startup - a.startup
         even = None if gain <= 0 else max(0, int(extra / gain) + 1)
         return FullRun(
-            length.epochs, length.known_from, *seconds, seconds[0] / seconds[1], a.startup, b.startup, even
+            length.epochs,
+            length.known_from,
+            before,
+            after,
+            before / after,
+            a.startup,
+            b.startup,
+            even,
         )
 
     def _kept(self, search: Search, name: str, speedup: Ratio) -> Kept:

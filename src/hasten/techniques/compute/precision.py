@@ -36,8 +36,8 @@ class Precision(Technique):
         """On a CPU without bf16 instructions it computes, but slower."""
         if (
             machine.device == "cuda"
-            or {"avx512_bf16", "amx_bf16"} & set(machine.cpu_flags)
-            and setting == "bf16-mixed"
+            or ({"avx512_bf16", "amx_bf16"} & set(machine.cpu_flags)
+            and setting == "bf16-mixed")
         ):
             return ""
         return "this CPU has no instructions for it; it will be slower than float32"

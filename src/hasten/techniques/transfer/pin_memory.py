@@ -82,4 +82,4 @@ def _to_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     target = kwargs.get("device", args[0] if args else None)
     if isinstance(target, torch.Tensor):
         return False
-    return isinstance(target, int) and not isinstance(target, bool) or str(target).startswith("cuda")
+    return (isinstance(target, int) and not isinstance(target, bool)) or str(target).startswith("cuda")
