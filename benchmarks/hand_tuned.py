@@ -4,9 +4,9 @@
     python benchmarks/hand_tuned.py image lstm --pairs 5
     python benchmarks/hand_tuned.py image --tuned-args="--without compile"
 
-Script and twin run alternately (A B A B), each in a process of its own and in an empty folder. A script prints
-a line per epoch; the first epoch (compilation, caches) is left out, and the median of the rest counts. Each
-pair gives one ratio. What the twin spends before its epochs are steady is shown apart: it is paid once.
+Script and twin run alternately (A B A B), each in a process of its own and in an empty folder. A script
+prints a line per epoch; the first epoch (compilation, caches) is left out, and the median of the rest counts.
+Each pair gives one ratio. What the twin spends before its epochs are steady is shown apart: it is paid once.
 """
 
 import argparse
@@ -60,17 +60,18 @@ class Result:
 
 
 def run_script(script: str, arguments: list[str], epochs: int, threads: int | None) -> Result:
-    command = [sys.executable, str(BENCHMARKS / "scripts" / f"{script}.py"), "--epochs", str(epochs), *arguments]
+    path = BENCHMARKS / "scripts" / f"{script}.py"
+    command = [sys.executable, str(path), "--epochs", str(epochs), *arguments]
     environment = dict(os.environ)
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         wall = time.perf_counter() - start
     lines = EPOCH.findall(done.stdout)
     if done.returncode or len(lines) != epochs:
-        raise SystemExit(f"{shlex.join(command)} failed with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+        raise SystemExit(f"{shlex.join(command)} failed, exit code {done.returncode}:\n{done.stderr[-3000:]}")
     train = statistics.median(float(line[1]) for line in lines[1:])
     validation = statistics.median(float(line[2]) for line in lines[1:])
     overhead = wall - epochs * (train + validation)
@@ -131,13 +132,16 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Plain scripts against their hand-tuned twins.")
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=4, help="the first one is not counted")
-    parser.add_argument("--threads", type=int, help="CPU threads for both sides (default: torch's own choice)")
+    parser.add_argument("--threads", type=int, help="CPU threads of both (default: torch's own choice)")
     parser.add_argument("--tuned-args", default="", help="further arguments for the twins")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "hand_tuned.json")
     args = parser.parse_args()
+    unknown = sorted(set(args.cases) - set(CASES))
+    if unknown:
+        parser.error(f"no such case: {', '.join(unknown)}; there are {', '.join(CASES)}")
     if args.epochs < 2 or args.pairs < 1:
         parser.error("at least 2 epochs (the first is not counted) and 1 pair")
     if "image" in (args.cases or CASES):

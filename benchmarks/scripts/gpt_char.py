@@ -1,4 +1,4 @@
-"""A small character-level GPT on tinyshakespeare, in the way of nanoGPT: no DataLoader, random blocks of a tensor.
+"""A small character-level GPT on tinyshakespeare, as nanoGPT does it: random blocks, no DataLoader.
 
     python gpt_char.py --epochs 3 --train-size 1600
 
@@ -81,8 +81,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="A small character-level GPT.")
     parser.add_argument("--data", type=Path, default=TEXT)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--train-size", type=int, default=4000, help="blocks per epoch (default: %(default)s)")
-    parser.add_argument("--val-size", type=int, default=400, help="blocks per validation (default: %(default)s)")
+    parser.add_argument("--train-size", type=int, default=4000, help="blocks per epoch")
+    parser.add_argument("--val-size", type=int, default=400, help="blocks per validation")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)

@@ -1,7 +1,7 @@
 """An MLP on a synthetic table, through TensorDataset and DataLoader, in fp32.
 
     python mlp_tabular.py --epochs 3 --train-size 25600
-    python mlp_tabular.py --epochs 3 --train-size 25600 --tiny    # Linear 32-32-2, batch 32: nothing but overhead
+    python mlp_tabular.py --epochs 3 --train-size 25600 --tiny    # Linear 32-32-2: overhead only
 
 `mlp_tabular_tuned.py` is the same training as an expert would speed it up by hand.
 """

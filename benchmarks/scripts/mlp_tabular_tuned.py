@@ -53,9 +53,7 @@ def main() -> None:
     collate = as_it_is if batched else None
     train_set = kind(*make_table(args.train_size, args.features, args.classes, seed=1))
     val_set = kind(*make_table(args.val_size, args.features, args.classes, seed=2))
-    train_loader = DataLoader(
-        train_set, batch_size=args.batch_size, shuffle=True, drop_last=True, collate_fn=collate
-    )
+    train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True, drop_last=True, collate_fn=collate)
     val_loader = DataLoader(val_set, batch_size=args.batch_size, collate_fn=collate)
 
     model = make_model(args.features, args.width, args.layers, args.classes).to(device)

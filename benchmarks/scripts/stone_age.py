@@ -186,14 +186,9 @@ def validate(model: nn.Module, loader: DataLoader, criterion: nn.Module, device:
     return total_loss / len(loader.dataset), correct / len(loader.dataset)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = make_parser()
-    return parser.parse_args()
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="A small ResNet on CIFAR-10 JPEGs, the old way.")
-    parser.add_argument("--data", type=Path, default=FOLDER, help="folder with train/ and val/ (default: %(default)s)")
+    parser.add_argument("--data", type=Path, default=FOLDER, help="folder with train/ and val/")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--train-size", type=int, default=50_000)
     parser.add_argument("--val-size", type=int, default=10_000)
@@ -206,7 +201,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = parse_args()
+    args = make_parser().parse_args()
     unpack_all(args.data)
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -232,9 +227,7 @@ def main() -> None:
             f"validation loss {val_loss:.4f}, validation accuracy {val_accuracy:.3f}",
             flush=True,
         )
-        torch.save(
-            {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, args.checkpoint
-        )
+        torch.save({"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, args.checkpoint)
 
 
 if __name__ == "__main__":

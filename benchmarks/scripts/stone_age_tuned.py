@@ -8,8 +8,6 @@ Model, optimizer, batch size, seeds, data order and the distribution of the augm
 """
 
 import argparse
-import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from unpack_cifar import unpack_all
 
-MEASURES = ("cache", "bf16", "channels_last", "compile", "fused", "inference_mode", "sync", "malloc")
-
-# glibc hands freed blocks back to the kernel and faults them in again in the next step; this keeps them.
-MALLOC = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=1073741824"
+MEASURES = ("cache", "bf16", "channels_last", "compile", "fused", "inference_mode", "sync")
 
 
 class CachedImages(Dataset[tuple[Tensor, int]]):
@@ -98,13 +93,6 @@ def make_loaders(args: argparse.Namespace, device: str) -> tuple[DataLoader, Dat
     return train_loader, DataLoader(val_set, batch_size=args.batch_size, pin_memory=device == "cuda")
 
 
-def keep_memory() -> None:
-    """Start this program again with glibc's tunables set: they are read before main()."""
-    if "GLIBC_TUNABLES" not in os.environ:
-        os.environ["GLIBC_TUNABLES"] = MALLOC
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-
-
 def parse_args() -> argparse.Namespace:
     parser = make_parser()
     parser.set_defaults(checkpoint=Path("stone_age_tuned.pt"))
@@ -117,8 +105,6 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    if "malloc" not in args.without:
-        keep_memory()
     unpack_all(args.data)
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -183,9 +169,7 @@ def main() -> None:
             f"validation loss {val_loss:.4f}, validation accuracy {val_accuracy:.3f}",
             flush=True,
         )
-        torch.save(
-            {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, args.checkpoint
-        )
+        torch.save({"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, args.checkpoint)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Write the CIFAR-10 images of a Parquet file as JPEG files: FOLDER/<class>/<file>.jpg.
+"""Write the CIFAR-10 images of a Parquet file as JPEG files, in a folder per class.
 
-    python unpack_cifar.py                    # both splits, into benchmarks/data/cifar10/{train,val}
+CIFAR-10's training images go into FOLDER/train, its test images into FOLDER/val:
+
+    python unpack_cifar.py                    # FOLDER is benchmarks/data/cifar10
     python unpack_cifar.py --folder /tmp/cifar10 --parquets ~/downloads
 """
 

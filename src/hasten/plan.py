@@ -124,9 +124,7 @@ class Plan:
             temporary.replace(path)
         except OSError as error:
             temporary.unlink(missing_ok=True) if path.parent.is_dir() else None
-            raise HastenError(
-                f"cannot write the plan {path}: {error}", "name another file with --out FILE"
-            ) from None
+            raise HastenError(f"cannot write the plan {path}: {error}", "name another file with --out FILE") from None
 
     def to_toml(self) -> str:
         """The text of the plan file."""
@@ -134,9 +132,7 @@ class Plan:
 
         document = tomlkit.document()
         document.add(
-            tomlkit.comment(
-                "A hasten plan: technique -> setting. Edit freely; a line less is a technique less."
-            )
+            tomlkit.comment("A hasten plan: technique -> setting. Edit freely; a line less is a technique less.")
         )
         document.add(tomlkit.comment("Run the training under it with: hasten run SCRIPT ARGS"))
         made = tomlkit.table()

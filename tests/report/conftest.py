@@ -59,9 +59,7 @@ TECHNIQUES = (
         "41 convolutions in fp32",
     ),
     Kept("channels_last", True, "rounding", 1.11, 1.08, 1.15, "left out of the plan", "4-D activations"),
-    Kept(
-        "fused_optimizer", True, "rounding", 1.02, 1.01, 1.04, "when it was added", "62 tensors, one by one"
-    ),
+    Kept("fused_optimizer", True, "rounding", 1.02, 1.01, 1.04, "when it was added", "62 tensors, one by one"),
 )
 TRIED = (
     Tried("precision", "bf16-mixed", "kept", "faster", 1.41, 1.36, 1.47, 14.2),
@@ -83,9 +81,7 @@ TRIED = (
         "RuntimeError: stack expects each tensor to be equal size",
         seconds=3.1,
     ),
-    Tried(
-        "allocator", "jemalloc", "dropped", "no longer helps beside loader_workers", 1.004, 0.99, 1.01, 13.0
-    ),
+    Tried("allocator", "jemalloc", "dropped", "no longer helps beside loader_workers", 1.004, 0.99, 1.01, 13.0),
     Tried("precision", "fp16-mixed", "nan", "loss is NaN from step 12", seconds=9.0),
 )
 SKIPPED = (

@@ -45,9 +45,7 @@ def test_drawn_waterfall_bars_add_up_to_the_plan(contributions, total):
     """Drawn lengths, with their signs, add up: the last bar is the whole plan."""
     drawn = BAR.findall(charts.waterfall_chart(proof_of(contributions, total)))
     bars = [(kind, float(width)) for kind, _, width in drawn if kind != "grid"]
-    signs = [
-        1 if bar.end >= bar.start else -1 for bar in charts.waterfall_bars(proof_of(contributions, total))
-    ]
+    signs = [1 if bar.end >= bar.start else -1 for bar in charts.waterfall_bars(proof_of(contributions, total))]
     reached = sum(sign * width for sign, (_, width) in zip(signs, bars[:-1], strict=True))
     assert bars[-1][0] == "plan"
     assert abs(reached) == pytest.approx(bars[-1][1], abs=0.02)

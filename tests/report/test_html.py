@@ -68,9 +68,7 @@ class Page(HTMLParser):
 
 def drawings(source: str) -> list[ElementTree.Element]:
     """Every drawing of the page, read as XML."""
-    figures = [
-        ElementTree.fromstring(figure) for figure in re.findall(r"<figure>.*?</figure>", source, re.DOTALL)
-    ]
+    figures = [ElementTree.fromstring(figure) for figure in re.findall(r"<figure>.*?</figure>", source, re.DOTALL)]
     return [drawing for figure in figures for drawing in figure.findall("svg")]
 
 
@@ -127,9 +125,7 @@ def test_the_page_loads_nothing_and_runs_nothing(make):
     page = Page(source)
     assert "://" not in source
     assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.tags)
-    assert not [
-        name for name, _ in page.attributes if name in ("src", "href", "srcset") or name.startswith("on")
-    ]
+    assert not [name for name, _ in page.attributes if name in ("src", "href", "srcset") or name.startswith("on")]
     assert "@import" not in source
     assert "url(" not in source
     assert "default-src 'none'" in source

@@ -60,9 +60,7 @@ def test_it_is_one_screen(make):
 
 
 def test_bars_are_proportional(make):
-    text = screen(
-        make(phases={"baseline": {"data": 0.4, "forward": 0.2}, "plan": {"data": 0.1, "forward": 0.2}})
-    )
+    text = screen(make(phases={"baseline": {"data": 0.4, "forward": 0.2}, "plan": {"data": 0.1, "forward": 0.2}}))
     data, forward = (line for line in text.splitlines() if "█" in line)
     before, after = (part.count("█") for part in data.split("100"))
     assert 0.2 <= after / before <= 0.3
@@ -89,9 +87,7 @@ def test_an_ascii_terminal_gets_ascii(make):
 
 def test_what_scripts_say_cannot_steer_the_terminal(make):
     evil = "[bold red]x[/bold red] [/] \x1b[2J\x1b]0;title\x07 \r\n \udce9"
-    kept = dataclasses.replace(
-        make().techniques[0], name=evil, setting=evil, effect=evil, contribution_how=evil
-    )
+    kept = dataclasses.replace(make().techniques[0], name=evil, setting=evil, effect=evil, contribution_how=evil)
     proof = make(
         command=("train.py", evil),
         techniques=(kept,),

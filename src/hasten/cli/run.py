@@ -61,8 +61,8 @@ def _fits_machine(plan: Plan, any_machine: bool) -> None:
         )
     if made_on and (made_on.get("cpu"), made_on.get("cores")) != (machine.cpu, machine.cores):
         print(
-            f"hasten: {plan.path} was measured on {made_on.get('cores')} cores of {made_on.get('cpu')}; this machine has "
-            f"{machine.cores} of {machine.cpu}: its speed-up may be another",
+            f"hasten: {plan.path} was measured on {made_on.get('cores')} cores of {made_on.get('cpu')}; this machine "
+            f"has {machine.cores} of {machine.cpu}: its speed-up may be another",
             file=sys.stderr,
         )
 

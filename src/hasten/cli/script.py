@@ -25,9 +25,7 @@ class ScriptCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Split the line, and parse hasten's part."""
-        with_value = {
-            name for option in self.params if not getattr(option, "is_flag", False) for name in option.opts
-        }
+        with_value = {name for option in self.params if not getattr(option, "is_flag", False) for name in option.opts}
         split = _split(args, with_value)
         ctx.meta["command"] = args[split:]
         return super().parse_args(ctx, args[:split])
@@ -61,11 +59,7 @@ def process_arguments(command: list[str]) -> list[str]:
             raise HastenError("-m needs a module", "hasten run -m pkg.train ARGS")
         return [sys.executable, *command]
     path = Path(first)
-    if (
-        (path.is_file()
-        and (path.suffix == ".py" or not os.access(path, os.X_OK)))
-        or (path / "__main__.py").is_file()
-    ):
+    if (path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK))) or (path / "__main__.py").is_file():
         return [sys.executable, *command]
     if ("/" not in first and first.endswith(".py")) or not shutil.which(first):
         near = [str(found) for found in Path(path.parent).glob("*.py")] if path.parent.is_dir() else []

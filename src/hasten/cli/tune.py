@@ -7,13 +7,17 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from hasten.cli.script import process_arguments, script_of, training
 from hasten.errors import HastenError
-from hasten.plan import DEFAULT_NAME, did_you_mean
+from hasten.plan import DEFAULT_NAME, Plan, did_you_mean
 from hasten.techniques import CATALOGUE
+
+if TYPE_CHECKING:
+    from hasten.tuner.proof import Proof
 
 _UNITS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 
@@ -47,15 +51,12 @@ def tune(
     _leave(plan, proof, out)
 
 
-def _leave(plan: object, proof: object, out: Path) -> None:
+def _leave(plan: Plan, proof: Proof, out: Path) -> None:
     """Write plan and report, and show the result."""
     from rich.console import Console
 
-    from hasten.plan import Plan
     from hasten.report import html, terminal
-    from hasten.tuner.proof import Proof
 
-    assert isinstance(plan, Plan) and isinstance(proof, Proof)
     stem = out.with_name("hasten-report" if out.name == DEFAULT_NAME else f"{out.stem}-report")
     plan.write(out)
     proof.write(stem.with_suffix(".json"))
@@ -73,17 +74,13 @@ def _seconds(text: str) -> float:
 def _allowed(words: list[str]) -> bool:
     for word in words:
         if word != "trajectory":
-            raise HastenError(
-                f"--allow {word}: unknown", did_you_mean(word, ("trajectory",)) or "it takes: trajectory"
-            )
+            raise HastenError(f"--allow {word}: unknown", did_you_mean(word, ("trajectory",)) or "it takes: trajectory")
     return bool(words)
 
 
 def _technique(name: str) -> str:
     if name not in CATALOGUE:
-        raise HastenError(
-            f"--only {name}: no such technique", did_you_mean(name, CATALOGUE) or "see hasten techniques"
-        )
+        raise HastenError(f"--only {name}: no such technique", did_you_mean(name, CATALOGUE) or "see hasten techniques")
     return name
 
 
@@ -104,9 +101,7 @@ def _compiles(command: list[str]) -> None:
 def _writable(out: Path) -> None:
     folder = out.absolute().parent
     if not folder.is_dir():
-        raise HastenError(
-            f"cannot write the plan {out}: no such folder {folder}", "name another file with --out FILE"
-        )
+        raise HastenError(f"cannot write the plan {out}: no such folder {folder}", "name another file with --out FILE")
     probe = folder / f".hasten-{os.getpid()}.tmp"
     try:
         probe.touch()

@@ -37,7 +37,8 @@ class SampleStore:
     Args:
         samples: How many samples it should have room for.
         capacity: Bytes for the samples; when they are used up, `put` does nothing.
-        folder: Where the file lies; by default /dev/shm if it has the room, else the temporary folder. The file has no name once it is open, so it goes when the processes do.
+        folder: Where the file lies; by default /dev/shm if it has the room, else the temporary folder. The file has
+            no name once it is open, so it goes when the processes do.
 
     Example:
         >>> store = SampleStore(samples=100, capacity=1 << 20)
@@ -155,4 +156,4 @@ def _roomy_folder(size: int) -> str:
 
 
 def _shm_free() -> int:
-    return shutil.disk_usage(_SHM).free if os.path.isdir(_SHM) and os.access(_SHM, os.W_OK) else 0
+    return shutil.disk_usage(_SHM).free if Path(_SHM).is_dir() and os.access(_SHM, os.W_OK) else 0

@@ -47,9 +47,7 @@ def loader_facts(loader: Any, options: dict[str, Any], where: str) -> LoaderFact
         prefetch_factor=options["prefetch_factor"],
         persistent_workers=options["persistent_workers"],
         pin_memory=bool(options["pin_memory"]),
-        start_method=method
-        or torch.multiprocessing.get_start_method(allow_none=True)
-        or _default_start_method(),
+        start_method=method or torch.multiprocessing.get_start_method(allow_none=True) or _default_start_method(),
         default_collate=loader.collate_fn is default_collate,
         own_worker_init=options["worker_init_fn"] is not None,
     )
@@ -112,8 +110,7 @@ class ModelWatch:
             type(layer).__name__ for layer in self.module.modules() if not any(True for _ in layer.children())
         )
         compiled = type(self.module).__name__ == "OptimizedModule" or any(
-            getattr(layer, "_compiled_call_impl", None) is not None
-            or type(layer).__name__ == "OptimizedModule"
+            getattr(layer, "_compiled_call_impl", None) is not None or type(layer).__name__ == "OptimizedModule"
             for layer in self.module.modules()
         )
         return ModelFacts(

@@ -83,9 +83,6 @@ def _gpus() -> tuple[str, ...]:
         pynvml.nvmlInit()
     except Exception:  # no package, no driver, or a driver that does not answer: all mean no GPU
         return ()
-    names = [
-        pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i))
-        for i in range(pynvml.nvmlDeviceGetCount())
-    ]
+    names = [pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())]
     pynvml.nvmlShutdown()
     return tuple(name.decode() if isinstance(name, bytes) else name for name in names)

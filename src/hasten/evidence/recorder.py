@@ -71,11 +71,7 @@ class Recorder:
 
     def pass_begins(self, loader: int, iterator: Any, start: float, end: float) -> None:
         """`iter(loader)` took from `start` to `end`."""
-        outer = (
-            self._current
-            if self._current.step_start is not None and self._current is not self._loose
-            else None
-        )
+        outer = self._current if self._current.step_start is not None and self._current is not self._loose else None
         opened = OpenPass(loader, iterator, start, outer)
         self._open[id(iterator)] = opened
         opened.phases[Phase.DATA] = end - start
@@ -124,14 +120,10 @@ class Recorder:
                 del self._open[key]
         origin = self.origin
         self.passes.append(
-            Pass(
-                over.loader, over.start - origin, over.first - origin, at - origin, over.batches, over.trained
-            )
+            Pass(over.loader, over.start - origin, over.first - origin, at - origin, over.batches, over.trained)
         )
         if self._current is over:
-            self._current = (
-                over.outer if over.outer is not None and over.outer.step_start is not None else self._loose
-            )
+            self._current = over.outer if over.outer is not None and over.outer.step_start is not None else self._loose
             if self._current is self._loose:
                 self._loose.step_start = None
         if self.on_pass:

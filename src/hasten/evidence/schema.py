@@ -170,7 +170,7 @@ class Evidence:
     Attributes:
         step_start: When each training step began.
         step_phases: Per step, seconds by `PHASES`; they add up to the step.
-        losses: Per step, the sum of the losses that `backward` was called on; None where none was, or it was not finite.
+        losses: Per step, the sum of the losses that `backward` was called on; None where there is no finite one.
         bad_losses: How many of the losses were NaN or infinite.
         step_of: "batch" (a step is a batch of the training loader) or "optimizer" (an optimizer step).
         ended: "finished" (the script ended), "complete" (the trial had what it wanted), "failed".

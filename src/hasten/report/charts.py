@@ -98,9 +98,7 @@ def waterfall_chart(proof: Proof) -> Markup:
     for row, bar in enumerate(bars):
         top = row * 40
         parts += [text("label halo", 0, top + 15, bar.label), text("value halo", 100, top + 15, bar.note)]
-        parts.append(
-            rect(bar.kind, (scale(bar.start), scale(bar.end)), top + 21, 14, f"{bar.label}: {bar.note}")
-        )
+        parts.append(rect(bar.kind, (scale(bar.start), scale(bar.end)), top + 21, 14, f"{bar.label}: {bar.note}"))
     told = ", ".join(f"{bar.label} {bar.note}" for bar in bars)
     return svg("Contribution of each technique", told, height + 22, parts)
 

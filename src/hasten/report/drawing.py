@@ -71,9 +71,7 @@ def rect(kind: str, ends: Point, y: float, height: float, told: str = "") -> Mar
 
 def dot(kind: str, x: float, y: float, told: str) -> Markup:
     """A dot; `x` in percent."""
-    return Markup('<circle class="{}" cx="{:.3f}%" cy="{:.1f}" r="5.5">{}</circle>').format(
-        kind, x, y, _title(told)
-    )
+    return Markup('<circle class="{}" cx="{:.3f}%" cy="{:.1f}" r="5.5">{}</circle>').format(kind, x, y, _title(told))
 
 
 def text(kind: str, x: float, y: float, words: str) -> Markup:
@@ -105,9 +103,7 @@ def columns(scale: Scale, height: float, name: Callable[[float], str]) -> list[M
     """Upright grid lines with their values beneath."""
     parts = []
     for tick in scale.ticks():
-        parts.append(
-            Markup('<rect class="grid" x="{:.3f}%" y="0" width="1" height="{}"/>').format(scale(tick), height)
-        )
+        parts.append(Markup('<rect class="grid" x="{:.3f}%" y="0" width="1" height="{}"/>').format(scale(tick), height))
         parts.append(text("tick", scale(tick), height + 16, name(tick)))
     return parts
 

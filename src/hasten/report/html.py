@@ -48,9 +48,7 @@ def write(proof: Proof, path: Path) -> None:
     except OSError as error:
         if path.parent.is_dir():
             temporary.unlink(missing_ok=True)
-        raise HastenError(
-            f"cannot write the report {path}: {error}", "name a folder you can write to"
-        ) from None
+        raise HastenError(f"cannot write the report {path}: {error}", "name a folder you can write to") from None
 
 
 def _environment() -> Environment:

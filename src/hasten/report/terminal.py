@@ -83,9 +83,7 @@ class _Page:
             return
         self.console.print()
         rows = [*verdict.speed(self.proof), *verdict.memory(self.proof)]
-        self._columns(
-            [(self._text(r.label), self._text(r.value, "bold"), self._text(r.detail)) for r in rows]
-        )
+        self._columns([(self._text(r.label), self._text(r.value, "bold"), self._text(r.detail)) for r in rows])
 
     def _parity(self) -> None:
         if not self.proof.techniques:

@@ -47,9 +47,7 @@ def verdict(proof: Proof) -> Verdict:
     ratio = words.times(proof.speedup.ratio)
     if not proof.techniques:
         tried = words.count(len(proof.tried), "setting")
-        return Verdict(
-            "nothing", "Nothing helped here", f"{tried} measured, none kept: run the training as before."
-        )
+        return Verdict("nothing", "Nothing helped here", f"{tried} measured, none kept: run the training as before.")
     if not proof.parity.ok:
         return Verdict(
             "parity",
@@ -77,17 +75,13 @@ def speed(proof: Proof) -> list[Line]:
     """The speed-up of steady steps, of whole epochs and of the full run."""
     lines = [Line("steady steps", words.times(proof.speedup.ratio), _interval(proof.speedup))]
     if proof.epoch_speedup is not None:
-        lines.append(
-            Line("whole epochs", words.times(proof.epoch_speedup.ratio), _interval(proof.epoch_speedup))
-        )
+        lines.append(Line("whole epochs", words.times(proof.epoch_speedup.ratio), _interval(proof.epoch_speedup)))
     else:
         lines.append(Line("whole epochs", "not measured", "no trial came to the end of an epoch"))
     if (run := proof.full_run) is not None:
         before, after = words.duration(run.baseline_seconds), words.duration(run.plan_seconds)
         about = f"{before} -> {after} for {words.count(run.epochs, 'epoch')}, estimated"
-        lines.append(
-            Line("full run", words.times(run.ratio), f"{about} ({words.clean(run.epochs_known_from)})")
-        )
+        lines.append(Line("full run", words.times(run.ratio), f"{about} ({words.clean(run.epochs_known_from)})"))
         lines.append(Line("start-up", _startup(proof), break_even(proof)))
     else:
         lines.append(Line("full run", "not estimated", "the length of the full run is not known"))
@@ -142,9 +136,7 @@ def parity(proof: Proof) -> Verdict:
         why = proof.parity.note or ("nothing was kept" if not proof.techniques else "no losses were seen")
         return Verdict("unchecked", "Parity was not checked", words.clean(why))
     if proof.parity.ok:
-        return Verdict(
-            "ok", "Parity holds", "the plan's losses lie inside the baseline's own seed-to-seed band"
-        )
+        return Verdict("ok", "Parity holds", "the plan's losses lie inside the baseline's own seed-to-seed band")
     outside = ", ".join(words.clean(check.what) for check in checks if not check.ok)
     band = "outside the baseline's own seed-to-seed band"
     what = f"{outside} {band}" if outside else words.clean(proof.parity.note)
@@ -153,9 +145,7 @@ def parity(proof: Proof) -> Verdict:
 
 def check(check: ParityCheck) -> str:
     """One parity check in a sentence, with what it can see."""
-    seeds = (
-        f"{words.count(len(check.baseline), 'baseline seed')}, {words.count(len(check.plan), 'plan seed')}"
-    )
+    seeds = f"{words.count(len(check.baseline), 'baseline seed')}, {words.count(len(check.plan), 'plan seed')}"
     band = f"band {words.number(check.band_low)} to {words.number(check.band_high)}"
     side = "inside" if check.ok else "OUTSIDE"
     if words.known(check.detectable):
@@ -171,9 +161,7 @@ def blind_spots(proof: Proof) -> list[str]:
     spots = []
     if proof.parity.checks:
         fewest = min(min(len(one.baseline), len(one.plan)) for one in proof.parity.checks)
-        spots.append(
-            f"It rests on {words.count(fewest, 'seed')} a side at the least; more seeds see smaller changes."
-        )
+        spots.append(f"It rests on {words.count(fewest, 'seed')} a side at the least; more seeds see smaller changes.")
         if fewest < 2:
             spots.append("One seed proves nothing: without a second there is no band to speak of.")
         least = max(one.detectable for one in proof.parity.checks)
@@ -222,9 +210,7 @@ def lost(proof: Proof) -> list[tuple[str, str, str]]:
 def effects(proof: Proof) -> str:
     """What the kept techniques may do to the result: the effects, named and explained."""
     used = list(dict.fromkeys(one.effect for one in proof.techniques))
-    named = [
-        f"{words.clean(effect)} = {words.EFFECTS.get(effect, 'not known to this hasten')}" for effect in used
-    ]
+    named = [f"{words.clean(effect)} = {words.EFFECTS.get(effect, 'not known to this hasten')}" for effect in used]
     return "; ".join(named)
 
 

@@ -72,9 +72,7 @@ def _call_back(loader: Any, then: Callable[[], None]) -> None:
         try:
             then()
         except Exception as error:  # the script goes on as if hasten were not there
-            print(
-                f"hasten: its taps could not be set, the script runs without them: {error!r}", file=sys.stderr
-            )
+            print(f"hasten: its taps could not be set, the script runs without them: {error!r}", file=sys.stderr)
 
     loader.exec_module = exec_module
 

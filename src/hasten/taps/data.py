@@ -40,7 +40,7 @@ def _tap_class(kind: Any, session: Any) -> None:
     stay = "_hasten_own_workers"
 
     @functools.wraps(build)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             bound = signature.bind(self, *args, **kwargs)
             bound.apply_defaults()
@@ -54,9 +54,7 @@ def _tap_class(kind: Any, session: Any) -> None:
         else:
             try:
                 build(self, **wanted)
-            except (
-                Exception
-            ) as error:  # what hasten chose does not suit this loader: back to what the script chose
+            except Exception as error:  # what hasten chose does not suit this loader: back to what the script chose
                 session.run.skip("DataLoader options", error)
                 wanted = options
                 build(self, *args, **kwargs)
@@ -117,9 +115,7 @@ def _tap_iterator(kind: Any, session: Any) -> None:
     def fetch(iterator: Any) -> Any:
         wrapped = iterator.__dict__.get("_hasten_fetch")
         if wrapped is None:
-            wrapped = iterator.__dict__["_hasten_fetch"] = run.batches(
-                functools.partial(plain, iterator), iterator
-            )
+            wrapped = iterator.__dict__["_hasten_fetch"] = run.batches(functools.partial(plain, iterator), iterator)
         return wrapped()
 
     give = fetch if changes else plain
@@ -164,9 +160,7 @@ def _tap_sampler(kind: Any, limit: int) -> None:
     """In a trial: let every pass end after `limit` batches, and repeat the first pass's batches in later ones."""
     whole = kind._index_sampler.fget
     kept: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-    kind._index_sampler = property(
-        lambda loader: _CutSampler(whole(loader), limit, kept.setdefault(loader, []))
-    )
+    kind._index_sampler = property(lambda loader: _CutSampler(whole(loader), limit, kept.setdefault(loader, [])))
 
 
 class _CutSampler:

@@ -37,9 +37,7 @@ def forbid_writing(except_under: Iterable[str]) -> str:
         for path in except_under:
             if os.path.exists(path):
                 _allow(libc, ruleset, path, rights)
-        if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.syscall(
-            _RESTRICT, ruleset, ctypes.c_uint32(0)
-        ):
+        if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.syscall(_RESTRICT, ruleset, ctypes.c_uint32(0)):
             return os.strerror(ctypes.get_errno())
     finally:
         os.close(ruleset)

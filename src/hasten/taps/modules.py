@@ -24,7 +24,7 @@ def install(session: Any) -> None:
 def _tap_forward(session: Any) -> None:
     import torch
     from torch.compiler import is_compiling
-    from torch.jit import is_tracing
+    from torch.jit import is_tracing  # type: ignore[attr-defined]
     from torch.nn import Module
 
     plain = Module.__call__
@@ -37,7 +37,7 @@ def _tap_forward(session: Any) -> None:
             return plain(self, *args, **kwargs)
         return outermost(self, args, kwargs)
 
-    Module.__call__ = __call__  # type: ignore[method-assign, assignment]
+    Module.__call__ = __call__  # type: ignore[method-assign]
 
 
 def _outermost(session: Any, plain: Any, torch: Any) -> Any:
@@ -112,9 +112,7 @@ def _tap_backward(session: Any) -> None:
         start = perf_counter()
         result = plain(tensors, *args, **kwargs)
         roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-        losses = [
-            session.unscaled.pop(id(root), None) or root.detach() for root in roots if root.numel() == 1
-        ]
+        losses = [session.unscaled.pop(id(root), None) or root.detach() for root in roots if root.numel() == 1]
         recorder.backward(perf_counter() - start, losses)
         if looks[0] < 5:
             looks[0] += 1

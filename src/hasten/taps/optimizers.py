@@ -31,7 +31,7 @@ def _tap_options(kind: Any, run: Any) -> None:
     signature = inspect.signature(build)
 
     @functools.wraps(build)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if type(self) is not kind:  # a subclass may step in its own way
             return build(self, *args, **kwargs)
         try:

@@ -129,7 +129,8 @@ class Overlay:
     def _remove(self, path: Any, really: Callable[[str], None]) -> None:
         absolute = self._absolute(path)
         if absolute is None:
-            return really(path)
+            really(path)
+            return
         if not self._there(self.reading(path)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
         if self._there(self.root + absolute):
@@ -156,9 +157,7 @@ class Overlay:
             return self.listdir(path)
         found = set(self.listdir(self.root + absolute)) if self._there(self.root + absolute) else set()
         if self._there(absolute) and not self._is_removed(absolute):
-            found.update(
-                name for name in self.listdir(absolute) if os.path.join(absolute, name) not in self.removed
-            )
+            found.update(name for name in self.listdir(absolute) if os.path.join(absolute, name) not in self.removed)
         elif not self._there(self.root + absolute):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
         return sorted(found)
@@ -169,11 +168,7 @@ class Overlay:
             return self.scandir(path)
         entries: dict[str, Any] = {}
         if self._there(absolute) and not self._is_removed(absolute):
-            entries = {
-                e.name: e
-                for e in self.scandir(absolute)
-                if os.path.join(absolute, e.name) not in self.removed
-            }
+            entries = {e.name: e for e in self.scandir(absolute) if os.path.join(absolute, e.name) not in self.removed}
         if self._there(self.root + absolute):
             entries.update({entry.name: entry for entry in self.scandir(self.root + absolute)})
         return _Entries(iter(entries.values()))
@@ -183,7 +178,7 @@ class Overlay:
     def install(self) -> None:
         """Put the overlay under `open`, `os`, `shutil` and the writers of torch and safetensors."""
         self._make(self.root)
-        builtins.open = io.open = self._opening(builtins.open)  # type: ignore[assignment]
+        builtins.open = io.open = self._opening(builtins.open)
         os.open = self._opening_descriptor(os.open)
         for name in ("stat", "lstat", "access", "readlink", "chdir", "statvfs"):
             setattr(os, name, self._mapped(getattr(os, name), self.reading))
@@ -194,12 +189,12 @@ class Overlay:
         os.mkdir = self._making(os.mkdir)
         for name in ("remove", "unlink", "rmdir"):
             setattr(os, name, self._removing(getattr(os, name)))
-        shutil.rmtree = self._removing_tree(shutil.rmtree)  # type: ignore[assignment]
+        shutil.rmtree = self._removing_tree(shutil.rmtree)
         for name in ("rename", "replace"):
             setattr(os, name, self._moving(getattr(os, name)))
         for name in ("link", "symlink"):
             setattr(os, name, self._linking(getattr(os, name)))
-        os.listdir, os.scandir = self._names, self._scan  # type: ignore[assignment]
+        os.listdir, os.scandir = self._names, self._scan
         after_import("torch", self._under_torch)
         after_import("safetensors.torch", self._under_safetensors)
 
@@ -242,8 +237,9 @@ class Overlay:
         @functools.wraps(plain)
         def remove(path: Any, *, dir_fd: int | None = None) -> None:
             if dir_fd is not None:
-                return plain(path, dir_fd=dir_fd)  # type: ignore[no-any-return]
-            return self._remove(path, plain)
+                plain(path, dir_fd=dir_fd)
+            else:
+                self._remove(path, plain)
 
         return remove
 
@@ -262,9 +258,7 @@ class Overlay:
 
     def _moving(self, plain: Any) -> Any:
         @functools.wraps(plain)
-        def move(
-            source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
-        ) -> None:
+        def move(source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
             if src_dir_fd is not None or dst_dir_fd is not None:
                 return plain(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)  # type: ignore[no-any-return]
             return self._move(source, target, plain)
@@ -296,11 +290,9 @@ class Overlay:
 
     def _under_safetensors(self) -> None:
         """safetensors writes and reads in Rust."""
-        module = sys.modules["safetensors.torch"]
+        module: Any = sys.modules["safetensors.torch"]
         save, load = module.save_file, module.load_file
-        module.save_file = lambda tensors, filename, *a, **k: save(
-            tensors, self.writing(filename, keep=False), *a, **k
-        )
+        module.save_file = lambda tensors, filename, *a, **k: save(tensors, self.writing(filename, keep=False), *a, **k)
         module.load_file = lambda filename, *a, **k: load(self.reading(filename), *a, **k)
 
 

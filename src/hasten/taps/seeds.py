@@ -20,7 +20,7 @@ def fix_seeds(shift: int) -> None:
     random.seed = _shifted(random.seed, shift)
 
     def numpy() -> None:
-        module = sys.modules["numpy.random"]
+        module: Any = sys.modules["numpy.random"]
         module.seed(shift)
         module.seed = _shifted(module.seed, shift)
 

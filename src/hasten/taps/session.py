@@ -40,9 +40,7 @@ class Session:
         self.optimizers: dict[int, tuple[Any, str]] = {}
         self.kept_loaders: list[Any] = []
         self.validating = False  # whether the last outermost forward was in eval mode or without a graph
-        self.unscaled: dict[
-            int, Any
-        ] = {}  # id of a loss scaled by the script's GradScaler -> the loss itself
+        self.unscaled: dict[int, Any] = {}  # id of a loss scaled by the script's GradScaler -> the loss itself
         self.error = ""
         self.ended = ""
         self._is_fork = False
@@ -96,11 +94,7 @@ class Session:
             if opened.trained:
                 self._trained_passes += 1
                 self._trained_loaders.add(opened.loader)
-        elif (
-            self.trial
-            and self._trained_passes >= self.trial.epochs
-            and opened.loader in self._trained_loaders
-        ):
+        elif self.trial and self._trained_passes >= self.trial.epochs and opened.loader in self._trained_loaders:
             self.complete()
 
     def _on_step(self, steps: int) -> None:
@@ -153,9 +147,7 @@ class Session:
             command=self.config.command,
             machine=this_machine(),
             flags=global_flags(self.run.seen, compiler()),
-            loaders=tuple(
-                self._loader(index, roles.get(index, "unused")) for index in range(len(self.loaders))
-            ),
+            loaders=tuple(self._loader(index, roles.get(index, "unused")) for index in range(len(self.loaders))),
             models=tuple(watch.facts() for watch in self.run.models.values()),
             optimizers=tuple(
                 optimizer_facts(optimizer, where, recorder.optimizer_steps.get(key, 0), _why_not(optimizer))
@@ -197,9 +189,7 @@ class Session:
 
     def _seen_parameters(self) -> None:
         with contextlib.suppress(Exception):  # a model that is gone has no parameters to look at
-            if any(
-                p.is_sparse for o, _ in self.optimizers.values() for g in o.param_groups for p in g["params"]
-            ):
+            if any(p.is_sparse for o, _ in self.optimizers.values() for g in o.param_groups for p in g["params"]):
                 self.run.seen["missing_gradients"] = True
 
 
@@ -215,9 +205,7 @@ def _numbers(steps: list[list[Any]]) -> list[float | None]:
 
     thinned = max(1, len(steps) // _KEPT_LOSSES)
     sums = [
-        torch.stack([loss.float().reshape(()) for loss in losses]).sum()
-        if losses and i % thinned == 0
-        else None
+        torch.stack([loss.float().reshape(()) for loss in losses]).sum() if losses and i % thinned == 0 else None
         for i, losses in enumerate(steps)
     ]
     present = [value for value in sums if value is not None]
@@ -240,11 +228,7 @@ def _peak_memory() -> int:
 def _peak_gpu_memory() -> int | None:
     import torch
 
-    return (
-        torch.cuda.max_memory_allocated()
-        if torch.cuda.is_available() and torch.cuda.is_initialized()
-        else None
-    )
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 
 
 def _describe(error: BaseException) -> str:

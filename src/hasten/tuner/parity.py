@@ -20,14 +20,12 @@ TEST = (
 def parity_of(baseline: Sequence[Trial], plan: Sequence[Trial]) -> Parity:
     """Compare trials of both sides, one a seed.
 
-    Compared are the training loss over the last half of the steps that all trials have and, where the script computes a loss in its
-    validation, the last validation's mean loss.
+    Compared are the training loss over the last half of the steps that all trials have and, where the script
+    computes a loss in its validation, the last validation's mean loss.
     """
     bad = [trial for trial in plan if trial.outcome == "nan"]
     if bad:
-        return Parity(
-            False, TEST, note=f"under the plan {bad[0].reason}, with the baseline's seed {bad[0].seed}"
-        )
+        return Parity(False, TEST, note=f"under the plan {bad[0].reason}, with the baseline's seed {bad[0].seed}")
     if min(len(baseline), len(plan)) < MIN_SEEDS:
         return Parity(
             False,

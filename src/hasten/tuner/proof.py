@@ -193,9 +193,7 @@ class Proof:
             temporary.write_text(self.to_json(), encoding="utf-8")
             temporary.replace(path)
         except OSError as error:
-            raise HastenError(
-                f"cannot write the report {path}: {error}", "name another folder with --out"
-            ) from None
+            raise HastenError(f"cannot write the report {path}: {error}", "name another folder with --out") from None
 
     @classmethod
     def read(cls, path: Path) -> Proof:
@@ -213,9 +211,7 @@ class Proof:
         except ValueError as error:
             raise HastenError(f"{path} is not JSON: {error}") from None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise HastenError(
-                f"{path} is not a report of the schema {SCHEMA}", "write it anew with `hasten tune`"
-            )
+            raise HastenError(f"{path} is not a report of the schema {SCHEMA}", "write it anew with `hasten tune`")
         try:
             return TypeAdapter(cls).validate_python(data)
         except ValidationError as error:

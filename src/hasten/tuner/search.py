@@ -88,9 +88,7 @@ class Search:
             if self.only and name not in self.only:
                 self.skipped.append(Skipped(name, "not among those that --only names"))
             elif technique.effect is Effect.TRAJECTORY and not self.allow_trajectory:
-                self.skipped.append(
-                    Skipped(name, "changes the optimisation path; tried only with --allow trajectory")
-                )
+                self.skipped.append(Skipped(name, "changes the optimisation path; tried only with --allow trajectory"))
             elif isinstance(answer := self._ask(technique), Refusal):
                 self.skipped.append(Skipped(name, answer.reason))
             else:
@@ -166,9 +164,7 @@ class Search:
         """Kept or lost and why; None to measure once more."""
         if ratio.ratio < _HOPELESS and len(pairs) == 1:
             return "lost", f"{ratio.ratio:.2f}x of the speed without it"
-        if len(pairs) == 1 or (
-            len(pairs) == 2 and ratio.low <= 1.0 < ratio.ratio and self._seconds_left() > 0
-        ):
+        if len(pairs) == 1 or (len(pairs) == 2 and ratio.low <= 1.0 < ratio.ratio and self._seconds_left() > 0):
             return None
         if ratio.low <= 1.0 or ratio.ratio < _LEAST_GAIN:
             return "lost", f"{ratio.ratio:.2f}x is within the noise [{ratio.low:.2f}, {ratio.high:.2f}]"
@@ -180,9 +176,8 @@ class Search:
         gain = seconds_per_epoch(base) - seconds_per_epoch(other)
         if extra <= 1.0 or extra < gain * self.length.epochs:
             return None
-        return "lost", (
-            f"costs {extra:.0f} s at the start and gains {gain:.2f} s an epoch: not won back in {self.length.epochs} epochs"
-        )
+        what = f"costs {extra:.0f} s at the start and gains {gain:.2f} s an epoch"
+        return "lost", f"{what}: not won back in {self.length.epochs} epochs"
 
     def measured(self, plan: Mapping[str, Setting], fresh: bool = False) -> Trial:
         """A trial of a plan: the latest, unless it is old or a fresh one is asked for."""
@@ -201,9 +196,7 @@ class Search:
         longest = max((trial.seconds for trial in self.trials.done if trial.ok), default=30.0)
         return 4 * longest + 150.0
 
-    def _note(
-        self, name: str, setting: Setting, outcome: str, reason: str, ratio: Ratio | None, start: float
-    ) -> None:
+    def _note(self, name: str, setting: Setting, outcome: str, reason: str, ratio: Ratio | None, start: float) -> None:
         seconds = time.monotonic() - start
         if ratio is None:
             self.tried.append(Tried(name, setting, outcome, reason, seconds=seconds))
@@ -229,9 +222,7 @@ class Search:
                 continue
             ratio = ratio_of(pairs)
             if ratio.high < _LEAST_GAIN or ratio.ratio < 0.995:
-                self._note(
-                    name, self.plan[name], "dropped", "no longer helps in the combination", ratio, start
-                )
+                self._note(name, self.plan[name], "dropped", "no longer helps in the combination", ratio, start)
                 self.say(f"{name} no longer helps in the combination ({ratio.ratio:.2f}x): dropped")
                 self.plan = without
                 del self.gains[name]

@@ -42,8 +42,7 @@ def ratio_of(
 
     centre = statistics.median(one(pair, False) for pair in pairs)
     means = sorted(
-        statistics.fmean(one(pair, True) for pair in draw.choices(pairs, k=len(pairs)))
-        for _ in range(_RESAMPLES)
+        statistics.fmean(one(pair, True) for pair in draw.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES)
     )
     tail = (1 - confidence) / 2
     low, high = means[int(tail * _RESAMPLES)], means[min(_RESAMPLES - 1, int((1 - tail) * _RESAMPLES))]

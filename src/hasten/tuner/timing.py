@@ -80,9 +80,7 @@ def timing_of(evidence: Evidence, process_seconds: float) -> Timing | None:
         return Timing(tuple(blocks), None, 0.0, before_torch + once, phases)
     batches = loader.batches or passes[-1].batches
     rest = _rest(evidence, passes, step, batches)
-    return Timing(
-        tuple(blocks), batches, rest, before_torch + _once(evidence, passes, net, step, batches), phases
-    )
+    return Timing(tuple(blocks), batches, rest, before_torch + _once(evidence, passes, net, step, batches), phases)
 
 
 def _steady(evidence: Evidence, passes: list[Pass], net: list[float]) -> list[int]:
@@ -175,8 +173,4 @@ def _validation_after(evidence: Evidence, one: Pass) -> float:
         (over.start for over in evidence.passes if over.trained and over.start > one.start),
         default=float("inf"),
     )
-    return sum(
-        over.end - over.start
-        for over in evidence.passes
-        if not over.trained and one.end <= over.start < later
-    )
+    return sum(over.end - over.start for over in evidence.passes if not over.trained and one.end <= over.start < later)

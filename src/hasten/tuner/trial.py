@@ -69,9 +69,7 @@ class Trials:
     deadline: float
     done: list[Trial] = field(default_factory=list)
 
-    def run(
-        self, plan: Mapping[str, Setting], seed: int = 0, *, probe: bool = False, timeout: float = 120.0
-    ) -> Trial:
+    def run(self, plan: Mapping[str, Setting], seed: int = 0, *, probe: bool = False, timeout: float = 120.0) -> Trial:
         """Run one trial and record it.
 
         Args:
@@ -117,9 +115,7 @@ class Trials:
         said = (folder / "log").read_text(errors="replace").strip()
         return self._judge(config, folder, code, seconds, peak, said)
 
-    def _judge(
-        self, config: RunConfig, folder: Path, code: int | None, seconds: float, peak: int, said: str
-    ) -> Trial:
+    def _judge(self, config: RunConfig, folder: Path, code: int | None, seconds: float, peak: int, said: str) -> Trial:
         assert config.trial is not None
         path = folder / "evidence.json"
         evidence = read_evidence(path) if path.is_file() else None
@@ -128,9 +124,7 @@ class Trials:
         if outcome == "ok" and timing is None:
             outcome, reason = "no training", "it trained for too few steps to be measured"
         log = "\n".join(said.splitlines()[-_LAST_LINES:])
-        return Trial(
-            config.techniques, config.trial.seed, outcome, seconds, reason, evidence, timing, peak, log
-        )
+        return Trial(config.techniques, config.trial.seed, outcome, seconds, reason, evidence, timing, peak, log)
 
 
 def _outcome(code: int | None, evidence: Evidence | None, said: str, seconds: float) -> tuple[str, str]:

@@ -48,9 +48,7 @@ class TuneOptions:
     only: frozenset[str] = frozenset()
 
 
-def tune(
-    arguments: Sequence[str], command: Sequence[str], options: TuneOptions, say: Say
-) -> tuple[Plan, Proof]:
+def tune(arguments: Sequence[str], command: Sequence[str], options: TuneOptions, say: Say) -> tuple[Plan, Proof]:
     """Find a plan for a training and prove it.
 
     Args:
@@ -64,9 +62,7 @@ def tune(
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as scratch:
-        trials = Trials(
-            arguments, tuple(command), Path(scratch), TrialOptions(scratch), start + options.budget
-        )
+        trials = Trials(arguments, tuple(command), Path(scratch), TrialOptions(scratch), start + options.budget)
         return _Tune(trials, options, say, start).run()
 
 
@@ -83,7 +79,8 @@ class _Tune:
 
     def run(self) -> tuple[Plan, Proof]:
         baseline = self._baseline()
-        assert baseline.evidence is not None and baseline.timing is not None
+        assert baseline.evidence is not None
+        assert baseline.timing is not None
         self.length = length_of(self.trials.command, baseline.timing)
         search = Search(
             self.trials,
@@ -117,11 +114,7 @@ class _Tune:
             trials.options, batches=_PILOT_BATCHES, steps=2 * _PILOT_BATCHES, seconds=30.0
         )
         pilot = trials.run({}, timeout=max(60.0, self.options.budget / 2))
-        if (
-            pilot.outcome in ("crashed", "no training")
-            and pilot.evidence is not None
-            and pilot.evidence.step_start
-        ):
+        if pilot.outcome in ("crashed", "no training") and pilot.evidence is not None and pilot.evidence.step_start:
             # Some scripts count the batches of an epoch: leave theirs whole, and stop the process instead.
             trials.options = dataclasses.replace(trials.options, cut=False)
             pilot = trials.run({}, timeout=max(60.0, self.options.budget / 2))
@@ -130,7 +123,7 @@ class _Tune:
             raise _hopeless(pilot, self.options.budget)
         if (least := _LEAST_TRIALS * pilot.seconds) > self.options.budget:
             raise HastenError(
-                f"a budget of {self.options.budget:.0f} s is too short: one trial of this training takes {pilot.seconds:.0f} s",
+                f"a budget of {self.options.budget:.0f} s is too short: one trial takes {pilot.seconds:.0f} s here",
                 f"give it --budget {least / 60 + 0.5:.0f}m or more",
             )
         step = max(1e-6, pilot.timing.step)
@@ -178,9 +171,7 @@ class _Tune:
             plans.append(self.trials.run(search.plan, seed, timeout=180 + 6 * each))
             a, b = baselines[-1], plans[-1]
             if a.timing and b.timing:
-                self.say(
-                    f"proof, seed {seed}: {a.timing.step * 1e3:.1f} ms -> {b.timing.step * 1e3:.1f} ms a step"
-                )
+                self.say(f"proof, seed {seed}: {a.timing.step * 1e3:.1f} ms -> {b.timing.step * 1e3:.1f} ms a step")
 
     def _result(self, search: Search, baseline: Trial, a: list[Trial], b: list[Trial]) -> tuple[Plan, Proof]:
         pairs = [(x, y) for x, y in zip(a, b, strict=False) if x.timing and y.timing]
@@ -212,9 +203,7 @@ class _Tune:
             memory=_memory([x for x, _ in pairs] or [baseline], [y for _, y in pairs] or [baseline]),
             phases={"baseline": _phases(reference[0]), "plan": _phases(reference[1])},
             curves=_curves(a, b),
-            pairs=tuple(
-                Pair(x.seed, x.timing.step, y.timing.step) for x, y in pairs if x.timing and y.timing
-            ),
+            pairs=tuple(Pair(x.seed, x.timing.step, y.timing.step) for x, y in pairs if x.timing and y.timing),
             techniques=tuple(self._kept(search, name, speedup) for name in search.plan),
             tried=tuple(search.tried),
             skipped=tuple(search.skipped),
@@ -261,16 +250,10 @@ class _Tune:
         alone = len(search.plan) == 1
         ratio = speedup if alone else gain.ratio
         how = "alone in the plan" if alone else gain.how
-        return Kept(
-            name, gain.setting, str(CATALOGUE[name].effect), ratio.ratio, ratio.low, ratio.high, how, gain.why
-        )
+        return Kept(name, gain.setting, str(CATALOGUE[name].effect), ratio.ratio, ratio.low, ratio.high, how, gain.why)
 
     def _plan(self, proof: Proof) -> Plan:
-        comments = {
-            kept.name: f"{kept.why}.\n{kept.contribution:.2f}x [{kept.contribution_low:.2f}, {kept.contribution_high:.2f}] "
-            f"{kept.contribution_how}; effect: {kept.effect}"
-            for kept in proof.techniques
-        }
+        comments = {kept.name: _comment(kept) for kept in proof.techniques}
         machine = proof.machine
         return Plan(
             {kept.name: kept.setting for kept in proof.techniques},
@@ -281,12 +264,16 @@ class _Tune:
                 "hasten": proof.hasten,
                 "torch": proof.versions["torch"],
                 "speedup": f"{proof.speedup.ratio:.2f}x [{proof.speedup.low:.2f}, {proof.speedup.high:.2f}]",
-                "parity": "ok"
-                if proof.parity.ok
-                else f"not shown: {proof.parity.note or 'outside the band'}",
+                "parity": "ok" if proof.parity.ok else f"not shown: {proof.parity.note or 'outside the band'}",
             },
             {"device": machine.device, "cpu": machine.cpu, "cores": machine.cores, "gpus": machine.gpus},
         )
+
+
+def _comment(kept: Kept) -> str:
+    """Why a technique is in the plan and what it measured."""
+    interval = f"[{kept.contribution_low:.2f}, {kept.contribution_high:.2f}]"
+    return f"{kept.why}.\n{kept.contribution:.2f}x {interval} {kept.contribution_how}; effect: {kept.effect}"
 
 
 def _hopeless(trial: Trial, budget: float) -> HastenError:
@@ -302,9 +289,7 @@ def _hopeless(trial: Trial, budget: float) -> HastenError:
             f"the script did not come to train within {trial.seconds:.0f} s{said}",
             "give it a longer --budget",
         )
-    return HastenError(
-        f"the script fails by itself: {trial.reason}{said}", "mend it first; hasten changed nothing yet"
-    )
+    return HastenError(f"the script fails by itself: {trial.reason}{said}", "mend it first; hasten changed nothing yet")
 
 
 def _memory(a: list[Trial], b: list[Trial]) -> Memory:

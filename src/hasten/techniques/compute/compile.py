@@ -36,9 +36,7 @@ class Compile(Technique):
         if not any(sum(model.layers.values()) > 1 for model in models):
             return Refusal("the outermost modules are single layers: nothing to fuse")
         if evidence.flags.anomaly:
-            return Refusal(
-                "anomaly detection is on, under which compiled graphs lose their gain; see debug_off"
-            )
+            return Refusal("anomaly detection is on, under which compiled graphs lose their gain; see debug_off")
         if not evidence.flags.compiler:
             return Refusal("no C++ compiler (g++ or clang++) on this machine, which torch.compile needs")
         on_gpu = any(model.device == "cuda" for model in models)
@@ -77,7 +75,7 @@ def kernel_cache() -> str:
     import os
     import tempfile
 
-    return os.path.join(tempfile.gettempdir(), f"torchinductor_hasten_{os.getuid()}")
+    return f"{tempfile.gettempdir()}/torchinductor_hasten_{os.getuid()}"
 
 
 def compiler() -> str:

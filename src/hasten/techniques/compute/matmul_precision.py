@@ -26,11 +26,7 @@ class MatmulPrecision(Technique):
             return ""
         if setting == "high":
             return "TF32 exists on NVIDIA GPUs only; on a CPU use medium"
-        return (
-            ""
-            if {"avx512_bf16", "amx_bf16"} & set(machine.cpu_flags)
-            else "this CPU has no bf16 instructions"
-        )
+        return "" if {"avx512_bf16", "amx_bf16"} & set(machine.cpu_flags) else "this CPU has no bf16 instructions"
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:

@@ -9,8 +9,25 @@ from hasten.evidence import Evidence, Machine
 from hasten.plan import Setting
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
 
-_TENSOR_WORK = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "Linear", "LSTM", "GRU", "RNN",
-                "MultiheadAttention", "Conv1D", "NonDynamicallyQuantizableLinear", "Bilinear", "LSTMCell", "GRUCell")  # fmt: skip
+_TENSOR_WORK = frozenset(
+    [
+        "Conv1d",
+        "Conv2d",
+        "Conv3d",
+        "ConvTranspose1d",
+        "ConvTranspose2d",
+        "Linear",
+        "Bilinear",
+        "LSTM",
+        "GRU",
+        "RNN",
+        "LSTMCell",
+        "GRUCell",
+        "MultiheadAttention",
+        "NonDynamicallyQuantizableLinear",
+        "Conv1D",
+    ]
+)
 
 
 class Precision(Technique):
@@ -34,10 +51,8 @@ class Precision(Technique):
     @classmethod
     def useless(cls, setting: Setting, machine: Machine) -> str:
         """On a CPU without bf16 instructions it computes, but slower."""
-        if (
-            machine.device == "cuda"
-            or ({"avx512_bf16", "amx_bf16"} & set(machine.cpu_flags)
-            and setting == "bf16-mixed")
+        if machine.device == "cuda" or (
+            {"avx512_bf16", "amx_bf16"} & set(machine.cpu_flags) and setting == "bf16-mixed"
         ):
             return ""
         return "this CPU has no instructions for it; it will be slower than float32"
@@ -72,9 +87,7 @@ class Precision(Technique):
         dtype = torch.bfloat16 if self.setting == "bf16-mixed" else torch.float16
         kinds: dict[int, str] = {}
         contexts = {
-            kind: torch.autocast(kind, dtype)
-            for kind in ("cpu", "cuda")
-            if kind == "cpu" or torch.cuda.is_available()
+            kind: torch.autocast(kind, dtype) for kind in ("cpu", "cuda") if kind == "cpu" or torch.cuda.is_available()
         }
 
         def widen(part: Any) -> Any:

@@ -45,20 +45,14 @@ def row_tensors(fetcher: Any) -> tuple[tuple[Any, ...] | None, Any]:
     import torch
     from torch.utils.data import Subset, TensorDataset, default_collate
 
-    if getattr(fetcher, "collate_fn", None) is not default_collate or not getattr(
-        fetcher, "auto_collation", False
-    ):
+    if getattr(fetcher, "collate_fn", None) is not default_collate or not getattr(fetcher, "auto_collation", False):
         return None, None
     dataset, rows = fetcher.dataset, None
     while type(dataset) is Subset:
         inner = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
         rows = inner if rows is None else inner[rows]
         dataset = dataset.dataset
-    if (
-        type(dataset) is not TensorDataset
-        or not dataset.tensors
-        or any(t.requires_grad for t in dataset.tensors)
-    ):
+    if type(dataset) is not TensorDataset or not dataset.tensors or any(t.requires_grad for t in dataset.tensors):
         return None, None
     return dataset.tensors, rows
 

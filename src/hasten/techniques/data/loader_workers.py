@@ -11,6 +11,18 @@ from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
 
 _SHM = Path("/dev/shm")
+_UNSAFE_TO_FORK = frozenset(
+    [
+        "sqlite3.Connection",
+        "sqlite3.Cursor",
+        "h5py._hl.files.File",
+        "h5py._hl.dataset.Dataset",
+        "lmdb.Environment",
+        "builtins.Environment",
+        "zipfile.ZipFile",
+        "tarfile.TarFile",
+    ]
+)
 
 
 class LoaderWorkers(Technique):
@@ -77,15 +89,14 @@ class LoaderWorkers(Technique):
             return Refusal(f"the step waits {evidence.share(Phase.DATA):.1%} of its time for data")
         if loader.num_workers and not loader.persistent_workers:
             counts.insert(0, loader.num_workers)
-        settings: list[Setting] = []
-        for count in counts:
-            if (depth := _depth(loader, count)) >= 1:
-                settings.append({"num_workers": count, "prefetch_factor": depth, "persistent_workers": True})
+        settings: list[Setting] = [
+            {"num_workers": count, "prefetch_factor": depth, "persistent_workers": True}
+            for count in counts
+            if (depth := _depth(loader, count)) >= 1
+        ]
         if not settings:
             return Refusal(_no_room(loader) if counts else "an iterable dataset that already has its worker")
-        return Choices(
-            tuple(settings), f"the step waits {evidence.share(Phase.DATA):.0%} of its time for data"
-        )
+        return Choices(tuple(settings), f"the step waits {evidence.share(Phase.DATA):.0%} of its time for data")
 
     def loader_options(self, options: dict[str, Any]) -> None:
         """Give the loader its workers; what the script chose for itself beyond them stays."""
@@ -116,13 +127,11 @@ def holds_open(dataset: Any) -> str:
 
     import torch
 
-    unsafe = {"sqlite3.Connection", "sqlite3.Cursor", "h5py._hl.files.File", "h5py._hl.dataset.Dataset", "lmdb.Environment",
-              "Environment", "zipfile.ZipFile", "tarfile.TarFile"}  # fmt: skip
     inner = dataset
     for _ in range(8):
         for key, value in getattr(inner, "__dict__", {}).items():
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            if kind in unsafe or (
+            if kind in _UNSAFE_TO_FORK or (
                 isinstance(value, io.IOBase) and not isinstance(value, io.BytesIO | io.StringIO)
             ):
                 return f"holds an open {kind} (.{key})"
@@ -150,6 +159,4 @@ def _depth(loader: LoaderFacts, workers: int) -> int:
 
 def _no_room(loader: LoaderFacts) -> str:
     size = loader.batch_bytes / 2**20
-    return (
-        f"/dev/shm is too small for workers' batches of {size:.1f} MiB; docker run --shm-size=... enlarges it"
-    )
+    return f"/dev/shm is too small for workers' batches of {size:.1f} MiB; docker run --shm-size=... enlarges it"

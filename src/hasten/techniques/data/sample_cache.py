@@ -52,26 +52,20 @@ class SampleCache(Technique):
 
     @classmethod
     def _choose(cls, evidence: Evidence, loader: LoaderFacts, probe: Probe) -> Choices | Refusal:
-        all_repeat = all(
-            other.probe and other.probe.repeatable for other in evidence.loaders if other.role != "unused"
-        )
+        all_repeat = all(other.probe and other.probe.repeatable for other in evidence.loaders if other.role != "unused")
         if probe.repeatable and all_repeat:
             setting, seconds, size = "samples", probe.sample_seconds, probe.sample_bytes
         elif probe.loader_function and probe.loader_repeatable:
             setting, seconds, size = "decoded", probe.loader_seconds, probe.loader_bytes
         elif probe.repeatable is False:
-            return Refusal(
-                f"the same index gives other samples, and {loader.dataset} has no `loader` function to keep"
-            )
+            return Refusal(f"the same index gives other samples, and {loader.dataset} has no `loader` function to keep")
         else:
             return Refusal("not every loader's dataset gives the same sample for the same index")
         if seconds < _FAST:
             return Refusal(f"a sample takes {seconds * 1e6:.0f} us, no more than the cache itself")
         if (need := size * (loader.samples or 0)) > _room():
             return Refusal(f"{need / 2**30:.1f} GiB of samples do not fit in half the free memory")
-        return Choices(
-            (setting,), f"reading a sample takes {seconds * 1e6:.0f} us and gives the same each time"
-        )
+        return Choices((setting,), f"reading a sample takes {seconds * 1e6:.0f} us and gives the same each time")
 
     def loader_options(self, options: dict[str, Any]) -> None:
         """Make the store before any worker is forked; put it in front of the loader function."""
@@ -92,9 +86,7 @@ class SampleCache(Technique):
     def _store_of(self, dataset: Any, samples: int) -> SampleStore:
         kept = self._stores.get(id(dataset))
         state = state_of(dataset)
-        if (
-            kept is None or kept[2] != state
-        ):  # samples kept before a transform was exchanged are no longer true
+        if kept is None or kept[2] != state:  # samples kept before a transform was exchanged are no longer true
             kept = (dataset, SampleStore(samples, _room()), state)
             self._stores[id(dataset)] = kept
             self.did("dataset")
@@ -161,9 +153,7 @@ def _plain(function: Any) -> Any:
 def with_loader_function(dataset: Any) -> Any:
     """The dataset, or the one inside its Subsets, that keeps a `loader` function; None when none does."""
     for _ in range(8):
-        if callable(getattr(dataset, _LOADER_FUNCTION, None)) and _LOADER_FUNCTION in getattr(
-            dataset, "__dict__", {}
-        ):
+        if callable(getattr(dataset, _LOADER_FUNCTION, None)) and _LOADER_FUNCTION in getattr(dataset, "__dict__", {}):
             return dataset
         dataset = getattr(dataset, "dataset", None)
         if dataset is None:

@@ -47,9 +47,7 @@ class Allocator(Technique):
             return Refusal("tensors live on the GPU, which has an allocator of its own")
         if "LD_PRELOAD" in os.environ or "GLIBC_TUNABLES" in os.environ:
             return Refusal("the environment chooses an allocator already (LD_PRELOAD or GLIBC_TUNABLES)")
-        here: tuple[Setting, ...] = tuple(
-            name for name in cls.values if not cls.useless(name, evidence.machine)
-        )  # type: ignore[union-attr, misc]
+        here: tuple[Setting, ...] = tuple(name for name in cls.values if not cls.useless(name, evidence.machine))
         if not here:
             return Refusal("neither glibc nor jemalloc nor tcmalloc is on this system")
         return Choices(here, "large tensors are given back to the kernel and faulted in again at each step")

@@ -40,7 +40,7 @@ class SetToNone(Technique):
         def to_none(module: Any, set_to_none: bool = True) -> None:
             zero_grad(module, True)
 
-        torch.nn.Module.zero_grad = to_none  # type: ignore[method-assign]
+        torch.nn.Module.zero_grad = to_none  # type: ignore[assignment, method-assign]
 
     def optimizer(self, optimizer: Any) -> None:
         """Drop this optimizer's gradients."""

@@ -122,5 +122,6 @@ def _wants(copy: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not isinstance(target, str | int | torch.device):
         return False
     device = torch.device(target)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return device.type == "cuda" and index == copy.device.index
+    named: Any = device.index  # None where only "cuda" is said, whatever torch's stubs claim
+    index = torch.cuda.current_device() if named is None else named
+    return device.type == "cuda" and bool(index == copy.device.index)

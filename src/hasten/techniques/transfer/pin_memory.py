@@ -28,9 +28,7 @@ class PinMemory(CudaOnly):
             return refusal
         if evidence.train_loader is None:
             return Refusal("the script trains without a DataLoader")
-        return Choices(
-            (True,), "batches are copied to the GPU from pageable memory, or the copy is waited for"
-        )
+        return Choices((True,), "batches are copied to the GPU from pageable memory, or the copy is waited for")
 
     def process(self) -> None:
         """Make copies from pinned memory non-blocking."""
@@ -66,11 +64,7 @@ def _not_waiting(copy: Any) -> Any:
             return copy(tensor, *args, **kwargs)
         if copy_to.__name__ == "to" and not _to_cuda(args, kwargs):  # a copy to the host must be waited for
             return copy(tensor, *args, **kwargs)
-        return (
-            copy(tensor, *args, **kwargs)
-            if len(args) > 1
-            else copy(tensor, *args, non_blocking=True, **kwargs)
-        )
+        return copy(tensor, *args, **kwargs) if len(args) > 1 else copy(tensor, *args, non_blocking=True, **kwargs)
 
     return copy_to
 
