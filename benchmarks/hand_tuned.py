@@ -61,7 +61,11 @@ class Result:
 
 def run_script(script: str, arguments: list[str], epochs: int, threads: int | None) -> Result:
     path = BENCHMARKS / "scripts" / f"{script}.py"
-    command = [sys.executable, str(path), "--epochs", str(epochs), *arguments]
+    return result_of([sys.executable, str(path), "--epochs", str(epochs), *arguments], epochs, threads)
+
+
+def result_of(command: list[str], epochs: int, threads: int | None = None) -> Result:
+    """Run a command in an empty folder and read the lines of its epochs."""
     environment = dict(os.environ)
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)

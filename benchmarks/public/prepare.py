@@ -188,6 +188,16 @@ def unet_tiny(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def vit_tiny(folder: Path) -> None:
+    """A small vision transformer with random weights, as if downloaded from the Hub."""
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+    sizes = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 192}
+    model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=4, num_labels=10, **sizes))
+    model.save_pretrained(folder)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+
+
 def prepare(folder: Path) -> None:
     mnist(folder / "mnist", 60_000, 10_000)
     mnist(folder / "mnist-10k", 10_000, 2_000)
@@ -200,13 +210,14 @@ def prepare(folder: Path) -> None:
     bsds300(folder / "bsds300", 64, 16)
     wikitext(folder / "wikitext-2", tokens=60_000)
     wikitext(folder / "wikitext-small", tokens=12_000)
-    wikitext_small_vocabulary(folder / "wikitext-lightning" / "wikitext-2.txt", tokens=165_000, words=2_000)
+    wikitext_small_vocabulary(folder / "wikitext-lightning" / "wikitext-2.txt", tokens=150_000, words=500)
     shakespeare_characters(folder / "shakespeare_char")
     shakespeare_text(folder / "shakespeare" / "input.txt")
     shakespeare_text(folder / "shakespeare" / "short.txt", 200_000)
     cora(folder / "cora")
     gpt2_tiny(folder / "gpt2-tiny")
     unet_tiny(folder / "unet-tiny")
+    vit_tiny(folder / "vit-tiny")
 
 
 def main() -> None:

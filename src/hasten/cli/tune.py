@@ -32,6 +32,8 @@ def tune(
 ) -> None:
     """Find what makes a training faster without spoiling its result; write a plan and a proof.
 
+    Ctrl-C keeps the best so far (exit code 130).
+
     Example: hasten tune --budget 5m train.py --epochs 90
     """
     from hasten.tuner.tune import TuneOptions
@@ -47,8 +49,10 @@ def tune(
     def say(line: str) -> None:
         print(f"hasten {time.monotonic() - start:5.0f}s  {line}", file=sys.stderr, flush=True)
 
-    plan, proof = tune_training(arguments, command, options, say)
-    _leave(plan, proof, out)
+    tuned = tune_training(arguments, command, options, say)
+    _leave(tuned.plan, tuned.proof, out)
+    if tuned.interrupted:
+        raise typer.Exit(130)
 
 
 def _leave(plan: Plan, proof: Proof, out: Path) -> None:

@@ -23,6 +23,7 @@ from hasten.techniques.compute.fused_optimizer import why_not_fusable
 from hasten.techniques.data.probe import probe
 
 _KEPT_LOSSES = 5_000
+_COMPILED_BY = 5  # steps after which compilation is over and a trial's seconds count
 
 
 class Session:
@@ -44,6 +45,7 @@ class Session:
         self.error = ""
         self.ended = ""
         self._is_fork = False
+        self._since: float | None = None  # when the steps behind compilation began
         self._trained_passes = 0
         self._trained_loaders: set[int] = set()
 
@@ -102,7 +104,10 @@ class Session:
         if trial is None or recorder is None:
             return
         enough = trial.steps if recorder.step_of == "optimizer" else 2 * trial.batches + 20
-        late = recorder.now() - recorder.origin > trial.seconds
+        if steps == _COMPILED_BY:
+            self._since = recorder.now()
+        bound = trial.seconds if self._trained_passes else 4 * trial.seconds
+        late = self._since is not None and recorder.now() - self._since > bound
         if (enough <= steps and (recorder.step_of == "optimizer" or not trial.cut)) or (late and steps >= 10):
             self.complete()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ class Search:
     tried: list[Tried] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     _latest: dict[str, tuple[Trial, float]] = field(default_factory=dict)
+    _combining: bool = False
 
     # -- the whole search ------------------------------------------------------------------------------
 
@@ -114,7 +116,10 @@ class Search:
         }
 
     def _seconds_left(self) -> float:
-        return self.until() - time.monotonic()
+        """Time for more candidates: what leaving out each kept technique will take is set aside."""
+        each = statistics.median([trial.seconds for trial in self.trials.done if trial.ok] or [10.0])
+        aside = 0.0 if self._combining else 1.2 * each * len(self.plan)
+        return self.until() - aside - time.monotonic()
 
     def _time_left(self, name: str) -> bool:
         if self._seconds_left() > 0:
@@ -211,6 +216,7 @@ class Search:
         """Leave out each kept technique in turn: its contribution, or that it no longer helps."""
         if len(self.plan) < 2:
             return
+        self._combining = True
         for name in sorted(self.plan, key=lambda kept: self.gains[kept].ratio.ratio):
             without = {key: value for key, value in self.plan.items() if key != name}
             if self._seconds_left() <= 0 or not without:

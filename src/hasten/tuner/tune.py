@@ -48,7 +48,16 @@ class TuneOptions:
     only: frozenset[str] = frozenset()
 
 
-def tune(arguments: Sequence[str], command: Sequence[str], options: TuneOptions, say: Say) -> tuple[Plan, Proof]:
+@dataclass(frozen=True)
+class Tuned:
+    """What a tune found. `interrupted`: Ctrl-C ended it, and this is the best found until then."""
+
+    plan: Plan
+    proof: Proof
+    interrupted: bool
+
+
+def tune(arguments: Sequence[str], command: Sequence[str], options: TuneOptions, say: Say) -> Tuned:
     """Find a plan for a training and prove it.
 
     Args:
@@ -77,7 +86,7 @@ class _Tune:
         self.notes: list[str] = []
         self.interrupted = False
 
-    def run(self) -> tuple[Plan, Proof]:
+    def run(self) -> Tuned:
         baseline = self._baseline()
         assert baseline.evidence is not None
         assert baseline.timing is not None
@@ -102,7 +111,8 @@ class _Tune:
             self.interrupted = True
             self.notes.append("stopped by Ctrl-C: the plan is the best found until then")
             self.say("stopped; keeping the best so far")
-        return self._result(search, baseline, *sides)
+        proof = self._result(search, baseline, *sides)
+        return Tuned(self._plan(proof), proof, self.interrupted)
 
     # -- the baseline --------------------------------------------------------------------------------------
 
@@ -173,7 +183,7 @@ class _Tune:
             if a.timing and b.timing:
                 self.say(f"proof, seed {seed}: {a.timing.step * 1e3:.1f} ms -> {b.timing.step * 1e3:.1f} ms a step")
 
-    def _result(self, search: Search, baseline: Trial, a: list[Trial], b: list[Trial]) -> tuple[Plan, Proof]:
+    def _result(self, search: Search, baseline: Trial, a: list[Trial], b: list[Trial]) -> Proof:
         pairs = [(x, y) for x, y in zip(a, b, strict=False) if x.timing and y.timing]
         if search.plan and not pairs:
             pairs = self._search_pairs(search, baseline)
@@ -186,7 +196,7 @@ class _Tune:
         reference = pairs[-1] if pairs else (baseline, baseline)
         evidence = baseline.evidence
         assert evidence is not None
-        proof = Proof(
+        return Proof(
             created=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             hasten=hasten.__version__,
             command=self.trials.command,
@@ -215,7 +225,6 @@ class _Tune:
                 dict.fromkeys(line for t in self.trials.done if t.evidence for line in t.evidence.skipped)
             ),
         )
-        return self._plan(proof), proof
 
     def _search_pairs(self, search: Search, baseline: Trial) -> list[tuple[Trial, Trial]]:
         """Without a proof (Ctrl-C): the baseline beside the plan's last trial in the search."""
