@@ -2,7 +2,8 @@
 
     python benchmarks/listening_cost.py --pairs 7
 
-The step is made so small that the cost shows, and is taken in CPU time, which other processes disturb less; it is then set against the 5 ms step of the promise (at most 1 %).
+The step is made so small that the cost shows, and is taken in CPU time, which other processes disturb less; it is
+then set against the 5 ms step of the promise (at most 1 %).
 """
 
 import argparse

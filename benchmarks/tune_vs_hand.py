@@ -11,6 +11,7 @@ left out. `of hand` is how fast the plan is beside the twin: 1 is as fast, the g
 import argparse
 import json
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -43,6 +44,9 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         plan, report = tune(case, Path(folder), args.budget, args.tune_epochs)
         text = plan.read_text(encoding="utf-8")
+        kept = args.out.parent / "reports" / f"{name}.json"
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(folder) / "hasten-report.json", kept)
         for _ in range(args.pairs):
             plain.append(run_script(case.script, arguments, args.epochs, None))
             planned.append(run_planned(case, plan, args.epochs))
@@ -77,8 +81,6 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, object]:
         "parity": report["parity"],
         "claimed": {"speedup": report["speedup"], "epoch_speedup": report["epoch_speedup"]},
         "techniques": report["techniques"],
-        "tried": report["tried"],
-        "skipped": report["skipped"],
         "plan": text,
         "plain": [asdict(result) for result in plain],
         "planned": [asdict(result) for result in planned],

@@ -14,7 +14,7 @@ import io
 import json
 import pickle
 import struct
-from collections import Counter
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,15 +108,6 @@ def _first_tokens(text: str, tokens: int | None) -> Iterator[str]:
         yield line
 
 
-def wikitext_small_vocabulary(path: Path, tokens: int, words: int) -> None:
-    """One text of `tokens` tokens with only the `words` commonest words; the rest is `<unk>`."""
-    text = (SHARED / "wikitext2-valid.txt").read_text()
-    lines = [line.split() for line in _first_tokens(text, tokens)]
-    kept = {word for word, _ in Counter(word for line in lines for word in line).most_common(words)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(" ".join(w if w in kept else "<unk>" for w in line) + "\n" for line in lines))
-
-
 def shakespeare_characters(folder: Path) -> None:
     """nanoGPT's character-level data: train.bin and val.bin of 16-bit numbers, and meta.pkl."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,9 +136,7 @@ def cora(folder: Path, papers: int = 2708, words: int = 1433, links: int = 5429)
     likely = draw.random((len(topics), words)) ** 8
     used = draw.random((papers, words)) < likely[topic] * 18 / (likely[topic].sum(axis=1, keepdims=True))
     used[np.arange(papers), draw.integers(words, size=papers)] = True
-    rows = [
-        "\t".join([str(1000 + i), *map(str, used[i].astype(int)), topics[topic[i]]]) for i in range(papers)
-    ]
+    rows = ["\t".join([str(1000 + i), *map(str, used[i].astype(int)), topics[topic[i]]]) for i in range(papers)]
     cites: set[tuple[int, int]] = set()
     while len(cites) < links:
         a, b = (int(i) for i in draw.integers(papers, size=2))
@@ -164,9 +153,7 @@ def gpt2_tiny(folder: Path, vocabulary: int = 2048) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train(
-        [str(SHARED / "tinyshakespeare.txt")], vocab_size=vocabulary, special_tokens=["<|endoftext|>"]
-    )
+    tokenizer.train([str(SHARED / "tinyshakespeare.txt")], vocab_size=vocabulary, special_tokens=["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     end = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1024, **end}
@@ -190,6 +177,7 @@ def unet_tiny(folder: Path) -> None:
 
 def vit_tiny(folder: Path) -> None:
     """A small vision transformer with random weights, as if downloaded from the Hub."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent / "stand_in"))  # for its import of torchvision
     from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
     sizes = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 192}
@@ -198,19 +186,42 @@ def vit_tiny(folder: Path) -> None:
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
 
 
+ACCURACY = """
+import datasets
+import evaluate
+
+
+class Accuracy(evaluate.Metric):
+    def _info(self):
+        number = datasets.Value("int32")
+        features = datasets.Features({"predictions": number, "references": number})
+        return evaluate.MetricInfo(description="accuracy", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        right = sum(int(a == b) for a, b in zip(predictions, references))
+        return {"accuracy": right / len(references)}
+"""
+
+
+def accuracy_metric(folder: Path) -> None:
+    """What `evaluate.load("accuracy")` would download: our own, found by it in the working folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "accuracy.py").write_text(ACCURACY.lstrip())
+
+
 def prepare(folder: Path) -> None:
     mnist(folder / "mnist", 60_000, 10_000)
+    mnist(folder / "mnist-30k", 30_000, 2_000)
     mnist(folder / "mnist-10k", 10_000, 2_000)
     mnist(folder / "mnist-2k", 2_000, 1_000)
-    cifar_batches(folder / "cifar10-64", 64, 100)
-    cifar_batches(folder / "cifar10-300", 300, 100)
+    mnist(folder / "mnist-500", 500, 100)
+    cifar_batches(folder / "cifar10-200", 200, 100)
     cifar_batches(folder / "cifar10-4k", 4_000, 1_000)
     image_folder(folder / "images256", 240, 48, side=256)
     image_folder(folder / "images32", 1_500, 320, side=32)
     bsds300(folder / "bsds300", 64, 16)
     wikitext(folder / "wikitext-2", tokens=60_000)
     wikitext(folder / "wikitext-small", tokens=12_000)
-    wikitext_small_vocabulary(folder / "wikitext-lightning" / "wikitext-2.txt", tokens=150_000, words=500)
     shakespeare_characters(folder / "shakespeare_char")
     shakespeare_text(folder / "shakespeare" / "input.txt")
     shakespeare_text(folder / "shakespeare" / "short.txt", 200_000)
@@ -218,12 +229,11 @@ def prepare(folder: Path) -> None:
     gpt2_tiny(folder / "gpt2-tiny")
     unet_tiny(folder / "unet-tiny")
     vit_tiny(folder / "vit-tiny")
+    accuracy_metric(folder / "accuracy")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the data goes, about 200 MB")
     prepare(parser.parse_args().folder)
 

@@ -136,17 +136,11 @@ class Workplace:
 
     @staticmethod
     def _place(target: Path, prepared: Path) -> None:
-        """The data as a folder of our own with links to what was prepared: a script may write beside it."""
+        """What was prepared, in folders of the copy's own with links in them: a script may write beside them."""
         if prepared.is_file():
-            target.unlink(missing_ok=True)
-            target.symlink_to(prepared)
-            return
-        target.mkdir(parents=True, exist_ok=True)
-        for entry in prepared.iterdir():
-            place = target / entry.name
-            if place.is_symlink() or place.is_file():
-                place.unlink()
-            place.symlink_to(entry)
+            link(str(prepared), str(target))
+        else:
+            shutil.copytree(prepared, target, copy_function=link, dirs_exist_ok=True)
 
     def environment(self, script: Script) -> dict[str, str]:
         paths = [str(HERE / "stand_in"), script.env.get("PYTHONPATH", "")]
@@ -168,6 +162,11 @@ class Workplace:
         else:
             command = [str(self.python), *script.command]
         return execute(command, cwd, self.environment(script), script)
+
+
+def link(prepared: str, target: str) -> None:
+    Path(target).unlink(missing_ok=True)
+    Path(target).symlink_to(prepared)
 
 
 def execute(command: Sequence[str], cwd: Path, env: dict[str, str], script: Script) -> Outcome:
@@ -199,9 +198,7 @@ def execute(command: Sequence[str], cwd: Path, env: dict[str, str], script: Scri
             stop(process)
         code = process.wait()
     seconds = time.perf_counter() - start
-    return Outcome(
-        code, seconds, pace(marks), len(marks), "\n".join(tail), stopped and script.stop_after is not None
-    )
+    return Outcome(code, seconds, pace(marks), len(marks), "\n".join(tail), stopped and script.stop_after is not None)
 
 
 def lines_until(process: subprocess.Popen[bytes], deadline: float) -> Iterator[str | None]:
@@ -277,11 +274,8 @@ def compare(workplace: Workplace, script: Script, budget: str, pairs: int) -> di
         "report": report,
     }
     if plan is None:
-        why = tuned.tail.strip().splitlines()
-        return row | {
-            "unchanged": False,
-            "why": f"tune: {tuned.said}: {why[-1] if why else 'it said nothing'}",
-        }
+        why = " ".join(tuned.tail.split())[-300:] or "it said nothing"
+        return row | {"unchanged": False, "why": f"tune: {tuned.said}: {why}"}
     plain, fast = [], []
     for _ in range(pairs):
         plain.append(workplace.run(script, "plain"))
@@ -323,9 +317,7 @@ def applied(row: dict[str, Any]) -> str:
 
 
 def refused(row: dict[str, Any]) -> str:
-    named = [
-        (e.get("name", "?"), e.get("reason") or e.get("why") or "") for e in row["report"].get("skipped", [])
-    ]
+    named = [(e.get("name", "?"), e.get("reason") or e.get("why") or "") for e in row["report"].get("skipped", [])]
     return "; ".join(f"{name}: {why}" if why else name for name, why in named)
 
 
@@ -358,9 +350,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def machine(workplace: Workplace) -> dict[str, Any]:
     device = "torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU'"
     ask = f"import torch; print(torch.__version__, {device})"
-    said = subprocess.run(
-        [workplace.python, "-c", ask], capture_output=True, text=True, check=True
-    ).stdout.split(" ", 1)
+    said = subprocess.run([workplace.python, "-c", ask], capture_output=True, text=True, check=True).stdout.split(
+        " ", 1
+    )
     cores = len(os.sched_getaffinity(0))
     return {"cores": cores, "machine": platform.machine(), "torch": said[0], "gpu": said[1].strip()}
 
@@ -393,18 +385,12 @@ def run_plain(workplace: Workplace, scripts: Sequence[Script]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--work", type=Path, default=Path("/work/public"), help="work folder (default %(default)s)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("/work/public"), help="work folder (default %(default)s)")
     parser.add_argument("--only", default="", metavar="A,B", help="only these scripts")
     parser.add_argument("--plain", action="store_true", help="plain Python only: does each script still run?")
     parser.add_argument("--budget", default="60s", help="for each `hasten tune` (default %(default)s)")
-    parser.add_argument(
-        "--pairs", type=int, default=3, help="plain and hasten runs in turn (default %(default)s)"
-    )
+    parser.add_argument("--pairs", type=int, default=3, help="plain and hasten runs in turn (default %(default)s)")
     parser.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--list", action="store_true", help="print the names and leave")
     args = parser.parse_args()

@@ -7,7 +7,8 @@ Model, batches, seeds, data order and the optimizer's mathematics are those of `
 
 Measured on one thread (AMD EPYC, AVX512-BF16, torch 2.13), a training step against fp32 as it comes:
 fused Adam 1.02x, bf16 + fused 1.53x, compile + fused 1.11x, all three 1.79x. Lost: oneDNN's own
-bf16 for fp32 products (fp32_precision="bf16"), 1.00x.
+bf16 for fp32 products (fp32_precision="bf16"), 1.00x; inference_mode in place of no_grad: a forward of
+validation takes 73 ms for 50 in fp32, and 148 for 56 in bf16.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from lstm_text import LanguageModel, Sequences, Vocabulary, make_parser, read_wo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-MEASURES = ("bf16", "compile", "fused", "inference_mode", "sync")
+MEASURES = ("bf16", "compile", "fused", "no_grad", "sync")
 
 
 def parse_args() -> argparse.Namespace:
@@ -71,7 +72,7 @@ def main() -> None:
 
         model.eval()
         val_loss = torch.zeros((), device=device)
-        with torch.inference_mode("inference_mode" not in args.without):
+        with torch.set_grad_enabled("no_grad" in args.without):
             for x, y in val_loader:
                 val_loss += compute(x.to(device), y.to(device)).detach()
         mean_val_loss = val_loss.item() / len(val_loader)

@@ -120,7 +120,8 @@ class Plan:
         path = Path(path)
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            temporary.write_text(self.to_toml(), encoding="utf-8")
+            # "replace": a command line may hold bytes that are not UTF-8, which Python keeps as lone surrogates.
+            temporary.write_text(self.to_toml(), encoding="utf-8", errors="replace")
             temporary.replace(path)
         except OSError as error:
             temporary.unlink(missing_ok=True) if path.parent.is_dir() else None
@@ -152,7 +153,8 @@ class Plan:
         for name, setting in self.techniques.items():
             if comment := self.comments.get(name):
                 for line in comment.splitlines():
-                    table.add(tomlkit.comment(line))
+                    # TOML allows no control characters in comments; a reason may quote a coloured message.
+                    table.add(tomlkit.comment("".join(sign if sign.isprintable() else " " for sign in line)))
             if isinstance(setting, dict):
                 inline = tomlkit.inline_table()
                 inline.update(setting)

@@ -97,6 +97,10 @@ class Run:
             except Exception as error:  # a technique never breaks a script
                 self.skip(technique.name, error)
 
+    def forget(self, key: int) -> None:
+        """The module of this id is gone: another may get its id."""
+        self._rebuilt.discard(key)
+
     def optimizer(self, optimizer: Any) -> None:
         """An optimizer was built."""
         for technique in self.acting("optimizer"):

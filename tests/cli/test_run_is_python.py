@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.taps.scripts import HASTEN, PYTHON, ctrl_c_works, environment, execute, hastened, plain, write
+from tests.taps.scripts import HASTEN, PYTHON, Done, ctrl_c_works, environment, execute, hastened, plain, write
 
 LOOK = """
 import json, os, sys
@@ -88,7 +89,12 @@ ENDS = {
 @pytest.mark.parametrize("text", ENDS.values(), ids=ENDS.keys())
 def test_a_script_ends_as_it_would_under_python(tmp_path: Path, text: str) -> None:
     write(tmp_path, "train.py", text)
-    assert hastened(tmp_path, "train.py") == plain(tmp_path, "train.py")
+    ends = [_without_addresses(run(tmp_path, "train.py")) for run in (hastened, plain)]
+    assert ends[0] == ends[1]
+
+
+def _without_addresses(done: Done) -> Done:
+    return Done(done.code, done.out, re.sub(r"0x[0-9a-f]+", "0x", done.err))
 
 
 WAITS = """

@@ -45,8 +45,10 @@ def run(
         command=tuple(command),
         quiet=quiet,
     )
+    listens = bool(config.techniques or config.evidence)
+    env = environment(config, dict(os.environ)) if listens else dict(os.environ)
     sys.stdout.flush()
-    os.execve(arguments[0], arguments, environment(config, dict(os.environ)))
+    os.execve(arguments[0], arguments, env)
 
 
 def _fits_machine(plan: Plan, any_machine: bool) -> None:

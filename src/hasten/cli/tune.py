@@ -14,7 +14,7 @@ import typer
 from hasten.cli.script import process_arguments, script_of, training
 from hasten.errors import HastenError
 from hasten.plan import DEFAULT_NAME, Plan, did_you_mean
-from hasten.techniques import CATALOGUE
+from hasten.techniques import CATALOGUE, Effect
 
 if TYPE_CHECKING:
     from hasten.tuner.proof import Proof
@@ -79,6 +79,10 @@ def _allowed(words: list[str]) -> bool:
     for word in words:
         if word != "trajectory":
             raise HastenError(f"--allow {word}: unknown", did_you_mean(word, ("trajectory",)) or "it takes: trajectory")
+    if words and not any(technique.effect is Effect.TRAJECTORY for technique in CATALOGUE.values()):
+        print(
+            "hasten: --allow trajectory has no effect: no technique in the catalogue is of that kind", file=sys.stderr
+        )
     return bool(words)
 
 

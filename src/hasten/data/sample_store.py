@@ -23,12 +23,19 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
+from hasten.evidence.machine import memory_free
+
 _ENTRY = struct.Struct("<16sQII")  # key hash, offset, length, crc32
 _NEXT = struct.Struct("<Q")
 _TABLE = 64  # the table begins here; before it stands the offset of the next free byte
 _EMPTY = bytes(16)
 _SHM = "/dev/shm"
+_MARGIN = 16 << 20
+_IN_NUMPY = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "bool")
 _ROOMY = 1 << 30  # a smaller /dev/shm (Docker gives 64 MiB) is left to the loaders' workers
+
+
+_alive: weakref.WeakSet[SampleStore] = weakref.WeakSet()
 
 
 class SampleStore:
@@ -61,10 +68,19 @@ class SampleStore:
         weakref.finalize(self, os.close, self._fd)
         self._map = mmap.mmap(self._fd, self._size)
         _NEXT.pack_into(self._map, 0, self._data)
+        _alive.add(self)
+
+    @property
+    def left(self) -> int:
+        """Bytes that may still be put in."""
+        return self._size - int(_NEXT.unpack_from(self._map, 0)[0])
 
     def get(self, key: Hashable) -> Any:
         """The sample of a key, as a fresh copy; `SampleStore.MISSING` when it is not there."""
-        digest = _digest(key)
+        try:
+            digest = _digest(key)
+        except Exception:  # whatever a key's pickling raises
+            return self.MISSING
         for slot in self._search(digest):
             found, offset, length, crc = _ENTRY.unpack_from(self._map, slot)
             if found == _EMPTY:
@@ -76,10 +92,9 @@ class SampleStore:
 
     def put(self, key: Hashable, sample: Any) -> bool:
         """Keep a sample; False when there is no room, or when it cannot be pickled."""
-        digest = _digest(key)
         try:
-            payload = pack(sample)
-        except (pickle.PicklingError, TypeError, AttributeError):
+            digest, payload = _digest(key), pack(sample)
+        except Exception:  # whatever a sample's pickling raises: it is then one that is not kept
             return False
         with self._lock:
             # A record lock is per process: it also excludes processes forked after the file was opened.
@@ -93,6 +108,9 @@ class SampleStore:
         (offset,) = _NEXT.unpack_from(self._map, 0)
         if offset + len(payload) > self._size:
             return False
+        disk = os.fstatvfs(self._fd)
+        if disk.f_bavail * disk.f_frsize < len(payload) + _MARGIN:
+            return False  # to write to a mapped file on a full disk kills the process
         for slot in self._search(digest):
             found = _ENTRY.unpack_from(self._map, slot)[0]
             if found == digest:
@@ -112,19 +130,37 @@ class SampleStore:
 
 
 class _Pickler(pickle.Pickler):
-    """Plain pickle stores a tensor by torch.save, which takes longer than most decoders; arrays are fast."""
+    """Plain pickle stores a tensor by torch.save, which takes longer than most decoders and never gives the same
+    bytes twice; arrays are fast. Strides are kept: they decide which kernels compute on a batch."""
 
     def reducer_override(self, obj: Any) -> Any:
         import torch
 
         if (
-            type(obj) is torch.Tensor
-            and obj.device.type == "cpu"
-            and not obj.requires_grad
-            and obj.dtype is not torch.bfloat16
+            type(obj) is not torch.Tensor
+            or obj.device.type != "cpu"
+            or obj.requires_grad
+            or obj.layout is not torch.strided
+            or obj.is_quantized
         ):
-            return torch.from_numpy, (obj.contiguous().numpy(),)
-        return NotImplemented
+            return NotImplemented
+        obj = obj.resolve_conj().resolve_neg()
+        order = sorted(range(obj.dim()), key=lambda dim: -obj.stride(dim))
+        lying = obj.permute(order)
+        if obj.is_contiguous() or not lying.is_contiguous():
+            lying, order = obj.contiguous(), []
+        if not order and str(obj.dtype).removeprefix("torch.") in _IN_NUMPY:
+            return torch.from_numpy, (lying.numpy(),)
+        raw = lying.reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (raw, obj.dtype, tuple(lying.shape), order)
+
+
+def _tensor(raw: Any, dtype: Any, shape: tuple[int, ...], order: list[int]) -> Any:
+    """A tensor from its bytes: as it lay in memory, its dimensions then put back into their order."""
+    import torch
+
+    lying = torch.from_numpy(raw).view(dtype).reshape(shape)
+    return lying.permute([order.index(dim) for dim in range(len(order))]) if order else lying
 
 
 def pack(sample: Any) -> bytes:
@@ -139,15 +175,17 @@ def pack(sample: Any) -> bytes:
 
 
 def _digest(key: Hashable) -> bytes:
-    """16 bytes that stand for a key; never all zero."""
-    raw = key if isinstance(key, bytes) else f"{type(key).__name__}:{key}".encode("utf-8", "surrogateescape")
-    return hashlib.blake2b(raw, digest_size=15).digest() + b"\1"
+    """16 bytes that stand for a key, its type included; never all zero."""
+    return hashlib.blake2b(pickle.dumps(key, protocol=5), digest_size=15).digest() + b"\1"
 
 
 def room() -> int:
-    """Bytes that a store may take where it would lie: half of /dev/shm, or a quarter of the temporary folder."""
+    """Bytes that a further store may take: half of what is free where it would lie (a quarter of a temporary folder on
+    disk) and half of the free memory, less what the stores there are may still grow by."""
+    promised = sum(store.left for store in _alive)
     shm = _shm_free()
-    return shm // 2 if shm >= _ROOMY else shutil.disk_usage(tempfile.gettempdir()).free // 4
+    place = (shm - promised) // 2 if shm >= _ROOMY else (shutil.disk_usage(tempfile.gettempdir()).free - promised) // 4
+    return max(0, min(place, (memory_free() - promised) // 2))
 
 
 def _roomy_folder(size: int) -> str:

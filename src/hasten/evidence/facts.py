@@ -75,6 +75,14 @@ def batch_bytes(batch: Any) -> int:
     return sum(part.nbytes for part in tree_iter(batch) if isinstance(part, torch.Tensor))
 
 
+def _shape(argument: Any) -> tuple[int, ...] | None:
+    """The shape of a tensor; nested ones, and what only looks like one, have none."""
+    try:
+        return tuple(int(size) for size in argument.shape)
+    except Exception:  # whatever a class of the script's own does when it is asked
+        return None
+
+
 class ModelWatch:
     """Counts what an outermost module is used for."""
 
@@ -83,7 +91,7 @@ class ModelWatch:
         self.train_calls = self.eval_calls = self.eval_calls_with_graph = 0
         self.backward_through_eval = False
         self.autocast = ""
-        self.input_shapes = tuple(tuple(arg.shape) for arg in args if hasattr(arg, "shape"))
+        self.input_shapes = tuple(shape for arg in args if (shape := _shape(arg)) is not None)
 
     def called(self, training: bool, output: Any) -> None:
         """One forward is over. In eval mode with a graph: listen whether a backward goes through it."""
@@ -105,7 +113,9 @@ class ModelWatch:
 
     def facts(self) -> ModelFacts:
         """The facts so far."""
-        parameters = list(self.module.parameters())
+        from torch.nn.parameter import is_lazy
+
+        parameters = [p for p in self.module.parameters() if not is_lazy(p)]  # a lazy one has no size yet
         layers = Counter(
             type(layer).__name__ for layer in self.module.modules() if not any(True for _ in layer.children())
         )

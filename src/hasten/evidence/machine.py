@@ -58,6 +58,21 @@ def memory_limit() -> int:
     return total
 
 
+def memory_free() -> int:
+    """Bytes of memory this process may still take: the machine's, or its cgroup's where that is less."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no cgroup, or one without a limit ("max")
+        return free
+    return max(0, min(free, limit - used + int(stat.get("inactive_file", 0))))
+
+
 def _cpu() -> tuple[str, tuple[str, ...]]:
     """The processor's name, and those of its flags that decide how fast low precision is."""
     telling = {"avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16"}

@@ -64,6 +64,7 @@ class Recorder:
         self._loose = OpenPass(-1, None, self.origin, None)  # what happens outside every loader
         self._current = self._loose
         self._open: dict[int, OpenPass] = {}
+        self._beside: OpenPass | None = None  # the training pass that was interrupted to ask this one
         self._marker: int | None = None
         self._validation_losses: list[Any] = []
 
@@ -84,11 +85,15 @@ class Recorder:
         if asked is None:
             return
         current = self._current
-        if current is not asked and current.outer is asked and not current.trained:
-            asked.phases[Phase.VALIDATION] += at - current.start  # a validation loop left before its end
-            self._end_pass(current, at)
+        if current is not asked and current.outer is asked:
+            if not current.trained:
+                asked.phases[Phase.VALIDATION] += at - current.start  # a validation loop left before its end
+                self._end_pass(current, at)
+            elif current.batches == 1:
+                self._fold(current, asked, at)
         if asked.step_start is not None:
             self._end_step(asked, at)
+        self._beside = current if current is not asked and current.trained and asked.outer is not current else None
         self._current = asked
 
     def got(self, iterator: Any, start: float, end: float) -> None:
@@ -103,6 +108,8 @@ class Recorder:
             asked.step_start = start
         asked.batches += 1
         asked.phases[Phase.DATA] += end - start
+        if self._beside is not None and not asked.trained and self._beside.step_start is not None:
+            self._beside.phases[Phase.DATA] += end - start  # zip of two loaders: this one belongs to the other's step
 
     def exhausted(self, iterator: Any, at: float) -> None:
         """The loader has no more batches."""
@@ -113,6 +120,14 @@ class Recorder:
         if outer is not None and not asked.trained and outer.step_start is not None:
             outer.phases[Phase.VALIDATION] += at - asked.start
         self._end_pass(asked, at)
+
+    def _fold(self, inner: OpenPass, outer: OpenPass, at: float) -> None:
+        """One batch drawn from another loader within a step (`next(iter(other))`) is a part of that step."""
+        outer.phases = [sum(pair) for pair in zip(outer.phases, inner.phases, strict=True)]
+        outer.losses += inner.losses
+        outer.trained = outer.trained or inner.trained
+        inner.trained = False
+        self._end_pass(inner, at)
 
     def _end_pass(self, over: OpenPass, at: float) -> None:
         for key, opened in list(self._open.items()):
@@ -158,7 +173,10 @@ class Recorder:
         current.phases[Phase.OPTIMIZER] += max(0.0, end - start - (sum(current.phases) - before))
         if current is not self._loose:
             current.optimizer_steps += 1
-            if current.optimizer_steps > _STALE_AFTER or current.iterator() is None:
+            outer = current.outer
+            if current.iterator() is None and outer is not None and outer.step_start is not None:
+                self._fold(current, outer, end)
+            elif current.optimizer_steps > _STALE_AFTER or current.iterator() is None:
                 self._end_pass(current, end)
             return
         if self._marker is None:

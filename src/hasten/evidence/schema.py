@@ -139,6 +139,7 @@ class Flags:
     torch: str = ""
     cuda: str = ""
     missing_gradients: bool = False
+    attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Validation:
-    """Mean of the losses computed between two training steps in eval mode or without graphs."""
+    """Mean of the losses computed between two training steps in eval mode or without graphs; NaN if it diverged."""
 
     step: int
     loss: float
@@ -229,15 +230,23 @@ def read_evidence(path: Path) -> Evidence:
     """Read what a run left behind.
 
     Raises:
-        HastenError: No such file, not JSON, or another schema.
+        HastenError: No such file, not readable, not JSON, or another schema.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import TypeAdapter
 
     try:
-        return TypeAdapter(Evidence).validate_json(path.read_bytes())
+        data = json.loads(path.read_bytes())
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise HastenError(f"{path} is not evidence of the schema {SCHEMA}", "listen anew with this hasten")
+        for validation in data.get("validations", ()):
+            if validation["loss"] is None:  # it diverged: not the same as having had no validation
+                validation["loss"] = math.nan
+        return TypeAdapter(Evidence).validate_python(data)
     except FileNotFoundError:
         raise HastenError(f"no evidence at {path}") from None
-    except ValidationError as error:
+    except OSError as error:
+        raise HastenError(f"cannot read the evidence {path}: {error.strerror}") from None
+    except (ValueError, TypeError, LookupError) as error:  # pydantic's ValidationError is a ValueError
         raise HastenError(f"{path} is not evidence of the schema {SCHEMA}: {error}") from None
 
 

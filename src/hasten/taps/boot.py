@@ -52,29 +52,33 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The module's own spec, its loader replaced by one that calls back."""
-        if fullname != self.name:
+        if fullname != self.name or self not in sys.meta_path:
             return None
-        sys.meta_path.remove(self)
-        for finder in sys.meta_path:
+        # A spec that is only looked at (`find_spec("torch")` asks whether torch is there) leaves the finder in place.
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                _call_back(spec.loader, self.then)
+                self._call_back(spec.loader)
                 return spec
         return None
 
+    def _call_back(self, loader: Any) -> None:
+        execute = loader.exec_module
 
-def _call_back(loader: Any, then: Callable[[], None]) -> None:
-    execute = loader.exec_module
+        def exec_module(module: ModuleType) -> None:
+            loader.exec_module = execute
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            execute(module)
+            self._tell()
 
-    def exec_module(module: ModuleType) -> None:
-        loader.exec_module = execute
-        execute(module)
+        loader.exec_module = exec_module
+
+    def _tell(self) -> None:
         try:
-            then()
+            self.then()
         except Exception as error:  # the script goes on as if hasten were not there
             print(f"hasten: its taps could not be set, the script runs without them: {error!r}", file=sys.stderr)
-
-    loader.exec_module = exec_module
 
 
 def _hide_our_frames() -> None:
@@ -83,15 +87,45 @@ def _hide_our_frames() -> None:
     show = sys.excepthook
 
     def without_ours(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        kept = traceback
-        while kept is not None and kept.tb_frame.f_code.co_filename.startswith(ours):
-            kept = kept.tb_next
-        at = kept
-        while at is not None and at.tb_next is not None:
-            if at.tb_next.tb_frame.f_code.co_filename.startswith(ours):
-                at.tb_next = at.tb_next.tb_next
-            else:
-                at = at.tb_next
-        show(kind, error.with_traceback(kept or traceback), kept or traceback)
+        error.__traceback__ = traceback
+        _strip(error, ours, set())
+        show(kind, error, error.__traceback__)
 
     sys.excepthook = without_ours
+
+    def in_threads() -> None:
+        import threading
+
+        show_in_thread = threading.excepthook
+
+        def without_ours_either(args: threading.ExceptHookArgs) -> None:
+            if args.exc_value is None:
+                return show_in_thread(args)
+            _strip(args.exc_value, ours, set())
+            told = (args.exc_type, args.exc_value, args.exc_value.__traceback__, args.thread)
+            return show_in_thread(threading.ExceptHookArgs(told))
+
+        threading.excepthook = without_ours_either
+
+    after_import("threading", in_threads)
+
+
+def _strip(error: BaseException, ours: str, seen: set[int]) -> None:
+    """Take our frames out of an error's traceback, and out of those it was raised from or holds."""
+    if id(error) in seen:
+        return
+    seen.add(id(error))
+    kept = error.__traceback__
+    while kept is not None and kept.tb_frame.f_code.co_filename.startswith(ours):
+        kept = kept.tb_next
+    at = kept
+    while at is not None and at.tb_next is not None:
+        if at.tb_next.tb_frame.f_code.co_filename.startswith(ours):
+            at.tb_next = at.tb_next.tb_next
+        else:
+            at = at.tb_next
+    error.__traceback__ = kept or error.__traceback__
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    for other in (error.__cause__, error.__context__, *inner):
+        if other is not None:
+            _strip(other, ours, seen)

@@ -25,11 +25,11 @@ def install(session: Any) -> None:
     name = "torchdata.stateful_dataloader.stateful_dataloader"
 
     def stateful() -> None:
-        module = sys.modules[name]
-        _tap_class(module.StatefulDataLoader, session)
-        for kind in ("_StatefulBaseDataLoaderIter", "_StatefulSingleProcessDataLoaderIter"):
-            if "__next__" in vars(getattr(module, kind)):
-                _tap_iterator(getattr(module, kind), session)
+        # Its iterators ask torch's own `__next__`, which is tapped.
+        try:
+            _tap_class(sys.modules[name].StatefulDataLoader, session)
+        except Exception as error:  # a tap never breaks a script
+            session.run.skip("tap StatefulDataLoader", error)
 
     after_import(name, stateful)
 
@@ -41,6 +41,7 @@ def _tap_class(kind: Any, session: Any) -> None:
 
     @functools.wraps(build)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        options = wanted = None
         try:
             bound = signature.bind(self, *args, **kwargs)
             bound.apply_defaults()
@@ -48,16 +49,18 @@ def _tap_class(kind: Any, session: Any) -> None:
             wanted = session.run.loader_options(options)
         except Exception as error:  # wrong arguments: the loader itself says so best
             session.run.skip("tap DataLoader", error)
-            return build(self, *args, **kwargs)
-        if wanted == options or wanted is options:
-            build(self, *args, **kwargs)
-        else:
+        built = False
+        if wanted is not None and wanted != options:
             try:
                 build(self, **wanted)
+                built = True
             except Exception as error:  # what hasten chose does not suit this loader: back to what the script chose
                 session.run.skip("DataLoader options", error)
                 wanted = options
-                build(self, *args, **kwargs)
+        if not built:  # outside the handlers, so that an error of its own is shown alone
+            build(self, *args, **kwargs)
+        if options is None or wanted is None:
+            return None
         if wanted["persistent_workers"] and not options["persistent_workers"]:
             self.__dict__[stay] = state_of(self.dataset)
         _register(self, wanted, session)
@@ -74,8 +77,8 @@ def _register(loader: Any, options: dict[str, Any], session: Any) -> None:
     if session.run.recorder is None or "_hasten_index" in loader.__dict__:
         return
     try:
-        loader.__dict__["_hasten_index"] = len(session.loaders)
         session.loaders.append([weakref.ref(loader), facts.loader_facts(loader, options, facts.caller()), 0])
+        loader.__dict__["_hasten_index"] = len(session.loaders) - 1
     except Exception as error:  # facts are a convenience; the script goes on without them
         session.run.skip("facts of a DataLoader", error)
     if session.trial is not None and session.trial.probe:
@@ -139,7 +142,11 @@ def _tap_iterator(kind: Any, session: Any) -> None:
         recorder.got(self, start, recorder.now())
         entry = session.loaders[self._hasten_loader]
         if not entry[2]:
-            entry[2] = facts.batch_bytes(batch)
+            try:
+                entry[2] = facts.batch_bytes(batch)
+            except Exception as error:  # a batch like no other
+                entry[2] = 1
+                session.run.skip("size of a batch", error)
         return batch
 
     kind.__next__ = __next__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from time import perf_counter
 from typing import Any
 
@@ -52,15 +53,27 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
 
     def first_time(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         # Losses look like outermost modules too; what owns parameters is a model.
-        owner = next(module.parameters(), None) is not None
-        if owner:
-            run.models[id(module)] = watch = ModelWatch(module, (*args, *kwargs.values()))
-            for kind in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(kind):
-                    watch.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-            run.model(module, args)
+        owner = False
+        try:
+            if owner := next(module.parameters(), None) is not None:
+                run.models[id(module)] = watch = ModelWatch(module, (*args, *kwargs.values()))
+                for kind in ("cpu", "cuda"):
+                    if torch.is_autocast_enabled(kind):
+                        watch.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+                run.model(module, args)
+                if run.recorder is None:
+                    watch.module = None  # nobody will ask: the script may let go of its model
+        except Exception as error:  # a module like no other: it is left alone
+            run.skip(f"tap {type(module).__name__}", error)
+            owner = False
         owners[id(module)] = owner
+        weakref.finalize(module, forget, id(module)).atexit = False
         return owner
+
+    def forget(key: int) -> None:
+        """A module is gone, and its id may become another's."""
+        owners.pop(key, None)
+        run.forget(key)
 
     def outermost(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         global _inside
@@ -88,7 +101,10 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
         if module.training:
             watch.train_calls += 1
         else:
-            watch.called(False, output)
+            try:
+                watch.called(False, output)
+            except Exception as error:  # an output like no other
+                run.skip(f"tap output of {type(module).__name__}", error)
         return output
 
     return outermost
@@ -111,15 +127,24 @@ def _tap_backward(session: Any) -> None:
             return plain(tensors, *args, **kwargs)
         start = perf_counter()
         result = plain(tensors, *args, **kwargs)
-        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-        losses = [session.unscaled.pop(id(root), None) or root.detach() for root in roots if root.numel() == 1]
-        recorder.backward(perf_counter() - start, losses)
+        recorder.backward(perf_counter() - start, _losses(session, tensors, torch))
         if looks[0] < 5:
             looks[0] += 1
             _look_for_debug_tools(run.seen, torch)
         return result
 
     torch.autograd.backward = backward
+
+
+def _losses(session: Any, tensors: Any, torch: Any) -> list[Any]:
+    """The single numbers that `backward` was called on, unread and without what a GradScaler multiplied them by."""
+    roots = (tensors,) if isinstance(tensors, torch.Tensor) else tensors if isinstance(tensors, list | tuple) else ()
+    losses = []
+    for root in roots:
+        if isinstance(root, torch.Tensor) and root.numel() == 1:
+            unscaled = session.unscaled.pop(id(root), None)
+            losses.append(root.detach() if unscaled is None else unscaled)
+    return losses
 
 
 def _look_for_debug_tools(seen: dict[str, Any], torch: Any) -> None:

@@ -34,6 +34,7 @@ def _tap_options(kind: Any, run: Any) -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if type(self) is not kind:  # a subclass may step in its own way
             return build(self, *args, **kwargs)
+        wanted = None
         try:
             bound = signature.bind(self, *args, **kwargs)
             bound.apply_defaults()
@@ -44,12 +45,12 @@ def _tap_options(kind: Any, run: Any) -> None:
             wanted = run.optimizer_options(kind, options)
         except Exception as error:  # wrong arguments: the optimizer itself says so best
             run.skip("tap optimizer", error)
-            return build(self, *args, **kwargs)
-        try:
-            return build(self, **wanted)
-        except Exception as error:  # what hasten chose does not suit it: back to what the script chose
-            run.skip(f"{kind.__name__} options", error)
-            return build(self, **options)
+        if wanted is not None and wanted != options:
+            try:
+                return build(self, **wanted)
+            except Exception as error:  # what hasten chose does not suit it: back to what the script chose
+                run.skip(f"{kind.__name__} options", error)
+        return build(self, *args, **kwargs)
 
     kind.__init__ = __init__
 

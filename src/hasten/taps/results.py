@@ -59,6 +59,15 @@ def _tap_losses(session: Any) -> None:
 
         return loss
 
+    attend = functional.scaled_dot_product_attention
+
+    @functools.wraps(attend)
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        if not is_compiling():
+            session.run.seen["attention"] = True
+        return attend(*args, **kwargs)
+
+    functional.scaled_dot_product_attention = attention
     for name in _LOSSES:
         if hasattr(functional, name):
             setattr(functional, name, tap(getattr(functional, name)))

@@ -12,6 +12,7 @@ import functools
 import io
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -62,9 +63,10 @@ class Overlay:
     def __init__(self, root: str, free: list[str]) -> None:
         self.root = root
         self.free = tuple(os.path.abspath(folder) for folder in free)
-        self.removed: set[str] = set()
+        self.removed: set[str] = set()  # what the person has there is hidden, even where the script made it anew
         self.stat, self.lstat, self.mkdirs = os.stat, os.lstat, os.makedirs
         self.listdir, self.scandir, self.open, self.mkdir = os.listdir, os.scandir, builtins.open, os.mkdir
+        self.getcwd = os.getcwd
 
     # -- where a path really is ------------------------------------------------------------------------
 
@@ -93,7 +95,16 @@ class Overlay:
         if absolute is None:
             return path
         inside = self.root + absolute
-        return inside if self._there(inside) or self._is_removed(absolute) else path
+        try:
+            self.lstat(inside)
+            return inside
+        except NotADirectoryError:  # the script put a file where a folder would have to be
+            return inside
+        except OSError:
+            if self._is_removed(absolute):
+                return inside
+        # After `chdir` into a folder of the scratch a relative path would not lead to the person's.
+        return absolute if self.getcwd().startswith(self.root) else path
 
     def writing(self, path: Any, keep: bool = True) -> Any:
         """Where a path is to be written to; `keep` brings what it holds along."""
@@ -104,10 +115,11 @@ class Overlay:
         parent = os.path.dirname(absolute)
         if self._there(self.reading(parent)):
             self._make(self.root + parent)
-        if keep and not self._there(inside) and self._there(absolute) and not self._is_removed(absolute):
-            if os.path.isfile(absolute):
+        if not self._there(inside) and self._there(absolute) and not self._is_removed(absolute):
+            if os.path.isdir(absolute):
+                self._make(inside)
+            elif keep and os.path.isfile(absolute):
                 self._copy(absolute, inside)
-        self.removed.discard(absolute)
         return inside
 
     def _make(self, folder: str) -> None:
@@ -126,62 +138,115 @@ class Overlay:
             absolute = os.path.dirname(absolute)
         return False
 
+    def _bring(self, absolute: str) -> str:
+        """Have a file, or a folder with all that is in it, in the scratch folder; gives its place there."""
+        inside = self.root + absolute
+        if not self._is_folder(absolute):
+            return str(self.writing(absolute)) if self._there(self.reading(absolute)) else inside
+        self._make(inside)
+        for name in self._names(absolute):
+            self._bring(os.path.join(absolute, name))
+        return inside
+
+    def _is_folder(self, absolute: str) -> bool:
+        try:
+            return stat.S_ISDIR(self.lstat(self.reading(absolute)).st_mode)
+        except OSError:
+            return False
+
+    def _hide(self, absolute: str) -> None:
+        if self._there(absolute):
+            self.removed.add(absolute)
+
     def _remove(self, path: Any, really: Callable[[str], None]) -> None:
         absolute = self._absolute(path)
         if absolute is None:
             really(path)
             return
-        if not self._there(self.reading(path)):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
-        if self._there(self.root + absolute):
-            really(self.root + absolute)
-        if self._there(absolute):
-            self.removed.add(absolute)
+        if self._is_folder(absolute):
+            # Whether `rmdir` may remove it hangs on whether anything is in it.
+            self._make(self.root + absolute)
+            if (names := self._names(absolute)) and not self.listdir(self.root + absolute):
+                self._bring(os.path.join(absolute, names[0]))
+        elif self._there(self.reading(path)):
+            self.writing(path)
+        really(self.root + absolute)
+        self._hide(absolute)
 
     def _move(self, source: Any, target: Any, really: Callable[[str, str], None]) -> None:
-        origin, inside = self._absolute(source), self.writing(target, keep=False)
-        if origin is None or self._there(self.root + origin):
-            really(self.reading(source), inside)
-        elif os.path.isdir(origin):
-            shutil.copytree(origin, inside)
-        else:
-            self._copy(os.fspath(self.reading(source)), inside)
-        if origin is not None and self._there(origin):
-            self.removed.add(origin)
+        origin, goal = self._absolute(source), self._absolute(target)
+        self.writing(target, keep=False)
+        if goal is not None and self._there(self.reading(goal)):
+            self._bring(goal)
+        really(source if origin is None else self._bring(origin), target if goal is None else self.root + goal)
+        for moved in (origin, goal):
+            if moved is not None and origin != goal:
+                self._hide(moved)
 
     # -- folders -----------------------------------------------------------------------------------------
 
-    def _names(self, path: Any = ".") -> Any:
+    def _layers(self, path: Any) -> list[Any]:
+        """The folders that make up a folder: the person's, and the scratch folder's over it."""
         absolute = self._absolute(path)
-        if absolute is None or not (self._there(self.root + absolute) or self.removed):
-            return self.listdir(path)
-        found = set(self.listdir(self.root + absolute)) if self._there(self.root + absolute) else set()
-        if self._there(absolute) and not self._is_removed(absolute):
-            found.update(name for name in self.listdir(absolute) if os.path.join(absolute, name) not in self.removed)
-        elif not self._there(self.root + absolute):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
-        return sorted(found)
+        if absolute is None:
+            return [path]
+        inside = self.root + absolute
+        if not self._there(inside) or self._is_removed(absolute) or not os.path.isdir(inside):
+            return [self.reading(path)]
+        return [absolute, inside] if self._is_theirs(absolute) else [inside]
+
+    def _is_theirs(self, absolute: str) -> bool:
+        """Whether the person has a folder there, which the script did not remove."""
+        try:
+            return stat.S_ISDIR(self.stat(absolute).st_mode) and not self._is_removed(absolute)
+        except OSError:
+            return False
+
+    def _shown(self, layer: Any, name: Any) -> bool:
+        """Whether an entry of a layer is seen; one of the person's may have been removed."""
+        absolute = self._absolute(layer)
+        return absolute is None or os.path.join(absolute, os.fsdecode(name)) not in self.removed
+
+    def _names(self, path: Any = ".") -> Any:
+        layers = self._layers(path)
+        return list(dict.fromkeys(n for layer in layers for n in self.listdir(layer) if self._shown(layer, n)))
 
     def _scan(self, path: Any = ".") -> Any:
-        absolute = self._absolute(path)
-        if absolute is None or not (self._there(self.root + absolute) or self.removed):
+        layers = self._layers(path)
+        if layers == [path] and not self.removed:
             return self.scandir(path)
-        entries: dict[str, Any] = {}
-        if self._there(absolute) and not self._is_removed(absolute):
-            entries = {e.name: e for e in self.scandir(absolute) if os.path.join(absolute, e.name) not in self.removed}
-        if self._there(self.root + absolute):
-            entries.update({entry.name: entry for entry in self.scandir(self.root + absolute)})
-        return _Entries(iter(entries.values()))
+        entries = {e.name: e for layer in layers for e in self.scandir(layer) if self._shown(layer, e.name)}
+        return _Entries(_Entry(entry, path) if layers != [path] else entry for entry in entries.values())
+
+    def _cwd(self) -> str:
+        """Where the script believes to be."""
+        folder = self.getcwd()
+        return folder[len(self.root) :] or "/" if folder.startswith(self.root) else folder
+
+    def _changing_folder(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def chdir(path: Any) -> None:
+            absolute = self._absolute(path)
+            plain(absolute if absolute is not None and self._is_theirs(absolute) else self.reading(path))
+
+        return chdir
 
     # -- the functions of Python that touch files ----------------------------------------------------------
 
     def install(self) -> None:
         """Put the overlay under `open`, `os`, `shutil` and the writers of torch and safetensors."""
         self._make(self.root)
-        builtins.open = io.open = self._opening(builtins.open)
+        plain = builtins.open
+        builtins.open = io.open = self._opening(plain)
+        for module in list(sys.modules.values()):  # bz2, lzma and tarfile keep it under a name of their own
+            for name in ("_builtin_open", "bltn_open"):
+                if vars(module).get(name) is plain:
+                    setattr(module, name, builtins.open)
         os.open = self._opening_descriptor(os.open)
-        for name in ("stat", "lstat", "access", "readlink", "chdir", "statvfs"):
-            setattr(os, name, self._mapped(getattr(os, name), self.reading))
+        for name in ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxattr"):
+            if hasattr(os, name):
+                setattr(os, name, self._mapped(getattr(os, name), self.reading))
+        os.chdir, os.getcwd = self._changing_folder(os.chdir), self._cwd
         for name in ("mkdir", "truncate", "chmod", "utime", "mkfifo", "setxattr", "chown"):
             if hasattr(os, name):
                 writing = functools.partial(self.writing, keep=name != "mkdir")
@@ -196,6 +261,7 @@ class Overlay:
             setattr(os, name, self._linking(getattr(os, name)))
         os.listdir, os.scandir = self._names, self._scan
         after_import("torch", self._under_torch)
+        after_import("sqlite3", self._under_sqlite)
         after_import("safetensors.torch", self._under_safetensors)
 
     def _opening(self, plain: Any) -> Any:
@@ -248,11 +314,15 @@ class Overlay:
         def rmtree(path: Any, ignore_errors: bool = False, *args: Any, **kwargs: Any) -> None:
             if self._absolute(path) is None:
                 return plain(path, ignore_errors, *args, **kwargs)  # type: ignore[no-any-return]
-            try:
-                self._remove(path, functools.partial(plain, ignore_errors=ignore_errors))
-            except FileNotFoundError:
-                if not ignore_errors:
-                    raise
+            absolute = str(self._absolute(path))
+            if self._is_folder(absolute):
+                self._make(self.root + absolute)
+            elif self._there(self.reading(path)):
+                self.writing(path)
+            plain(self.root + absolute, ignore_errors, *args, **kwargs)
+            if not self._there(self.root + absolute):
+                self._hide(absolute)
+            return None
 
         return rmtree
 
@@ -287,6 +357,25 @@ class Overlay:
                 )
 
             setattr(owner, name, functools.wraps(plain)(save))
+        torch.jit.load = self._mapped(torch.jit.load, self.reading)
+        script = torch.jit.RecursiveScriptModule
+        whole = script.save
+        script.save = lambda module, f, **kwargs: whole(module, self.writing(f, keep=False), **kwargs)
+        # `torch.load(..., mmap=True)` maps the file in C++.
+        torch.UntypedStorage.from_file = staticmethod(self._mapped(torch.UntypedStorage.from_file, self.reading))
+
+    def _under_sqlite(self) -> None:
+        """SQLite opens its files in C."""
+        module = sys.modules["sqlite3"]
+        plain = module.connect
+
+        @functools.wraps(plain)
+        def connect(database: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(database) and not str(database).startswith((":", "file:")):
+                database = self.writing(database)
+            return plain(database, *args, **kwargs)
+
+        module.connect = module.dbapi2.connect = connect
 
     def _under_safetensors(self) -> None:
         """safetensors writes and reads in Rust."""
@@ -294,6 +383,21 @@ class Overlay:
         save, load = module.save_file, module.load_file
         module.save_file = lambda tensors, filename, *a, **k: save(tensors, self.writing(filename, keep=False), *a, **k)
         module.load_file = lambda filename, *a, **k: load(self.reading(filename), *a, **k)
+
+
+class _Entry:
+    """An entry of a folder in the scratch, under the path that the script asked for."""
+
+    def __init__(self, entry: Any, folder: Any) -> None:
+        self._entry = entry
+        self.name = entry.name
+        self.path = os.path.join(folder, entry.name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+    def __fspath__(self) -> Any:
+        return self.path
 
 
 class _Entries:

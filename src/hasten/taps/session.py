@@ -52,13 +52,15 @@ class Session:
     @classmethod
     def start(cls, config: RunConfig) -> None:
         """Set every tap; one that cannot be set is skipped and named."""
-        from hasten.taps import data, modules, optimizers, results
+        from hasten.taps import data, modules, optimizers, results, sandbox, unseen
 
         session = cls.current = cls(config)
         if config.trial is not None:
             fix_torch_seeds(config.trial.seed)
+            if sandbox.unguarded:
+                session.run.skipped.append(f"the kernel's guard behind the sandbox: {sandbox.unguarded}")
         session.run.process()
-        for tap in (data, modules, optimizers, results):
+        for tap in (data, modules, optimizers, results, unseen):
             try:
                 tap.install(session)
             except Exception as error:  # a tap never breaks a script

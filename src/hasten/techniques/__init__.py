@@ -8,6 +8,7 @@ from hasten.errors import HastenError
 from hasten.evidence import Machine
 from hasten.plan import Plan, did_you_mean
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique, build, overrides, toml_value
+from hasten.techniques.compute.attention import Attention
 from hasten.techniques.compute.channels_last import ChannelsLast
 from hasten.techniques.compute.compile import Compile
 from hasten.techniques.compute.cpu_threads import CpuThreads
@@ -43,6 +44,7 @@ CATALOGUE: dict[str, type[Technique]] = {
         SetToNone,
         Precision,
         ChannelsLast,
+        Attention,
         Compile,
     )
 }

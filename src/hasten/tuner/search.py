@@ -19,7 +19,7 @@ from hasten.tuner.trial import Trial, Trials
 _LEAST_GAIN = 1.01
 _HOPELESS = 0.97  # one trial this much slower than the last is not repeated
 _CLEAR = 1.12  # one trial this much faster needs one repetition, not two
-_FRESH = 90.0  # seconds for which a measurement of the present plan stands beside a new one
+_FRESH = 20.0  # seconds for which a measurement of the present plan stands beside a new one: machines drift
 _LAST = ("compile",)  # tried when the rest is settled: each change of what it compiles costs a compilation
 
 Say = Callable[[str], None]
@@ -76,7 +76,7 @@ class Search:
                 continue
             before = dict(self.plan)
             lost_by = self._try(name, choices)
-            if lost_by is not None and lost_by > 0.8:
+            if lost_by is not None and lost_by > 0.9:
                 again.append((name, choices, before))
         for name, choices, before in again:
             if self.plan != before and _hangs_together(name, self.plan, before) and self._seconds_left() > 0:
@@ -235,6 +235,13 @@ class Search:
             else:
                 gain = self.gains[name]
                 self.gains[name] = Gain(name, gain.setting, ratio, "leave-one-out", gain.why)
+
+    def drop(self, names: list[str], reason: str) -> None:
+        """Take techniques out of the plan again."""
+        for name in names:
+            gain = self.gains.pop(name)
+            self._note(name, gain.setting, "dropped", reason, gain.ratio, time.monotonic())
+        self.plan = {name: setting for name, setting in self.plan.items() if name not in names}
 
     def _pairs_without(self, without: Settings) -> list[tuple[Timing, Timing]] | None:
         """Pairs of (without, with), two where the first leaves doubt; None where it does not run without."""

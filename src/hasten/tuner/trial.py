@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -96,7 +97,7 @@ class Trials:
                 process = subprocess.Popen(
                     self.arguments,
                     env=env,
-                    stdin=subprocess.DEVNULL,
+                    stdin=None if sys.stdin.isatty() else subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,

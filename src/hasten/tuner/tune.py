@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import statistics
 import tempfile
 import time
@@ -11,24 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import hasten
 from hasten.errors import HastenError
-from hasten.evidence import this_machine
 from hasten.plan import Plan
 from hasten.taps.config import TrialOptions
-from hasten.techniques import CATALOGUE
-from hasten.tuner.length import Length, full_seconds, length_of
-from hasten.tuner.parity import MIN_SEEDS, parity_of
-from hasten.tuner.proof import Curves, FullRun, Kept, Memory, Pair, Parity, Proof, Ratio, TrialRow
+from hasten.techniques import CATALOGUE, Effect
+from hasten.tuner.length import length_of
+from hasten.tuner.outcome import Sides, parity_between, plan_of, proof_of, timings_of
+from hasten.tuner.parity import MIN_SEEDS
+from hasten.tuner.proof import Proof
 from hasten.tuner.search import Say, Search
 from hasten.tuner.stats import ratio_of
-from hasten.tuner.timing import Timing
 from hasten.tuner.trial import Trial, Trials
 
 _STEADY_SECONDS = 2.5  # of training in each pass of a trial
 _PILOT_BATCHES = 12
 _LEAST_TRIALS = 10
-_POINTS = 200
 
 
 @dataclass(frozen=True)
@@ -85,6 +81,7 @@ class _Tune:
         self.start = start
         self.notes: list[str] = []
         self.interrupted = False
+        self.sides = Sides([], [])
 
     def run(self) -> Tuned:
         baseline = self._baseline()
@@ -101,18 +98,17 @@ class _Tune:
             self.options.only,
         )
         search.remember(baseline)
-        self.search = search
-        sides: tuple[list[Trial], list[Trial]] = ([], [])
         try:
             search.run()
             search.check_combination()
-            self._prove(search, sides)
+            self._prove(search)
         except KeyboardInterrupt:
             self.interrupted = True
             self.notes.append("stopped by Ctrl-C: the plan is the best found until then")
             self.say("stopped; keeping the best so far")
-        proof = self._result(search, baseline, *sides)
-        return Tuned(self._plan(proof), proof, self.interrupted)
+        used = time.monotonic() - self.start
+        proof = proof_of(search, baseline, self.sides, self.length, self.notes, self.options.budget, used)
+        return Tuned(plan_of(proof), proof, self.interrupted)
 
     # -- the baseline --------------------------------------------------------------------------------------
 
@@ -155,8 +151,7 @@ class _Tune:
 
     def _until(self) -> float:
         """When the search must stop, so that the proof still fits."""
-        done = self.trials.done[1:]
-        each = statistics.median(trial.seconds for trial in done if trial.ok) if done else 10.0
+        each = self._each()
         return self.start + self.options.budget - 2.1 * each * self._seeds(each)
 
     def _seeds(self, each: float) -> int:
@@ -165,124 +160,75 @@ class _Tune:
 
     # -- the proof -------------------------------------------------------------------------------------------
 
-    def _prove(self, search: Search, sides: tuple[list[Trial], list[Trial]]) -> None:
-        """Baseline and plan in turn, A B A B, each pair under a seed of its own."""
-        if not search.plan:
+    def _prove(self, search: Search) -> None:
+        """Prove the plan; what the proof does not bear out is taken back to what cannot spoil anything."""
+        self.sides = self._in_turn(search, self._seeds(self._each()))
+        trouble = self._trouble(search)
+        if not trouble:
             return
-        baselines, plans = sides
-        each = statistics.median(trial.seconds for trial in self.trials.done[1:] if trial.ok)
+        exact = {name: value for name, value in search.plan.items() if CATALOGUE[name].effect is Effect.EXACT}
+        dropped = [name for name in search.plan if trouble.slower or name not in exact]
+        self._take_back(search, dropped, trouble.reason)
+        self.sides = self._in_turn(search, MIN_SEEDS)
+        if again := self._trouble(search):
+            self._take_back(search, list(search.plan), again.reason)
+            self.sides = Sides([], [])
+
+    def _in_turn(self, search: Search, seeds: int) -> Sides:
+        """Baseline and plan in turn, A B A B, each pair under a seed of its own."""
+        sides = Sides([], [])
+        if not search.plan:
+            return sides
+        self.sides = sides  # so that Ctrl-C keeps the pairs there are
+        each = self._each()
         end = self.start + self.options.budget
-        for seed in range(self._seeds(each)):
+        for seed in range(seeds):
             if seed >= MIN_SEEDS and time.monotonic() + 2 * each > end:
                 break
-            # What the search has left over may be less than the three seeds need; a claim without them is none.
+            # The search may have left less than three seeds need; a claim without them would be none.
             self.trials.deadline = max(self.trials.deadline, time.monotonic() + 6 * each + 60)
-            baselines.append(self.trials.run({}, seed, timeout=60 + 6 * each))
-            plans.append(self.trials.run(search.plan, seed, timeout=180 + 6 * each))
-            a, b = baselines[-1], plans[-1]
+            a = self.trials.run({}, seed, timeout=60 + 6 * each)
+            b = self.trials.run(search.plan, seed, timeout=180 + 6 * each)
+            sides.baseline.append(a)
+            sides.plan.append(b)
             if a.timing and b.timing:
                 self.say(f"proof, seed {seed}: {a.timing.step * 1e3:.1f} ms -> {b.timing.step * 1e3:.1f} ms a step")
+        return sides
 
-    def _result(self, search: Search, baseline: Trial, a: list[Trial], b: list[Trial]) -> Proof:
-        pairs = [(x, y) for x, y in zip(a, b, strict=False) if x.timing and y.timing]
-        if search.plan and not pairs:
-            pairs = self._search_pairs(search, baseline)
-        timings = [(x.timing, y.timing) for x, y in pairs if x.timing and y.timing]
-        nothing = Ratio(1.0, 1.0, 1.0)
-        speedup = ratio_of(timings, lambda _, step: step) if timings else nothing
-        with_epochs = bool(timings) and all(x.epoch is not None for side in timings for x in side)
-        epochs = ratio_of(timings, lambda timing, step: timing.epoch_of(step)) if with_epochs else None
-        parity = self._parity(search, a, b)
-        reference = pairs[-1] if pairs else (baseline, baseline)
-        evidence = baseline.evidence
-        assert evidence is not None
-        return Proof(
-            created=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            hasten=hasten.__version__,
-            command=self.trials.command,
-            machine=this_machine(),
-            versions={
-                "python": this_machine().python,
-                "torch": evidence.flags.torch,
-                "hasten": hasten.__version__,
-            },
-            speedup=speedup,
-            epoch_speedup=epochs,
-            full_run=self._full_run(timings, self.length) if with_epochs else None,
-            parity=parity,
-            memory=_memory([x for x, _ in pairs] or [baseline], [y for _, y in pairs] or [baseline]),
-            phases={"baseline": _phases(reference[0]), "plan": _phases(reference[1])},
-            curves=_curves(a, b),
-            pairs=tuple(Pair(x.seed, x.timing.step, y.timing.step) for x, y in pairs if x.timing and y.timing),
-            techniques=tuple(self._kept(search, name, speedup) for name in search.plan),
-            tried=tuple(search.tried),
-            skipped=tuple(search.skipped),
-            trials=tuple(_row(trial) for trial in self.trials.done),
-            budget_seconds=self.options.budget,
-            used_seconds=time.monotonic() - self.start,
-            notes=tuple(self.notes),
-            taps_skipped=tuple(
-                dict.fromkeys(line for t in self.trials.done if t.evidence for line in t.evidence.skipped)
-            ),
-        )
+    def _each(self) -> float:
+        """Seconds of a typical trial."""
+        return statistics.median([trial.seconds for trial in self.trials.done[1:] if trial.ok] or [10.0])
 
-    def _search_pairs(self, search: Search, baseline: Trial) -> list[tuple[Trial, Trial]]:
-        """Without a proof (Ctrl-C): the baseline beside the plan's last trial in the search."""
-        self.notes.append("the speed-up is of single trials, not measured in turn")
-        last = [trial for trial in self.trials.done if trial.plan == search.plan and trial.timing]
-        return [(baseline, last[-1])] if last else []
-
-    def _parity(self, search: Search, a: list[Trial], b: list[Trial]) -> Parity:
+    def _trouble(self, search: Search) -> _Trouble | None:
+        """Why the proof does not bear the plan out, if it does not."""
         if not search.plan:
-            return Parity(True, "nothing was changed", note="the plan is empty: nothing can have changed")
-        return parity_of([trial for trial in a if trial.ok], [t for t in b if t.ok or t.outcome == "nan"])
+            return None
+        if not (timings := timings_of(self.sides.pairs)):
+            failed = next((trial for trial in self.sides.plan if not trial.ok), None)
+            return _Trouble(
+                f"the plan failed in its proof: {failed.reason if failed else 'no pair was measured'}", True
+            )
+        speed = ratio_of(timings)
+        if speed.ratio < 1.0:
+            return _Trouble(f"the proof did not confirm it: the whole plan ran at {speed.ratio:.2f}x", True)
+        parity = parity_between(self.sides)
+        if parity.ok:
+            return None
+        outside = [check.what for check in parity.checks if not check.ok]
+        return _Trouble(f"{' and '.join(outside)} outside the baseline's band" if outside else parity.note, False)
 
-    def _full_run(self, timings: list[tuple[Timing, Timing]], length: Length) -> FullRun:
-        a, b = timings[-1]
-        before, after = (full_seconds(side, length.epochs) for side in (a, b))
-        gain = (a.epoch or 0.0) - (b.epoch or 0.0)
-        extra = b.startup - a.startup
-        even = None if gain <= 0 else max(0, int(extra / gain) + 1)
-        return FullRun(
-            length.epochs,
-            length.known_from,
-            before,
-            after,
-            before / after,
-            a.startup,
-            b.startup,
-            even,
-        )
-
-    def _kept(self, search: Search, name: str, speedup: Ratio) -> Kept:
-        gain = search.gains[name]
-        alone = len(search.plan) == 1
-        ratio = speedup if alone else gain.ratio
-        how = "alone in the plan" if alone else gain.how
-        return Kept(name, gain.setting, str(CATALOGUE[name].effect), ratio.ratio, ratio.low, ratio.high, how, gain.why)
-
-    def _plan(self, proof: Proof) -> Plan:
-        comments = {kept.name: _comment(kept) for kept in proof.techniques}
-        machine = proof.machine
-        return Plan(
-            {kept.name: kept.setting for kept in proof.techniques},
-            comments,
-            {
-                "command": " ".join(proof.command),
-                "created": proof.created,
-                "hasten": proof.hasten,
-                "torch": proof.versions["torch"],
-                "speedup": f"{proof.speedup.ratio:.2f}x [{proof.speedup.low:.2f}, {proof.speedup.high:.2f}]",
-                "parity": "ok" if proof.parity.ok else f"not shown: {proof.parity.note or 'outside the band'}",
-            },
-            {"device": machine.device, "cpu": machine.cpu, "cores": machine.cores, "gpus": machine.gpus},
-        )
+    def _take_back(self, search: Search, names: list[str], reason: str) -> None:
+        self.say(f"taken back: {', '.join(names)}: {reason}")
+        self.notes.append(f"taken back after the proof: {', '.join(names)}: {reason}")
+        search.drop(names, reason)
 
 
-def _comment(kept: Kept) -> str:
-    """Why a technique is in the plan and what it measured."""
-    interval = f"[{kept.contribution_low:.2f}, {kept.contribution_high:.2f}]"
-    return f"{kept.why}.\n{kept.contribution:.2f}x {interval} {kept.contribution_how}; effect: {kept.effect}"
+@dataclass(frozen=True)
+class _Trouble:
+    """What the proof found. `slower`: nothing of the plan is worth keeping; else its result is in doubt."""
+
+    reason: str
+    slower: bool
 
 
 def _hopeless(trial: Trial, budget: float) -> HastenError:
@@ -299,43 +245,3 @@ def _hopeless(trial: Trial, budget: float) -> HastenError:
             "give it a longer --budget",
         )
     return HastenError(f"the script fails by itself: {trial.reason}{said}", "mend it first; hasten changed nothing yet")
-
-
-def _memory(a: list[Trial], b: list[Trial]) -> Memory:
-    def gpu(side: list[Trial]) -> int | None:
-        return max((t.evidence.peak_gpu_bytes or 0 for t in side if t.evidence), default=0) or None
-
-    return Memory(max(t.peak_memory for t in a), max(t.peak_memory for t in b), gpu(a), gpu(b))
-
-
-def _phases(trial: Trial) -> dict[str, float]:
-    return trial.timing.phases if trial.timing else {}
-
-
-def _curves(a: list[Trial], b: list[Trial]) -> Curves:
-    """Loss curves up to the first step that has none, thinned."""
-    sides = [[t.evidence.losses for t in side if t.evidence and t.ok] for side in (a, b)]
-    longest = max((len(losses) for side in sides for losses in side), default=0)
-    if not longest:
-        return Curves((), (), ())
-    steps = range(0, longest, max(1, longest // _POINTS))
-
-    def thin(losses: tuple[float | None, ...]) -> tuple[float, ...]:
-        return tuple(value for i in steps if i < len(losses) and (value := losses[i]) is not None)
-
-    return Curves(tuple(steps), tuple(map(thin, sides[0])), tuple(map(thin, sides[1])))
-
-
-def _row(trial: Trial) -> TrialRow:
-    timing = trial.timing
-    return TrialRow(
-        plan=trial.plan,
-        seed=trial.seed,
-        outcome=trial.outcome,
-        reason=trial.reason,
-        seconds=trial.seconds,
-        step_seconds=timing.step if timing else None,
-        epoch_seconds=timing.epoch if timing else None,
-        startup_seconds=timing.startup if timing else None,
-        peak_memory_bytes=trial.peak_memory or None,
-    )

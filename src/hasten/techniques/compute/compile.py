@@ -66,7 +66,14 @@ class Compile(Technique):
         if any(type(layer).__name__ == "OptimizedModule" for layer in model.modules()):
             return
         mode = str(self.setting)
-        model.compile(mode=None if mode == "default" else mode)
+        options: dict[str, Any] = {"mode": None if mode == "default" else mode}
+        if type(model).forward.__module__.startswith("torch."):
+            # torch.compile passes over torch's own files: of nn.Sequential, `model.compile()` compiles nothing.
+            from torch._dynamo.external_utils import wrap_inline
+
+            model._compiled_call_impl = torch.compile(wrap_inline(model._call_impl), **options)
+        else:
+            model.compile(**options)
         self.did("model")
 
 

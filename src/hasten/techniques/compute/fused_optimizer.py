@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from hasten.evidence import Evidence
@@ -38,6 +39,7 @@ class FusedOptimizer(Technique):
 
     def optimizer_options(self, kind: Any, options: dict[str, Any]) -> None:
         """Ask for the fused kernel."""
+        _list_parameters(options.get("params"))
         if why := why_not_fusable(kind, options):
             self.refused(f"{kind.__name__}: {why}")
             return
@@ -45,6 +47,31 @@ class FusedOptimizer(Technique):
             options["fused"] = True
             options["foreach"] = None
             self.did("optimizer")
+
+    def optimizer(self, optimizer: Any) -> None:
+        """Take the fused kernel back where the first gradients turn out to be sparse."""
+        if not optimizer.defaults.get("fused") or type(optimizer).__name__ not in ("SGD", "Adagrad"):
+            return
+        looked: list[bool] = []
+
+        def look_once(this: Any, *_: Any) -> None:
+            if looked:
+                return
+            looked.append(True)
+            if any(p.grad is not None and p.grad.is_sparse for group in this.param_groups for p in group["params"]):
+                for options in (this.defaults, *this.param_groups):
+                    options["fused"] = False
+                this._step_supports_amp_scaling = False
+                self.refused(f"{type(this).__name__}: its gradients are sparse")
+
+        optimizer.register_step_pre_hook(look_once)
+
+
+def _list_parameters(groups: Any) -> None:
+    """Make lists of what can be read once only, in place, as the optimizer itself does with its groups."""
+    for group in groups if isinstance(groups, list) else ():
+        if isinstance(group, dict) and isinstance(group.get("params"), Iterator):
+            group["params"] = list(group["params"])
 
 
 def why_not_fusable(kind: Any, options: dict[str, Any]) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from hasten.evidence import Evidence, Machine
@@ -112,11 +115,18 @@ class Precision(Technique):
         if self.setting != "16-mixed":
             return
         step = type(optimizer).step
+        if self._scaler is not None:
+            self._scaler.joined(optimizer)
 
         def guarded(this: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._scaler is None or self._scaler.may_step():
+            scaler = self._scaler
+            if scaler is None:
                 return step(this, *args, **kwargs)
-            return None
+            if (args[0] if args else kwargs.get("closure")) is not None:
+                # The optimizer calls backward itself, when it is too late to skip: nothing may overflow then.
+                with scaler.resting():
+                    return step(this, *args, **kwargs)
+            return step(this, *args, **kwargs) if scaler.may_step(this) else None
 
         optimizer.step = types.MethodType(guarded, optimizer)
 
@@ -140,43 +150,78 @@ class _Scaler:
     """Dynamic loss scaling around `backward`, invisible to what comes after it.
 
     Gradients are brought back to their true size right after each backward, so clipping and logging see what
-    they expect. The scale is a power of two, which makes the way there and back exact.
+    they expect. The scale is a power of two, which makes the way there and back exact. Where a parameter has
+    hooks, which would see scaled gradients, nothing is scaled.
     """
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self.scale = 2.0**15
         self._clean_steps = 0
-        self._overflow: Any = None
+        self._overflows: Any = None  # on the device: backwards so far that overflowed
+        self._adapted = 0  # how many of them have made the scale smaller
+        self._answered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._rests = False
 
-    def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Scale nothing meanwhile."""
+        self._rests = True
+        try:
+            yield
+        finally:
+            self._rests = False
+
+    def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """`torch.autograd.backward` on the scaled loss."""
         import torch
 
         single = isinstance(tensors, torch.Tensor)
         roots = [tensors] if single else list(tensors)
         leaves = _leaves(roots)
-        before = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        if self._rests or any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves):
+            self._call(tensors, *args, **kwargs)
+            return
+        before = _gradients(leaves)
         if before:  # accumulated so far: scaled along, so that one division serves the sum
             torch._foreach_mul_(before, self.scale)
         scaled = [root * self.scale for root in roots]
         self._call(scaled[0] if single else scaled, *args, **kwargs)
-        after = [leaf.grad for leaf in leaves if leaf.grad is not None]
-        overflow = torch.zeros(1, device=roots[0].device)
-        inverse = torch.full((1,), 1.0 / self.scale, device=roots[0].device)
-        torch._amp_foreach_non_finite_check_and_unscale_(after, overflow, inverse)
-        self._overflow = overflow if self._overflow is None else self._overflow + overflow
+        by_device: dict[Any, list[Any]] = {}
+        for gradient in _gradients(leaves):
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for device, gradients in by_device.items():
+            overflow = torch.zeros(1, device=device)
+            inverse = torch.full((1,), 1.0 / self.scale, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
+            self._overflows = overflow if self._overflows is None else self._overflows + overflow.to(self._overflows)
 
-    def may_step(self) -> bool:
-        """Whether the gradients are finite; adapts the scale. Reads one number from the device, as GradScaler does."""
-        overflowed = self._overflow is not None and bool(self._overflow.item())
-        self._overflow = None
-        self._clean_steps = 0 if overflowed else self._clean_steps + 1
-        if overflowed:
+    def joined(self, optimizer: Any) -> None:
+        """An optimizer was built: overflows before that are none of its own."""
+        self._answered[optimizer] = self._adapted
+
+    def may_step(self, optimizer: Any) -> bool:
+        """Whether no backward overflowed since this optimizer last asked; adapts the scale.
+
+        Reads one number from the device, as GradScaler does.
+        """
+        overflows = 0 if self._overflows is None else int(self._overflows.item())
+        if overflows > self._adapted:
+            self._adapted, self._clean_steps = overflows, 0
             self.scale = max(1.0, self.scale / 2)
-        elif self._clean_steps >= 2000:
-            self.scale, self._clean_steps = min(self.scale * 2, 2.0**24), 0
-        return not overflowed
+        else:
+            self._clean_steps += 1
+            if self._clean_steps >= 2000:
+                self.scale, self._clean_steps = min(self.scale * 2, 2.0**24), 0
+        fine = overflows == self._answered.get(optimizer, 0)
+        self._answered[optimizer] = overflows
+        return fine
+
+
+def _gradients(leaves: list[Any]) -> list[Any]:
+    """The leaves' gradients; of sparse ones the values."""
+    present = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    return [gradient._values() if gradient.is_sparse else gradient for gradient in present]
 
 
 def _leaves(roots: list[Any]) -> list[Any]:

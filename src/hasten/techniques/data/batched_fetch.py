@@ -74,7 +74,11 @@ class _Gather:
 
     def fetch(self, indices: Any) -> Any:
         """What `default_collate([dataset[i] for i in indices])` gives."""
-        index = self._as_index(indices)
-        if self._rows is not None:
-            index = self._rows[index]
-        return [tensor[index] for tensor in self._tensors]
+        try:
+            index = self._as_index(indices)
+            if self._rows is not None:
+                index = self._rows[index]
+            # Unlike tensor[index], this gives the strides that stacking gives; they decide which kernels run.
+            return [tensor.index_select(0, index) for tensor in self._tensors]
+        except (IndexError, RuntimeError):  # an index from the end, or one that is not there
+            return self._fetcher.fetch(indices)

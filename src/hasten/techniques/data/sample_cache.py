@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+import zlib
+from types import FunctionType, ModuleType
 from typing import Any
 
 from hasten.data import SampleStore
@@ -10,6 +14,7 @@ from hasten.evidence import Evidence, LoaderFacts, Phase, Probe
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
 
 _FAST = 20e-6  # seconds: what the cache itself takes per sample
+_DEPTH, _MOST, _SHORT = 8, 5000, 64  # how far `state_of` looks
 _LOADER_FUNCTION = "loader"  # where torchvision's DatasetFolder and its many imitations keep it
 
 
@@ -30,6 +35,7 @@ class SampleCache(Technique):
 
     def __init__(self, setting: Any) -> None:
         super().__init__(setting)
+        # id of a dataset -> a weak reference to it, so that its samples go when it goes; its store; its state then
         self._stores: dict[int, tuple[Any, SampleStore, tuple[Any, ...]]] = {}
 
     @classmethod
@@ -63,7 +69,7 @@ class SampleCache(Technique):
             return Refusal("not every loader's dataset gives the same sample for the same index")
         if seconds < _FAST:
             return Refusal(f"a sample takes {seconds * 1e6:.0f} us, no more than the cache itself")
-        if (need := size * (loader.samples or 0)) > _room():
+        if (need := size * (loader.samples or 0)) > room():
             return Refusal(f"{need / 2**30:.1f} GiB of samples do not fit in half the free memory")
         return Choices((setting,), f"reading a sample takes {seconds * 1e6:.0f} us and gives the same each time")
 
@@ -80,14 +86,15 @@ class SampleCache(Technique):
         inner = with_loader_function(dataset)
         if inner is None or isinstance(inner.loader, _CachedFunction):
             return
-        inner.loader = _CachedFunction(inner.loader, SampleStore(len(inner), _room()))
+        inner.loader = _CachedFunction(inner.loader, SampleStore(len(inner), room()))
         self.did("dataset")
 
     def _store_of(self, dataset: Any, samples: int) -> SampleStore:
         kept = self._stores.get(id(dataset))
         state = state_of(dataset)
         if kept is None or kept[2] != state:  # samples kept before a transform was exchanged are no longer true
-            kept = (dataset, SampleStore(samples, _room()), state)
+            gone = functools.partial(_forget, self._stores, id(dataset))
+            kept = (weakref.ref(dataset, gone), SampleStore(samples, room()), state)
             self._stores[id(dataset)] = kept
             self.did("dataset")
         return kept[1]
@@ -146,6 +153,11 @@ class _CachedFunction:
         return _plain, (self.function,)
 
 
+def _forget(stores: dict[int, Any], key: int, gone: Any) -> None:
+    if key in stores and stores[key][0] is gone:
+        del stores[key]
+
+
 def _plain(function: Any) -> Any:
     return function
 
@@ -162,20 +174,34 @@ def with_loader_function(dataset: Any) -> Any:
 
 
 def state_of(dataset: Any) -> tuple[Any, ...]:
-    """What of a dataset may be exchanged between epochs: plain values, and which objects it refers to."""
-    state: list[Any] = []
-    for _ in range(8):
-        for key, value in sorted(getattr(dataset, "__dict__", {}).items()):
-            plain = value is None or isinstance(value, int | float | str | bool)
-            state.append((key, value if plain else id(value), getattr(value, "_version", 0)))
-        dataset = getattr(dataset, "dataset", None)
-        if dataset is None:
-            break
+    """What of a dataset may be exchanged or changed between epochs, as far as can be seen without reading it all.
+
+    Plain values anywhere inside it, which objects it refers to, the elements of its lists, the contents of its arrays.
+    """
+    seen: set[int] = set()
+    return tuple(_state(part, seen, _DEPTH) for part in (dataset,))
+
+
+def _state(value: Any, seen: set[int], depth: int) -> Any:
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    if id(value) in seen or len(seen) > _MOST or not depth or type(value).__module__.startswith("hasten."):
+        return id(value)
+    seen.add(id(value))
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        return id(value), _checksum(value)
+    state: list[Any] = [id(value), getattr(value, "_version", 0)]  # tensors count their changes
+    if isinstance(value, list | tuple | set | dict):
+        elements = list(value) if not isinstance(value, dict) else [part for item in value.items() for part in item]
+        state.append(hash(tuple(map(id, elements))))
+        state += [_state(element, seen, depth - 1) for element in elements] if len(elements) <= _SHORT else []
+    elif not isinstance(value, type | ModuleType | FunctionType):
+        inside = getattr(value, "__dict__", {})
+        state += [(key, _state(inside[key], seen, depth - 1)) for key in sorted(inside)]
     return tuple(state)
 
 
-def _room() -> int:
-    """Bytes that samples may take: half of what is free now, less where /dev/shm (if roomy at all) is smaller."""
-    import psutil
-
-    return min(int(psutil.virtual_memory().available) // 2, room())
+def _checksum(array: Any) -> int:
+    """Of an array's contents; of a big one every n-th element's."""
+    flat = array.reshape(-1)
+    return zlib.crc32(flat[:: max(1, flat.nbytes >> 26)].tobytes()) if not flat.dtype.hasobject else 0

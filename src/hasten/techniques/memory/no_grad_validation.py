@@ -12,8 +12,8 @@ class NoGradValidation(Technique):
     """Run forwards of a model in eval mode under `torch.no_grad`.
 
     Only where no backward was ever seen through an eval-mode forward: a model that is trained with frozen
-    BatchNorm, or differentiated for its inputs, is left alone. A model counts as validating once it has been
-    trained in train mode.
+    BatchNorm, or differentiated for its inputs, is left alone, and so is a forward whose input wants a
+    gradient. A model counts as validating once it has been trained in train mode.
     """
 
     name = "no_grad_validation"
@@ -49,6 +49,8 @@ class NoGradValidation(Technique):
                 return call(module, args, kwargs)
             if not torch.is_grad_enabled() or id(module) not in was_trained:
                 return call(module, args, kwargs)
+            if any(getattr(given, "requires_grad", False) for given in (*args, *kwargs.values())):
+                return call(module, args, kwargs)  # somebody differentiates for the input: a GAN, an attack
             if not self.acted:
                 self.did("model")
             with no_grad():

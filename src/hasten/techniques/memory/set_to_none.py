@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from typing import Any
 
@@ -45,9 +46,12 @@ class SetToNone(Technique):
     def optimizer(self, optimizer: Any) -> None:
         """Drop this optimizer's gradients."""
         zero_grad = type(optimizer).zero_grad
+        if "set_to_none" not in inspect.signature(zero_grad).parameters:
+            self.refused(f"{type(optimizer).__name__} clears gradients in its own way")
+            return
 
         def to_none(self: Any, set_to_none: bool = True) -> None:
-            zero_grad(self, True)
+            zero_grad(self, set_to_none=True)
 
         optimizer.zero_grad = types.MethodType(to_none, optimizer)
         self.did("optimizer")

@@ -101,6 +101,7 @@ class DevicePrefetch(CudaOnly):
             if tensor.device.type == "cpu" and not torch.compiler.is_compiling() and tensor in self._copies:
                 copy, version, event = self._copies[tensor]
                 if version == tensor._version and _wants(copy, to.__name__, args, kwargs):
+                    del self._copies[tensor]  # given once: every `.to` makes a tensor of its own
                     stream = torch.cuda.current_stream()
                     stream.wait_event(event)
                     copy.record_stream(stream)
@@ -121,7 +122,7 @@ def _wants(copy: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         return method == "cuda" and bool(copy.device.index == torch.cuda.current_device())
     if not isinstance(target, str | int | torch.device):
         return False
-    device = torch.device(target)
+    device = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
     named: Any = device.index  # None where only "cuda" is said, whatever torch's stubs claim
     index = torch.cuda.current_device() if named is None else named
     return device.type == "cuda" and bool(index == copy.device.index)

@@ -6,6 +6,7 @@ from typing import Any
 
 from hasten.evidence import Evidence
 from hasten.techniques.base import Choices, CudaOnly, Effect, Refusal, Resource
+from hasten.techniques.data.loader_workers import holds_on_device
 
 
 class PinMemory(CudaOnly):
@@ -42,7 +43,9 @@ class PinMemory(CudaOnly):
         """Pin what the loader gives."""
         import torch
 
-        if torch.cuda.is_available() and not options["pin_memory"]:
+        if why := holds_on_device(options["dataset"]):  # only host memory can be pinned
+            self.refused(f"the dataset {why}")
+        elif torch.cuda.is_available() and not options["pin_memory"]:
             options["pin_memory"] = True
             self.did("loader")
 

@@ -1,0 +1,365 @@
+"""The phase clock: whatever a script does, its steps are found and their phases add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from hasten.evidence import PHASES, Phase
+from hasten.evidence.recorder import OpenPass, Recorder
+
+# Binary fractions, so that sums are exact.
+moments = st.integers(1, 64).map(lambda n: n / 64)
+
+
+class Batches:
+    """An iterator of a loader, as far as the recorder cares."""
+
+
+class Script:
+    """Drives a recorder as a script would, on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+        self.ends: list[float] = []
+        self.began: list[bool] = []
+        self.recorder = Recorder(now=lambda: self.time, on_step=self._step, on_pass=self._pass)
+
+    def _step(self, steps: int) -> None:
+        self.ends.append(self.time)
+        assert steps == len(self.ends)
+
+    def _pass(self, opened: OpenPass, began: bool) -> None:
+        self.began.append(began)
+
+    def begin(self, loader: int = 0, seconds: float = 0.25) -> Batches:
+        iterator, start = Batches(), self.time
+        self.time += seconds
+        self.recorder.pass_begins(loader, iterator, start, self.time)
+        return iterator
+
+    def next(self, iterator: Batches, seconds: float = 1.0) -> None:
+        start = self.time
+        self.recorder.asks(iterator, start)
+        self.time += seconds
+        self.recorder.got(iterator, start, self.time)
+
+    def end(self, iterator: Batches, seconds: float = 0.0) -> None:
+        self.recorder.asks(iterator, self.time)
+        self.time += seconds
+        self.recorder.exhausted(iterator, self.time)
+
+    def batches(self, count: int, loader: int = 0, data: float = 1.0) -> Iterator[int]:
+        iterator = self.begin(loader)
+        for number in range(count):
+            self.next(iterator, data)
+            yield number
+        self.end(iterator)
+
+    def part(self, phase: Phase, seconds: float = 1.0) -> None:
+        self.time += seconds
+        self.recorder.add(phase, seconds)
+
+    def backward(self, loss: Any = 0.5, seconds: float = 4.0) -> None:
+        self.time += seconds
+        self.recorder.backward(seconds, [loss])
+
+    def step(self, optimizer: int = 1, seconds: float = 2.0, closures: int = 0) -> None:
+        start, before = self.time, self.recorder.optimizer_begins()
+        for _ in range(closures):
+            self.part(Phase.FORWARD, 3.0)
+            self.backward()
+        self.time += seconds
+        self.recorder.optimizer_step(optimizer, start, self.time, before)
+
+    def train(self, loss: Any = 0.5) -> None:
+        """One plain batch: 10 seconds behind the data, one of which is nobody's."""
+        self.part(Phase.FORWARD, 3.0)
+        self.backward(loss)
+        self.step()
+        self.time += 1.0
+
+    def steps(self) -> list[dict[str, float]]:
+        """What was recorded, phases that took no time left out."""
+        return [
+            {name: seconds for name, seconds in zip(PHASES, phases, strict=True) if seconds}
+            for phases in self.recorder.step_phases
+        ]
+
+
+PLAIN = {"data": 1.0, "forward": 3.0, "backward": 4.0, "optimizer": 2.0, "other": 1.0}
+FIRST = {**PLAIN, "data": 1.25}  # with the start of the pass
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+def test_a_step_is_a_batch_and_its_phases_add_up(script: Script) -> None:
+    for number in script.batches(3):
+        script.train(loss=float(number))
+    assert script.steps() == [FIRST, PLAIN, PLAIN]
+    assert script.recorder.step_start == [0.0, 11.25, 22.25]
+    assert script.recorder.step_losses == [[0.0], [1.0], [2.0]]
+    assert script.recorder.step_of == "batch"
+    assert script.recorder.optimizer_steps == {1: 3}
+
+
+def test_each_epoch_is_a_pass(script: Script) -> None:
+    for _ in range(2):
+        for _ in script.batches(2, loader=7):
+            script.train()
+    script.recorder.close()
+    assert script.steps() == [FIRST, PLAIN] * 2
+    first, second = script.recorder.passes
+    assert (first.loader, first.batches, first.trained) == (7, 2, True)
+    assert (first.start, first.first, first.end) == (0.0, 1.25, 22.25)
+    assert (second.start, second.end) == (22.25, 44.5)
+    assert script.began == [True, False] * 2
+
+
+def test_a_validation_pass_between_epochs_is_not_a_step(script: Script) -> None:
+    for _ in script.batches(1):
+        script.train()
+    for loss in script.batches(3, loader=1):
+        script.part(Phase.VALIDATION)
+        script.recorder.validation_loss(loss)
+    for _ in script.batches(1):
+        script.train()
+    script.recorder.close()
+    assert script.steps() == [FIRST, FIRST]
+    assert [(one.loader, one.trained, one.batches) for one in script.recorder.passes] == [
+        (0, True, 1),
+        (1, False, 3),
+        (0, True, 1),
+    ]
+    assert [(step, losses) for step, losses, _ in script.recorder.validations] == [(1, [0, 1, 2])]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["to its end", "left early"])
+def test_a_validation_inside_a_step_is_that_steps_validation(script: Script, whole: bool) -> None:
+    for number in script.batches(3):
+        script.train()
+        if number == 1:
+            validation = script.begin(loader=1)
+            for _ in range(2):
+                script.next(validation)
+                script.part(Phase.VALIDATION, 2.0)
+            if whole:
+                script.end(validation)
+    assert script.steps() == [FIRST, {**PLAIN, "validation": 0.25 + 2 * 3.0}, PLAIN]
+    script.recorder.close()
+    assert [(one.loader, one.trained) for one in script.recorder.passes] == [(1, False), (0, True)]
+
+
+def test_a_validation_before_training_is_of_step_0(script: Script) -> None:
+    for _ in script.batches(2, loader=1):
+        script.recorder.validation_loss(3.0)
+    for _ in script.batches(1):
+        script.train()
+    assert [(step, losses) for step, losses, _ in script.recorder.validations] == [(0, [3.0, 3.0])]
+
+
+def test_two_loaders_zipped_are_one_sequence_of_steps(script: Script) -> None:
+    images, labels = script.begin(0), script.begin(1)
+    for _ in range(3):
+        script.next(images)
+        script.next(labels, 2.0)
+        script.train()
+    script.end(images)
+    script.recorder.close()
+    # A step runs from one question to the second loader, which is current at the backward, to the next; the last
+    # is cut short, since it is never asked again. Waiting for the first loader is waiting for data too.
+    whole = {"data": 2.0 + 1.0, "forward": 3.0, "backward": 4.0, "optimizer": 2.0, "other": 1.0}
+    assert script.steps() == [{**whole, "data": 3.25, "other": 2.0}, whole]
+    assert {one.loader for one in script.recorder.passes if one.trained} == {1}
+
+
+def test_a_script_without_a_loader_steps_by_its_optimizer(script: Script) -> None:
+    for number in range(4):
+        script.part(Phase.FORWARD, 3.0)
+        script.backward(float(number))
+        script.step()
+        script.time += 1.0
+    script.recorder.close()
+    whole = {"forward": 3.0, "backward": 4.0, "optimizer": 2.0, "other": 1.0}
+    assert script.recorder.step_of == "optimizer"
+    assert script.steps() == [whole] * 3  # what came before the first step is not one
+    assert script.recorder.step_losses == [[1.0], [2.0], [3.0]]
+
+
+def test_several_optimizers_without_a_loader_step_by_the_first(script: Script) -> None:
+    for _ in range(3):
+        for optimizer in (11, 22):
+            script.backward()
+            script.step(optimizer)
+    assert script.steps() == [{"backward": 8.0, "optimizer": 4.0}] * 2
+    assert script.recorder.optimizer_steps == {11: 3, 22: 3}
+
+
+def test_several_optimizers_in_one_batch_are_one_step(script: Script) -> None:
+    for _ in script.batches(2):
+        for optimizer in (11, 22):
+            script.backward(float(optimizer))
+            script.step(optimizer)
+    assert [step["optimizer"] for step in script.steps()] == [4.0, 4.0]
+    assert script.recorder.step_losses == [[11.0, 22.0]] * 2
+
+
+def test_accumulated_batches_are_steps_some_without_an_optimizer(script: Script) -> None:
+    for number in script.batches(4):
+        script.backward()
+        if number % 2:
+            script.step()
+    assert ["optimizer" in step for step in script.steps()] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("loader", [True, False])
+def test_a_closures_forward_and_backward_are_not_the_optimizers_time(script: Script, loader: bool) -> None:
+    if loader:
+        for _ in script.batches(3):
+            script.step(closures=2)
+    else:
+        for _ in range(4):
+            script.step(closures=2)
+    assert len(script.steps()) == 3
+    for step in script.steps():
+        assert (step["forward"], step["backward"], step["optimizer"]) == (6.0, 8.0, 2.0)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["iterator kept", "iterator dropped"])
+def test_training_on_one_batch_steps_by_its_optimizer(script: Script, kept: bool) -> None:
+    iterator = script.begin()
+    script.next(iterator)
+    if not kept:
+        del iterator
+    for _ in range(70):
+        script.train()
+    assert script.recorder.step_of == "optimizer"
+    assert len(script.steps()) >= (17 if kept else 68)
+    assert {tuple(step.items()) for step in script.steps()} == {
+        (("forward", 3.0), ("backward", 4.0), ("optimizer", 2.0), ("other", 1.0))
+    }
+
+
+def test_next_of_an_iterator_by_hand_and_begun_anew_is_steps(script: Script) -> None:
+    """`try: batch = next(it) except StopIteration: it = iter(loader); batch = next(it)`."""
+    iterator = script.begin()
+    for number in range(4):
+        if number == 2:
+            script.end(iterator)
+            iterator = script.begin()
+        script.next(iterator)
+        script.train()
+    script.end(iterator)
+    assert script.steps() == [FIRST, PLAIN] * 2
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["iterator kept", "iterator dropped"])
+def test_a_second_batch_drawn_by_next_of_iter_in_every_step(script: Script, kept: bool) -> None:
+    """`for x in loader: y = next(iter(other))`: the steps are the outer loader's."""
+    for _ in script.batches(4):
+        other = script.begin(1)
+        script.next(other)
+        if not kept:
+            del other
+        script.train()
+    script.recorder.close()
+    assert script.recorder.step_of == "batch"
+    assert len(script.steps()) == 4
+    both = {**PLAIN, "data": 2.25}
+    assert script.steps() == [{**both, "data": 2.5}, both, both, both]
+    assert {one.loader for one in script.recorder.passes if one.trained} == {0}
+
+
+def test_a_step_cut_short_by_the_end_is_not_recorded(script: Script) -> None:
+    iterator = script.begin()
+    script.next(iterator)
+    script.train()
+    script.next(iterator)
+    script.part(Phase.FORWARD, 3.0)
+    script.recorder.close()
+    assert script.steps() == [FIRST]
+    assert [one.batches for one in script.recorder.passes] == [2]
+
+
+def test_events_of_unknown_iterators_change_nothing(script: Script) -> None:
+    script.next(Batches())
+    script.end(Batches())
+    script.recorder.close()
+    assert (script.steps(), script.recorder.passes) == ([], [])
+
+
+class AnyScript(RuleBasedStateMachine):
+    """Scripts that nobody would write; their steps add up all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.script = Script()
+        self.iterators: list[Batches] = []
+
+    @rule(loader=st.integers(0, 2), seconds=moments)
+    def begins_a_pass(self, loader: int, seconds: float) -> None:
+        self.iterators.append(self.script.begin(loader, seconds))
+
+    @rule(data=st.data(), seconds=moments, whole=st.booleans())
+    def asks_for_a_batch(self, data: st.DataObject, seconds: float, whole: bool) -> None:
+        if self.iterators:
+            iterator = data.draw(st.sampled_from(self.iterators))
+            if whole:
+                self.script.next(iterator, seconds)
+            else:
+                self.script.end(iterator, seconds)
+
+    @rule(data=st.data())
+    def drops_an_iterator(self, data: st.DataObject) -> None:
+        if self.iterators:
+            self.iterators.pop(data.draw(st.integers(0, len(self.iterators) - 1)))
+
+    @rule(phase=st.sampled_from([Phase.FORWARD, Phase.VALIDATION, Phase.CHECKPOINT, Phase.TRANSFER]), seconds=moments)
+    def does_something(self, phase: Phase, seconds: float) -> None:
+        self.script.part(phase, seconds)
+
+    @rule(seconds=moments)
+    def goes_backward(self, seconds: float) -> None:
+        self.script.backward(seconds=seconds)
+
+    @rule(optimizer=st.integers(1, 2), seconds=moments, closures=st.integers(0, 2))
+    def steps_an_optimizer(self, optimizer: int, seconds: float, closures: int) -> None:
+        self.script.step(optimizer, seconds, closures)
+
+    @rule()
+    def validates(self) -> None:
+        self.script.recorder.validation_loss(1.0)
+
+    @rule(seconds=moments)
+    def idles(self, seconds: float) -> None:
+        self.script.time += seconds
+
+    @invariant()
+    def steps_add_up(self) -> None:
+        recorder = self.script.recorder
+        assert len(recorder.step_start) == len(recorder.step_phases) == len(recorder.step_losses)
+        for start, phases, end in zip(recorder.step_start, recorder.step_phases, self.script.ends, strict=True):
+            assert min(phases) >= 0
+            assert start + recorder.origin + sum(phases) == pytest.approx(end)
+
+    def teardown(self) -> None:
+        recorder = self.script.recorder
+        begun = self.script.began.count(True)
+        recorder.close()
+        self.steps_add_up()
+        assert len(recorder.passes) == begun  # every pass that began has ended, once
+        for over in recorder.passes:
+            assert 0 <= over.start <= over.first <= over.end
+        assert sum(len(losses) for _, losses, _ in recorder.validations) <= 10_000
+
+
+AnyScript.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+test_any_script = AnyScript.TestCase

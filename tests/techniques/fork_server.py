@@ -1,0 +1,52 @@
+"""Runs training scripts in forks of one process that has torch imported already, which saves seconds a script.
+
+Reads one job a line from stdin, answers each with the exit code of the process that ran it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+
+# Imported for the forks; an optimizer's first step imports torch._dynamo.
+import numpy  # noqa: F401
+import PIL.Image  # noqa: F401
+import torch._dynamo  # noqa: F401
+
+import hasten.taps.session  # noqa: F401
+
+
+def _become(job: dict[str, str]) -> None:
+    """Turn this process into one that Python, or `hasten run`, started for the script."""
+    for number, name in ((0, os.devnull), (1, job["out"]), (2, job["err"])):
+        opened = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(opened, number)
+        os.close(opened)
+    sys.stdin = open(0)  # noqa: SIM115
+    os.chdir(job["folder"])
+    sys.path[0] = job["folder"]
+    sys.argv = [job["script"]]
+    if job["hasten"]:
+        os.environ["HASTEN_RUN"] = job["hasten"]
+        from hasten.taps.boot import boot
+
+        boot()
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _become(job)
+            runpy.run_path(job["script"], run_name="__main__")
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

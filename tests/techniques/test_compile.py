@@ -1,0 +1,105 @@
+"""Compiled models keep their names, their identity and, to rounding, their numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.techniques import CATALOGUE, Choices, Refusal, build
+from hasten.techniques.compute.compile import Compile, compiler
+from tests.techniques.conftest import FLAGS, GPU, MODEL, Train, close, evidence_of
+
+needs_compiler = pytest.mark.skipif(not compiler(), reason="no C++ compiler")
+
+
+@needs_compiler
+def test_a_compiled_training(train: Train) -> None:
+    script = """
+        import copy, io, pickle
+        import torch
+        from torch import nn
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        single = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        same, losses = id(model), []
+        for number in range(4):
+            loss = single(model(torch.randn(4, 4))).pow(2).mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+            losses.append(loss.item())
+        twin = copy.deepcopy(model)
+        whole = io.BytesIO(); torch.save(model, whole); whole.seek(0)
+        again = torch.load(whole, weights_only=False)
+        x = torch.ones(1, 4)
+        torch.save({"losses": losses, "model": model.state_dict(), "kind": type(model).__name__,
+                    "twins": [torch.allclose(model(x), one(x), atol=1e-5) for one in (twin, again)],
+                    "compiled": [one._compiled_call_impl is not None for one in (model, single)],
+                    "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}, "left.pt")
+    """
+    plain, changed = train(script), train(script, compile="default")
+    assert plain.code == changed.code == 0, changed.err
+    assert list(changed.left["model"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert changed.left["kind"] == "Sequential"
+    assert changed.left["twins"] == [True, True]
+    assert (plain.left["compiled"], changed.left["compiled"]) == ([False, False], [True, False])
+    assert (plain.left["graphs"], changed.left["graphs"]) == (0, 1)
+    assert close(plain.left["losses"], changed.left["losses"], 1e-4)
+    assert changed.installed == {"compile": "model"}
+
+
+def test_a_model_that_cannot_be_compiled_runs_as_it_is(train: Train) -> None:
+    script = """
+        import torch
+        from torch import nn
+        def broken(graph, inputs): raise RuntimeError("no such backend today")
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        compile_it = model.compile
+        model.compile = lambda **options: compile_it(backend=broken)
+        torch.save({"shape": list(model(torch.ones(1, 2)).shape)}, "left.pt")
+    """
+    changed = train(script, compile="default")
+    assert changed.code == 0, changed.err
+    assert changed.left == {"shape": [1, 2]}
+
+
+def test_kernels_are_kept_between_runs_unless_the_script_says_where() -> None:
+    (technique,) = build({"compile": "default"}, CATALOGUE)
+    env: dict[str, str] = {}
+    technique.environment(env)
+    assert Path(env["TORCHINDUCTOR_CACHE_DIR"]).name == f"torchinductor_hasten_{os.getuid()}"
+    env = {"TORCHINDUCTOR_CACHE_DIR": "/mine"}
+    technique.environment(env)
+    assert env == {"TORCHINDUCTOR_CACHE_DIR": "/mine"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "expected"),
+    [
+        ({}, {}, ("default",)),
+        ({"device": "cuda"}, {}, ("default", "reduce-overhead")),
+        ({"train_calls": 0, "backward_through_eval": True}, {}, ("default",)),
+        ({"compiled": True}, {}, "compiles its model already"),
+        ({"train_calls": 0}, {}, "no module's forward"),
+        ({"layers": {"Linear": 1}}, {}, "single layers"),
+        ({}, {"anomaly": True}, "see debug_off"),
+        ({}, {"compiler": ""}, "no C++ compiler"),
+    ],
+)
+def test_worth_trying(changes: dict[str, Any], flags: dict[str, Any], expected: Any) -> None:
+    answer = Compile.settings(
+        evidence_of(
+            machine=GPU, models=(dataclasses.replace(MODEL, **changes),), flags=dataclasses.replace(FLAGS, **flags)
+        )
+    )
+    if isinstance(expected, str):
+        assert isinstance(answer, Refusal)
+        assert expected in answer.reason
+    else:
+        assert isinstance(answer, Choices)
+        assert answer.settings == expected

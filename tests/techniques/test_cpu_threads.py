@@ -1,0 +1,57 @@
+"""The number of CPU threads is what the plan says, from the process's first moment."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.techniques import CATALOGUE, Choices, Refusal
+from hasten.techniques.compute.cpu_threads import CpuThreads
+from tests.techniques.conftest import CPU, FLAGS, MODEL, evidence_of
+
+
+def test_torch_starts_with_that_many(tmp_path: Path) -> None:
+    (tmp_path / "hasten.toml").write_text("[techniques]\ncpu_threads = 3\n")
+    (tmp_path / "train.py").write_text(
+        "import os, torch; print(torch.get_num_threads(), os.environ['MKL_NUM_THREADS'])"
+    )
+    command = [str(Path(sys.executable).with_name("hasten")), "run", "--quiet", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "3 3\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "device", "expected"),
+    [
+        (4, 4, "cpu", (2, 1)),
+        (4, 1, "cpu", (4, 2)),
+        (2, 2, "cpu", (1,)),
+        (2, 64, "cpu", (2, 1)),
+        (1, 1, "cpu", "1 threads on 1 cores already"),
+        (4, 4, "cuda", "computes on the GPU"),
+    ],
+)
+def test_worth_trying(cores: int, threads: int, device: str, expected: Any) -> None:
+    answer = CpuThreads.settings(
+        evidence_of(
+            machine=dataclasses.replace(CPU, cores=cores),
+            flags=dataclasses.replace(FLAGS, threads=threads),
+            models=(dataclasses.replace(MODEL, device=device),),
+        )
+    )
+    if isinstance(expected, str):
+        assert isinstance(answer, Refusal)
+        assert expected in answer.reason
+    else:
+        assert isinstance(answer, Choices)
+        assert answer.settings == expected
+
+
+def test_more_threads_than_cores_are_useless() -> None:
+    assert "5 threads on 4 cores" in CATALOGUE["cpu_threads"].useless(5, CPU)
+    assert CATALOGUE["cpu_threads"].useless(4, CPU) == ""

@@ -1,0 +1,288 @@
+"""Samples taken from memory are the samples that would have been read, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from hasten.evidence import LoaderFacts, Probe
+from hasten.techniques import Choices, Refusal
+from hasten.techniques.data.sample_cache import SampleCache, state_of, with_loader_function
+from tests.techniques.conftest import LOADER, Train, evidence_of, identical
+
+# As torchvision's ImageFolder, which is not installed here: a `loader` function, then random augmentation.
+IMAGES = """
+    import random, sys
+    import numpy as np
+    import torch
+    from pathlib import Path
+    from PIL import Image
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset, Subset
+
+    reads = Path("reads"); reads.touch()
+
+    def pil_loader(path):
+        with reads.open("a") as file: file.write(f"{path}\\n")
+        with open(path, "rb") as file:
+            return Image.open(file).convert("RGB")
+
+    class Images(Dataset):
+        def __init__(self, folder, augment=True, loader=pil_loader):
+            self.samples = sorted(str(path) for path in Path(folder).glob("*.png"))
+            self.augment, self.loader, self.scale = augment, loader, 1.0
+        def __len__(self):
+            return len(self.samples)
+        def __getitem__(self, index):
+            image = self.loader(self.samples[index])
+            if self.augment and random.random() < 0.5:
+                image = image.transpose(Image.FLIP_LEFT_RIGHT)
+            x = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1).float() / 255 * self.scale
+            if self.augment:
+                x += torch.rand(1)
+            return x, index % 2
+
+    def draw(count=12):
+        Path("images").mkdir()
+        generator = np.random.default_rng(0)
+        for number in range(count):
+            Image.fromarray(generator.integers(0, 255, (6, 6, 3), dtype=np.uint8)).save(f"images/{number:02}.png")
+
+    def fit(loaders, epochs=3, between=lambda epoch: None):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for epoch in range(epochs):
+            for loader in loaders:
+                for x, y in loader:
+                    loss = nn.functional.cross_entropy(model(x), y)
+                    optimizer.zero_grad(); loss.backward(); optimizer.step()
+                    losses.append(loss.item())
+            between(epoch)
+        read = len(reads.read_text().splitlines())
+        left = {"losses": losses, "model": model.state_dict(), "random": torch.rand(1).item(), "read": read}
+        torch.save(left, "left.pt")
+
+    random.seed(0); np.random.seed(0); torch.manual_seed(0)
+    draw()
+"""
+
+
+def compared(train: Train, script: str, setting: str) -> tuple[int, int]:
+    """How often samples were read without and with the cache, once the results are seen to be the same."""
+    plain = train(IMAGES + script)
+    changed = train(IMAGES + script, sample_cache=setting)
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    reads = plain.left.pop("read"), changed.left.pop("read")
+    assert identical(plain.left, changed.left)
+    assert changed.evidence is not None
+    assert changed.evidence.skipped == ()
+    return reads
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", ["Images('images')", "Subset(Images('images'), [5, 1, 3, 3, 8])"])
+def test_decoded_images_keep_their_augmentation(train: Train, workers: int, dataset: str) -> None:
+    script = f"""
+    fit([DataLoader({dataset}, batch_size=4, shuffle=True, num_workers={workers})])
+    """
+    plain, changed = compared(train, script, "decoded")
+    different = 4 if "Subset" in dataset else 12
+    assert plain == 3 * (5 if "Subset" in dataset else 12)
+    assert different <= changed <= different * max(1, workers)  # two workers may read the same one at the same time
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", ["whole", "Subset(whole, [5, 1, 3, 8])"])
+def test_samples_that_repeat_themselves_are_read_once(train: Train, workers: int, dataset: str) -> None:
+    script = f"""
+    whole = Images('images', augment=False)
+    fit([DataLoader({dataset}, batch_size=4, shuffle=True, num_workers={workers})])
+    """
+    plain, changed = compared(train, script, "samples")
+    different = 4 if "Subset" in dataset else 12
+    assert (plain, changed) == (3 * different, different)
+
+
+def test_two_loaders_of_one_dataset_share_their_samples(train: Train) -> None:
+    script = """
+    whole = Images('images', augment=False)
+    fit([DataLoader(whole, batch_size=4, shuffle=True), DataLoader(whole, batch_size=3)])
+    """
+    assert compared(train, script, "samples") == (72, 12)
+
+
+CHANGES = [
+    "whole.scale = 1.0 + epoch",
+    "whole.samples = whole.samples[::-1]",
+    "whole.samples[3], whole.samples[7] = whole.samples[7], whole.samples[3]",
+    "whole.options['scale'] += 1",
+    "whole.transform.steps[0].scale += 1",
+    "whole.table[3] += 1",
+    "whole.tensor[2] += 1",
+    "subset.indices = subset.indices[1:]",
+    "subset.indices[0] = 9",
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "workers"),
+    [(change, "num_workers=0") for change in CHANGES]
+    + [(CHANGES[0], "num_workers=1"), (CHANGES[0], "num_workers=1, persistent_workers=True")],
+)
+def test_a_dataset_changed_between_epochs_is_read_anew(train: Train, change: str, workers: str) -> None:
+    script = f"""
+    class Step:
+        scale = 1.0
+    class Compose:
+        def __init__(self): self.steps = [Step()]
+    class Changing(Images):
+        def __init__(self):
+            super().__init__("images", augment=False)
+            self.options, self.transform = {{"scale": 1.0}}, Compose()
+            self.table, self.tensor = np.ones(12, dtype=np.float32), torch.ones(12)
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            scale = self.options["scale"] * self.transform.steps[0].scale
+            return x * scale * float(self.table[index]) * self.tensor[index], y
+    whole = Changing()
+    subset = Subset(whole, [2, 3, 5, 7])
+    def between(epoch):
+        {change}
+    fit([DataLoader(subset, batch_size=2, {workers})], between=between)
+    """
+    plain, changed = compared(train, script, "samples")
+    assert changed <= plain
+
+
+def test_a_dataset_that_is_gone_leaves_its_room(train: Train) -> None:
+    script = """
+    from hasten.data.sample_store import _alive
+    open_stores = []
+    def folds():
+        for fold in range(4):
+            yield DataLoader(Images('images', augment=False), batch_size=6)
+            open_stores.append(len(_alive))
+    fit(folds(), epochs=1)
+    torch.save({"open": open_stores}, "left.pt")
+    """
+    left = train(IMAGES + script, sample_cache="samples").left
+    assert max(left["open"]) <= 2
+    assert left["open"][0] == 1
+
+
+def test_samples_are_the_readers_own(train: Train) -> None:
+    script = """
+    class Same(Dataset):
+        kept = [torch.ones(2) * number for number in range(4)]
+        def __len__(self): return 4
+        def __getitem__(self, index): return self.kept[index].clone()
+    def collate(samples):
+        for sample in samples: sample.add_(1)
+        return torch.stack(samples)
+    loader = DataLoader(Same(), batch_size=2, collate_fn=collate)
+    torch.save({"seen": [x.tolist() for epoch in range(3) for x in loader]}, "left.pt")
+    """
+    assert train(IMAGES + script).left == train(IMAGES + script, sample_cache="samples").left
+
+
+def test_what_has_no_index_or_no_loader_function_is_left_alone(train: Train) -> None:
+    script = """
+    from torch.utils.data import IterableDataset
+    class Stream(IterableDataset):
+        def __iter__(self): return iter(range(6))
+    seen = [x.tolist() for epoch in range(2) for x in DataLoader(Stream(), batch_size=2)]
+    seen += [x.tolist() for epoch in range(2) for x in DataLoader([1, 2, 3], batch_size=None)]
+    seen += [x.tolist() for epoch in range(2) for x in DataLoader([1, 2, 3], batch_size=2)]
+    torch.save({"seen": seen}, "left.pt")
+    """
+    plain = train(IMAGES + script)
+    for setting in ("samples", "decoded"):
+        changed = train(IMAGES + script, sample_cache=setting)
+        assert changed.left == plain.left, changed.err
+        assert "sample_cache" not in changed.installed
+
+
+def test_a_dataset_sent_to_spawned_workers_or_copied_still_reads(train: Train) -> None:
+    script = """
+    import copy, pickle
+    whole = Images('images', augment=False)
+    loader = DataLoader(whole, batch_size=4)
+    copied = copy.deepcopy(whole)
+    fit([loader, DataLoader(copied, batch_size=4)], epochs=2)
+    left = torch.load("left.pt")
+    left["plain"] = [pickle.loads(pickle.dumps(one.loader)) is pil_loader for one in (whole, copied)]
+    torch.save(left, "left.pt")
+    """
+    compared(train, script, "decoded")
+
+
+def facts(loader: LoaderFacts = LOADER, **probe: Any) -> LoaderFacts:
+    known = {"repeatable": True, "sample_seconds": 1e-3, "sample_bytes": 4096}
+    return dataclasses.replace(loader, probe=Probe(**{**known, **probe}))
+
+
+ROLLED = {"repeatable": False, "loader_function": "pil_loader", "loader_repeatable": True, "loader_seconds": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("loaders", "share", "expected"),
+    [
+        ((facts(),), 0.5, ("samples",)),
+        ((facts(**ROLLED),), 0.5, ("decoded",)),
+        ((facts(), dataclasses.replace(facts(**ROLLED), role="validation")), 0.5, "not every loader"),
+        ((facts(), dataclasses.replace(facts(**ROLLED), role="unused")), 0.5, ("samples",)),
+        ((facts(repeatable=False),), 0.5, "gives other samples"),
+        ((facts(**{**ROLLED, "loader_repeatable": False}),), 0.5, "gives other samples"),
+        ((facts(sample_seconds=5e-6),), 0.5, "no more than the cache itself"),
+        ((facts(sample_bytes=1 << 40),), 0.5, "do not fit"),
+        ((facts(repeatable=None, failed="ValueError: x"),), 0.5, "ValueError: x"),
+        ((dataclasses.replace(LOADER, probe=None),), 0.5, "no probe"),
+        ((dataclasses.replace(facts(), iterable=True),), 0.5, "no index"),
+        ((dataclasses.replace(facts(), start_method="spawn", num_workers=2),), 0.5, "spawn"),
+        ((dataclasses.replace(facts(), start_method="spawn", num_workers=0),), 0.5, ("samples",)),
+        ((facts(),), 0.01, "waits 1.0%"),
+        ((), 0.5, "without a DataLoader"),
+    ],
+)
+def test_worth_trying(loaders: tuple[LoaderFacts, ...], share: float, expected: Any) -> None:
+    answer = SampleCache.settings(evidence_of(loaders=loaders, data_share=share))
+    if isinstance(expected, str):
+        assert isinstance(answer, Refusal)
+        assert expected in answer.reason
+    else:
+        assert isinstance(answer, Choices)
+        assert answer.settings == expected
+
+
+class Holder:
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+
+def test_the_state_of_a_dataset_stays_while_nothing_changes() -> None:
+    import numpy as np
+    import torch
+
+    cyclic = Holder(x=1)
+    cyclic.dataset = cyclic
+    parts = [{"a": {1: "b"}}, [object()], np.arange(5), np.array(["x"], dtype=object), torch.ones(2), print, type]
+    dataset = Holder(cyclic=cyclic, many=list(range(1000)), function=lambda x: x, parts=parts)
+    assert state_of(dataset) == state_of(dataset)
+    hash(state_of(dataset))
+
+
+def test_the_loader_function_is_found_inside_subsets_only_where_it_is_an_attribute_of_its_own() -> None:
+    inner = Holder(loader=print)
+    assert with_loader_function(Holder(dataset=Holder(dataset=inner))) is inner
+    assert with_loader_function(Holder(loader="not a function")) is None
+
+    class WithMethod:
+        def loader(self) -> None: ...
+
+    assert with_loader_function(WithMethod()) is None
+    endless = Holder()
+    endless.dataset = endless
+    assert with_loader_function(endless) is None

@@ -1,0 +1,67 @@
+"""How long the full training is, read off its command line."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.tuner.length import full_seconds, length_of, seconds_per_epoch
+from hasten.tuner.timing import Timing
+
+BASE = Timing((0.1,) * 4, 50, 1.0, 3.0, {})  # an epoch of 6 s
+LOOSE = Timing((0.02,) * 4, None, 0.0, 3.0, {})  # 1,000 steps of 20 s
+
+words = st.text(st.characters(categories=("Ll", "Nd"), include_characters="-=./_"), max_size=12)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--epochs 90", "--epochs=90", "-epochs 90", "epochs=90", "--num_epochs 90", "--num-epochs=90",
+        "--num_train_epochs 90", "--max_epochs 90", "--max-epochs=90", "--n_epochs 90", "--nepochs 90", "--n-epochs 90",
+        "--nb_epochs 90", "--total_epochs 90", "--total-epochs 90", "--epoch 90", "trainer.max_epochs=90",
+        "+trainer.max_epochs=90", "--trainer.max_epochs 90", "training.epochs=90", "-e 90",
+    ],
+)  # fmt: skip
+def test_ways_to_say_epochs(words: str) -> None:
+    length = length_of(["train.py", "--lr", "0.1", *words.split(), "--seed", "3"], BASE)
+    assert length.epochs == 90
+    assert "90 on the command line" in length.known_from
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "", "--epochs", "--epochs many", "--epochs=", "--epochs 1.5", "--warmup-epochs 5", "--eval_epochs 5",
+        "--epochs-per-eval 5", "--save-every-epochs 2", "--lr_epochs 3", "epochs 90", "--start-epoch 4", "90",
+    ],
+)  # fmt: skip
+def test_what_is_no_number_of_epochs(words: str) -> None:
+    length = length_of(["train.py", *words.split()], BASE)
+    if words == "epochs 90":
+        assert length.epochs == 90  # as some scripts take it
+    else:
+        assert length.epochs == 100
+        assert length.known_from.startswith("assumed")
+
+
+def test_what_is_assumed() -> None:
+    """Ten minutes of training, and at least ten epochs; 1,000 steps count as one where there is none."""
+    assert length_of(["train.py"], BASE).epochs == 100
+    assert length_of(["train.py"], LOOSE).epochs == 30
+    assert length_of(["train.py"], Timing((60.0,) * 4, 50, 0.0, 0.0, {})).epochs == 10
+    assert length_of(["train.py"], Timing((0.0,) * 4, 0, 0.0, 0.0, {})).epochs >= 10
+
+
+def test_seconds() -> None:
+    assert seconds_per_epoch(BASE) == pytest.approx(6.0)
+    assert seconds_per_epoch(LOOSE) == pytest.approx(20.0)
+    assert full_seconds(BASE, 10) == pytest.approx(63.0)
+
+
+@given(st.lists(words, max_size=6), st.integers(0, 10**6), st.lists(words, max_size=3))
+def test_any_command_line_has_a_length(before: list[str], epochs: int, after: list[str]) -> None:
+    assert length_of([*before, *after], BASE).epochs >= 0
+    if not any("epoch" in word or word == "-e" for word in before):
+        assert length_of([*before, "--epochs", str(epochs), *after], BASE).epochs == epochs
