@@ -32,6 +32,7 @@ def test_a_compiled_training(train: Train) -> None:
             loss = single(model(torch.randn(4, 4))).pow(2).mean()
             optimizer.zero_grad(); loss.backward(); optimizer.step()
             losses.append(loss.item())
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         twin = copy.deepcopy(model)
         whole = io.BytesIO(); torch.save(model, whole); whole.seek(0)
         again = torch.load(whole, weights_only=False)
@@ -39,7 +40,7 @@ def test_a_compiled_training(train: Train) -> None:
         torch.save({"losses": losses, "model": model.state_dict(), "kind": type(model).__name__,
                     "twins": [torch.allclose(model(x), one(x), atol=1e-5) for one in (twin, again)],
                     "compiled": [one._compiled_call_impl is not None for one in (model, single)],
-                    "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}, "left.pt")
+                    "graphs": graphs}, "left.pt")
     """
     plain, changed = train(script), train(script, compile="default")
     assert plain.code == changed.code == 0, changed.err

@@ -54,8 +54,8 @@ def test_anomaly_detection_stays_off(train: Train, middle: str) -> None:
 
 
 PROFILED = """
-    from torch.profiler import profile, ProfilerActivity, schedule as own
-    ready, cpu = [], [ProfilerActivity.CPU]
+    from torch.profiler import profile, ProfilerActivity, schedule
+    ready, cpu, own = [], [ProfilerActivity.CPU], schedule(wait=1, warmup=1, active=25)
     USE
     profiler.export_chrome_trace("trace.json")
     events = json.load(open("trace.json"))["traceEvents"]
@@ -73,7 +73,7 @@ PROFILED = """
         ("profiler = profile(activities=cpu); profiler.start(); fit(); profiler.stop()", 20, True),
         ("with profile(activities=cpu) as profiler: fit(5)", 5, False),
         (
-            "with profile(activities=cpu, schedule=own(wait=1, warmup=1, active=25)) as profiler: fit(27, profiler.step)",
+            "with profile(activities=cpu, schedule=own) as profiler: fit(27, profiler.step)",
             25,
             False,
         ),

@@ -62,7 +62,7 @@ def proof_of(
     with_epochs = bool(timings) and all(x.epoch is not None for side in timings for x in side)
     epochs = ratio_of(timings, lambda timing, step: timing.epoch_of(step)) if with_epochs else None
     unchanged = Parity(True, "nothing was changed", note="the plan is empty: nothing can have changed")
-    reference = pairs[-1] if pairs else (baseline, baseline)
+    reference = _typical(pairs) if pairs else (baseline, baseline)
     assert baseline.evidence is not None
     machine = this_machine()
     return Proof(
@@ -73,7 +73,7 @@ def proof_of(
         versions={"python": machine.python, "torch": baseline.evidence.flags.torch, "hasten": hasten.__version__},
         speedup=speedup,
         epoch_speedup=epochs,
-        full_run=_full_run(timings, length) if with_epochs else None,
+        full_run=_full_run(*timings_of([reference])[0], length) if with_epochs else None,
         parity=parity_between(sides) if search.plan else unchanged,
         memory=_memory([x for x, _ in pairs] or [baseline], [y for _, y in pairs] or [baseline]),
         phases={"baseline": _phases(reference[0]), "plan": _phases(reference[1])},
@@ -115,8 +115,15 @@ def timings_of(pairs: Sequence[tuple[Trial, Trial]]) -> list[tuple[Timing, Timin
     return [(x.timing, y.timing) for x, y in pairs if x.timing and y.timing]
 
 
-def _full_run(timings: list[tuple[Timing, Timing]], length: Length) -> FullRun:
-    a, b = timings[-1]
+def _typical(pairs: Sequence[tuple[Trial, Trial]]) -> tuple[Trial, Trial]:
+    """The pair whose ratio is the median."""
+    by_ratio = sorted(
+        pairs, key=lambda pair: ratio_of(timings_of([pair]), lambda timing, step: timing.cost_of(step)).ratio
+    )
+    return by_ratio[len(by_ratio) // 2]
+
+
+def _full_run(a: Timing, b: Timing, length: Length) -> FullRun:
     before, after = (full_seconds(side, length.epochs) for side in (a, b))
     gain = (a.epoch or 0.0) - (b.epoch or 0.0)
     even = None if gain <= 0 else max(0, int((b.startup - a.startup) / gain) + 1)

@@ -63,22 +63,24 @@ class Search:
     tried: list[Tried] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     _latest: dict[str, tuple[Trial, float]] = field(default_factory=dict)
+    _again: list[tuple[str, Choices, Settings]] = field(default_factory=list)
     _combining: bool = False
 
     # -- the whole search ------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Try everything that applies, then what lost narrowly once more on top of what was kept."""
-        candidates = self._candidates()
-        again: list[tuple[str, Choices, Settings]] = []
-        for name, choices in candidates:
+        """Try everything that applies, each on top of what was kept before it."""
+        for name, choices in self._candidates():
             if not self._time_left(name):
                 continue
             before = dict(self.plan)
             lost_by = self._try(name, choices)
             if lost_by is not None and lost_by > 0.9:
-                again.append((name, choices, before))
-        for name, choices, before in again:
+                self._again.append((name, choices, before))
+
+    def run_again(self) -> None:
+        """Try what lost narrowly once more, where what was kept since could change its worth."""
+        for name, choices, before in self._again:
             if self.plan != before and _hangs_together(name, self.plan, before) and self._seconds_left() > 0:
                 self.say(f"{name} once more, on top of {', '.join(self.plan)}")
                 self._try(name, choices)

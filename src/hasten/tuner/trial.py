@@ -23,6 +23,7 @@ from hasten.tuner.timing import Timing, timing_of
 
 _POLL = 0.25
 _LAST_LINES = 12
+_MEMORY_WORDS = ("OutOfMemoryError", "MemoryError", "out of memory", "annot allocate memory", "can't allocate memory")
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ class Trials:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                _end_group(process)
                 seconds = time.monotonic() - start
+                _end_group(process)
                 peak = watch.stop()
         said = (folder / "log").read_text(errors="replace").strip()
         return self._judge(config, folder, code, seconds, peak, said)
@@ -134,9 +135,7 @@ def _outcome(code: int | None, evidence: Evidence | None, said: str, seconds: fl
     if code is None and not (evidence and evidence.ended == "complete"):
         return "timeout", f"not done after {seconds:.0f} s"
     error = evidence.error if evidence else ""
-    if code == -signal.SIGKILL or any(
-        word in error + last for word in ("OutOfMemoryError", "MemoryError", "out of memory")
-    ):
+    if code == -signal.SIGKILL or any(word in error + last for word in _MEMORY_WORDS):
         return "out of memory", error or last or "killed by the kernel"
     if evidence is not None and evidence.bad_losses:
         return "nan", f"{evidence.bad_losses} losses were NaN or infinite"

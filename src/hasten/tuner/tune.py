@@ -101,6 +101,7 @@ class _Tune:
         try:
             search.run()
             search.check_combination()
+            search.run_again()
             self._prove(search)
         except KeyboardInterrupt:
             self.interrupted = True

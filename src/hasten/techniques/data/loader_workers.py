@@ -27,7 +27,7 @@ _OPEN = {
 }  # fmt: skip  (the last is lmdb's too)
 _CLOSED = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)  # nothing to be found inside these
 _LIBRARIES = ("logging", "hasten.")  # nor in these
-_DEPTH, _MOST, _FIRST = 6, 2000, 16  # how far `parts_of` looks
+_DEPTH, _MOST, _FIRST = 8, 2000, 16  # how far `parts_of` looks
 _UNSAFE_TO_FORK = frozenset(
     [
         "sqlite3.Connection",

@@ -1,0 +1,133 @@
+"""Bad input: one clear message each, an exit code that is not 0, and never a traceback of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.taps.scripts import HASTEN, execute, write
+
+TRAIN = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(50):
+    for (x,) in DataLoader(TensorDataset(torch.randn(400, 4)), 4):
+        model(x).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def said(folder: Path, *arguments: str) -> str:
+    """What hasten says when it refuses."""
+    done = execute(HASTEN, *arguments, cwd=folder)
+    assert done.code not in (0, -2, -15), done.out
+    assert "Traceback" not in done.err
+    assert "src/hasten" not in done.err
+    messages = [line for line in done.err.splitlines() if line.startswith("hasten: ")]
+    assert len(messages) == 1, done.err
+    return done.err
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path, "train.py", TRAIN)
+    write(tmp_path, "broken.py", "import torch\n\ndef f(:\n    pass\n")
+    write(tmp_path, "fails.py", "import torch\nraise RuntimeError('no data here')\n")
+    write(tmp_path, "idle.py", "import torch\nprint('nothing to train')\n")
+    write(tmp_path, "torchless.py", "print('nothing to train')\n")
+    write(tmp_path, "file", "not a folder")
+    write(tmp_path, "good.toml", "[techniques]\nprecision = 'bf16-mixed'\n")
+    return tmp_path
+
+
+FAST = {
+    "no such script": (["run", "--no-plan", "trian.py"], ["no such script: trian.py", "train.py"]),
+    "no such script to tune": (["tune", "trian.py"], ["no such script: trian.py", "train.py"]),
+    "nothing to run": (["run", "--no-plan"], ["no script was named"]),
+    "nothing to tune": (["tune"], ["no script was named"]),
+    "no module": (["run", "--no-plan", "-m"], ["-m needs a module"]),
+    "a folder": (["run", "--no-plan", "."], ["no such script"]),
+    "no plan": (["run", "train.py"], ["no plan at hasten.toml", "hasten tune"]),
+    "no such plan": (["run", "--plan", "x.toml", "train.py"], ["no plan at x.toml"]),
+    "a syntax error": (["tune", "broken.py"], ["broken.py:3: the script has a syntax error"]),
+    "a bad budget": (["tune", "--budget", "soon", "train.py"], ["--budget soon: not a time", "5m"]),
+    "no budget": (["tune", "--budget", "0", "train.py"], ["--budget 0: not a time"]),
+    "a bad permission": (["tune", "--allow", "trajectry", "train.py"], ["--allow trajectry", "trajectory"]),
+    "a bad technique": (["tune", "--only", "precison", "train.py"], ["--only precison", "'precision'"]),
+    "a folder that is none": (["tune", "--out", "no/where/p.toml", "train.py"], ["cannot write", "no such folder"]),
+    "a folder that is a file": (["tune", "--out", "file/p.toml", "train.py"], ["cannot write", "no such folder"]),
+    "a place that cannot be written": (["tune", "--out", "/proc/p.toml", "train.py"], ["cannot write the plan"]),
+    "a plan that is a folder": (["tune", "--out", "/tmp", "train.py"], ["cannot write the plan", "folder"]),
+    "evidence nowhere": (["run", "--no-plan", "--evidence", "no/e.json", "train.py"], ["cannot write the evidence"]),
+    "evidence in /proc": (["run", "--no-plan", "--evidence", "/proc/e.json", "train.py"], ["cannot write the evidence"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAST.values(), ids=FAST.keys())
+def test_before_anything_is_run(folder: Path, case: tuple[list[str], list[str]]) -> None:
+    arguments, words = case
+    message = said(folder, *arguments)
+    for word in words:
+        assert word in message
+
+
+PLANS = {
+    "not TOML": ("[techniques\nprecision = 1", ["p.toml", "not valid TOML", "line 1"]),
+    "an unknown technique": ("[techniques]\n\nprecison = 'bf16-mixed'", ["p.toml:3", "precison", "'precision'"]),
+    "an unknown setting": ("[techniques]\nprecision = 'bf16-mix'", ["p.toml:2", "'bf16-mixed'"]),
+    "a wrong type": ("[techniques]\nchannels_last = 'yes'", ["p.toml:2", "channels_last"]),
+    "an unknown part": ("[technique]\nprecision = 'bf16-mixed'", ["p.toml:1", "'techniques'"]),
+    "a later version": ("[hasten]\nversion = 99", ["p.toml:2", "99"]),
+    "no table": ("techniques = 3", ["p.toml:1"]),
+    "other hardware": ("[machine]\ndevice = 'tpu'\ncores = 2", ["made on a machine that trains on tpu", "--any-machine"]),
+    "not text": ("\udcff", ["p.toml"]),
+}
+
+
+@pytest.mark.parametrize("case", PLANS.values(), ids=PLANS.keys())
+def test_a_plan_that_cannot_be_used(folder: Path, case: tuple[str, list[str]]) -> None:
+    text, words = case
+    (folder / "p.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
+    message = said(folder, "run", "--plan", "p.toml", "train.py")
+    for word in words:
+        assert word in message
+
+
+def test_a_plan_for_other_hardware_can_be_insisted_on(folder: Path) -> None:
+    write(folder, "p.toml", "[machine]\ndevice = 'tpu'\ncores = 2\n[techniques]\nchannels_last = true")
+    done = execute(HASTEN, "run", "--any-machine", "--plan", "p.toml", "torchless.py", cwd=folder)
+    assert (done.code, done.out) == (0, "nothing to train\n")
+
+
+def test_settings_that_do_nothing_are_said(folder: Path) -> None:
+    write(folder, "p.toml", "[techniques]\nfused_optimizer = false\npin_memory = true\n")
+    done = execute(HASTEN, "run", "--plan", "p.toml", "torchless.py", cwd=folder)
+    assert done.code == 0
+    assert "p.toml:2: fused_optimizer = false installs nothing" in done.err
+    quiet = execute(HASTEN, "run", "--quiet", "--plan", "p.toml", "torchless.py", cwd=folder)
+    assert quiet.err == ""
+
+
+RUN = {
+    "fails at once": (["tune", "--budget", "60s", "fails.py"], ["fails by itself", "no data here", "fails.py:2"]),
+    "no training": (["tune", "--budget", "60s", "idle.py"], ["no training was found"]),
+    "no torch": (["tune", "--budget", "60s", "torchless.py"], ["no training was found"]),
+    "no such module": (["tune", "--budget", "60s", "-m", "no.such.module"], ["fails by itself", "no.such"]),
+    "too short a budget": (["tune", "--budget", "5s", "train.py"], ["a budget of 5 s is too short", "--budget"]),
+}
+
+
+@pytest.mark.parametrize("case", RUN.values(), ids=RUN.keys())
+def test_what_the_first_trial_shows(folder: Path, case: tuple[list[str], list[str]]) -> None:
+    before = sorted(path.name for path in folder.iterdir())
+    arguments, words = case
+    done = execute(HASTEN, *arguments, cwd=folder)
+    assert done.code not in (0, -2, -15)
+    for word in words:
+        assert word in done.err
+    # The script's own last words may hold a traceback: its own, without a frame of ours.
+    assert "src/hasten" not in done.err
+    assert sorted(path.name for path in folder.iterdir()) == before
