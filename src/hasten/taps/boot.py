@@ -99,11 +99,11 @@ def _hide_our_frames() -> None:
         show_in_thread = threading.excepthook
 
         def without_ours_either(args: threading.ExceptHookArgs) -> None:
-            if args.exc_value is None:
-                return show_in_thread(args)
-            _strip(args.exc_value, ours, set())
-            told = (args.exc_type, args.exc_value, args.exc_value.__traceback__, args.thread)
-            return show_in_thread(threading.ExceptHookArgs(told))
+            if args.exc_value is not None:
+                _strip(args.exc_value, ours, set())
+                told = (args.exc_type, args.exc_value, args.exc_value.__traceback__, args.thread)
+                args = threading.ExceptHookArgs(told)
+            show_in_thread(args)
 
         threading.excepthook = without_ours_either
 

@@ -366,7 +366,7 @@ class Overlay:
 
     def _under_sqlite(self) -> None:
         """SQLite opens its files in C."""
-        module = sys.modules["sqlite3"]
+        module: Any = sys.modules["sqlite3"]
         plain = module.connect
 
         @functools.wraps(plain)

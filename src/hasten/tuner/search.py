@@ -19,6 +19,7 @@ from hasten.tuner.trial import Trial, Trials
 _LEAST_GAIN = 1.01
 _HOPELESS = 0.97  # one trial this much slower than the last is not repeated
 _CLEAR = 1.12  # one trial this much faster needs one repetition, not two
+_DOUBTED = 3  # pairs after which a technique that still shows no gain is dropped from the combination
 _FRESH = 20.0  # seconds for which a measurement of the present plan stands beside a new one: machines drift
 _LAST = ("compile",)  # tried when the rest is settled: each change of what it compiles costs a compilation
 
@@ -229,7 +230,7 @@ class Search:
             if pairs is None:
                 continue
             ratio = ratio_of(pairs)
-            if ratio.high < _LEAST_GAIN or ratio.ratio < 0.995:
+            if ratio.ratio < 1.0 and (len(pairs) == _DOUBTED or ratio.high < 1.0):
                 self._note(name, self.plan[name], "dropped", "no longer helps in the combination", ratio, start)
                 self.say(f"{name} no longer helps in the combination ({ratio.ratio:.2f}x): dropped")
                 self.plan = without
@@ -246,16 +247,16 @@ class Search:
         self.plan = {name: setting for name, setting in self.plan.items() if name not in names}
 
     def _pairs_without(self, without: Settings) -> list[tuple[Timing, Timing]] | None:
-        """Pairs of (without, with), two where the first leaves doubt; None where it does not run without."""
+        """Pairs of (without, with), three where the first leave doubt; None where it does not run without."""
         pairs: list[tuple[Timing, Timing]] = []
-        while len(pairs) < 2:
+        while len(pairs) < _DOUBTED:
             full = self.measured(self.plan, fresh=bool(pairs))
             less = self.trials.run(without, timeout=self._timeout())
             if full.timing is None or less.timing is None:
                 return None
             self._latest[_key(without)] = (less, time.monotonic())
             pairs.append((less.timing, full.timing))
-            if ratio_of(pairs).ratio > 1.05 or self._seconds_left() <= 0:
+            if ratio_of(pairs).ratio > 1.03 or self._seconds_left() <= 0:
                 break
         return pairs
 
