@@ -139,7 +139,7 @@ def test_a_validation_pass_between_epochs_is_not_a_step(script: Script) -> None:
         (1, False, 3),
         (0, True, 1),
     ]
-    assert [(step, losses) for step, losses, _ in script.recorder.validations] == [(1, [0, 1, 2])]
+    assert [(step, total, count) for step, total, count, _ in script.recorder.validations] == [(1, 3, 3)]
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["to its end", "left early"])
@@ -163,7 +163,7 @@ def test_a_validation_before_training_is_of_step_0(script: Script) -> None:
         script.recorder.validation_loss(3.0)
     for _ in script.batches(1):
         script.train()
-    assert [(step, losses) for step, losses, _ in script.recorder.validations] == [(0, [3.0, 3.0])]
+    assert [(step, total, count) for step, total, count, _ in script.recorder.validations] == [(0, 6.0, 2)]
 
 
 def test_two_loaders_zipped_are_one_sequence_of_steps(script: Script) -> None:
@@ -358,8 +358,19 @@ class AnyScript(RuleBasedStateMachine):
         assert len(recorder.passes) == begun  # every pass that began has ended, once
         for over in recorder.passes:
             assert 0 <= over.start <= over.first <= over.end
-        assert sum(len(losses) for _, losses, _ in recorder.validations) <= 10_000
+        assert sum(count for _, _, count, _ in recorder.validations) <= 10_000
 
 
 AnyScript.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 test_any_script = AnyScript.TestCase
+
+
+def test_a_long_run_keeps_every_so_manieth_step_and_no_more() -> None:
+    recorder = Recorder()
+    recorder.optimizer_step(1, 0.0, 0.0, 0.0)
+    for _ in range(100_000):
+        recorder.backward(0.0, [1.0])
+        recorder.optimizer_step(1, 0.0, 0.0, 0.0)
+    assert recorder.steps == 100_000
+    assert len(recorder.step_start) == len(recorder.step_phases) == len(recorder.step_losses) < 20_000
+    assert recorder.every == 8

@@ -152,13 +152,13 @@ Train = Callable[..., Trained]
 
 @pytest.fixture
 def train(fork_server: subprocess.Popen[str], tmp_path: Path) -> Train:
-    """Run a script: by Python, or with a plan (`name=setting`) as `hasten run --evidence` does.
+    """Run a script: by Python, or with a plan (`name=setting`) as `hasten run` does, by default with `--evidence`.
 
     The script leaves what is to be compared by `torch.save({...}, "left.pt")`.
     """
     count = [0]
 
-    def run(script: str, **plan: Setting) -> Trained:
+    def run(script: str, listen: bool = True, **plan: Setting) -> Trained:
         import torch
 
         count[0] += 1
@@ -167,7 +167,7 @@ def train(fork_server: subprocess.Popen[str], tmp_path: Path) -> Train:
         # Every run is of the same file name, which is part of tracebacks and of what evidence says.
         (folder / "train.py").write_text(textwrap.dedent(script))
         evidence = folder / "evidence.json"
-        config = RunConfig(techniques=plan, evidence=str(evidence), command=("train.py",))
+        config = RunConfig(techniques=plan, evidence=str(evidence) if listen else "", command=("train.py",))
         job = {
             "script": str(folder / "train.py"),
             "folder": str(folder),

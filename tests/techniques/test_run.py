@@ -12,6 +12,7 @@ from torch import nn
 from hasten.cli.techniques import catalogue_page
 from hasten.run import Run
 from hasten.techniques import CATALOGUE, Effect, Resource, Technique, build, overrides, toml_value
+from tests.techniques.conftest import Train, close
 
 PLACES = (
     "process",
@@ -136,6 +137,56 @@ def test_a_technique_that_is_off_costs_nothing() -> None:
     def call() -> None: ...
 
     assert run.wrapped("forward", call) is call
+
+
+def test_all_together_with_nobody_listening(train: Train) -> None:
+    script = """
+        import torch
+        from torch import nn
+        from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+        class Images(Dataset):
+            def __len__(self): return 12
+            def __getitem__(self, index): return torch.full((3, 6, 6), index / 12), index % 2
+
+        torch.manual_seed(0)
+        torch.autograd.set_detect_anomaly(True)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 2))
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        losses = []
+        tensors = TensorDataset(torch.rand(8, 3, 6, 6), torch.randint(0, 2, (8,)))
+        loaders = [DataLoader(Images(), 4, shuffle=True), DataLoader(tensors, 4)]
+        for epoch in range(2):
+            for loader in loaders:
+                model.train()
+                for x, y in loader:
+                    loss = nn.functional.cross_entropy(model(x), y)
+                    optimizer.zero_grad(set_to_none=False); loss.backward(); optimizer.step()
+                    losses.append(loss.item())
+                model.eval()
+                losses += [nn.functional.cross_entropy(model(x), y).item() for x, y in loader]
+        torch.save({"losses": losses, "model": model.state_dict()}, "left.pt")
+    """
+    plan: dict[str, Any] = {
+        "sample_cache": "samples",
+        "batched_fetch": True,
+        "loader_workers": 1,
+        "debug_off": True,
+        "no_grad_validation": True,
+        "cudnn_benchmark": True,
+        "matmul_precision": "medium",
+        "fused_optimizer": True,
+        "set_to_none": True,
+        "precision": "16-mixed",
+        "channels_last": True,
+    }
+    plain, changed = train(script), train(script, False, **plan)
+    assert plain.code == changed.code == 0, changed.err
+    assert changed.err == ""  # nothing was skipped, and everything found something to act on
+    assert changed.evidence is None
+    # The orders of later epochs are others (loader_workers is `sampling`); the first loader's first epoch is not.
+    assert close(plain.left["losses"][:3], changed.left["losses"][:3], 0.05)
+    assert max(changed.left["losses"]) < 5
 
 
 def test_every_technique_says_what_it_is() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from hasten.evidence.schema import Pass, Phase
 
 _STALE_AFTER = 50  # optimizer steps on one batch before its loader is taken to be over (a batch kept by hand)
+_KEPT = 20_000  # steps kept at the most
 _BLANK = (0.0,) * len(Phase)
 
 
@@ -58,7 +59,9 @@ class Recorder:
         self.step_phases: list[list[float]] = []
         self.step_losses: list[list[Any]] = []
         self.passes: list[Pass] = []
-        self.validations: list[tuple[int, list[Any], float]] = []
+        self.validations: list[tuple[int, Any, int, float]] = []  # step, sum of losses, how many, when
+        self.steps = 0
+        self.every = 1  # every which step is kept
         self.optimizer_steps: dict[int, int] = {}
         self.step_of = "batch"
         self._loose = OpenPass(-1, None, self.origin, None)  # what happens outside every loader
@@ -66,7 +69,8 @@ class Recorder:
         self._open: dict[int, OpenPass] = {}
         self._beside: OpenPass | None = None  # the training pass that was interrupted to ask this one
         self._marker: int | None = None
-        self._validation_losses: list[Any] = []
+        self._validation: Any = None  # sum of the losses since the last backward, on their device
+        self._validated = 0
 
     # -- loaders -------------------------------------------------------------------------------------
 
@@ -153,7 +157,7 @@ class Recorder:
     def backward(self, seconds: float, losses: list[Any]) -> None:
         """`backward` was called on `losses` (detached, unread)."""
         current = self._current
-        if self._validation_losses:
+        if self._validated:
             self._flush_validation()
         current.phases[Phase.BACKWARD] += seconds
         current.losses += losses
@@ -191,7 +195,8 @@ class Recorder:
 
     def validation_loss(self, loss: Any) -> None:
         """A loss was computed in eval mode or without a graph (unread)."""
-        self._validation_losses.append(loss)
+        self._validation = loss if self._validation is None else self._validation + loss
+        self._validated += 1
 
     def _end_step(self, over: OpenPass, at: float) -> None:
         started, phases = over.step_start, over.phases
@@ -200,21 +205,31 @@ class Recorder:
         over.optimizer_steps = 0
         if over.trained or over is self._loose:
             phases[Phase.OTHER] = max(0.0, at - started - sum(phases) + phases[Phase.OTHER])
-            self.step_start.append(started - self.origin)
-            self.step_phases.append(phases)
-            self.step_losses.append(over.losses)
+            if self.steps % self.every == 0:
+                self._keep(started - self.origin, phases, over.losses)
+            self.steps += 1
             if self.on_step:
-                self.on_step(len(self.step_start))
+                self.on_step(self.steps)
         over.phases, over.losses = list(_BLANK), []
 
+    def _keep(self, start: float, phases: list[float], losses: list[Any]) -> None:
+        """Keep a step; of a long run every second, then every fourth, so that memory stays bounded."""
+        self.step_start.append(start)
+        self.step_phases.append(phases)
+        self.step_losses.append(losses)
+        if len(self.step_start) >= _KEPT:
+            for kept in (self.step_start, self.step_phases, self.step_losses):
+                del kept[1::2]
+            self.every *= 2
+
     def _flush_validation(self) -> None:
-        self.validations.append((len(self.step_start), self._validation_losses, self.now() - self.origin))
-        self._validation_losses = []
+        self.validations.append((self.steps, self._validation, self._validated, self.now() - self.origin))
+        self._validation, self._validated = None, 0
 
     def close(self) -> None:
         """The run is over: end what is still open."""
         at = self.now()
-        if self._validation_losses:
+        if self._validated:
             self._flush_validation()
         for opened in list(self._open.values()):
             if opened.step_start is not None and opened.trained:

@@ -172,6 +172,8 @@ class Evidence:
         step_start: When each training step began.
         step_phases: Per step, seconds by `PHASES`; they add up to the step.
         losses: Per step, the sum of the losses that `backward` was called on; None where there is no finite one.
+        steps: How many training steps there were.
+        every: Every which of them `step_start`, `step_phases` and `losses` hold; more than 1 in a long run.
         bad_losses: How many of the losses were NaN or infinite.
         step_of: "batch" (a step is a batch of the training loader) or "optimizer" (an optimizer step).
         ended: "finished" (the script ended), "complete" (the trial had what it wanted), "failed".
@@ -195,6 +197,8 @@ class Evidence:
     step_of: str
     ended: str
     ended_at: float
+    steps: int = 0
+    every: int = 1
     bad_losses: int = 0
     error: str = ""
     skipped: tuple[str, ...] = ()

@@ -52,9 +52,7 @@ def _tap_losses(session: Any) -> None:
             value = plain(*args, **kwargs)
             if not is_compiling() and session.validating and session.run.recorder is not None:
                 if isinstance(value, torch.Tensor):
-                    session.run.recorder.validation_loss(
-                        value.detach() if value.numel() == 1 else value.detach().mean()
-                    )
+                    session.run.recorder.validation_loss(value.detach().float().mean())
             return value
 
         return loss

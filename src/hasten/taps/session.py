@@ -22,7 +22,6 @@ from hasten.techniques.compute.compile import compiler
 from hasten.techniques.compute.fused_optimizer import why_not_fusable
 from hasten.techniques.data.probe import probe
 
-_KEPT_LOSSES = 5_000
 _COMPILED_BY = 5  # steps after which compilation is over and a trial's seconds count
 
 
@@ -165,11 +164,11 @@ class Session:
             losses=losses,
             bad_losses=sum(1 for loss in losses if loss is not None and not math.isfinite(loss)),
             validations=tuple(
-                Validation(step, mean, len(losses), at)
-                for step, losses, at in recorder.validations
-                if (mean := _mean(losses)) is not None
+                Validation(step, float(total) / count, count, at) for step, total, count, at in recorder.validations
             ),
             passes=tuple(recorder.passes),
+            steps=recorder.steps,
+            every=recorder.every,
             step_of=recorder.step_of,
             ended=self.ended or ("failed" if self.error else "finished"),
             ended_at=recorder.now() - recorder.origin,
@@ -210,20 +209,10 @@ def _numbers(steps: list[list[Any]]) -> list[float | None]:
     """Sum of each step's losses; one read of the device for all of them."""
     import torch
 
-    thinned = max(1, len(steps) // _KEPT_LOSSES)
-    sums = [
-        torch.stack([loss.float().reshape(()) for loss in losses]).sum() if losses and i % thinned == 0 else None
-        for i, losses in enumerate(steps)
-    ]
+    sums = [torch.stack([loss.float().reshape(()) for loss in losses]).sum() if losses else None for losses in steps]
     present = [value for value in sums if value is not None]
     values = iter(torch.stack([value.cpu() for value in present]).tolist() if present else ())
     return [None if value is None else next(values) for value in sums]
-
-
-def _mean(losses: list[Any]) -> float | None:
-    import torch
-
-    return float(torch.stack([loss.float().reshape(()).cpu() for loss in losses]).mean()) if losses else None
 
 
 def _peak_memory() -> int:

@@ -134,8 +134,12 @@ class Precision(Technique):
         """With fp16: scale the loss, unscale the gradients."""
         if self.setting != "16-mixed":
             return call
-        self._scaler = _Scaler(call)
-        return self._scaler.backward
+        scaler = self._scaler = _Scaler(call)
+
+        def scaled(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            scaler.backward(tensors, *args, **kwargs)
+
+        return scaled
 
 
 def device_to_cast(module: Any, torch: Any) -> str:
