@@ -27,7 +27,7 @@ def simulated(draw: random.Random, step: float, process: float = 0.02, block: fl
 
 
 @given(st.lists(seconds, min_size=1, max_size=12), st.floats(0.1, 10), st.integers(1, 4))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_a_constant_factor_is_found_exactly(blocks: list[float], factor: float, pairs: int) -> None:
     """Whatever the times: other blocks of the same kind cannot make the centre anything but the factor."""
     base = timing([statistics.median(blocks)] * 5)
@@ -39,7 +39,7 @@ def test_a_constant_factor_is_found_exactly(blocks: list[float], factor: float, 
 
 
 @given(st.lists(st.tuples(st.lists(seconds, min_size=1, max_size=6), st.lists(seconds, min_size=1, max_size=6)), min_size=1, max_size=4))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_the_interval_holds_the_ratio_and_turns_with_the_sides(sides: list[tuple[list[float], list[float]]]) -> None:
     pairs = [(timing(a), timing(b)) for a, b in sides]
     there = ratio_of(pairs)
@@ -58,26 +58,26 @@ def test_what_is_compared_can_be_chosen() -> None:
 
 
 def test_intervals_of_five_pairs_hold_the_truth_about_as_often_as_they_say() -> None:
-    """Bootstrap over five pairs is known to be somewhat narrow: at least 80 of 100 nominal 95 % intervals."""
+    """Bootstrap over five pairs is known to be somewhat narrow: at least 22 of 30 nominal 95 % intervals."""
     draw = random.Random(11)
     truth, held = 1.1, 0
-    for _ in range(100):
+    for _ in range(30):
         pairs = [(simulated(draw, truth), simulated(draw, 1.0)) for _ in range(5)]
         ratio = ratio_of(pairs)
         held += ratio.low <= truth <= ratio.high
-    assert 80 <= held <= 100
+    assert 22 <= held <= 30
 
 
 def test_two_alike_are_seldom_called_different() -> None:
     draw = random.Random(12)
-    wins = sum(ratio_of([(simulated(draw, 1.0), simulated(draw, 1.0)) for _ in range(5)]).low > 1.0 for _ in range(100))
-    assert wins <= 12
+    wins = sum(ratio_of([(simulated(draw, 1.0), simulated(draw, 1.0)) for _ in range(5)]).low > 1.0 for _ in range(30))
+    assert wins <= 5
 
 
 @pytest.mark.parametrize(("seeds", "others"), [(3, 3), (5, 5), (5, 1), (10, 3)])
 def test_the_band_holds_ninety_nine_of_a_hundred(seeds: int, others: int) -> None:
     draw = random.Random(seeds * 100 + others)
-    trials, held = 4000, 0
+    trials, held = 3000, 0
     for _ in range(trials):
         low, high = prediction_band([draw.gauss(2.0, 0.3) for _ in range(seeds)], others)
         held += low <= statistics.fmean(draw.gauss(2.0, 0.3) for _ in range(others)) <= high

@@ -73,5 +73,11 @@ def _writable(path: Path) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise HastenError(f"cannot write the evidence {path}: no such folder {folder}")
-    if not os.access(folder, os.W_OK) or path.is_dir():
-        raise HastenError(f"cannot write the evidence {path}: not a file that can be written")
+    probe = folder / f".hasten-{os.getpid()}.tmp"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise HastenError(f"cannot write the evidence {path}: {error.strerror}") from None
+    if path.is_dir():
+        raise HastenError(f"cannot write the evidence {path}: it is a folder")
