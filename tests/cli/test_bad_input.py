@@ -82,7 +82,10 @@ PLANS = {
     "an unknown part": ("[technique]\nprecision = 'bf16-mixed'", ["p.toml:1", "'techniques'"]),
     "a later version": ("[hasten]\nversion = 99", ["p.toml:2", "99"]),
     "no table": ("techniques = 3", ["p.toml:1"]),
-    "other hardware": ("[machine]\ndevice = 'tpu'\ncores = 2", ["made on a machine that trains on tpu", "--any-machine"]),
+    "other hardware": (
+        "[machine]\ndevice = 'tpu'\ncores = 2",
+        ["made on a machine that trains on tpu", "--any-machine"],
+    ),
     "not text": ("\udcff", ["p.toml"]),
 }
 

@@ -263,5 +263,3 @@ def test_without_torch_evidence_says_that_nothing_was_trained(tmp_path: Path) ->
     done = hastened(tmp_path, "--evidence", "e.json", "train.py")
     assert done == plain(tmp_path, "train.py")
     assert not (tmp_path / "e.json").exists()
-
-

@@ -266,7 +266,9 @@ PATHS = ["f", "g", "d", "d/f", "d/g", "d/e", "d/e/f", "n", "n/f", "n/e", "n/e/g"
 )
 @given(
     st.lists(
-        st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(PATHS), st.sampled_from(PATHS)), min_size=12, max_size=25),
+        st.lists(
+            st.tuples(st.sampled_from(KINDS), st.sampled_from(PATHS), st.sampled_from(PATHS)), min_size=12, max_size=25
+        ),
         min_size=60,
         max_size=60,
     )

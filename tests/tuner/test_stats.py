@@ -38,7 +38,13 @@ def test_a_constant_factor_is_found_exactly(blocks: list[float], factor: float, 
     assert ratio.high == pytest.approx(factor)
 
 
-@given(st.lists(st.tuples(st.lists(seconds, min_size=1, max_size=6), st.lists(seconds, min_size=1, max_size=6)), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.tuples(st.lists(seconds, min_size=1, max_size=6), st.lists(seconds, min_size=1, max_size=6)),
+        min_size=1,
+        max_size=4,
+    )
+)
 @settings(max_examples=8, deadline=None)
 def test_the_interval_holds_the_ratio_and_turns_with_the_sides(sides: list[tuple[list[float], list[float]]]) -> None:
     pairs = [(timing(a), timing(b)) for a, b in sides]
@@ -85,7 +91,9 @@ def test_the_band_holds_ninety_nine_of_a_hundred(seeds: int, others: int) -> Non
     assert 0.983 <= held / trials <= 0.997
 
 
-@given(st.lists(st.floats(-100, 100), min_size=2, max_size=15), st.integers(1, 10), st.floats(0.1, 10), st.floats(-50, 50))
+@given(
+    st.lists(st.floats(-100, 100), min_size=2, max_size=15), st.integers(1, 10), st.floats(0.1, 10), st.floats(-50, 50)
+)
 def test_a_band_moves_and_grows_with_its_values(values: list[float], others: int, scale: float, shift: float) -> None:
     low, high = prediction_band(values, others)
     assert low <= statistics.fmean(values) <= high
