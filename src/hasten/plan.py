@@ -73,7 +73,7 @@ class Plan:
 
         path = Path(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except FileNotFoundError:
             raise HastenError(
                 f"no plan at {path}",

@@ -80,7 +80,7 @@ ENDS = {
     "Ctrl-C raised": "raise KeyboardInterrupt",
     "a missing import": "import torch_is_not_this",
     "a syntax error": "def f(:\n    pass",
-    "an error in a thread": "import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.name = 'T'\nt.start()\nt.join()",
+    "an error in a thread": "import threading as t\nt = t.Thread(target=lambda: 1 / 0, name='T')\nt.start()\nt.join()",
     "an error at exit": "import atexit\n@atexit.register\ndef f():\n    raise OSError('late')",
     "its own excepthook": "import sys\nsys.excepthook = lambda *a: print('mine', a[1])\nraise ValueError('x')",
 }
@@ -248,7 +248,8 @@ def test_output_comes_as_it_is_written(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         assert process.stdout.read(5) == "who? "
         process.stdin.write("you\n")
         process.stdin.flush()

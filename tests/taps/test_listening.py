@@ -181,7 +181,7 @@ tell(weights=digest(model))
 
 
 def test_no_loader_at_all(tmp_path: Path) -> None:
-    """nanoGPT's way: batches gathered by hand, evaluation in between. A step runs from one optimizer step to the next."""
+    """nanoGPT's way: batches gathered by hand, evaluation in between. A step ends with an optimizer step."""
     evidence, said = heard(
         tmp_path,
         """
@@ -222,7 +222,8 @@ data = TensorDataset(torch.randn(40, 5))
 model = nn.Linear(5, 1)
 optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
 calls = 0
-for loader in (StatefulDataLoader(data, 8), StatefulDataLoader(data, 8, num_workers=1), DataLoader(data, 8, num_workers=2)):
+stateful = StatefulDataLoader(data, 8), StatefulDataLoader(data, 8, num_workers=1)
+for loader in (*stateful, DataLoader(data, 8, num_workers=2)):
     for (x,) in loader:
         def closure():
             global calls
@@ -287,9 +288,11 @@ for kind in ("wrapped", "in_place", "stepped"):
         with torch.no_grad():
             for x, y in loader:
                 loss_of(x, y) if kind == "stepped" else criterion(model(x), y)
-    found.append([kind, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), len(counters["recompiles"])])
+    breaks = sum(counters["graph_break"].values())
+    found.append([kind, counters["stats"]["unique_graphs"], breaks, len(counters["recompiles"])])
 report = torch._dynamo.explain(explained)(torch.randn(2, 6))
-tell(found=found, breaks=report.graph_break_count, graphs=report.graph_count, weights=digest(wrapped, in_place, stepped))
+weights = digest(wrapped, in_place, stepped)
+tell(found=found, breaks=report.graph_break_count, graphs=report.graph_count, weights=weights)
 """,
     )
     assert said["breaks"] == 0

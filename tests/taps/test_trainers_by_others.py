@@ -60,9 +60,11 @@ for epoch in range(2):
 tell(accelerator.unwrap_model(model))
 """,
     )
-    assert len(evidence.step_start) == 16
-    # Accelerate divides the loss by the number of batches that are accumulated.
-    assert evidence.losses == pytest.approx([loss / 2 for loss in said["losses"]], rel=1e-5)
+    # Accelerate asks for each batch one ahead, so the last of an epoch is trained on behind the loader's end; and it
+    # divides the loss by the number of batches that are accumulated.
+    assert len(evidence.step_start) == 14
+    told = [loss / 2 for loss in said["losses"]]
+    assert evidence.losses == pytest.approx([*told[:7], *told[8:15]], rel=1e-5)
     assert evidence.optimizers[0].steps == 8
 
 
@@ -88,7 +90,8 @@ class Net(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 data = TensorDataset(torch.randn(64, 4), torch.randint(0, 3, (64,)))
 model = Net()
-trainer = L.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = L.Trainer(max_epochs=2, accelerator="cpu", **quiet)
 trainer.fit(model, DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=16))
 tell(model)
 """,

@@ -177,7 +177,7 @@ def test_all_together_with_nobody_listening(train: Train) -> None:
         "matmul_precision": "medium",
         "fused_optimizer": True,
         "set_to_none": True,
-        "precision": "16-mixed",
+        "precision": "bf16-mixed",
         "channels_last": True,
     }
     plain, changed = train(script), train(script, False, **plan)

@@ -33,9 +33,11 @@ def run(
     arguments = process_arguments(command)
     chosen = Plan() if no_plan else Plan.read(plan)
     check(chosen)
-    _fits_machine(chosen, any_machine)
+    _fits_machine(chosen, any_machine, quiet)
     if evidence is not None:
         _writable(evidence)
+        if evidence.is_file():
+            evidence.unlink()  # that of another run would be taken for this one's
     if not quiet:
         for remark in remarks(chosen, this_machine()):
             print(f"hasten: {remark}", file=sys.stderr)
@@ -51,7 +53,7 @@ def run(
     os.execve(arguments[0], arguments, env)
 
 
-def _fits_machine(plan: Plan, any_machine: bool) -> None:
+def _fits_machine(plan: Plan, any_machine: bool, quiet: bool) -> None:
     """A plan for a GPU is not a plan for a CPU, nor the other way round; other differences are said."""
     machine, made_on = this_machine(), plan.machine
     device = made_on.get("device", machine.device)
@@ -61,7 +63,7 @@ def _fits_machine(plan: Plan, any_machine: bool) -> None:
             "tune anew here, or run with --any-machine",
             code=3,
         )
-    if made_on and (made_on.get("cpu"), made_on.get("cores")) != (machine.cpu, machine.cores):
+    if not quiet and made_on and (made_on.get("cpu"), made_on.get("cores")) != (machine.cpu, machine.cores):
         print(
             f"hasten: {plan.path} was measured on {made_on.get('cores')} cores of {made_on.get('cpu')}; this machine "
             f"has {machine.cores} of {machine.cpu}: its speed-up may be another",

@@ -62,6 +62,8 @@ def process_arguments(command: list[str]) -> list[str]:
     if (path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK))) or (path / "__main__.py").is_file():
         return [sys.executable, *command]
     if ("/" not in first and first.endswith(".py")) or not shutil.which(first):
+        if path.is_dir():
+            raise HastenError(f"{first} is a folder without a __main__.py", "name the script in it")
         near = [str(found) for found in Path(path.parent).glob("*.py")] if path.parent.is_dir() else []
         raise HastenError(f"no such script: {first}", did_you_mean(first, near) or f"looked in {Path.cwd()}")
     return [str(shutil.which(first)), *command[1:]]

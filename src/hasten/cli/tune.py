@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -42,6 +43,7 @@ def tune(
     command = training(ctx)
     arguments = process_arguments(command)
     _compiles(command)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: trials end, the best so far is kept
     options = TuneOptions(_seconds(budget), seeds, _allowed(allow), frozenset(map(_technique, only)))
     _writable(out)
     start = time.monotonic()
@@ -62,6 +64,8 @@ def _leave(plan: Plan, proof: Proof, out: Path) -> None:
     from hasten.report import html, terminal
 
     stem = out.with_name("hasten-report" if out.name == DEFAULT_NAME else f"{out.stem}-report")
+    if out.exists():
+        out.replace(out.with_name(f"{out.name}.bak"))  # a person may have edited it
     plan.write(out)
     proof.write(stem.with_suffix(".json"))
     html.write(proof, stem.with_suffix(".html"))
@@ -120,3 +124,9 @@ def _writable(out: Path) -> None:
         ) from None
     if out.is_dir():
         raise HastenError(f"cannot write the plan {out}: it is a folder", "name another file with --out FILE")
+    if out.exists():
+        try:
+            Plan.read(out)
+        except HastenError as error:
+            why = error.message.splitlines()[0]
+            raise HastenError(f"{out} exists and is not a plan ({why})", "name another file with --out FILE") from None

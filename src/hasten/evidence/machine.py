@@ -90,7 +90,8 @@ def _cpu() -> tuple[str, tuple[str, ...]]:
 
 def _gpus() -> tuple[str, ...]:
     """Names of the visible NVIDIA GPUs; none where there is no driver."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+    driver = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last is WSL's
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1") or not any(map(os.path.exists, driver)):
         return ()
     try:
         import pynvml

@@ -224,7 +224,11 @@ class Evidence:
         return next((loader for loader in self.loaders if loader.role == "train"), None)
 
     def write(self, path: Path) -> None:
-        """Write as JSON, whole or not at all."""
+        """Write as JSON, whole or not at all (a pipe or a device is written to as it is)."""
+        path = path.resolve()
+        if path.exists() and not path.is_file():
+            path.write_text(json.dumps(_finite(dataclasses.asdict(self)), allow_nan=False))
+            return
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         temporary.write_text(json.dumps(_finite(dataclasses.asdict(self)), allow_nan=False))
         temporary.replace(path)

@@ -73,7 +73,7 @@ def _tap_steps(session: Any) -> None:
 
     run = session.run
     begun: dict[int, tuple[float, float]] = {}
-    probes = [10 if session.trial is not None and session.trial.probe else 0]
+    probes = session.trial is not None and session.trial.probe
 
     def before(optimizer: Any, *_: Any) -> None:
         if run.recorder is not None:
@@ -83,8 +83,7 @@ def _tap_steps(session: Any) -> None:
         start = begun.pop(id(optimizer), None)
         if run.recorder is None or start is None:
             return
-        if probes[0] > 0:
-            probes[0] -= 1
+        if probes and not run.seen.get("missing_gradients"):
             groups = optimizer.param_groups
             if any(p.requires_grad and p.grad is None for group in groups for p in group["params"]):
                 run.seen["missing_gradients"] = True

@@ -65,10 +65,31 @@ def _tap_losses(session: Any) -> None:
             session.run.seen["attention"] = True
         return attend(*args, **kwargs)
 
-    functional.scaled_dot_product_attention = attention
-    for name in _LOSSES:
-        if hasattr(functional, name):
-            setattr(functional, name, tap(getattr(functional, name)))
+    taps = {name: tap(getattr(functional, name)) for name in _LOSSES if hasattr(functional, name)}
+    taps["scaled_dot_product_attention"] = attention
+    plains = {name: getattr(functional, name) for name in taps}
+    for name, tapped in taps.items():
+        setattr(functional, name, tapped)
+    _untapped_for_script(functional, taps, plains)
+
+
+def _untapped_for_script(functional: Any, taps: dict[str, Any], plains: dict[str, Any]) -> None:
+    """torch.jit.script reads the source of what it compiles: it must find torch's own functions."""
+    import torch
+
+    plain = torch.jit.script
+
+    @functools.wraps(plain)
+    def script(*args: Any, **kwargs: Any) -> Any:
+        for name, function in plains.items():
+            setattr(functional, name, function)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            for name, function in taps.items():
+                setattr(functional, name, function)
+
+    torch.jit.script = script
 
 
 def _tap_scaler(session: Any) -> None:

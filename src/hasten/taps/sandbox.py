@@ -32,6 +32,8 @@ _QUIET_LOGGERS = {
     "NEPTUNE_MODE": "debug",
     "CLEARML_OFFLINE_MODE": "1",
 }
+# Folders that are caches by definition; libraries write them by native code, too.
+_CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "NUMBA_CACHE_DIR", "MPLCONFIGDIR")
 
 
 def confine(scratch: str) -> None:
@@ -52,6 +54,9 @@ def confine(scratch: str) -> None:
         f"{home}/.nv",
     ]
     os.makedirs(caches[0], exist_ok=True)
+    caches += [os.environ[name] for name in _CACHES if os.environ.get(name)]
+    here = os.getcwd()
+    caches = [folder for folder in caches if not (here + os.sep).startswith(folder + os.sep)]
     free = [scratch, "/dev", "/proc", *caches]
     Overlay(os.path.join(scratch, "files"), free).install()
     unguarded = forbid_writing(free)
@@ -85,6 +90,8 @@ class Overlay:
             absolute = os.path.abspath(os.fsdecode(path))
         except TypeError:
             return None
+        if absolute.startswith("/dev/shm/"):  # a disk in memory, where a person may keep things too
+            return absolute
         if any(absolute == folder or absolute.startswith(folder + os.sep) for folder in self.free):
             return None
         return absolute
@@ -277,7 +284,7 @@ class Overlay:
     def _opening_descriptor(self, plain: Any) -> Any:
         @functools.wraps(plain)
         def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-            if dir_fd is None:
+            if dir_fd is None and flags & os.O_TMPFILE != os.O_TMPFILE:  # a file without a name replaces none
                 path = self.writing(path) if flags & _WRITING_FLAGS else self.reading(path)
             return int(plain(path, flags, mode, dir_fd=dir_fd))
 

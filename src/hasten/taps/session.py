@@ -130,7 +130,7 @@ class Session:
         path = Path(self.config.evidence)
         if not recorder.step_start and (path.exists() or self._is_fork):
             return  # a launcher, a worker, a helper: the process that trained leaves its own
-        if int(os.environ.get("RANK", "0") or 0) > 0:
+        if os.environ.get("RANK", "0").isdecimal() and int(os.environ.get("RANK", "0")) > 0:
             return
         try:
             self._evidence(recorder).write(path)

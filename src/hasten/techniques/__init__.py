@@ -93,5 +93,5 @@ def remarks(plan: Plan, machine: Machine) -> list[str]:
         if setting is False:
             said.append(f"{plan.where(name)}: {name} = false installs nothing; the line can go")
         elif why := CATALOGUE[name].useless(setting, machine):
-            said.append(f"{plan.where(name)}: {name} has no effect here: {why}")
+            said.append(f"{plan.where(name)}: {name} is of no use here: {why}")
     return said

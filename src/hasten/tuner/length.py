@@ -31,7 +31,7 @@ def length_of(command: Sequence[str], baseline: Timing) -> Length:
     words = list(command)
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
-        if _EPOCHS.match(name) and (value := value if equals else following).isdigit():
+        if _EPOCHS.match(name) and (value := value if equals else following).isdecimal():
             return Length(int(value), f"{name} {value} on the command line")
     seconds = max(1e-9, seconds_per_epoch(baseline))
     return Length(

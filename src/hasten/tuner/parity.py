@@ -32,7 +32,7 @@ def parity_of(baseline: Sequence[Trial], plan: Sequence[Trial]) -> Parity:
             TEST,
             note=f"fewer than {MIN_SEEDS} seeds a side could be run in the budget: one seed proves nothing",
         )
-    steps = min(len(trial.evidence.losses) for trial in (*baseline, *plan) if trial.evidence is not None)
+    steps = min((len(trial.evidence.losses) for trial in (*baseline, *plan) if trial.evidence is not None), default=0)
 
     def _training_loss(evidence: Evidence) -> float | None:
         later = [loss for loss in evidence.losses[steps // 2 : steps] if loss is not None]

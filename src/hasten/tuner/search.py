@@ -162,10 +162,10 @@ class Search:
                 break
         outcome, reason = verdict
         self._note(name, setting, outcome, reason, ratio, start)
-        self.say(f"{label}: {ratio.ratio:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}], {outcome}")
-        if outcome == "kept":
-            self.plan = plan
+        if outcome == "kept":  # before it is said: who reads that may press Ctrl-C and count on it
             self.gains[name] = Gain(name, setting, ratio, "when it was added", why)
+            self.plan = plan
+        self.say(f"{label}: {ratio.ratio:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}], {outcome}")
         return ratio.ratio
 
     def _verdict(self, ratio: Ratio, pairs: list[tuple[Timing, Timing]]) -> tuple[str, str] | None:

@@ -168,7 +168,7 @@ class _Tune:
         if not trouble:
             return
         exact = {name: value for name, value in search.plan.items() if CATALOGUE[name].effect is Effect.EXACT}
-        dropped = [name for name in search.plan if trouble.slower or name not in exact]
+        dropped = [name for name in search.plan if trouble.hopeless or name not in exact]
         self._take_back(search, dropped, trouble.reason)
         self.sides = self._in_turn(search, MIN_SEEDS)
         if again := self._trouble(search):
@@ -204,11 +204,11 @@ class _Tune:
         """Why the proof does not bear the plan out, if it does not."""
         if not search.plan:
             return None
+        failed = next((trial for trial in self.sides.plan if not trial.ok and trial.outcome != "nan"), None)
+        if failed is not None:
+            return _Trouble(f"a trial of the whole plan failed in its proof: {failed.outcome}: {failed.reason}", True)
         if not (timings := timings_of(self.sides.pairs)):
-            failed = next((trial for trial in self.sides.plan if not trial.ok), None)
-            return _Trouble(
-                f"the plan failed in its proof: {failed.reason if failed else 'no pair was measured'}", True
-            )
+            return _Trouble("no pair of baseline and plan could be measured", False)
         speed = ratio_of(timings)
         if speed.ratio < 1.0:
             return _Trouble(f"the proof did not confirm it: the whole plan ran at {speed.ratio:.2f}x", True)
@@ -226,10 +226,10 @@ class _Tune:
 
 @dataclass(frozen=True)
 class _Trouble:
-    """What the proof found. `slower`: nothing of the plan is worth keeping; else its result is in doubt."""
+    """What the proof found. `hopeless`: nothing of the plan is worth keeping; else its result is in doubt."""
 
     reason: str
-    slower: bool
+    hopeless: bool
 
 
 def _hopeless(trial: Trial, budget: float) -> HastenError:
@@ -245,4 +245,14 @@ def _hopeless(trial: Trial, budget: float) -> HastenError:
             f"the script did not come to train within {trial.seconds:.0f} s{said}",
             "give it a longer --budget",
         )
-    return HastenError(f"the script fails by itself: {trial.reason}{said}", "mend it first; hasten changed nothing yet")
+    refused = any(
+        word in trial.reason + trial.log for word in ("ermission", "No such file", "CalledProcessError", "EOF")
+    )
+    sandbox = (
+        "\n  If it works without hasten: in a trial, what native code or a subprocess writes outside the scratch "
+        "folder is refused, and there is no input to read"
+    )
+    return HastenError(
+        f"the script fails by itself, before hasten changed anything: {trial.reason}{said}",
+        f"mend it first{sandbox if refused else ''}",
+    )

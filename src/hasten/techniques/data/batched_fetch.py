@@ -31,12 +31,17 @@ class BatchedFetch(Technique):
             return Refusal(f"{loader.dataset} is not a TensorDataset with the default collate function")
         return Choices((True,), "samples lie in memory as tensors and are gathered one by one")
 
+    def loader_options(self, options: dict[str, Any]) -> None:
+        """Note which loaders will be gathered: where they have workers, that happens in those."""
+        batched = options["batch_size"] is not None or options["batch_sampler"] is not None
+        if row_tensors(_Planned(options["dataset"], options["collate_fn"], batched))[0] is not None:
+            self.did("loader")
+
     def fetcher(self, fetcher: Any) -> Any:
         """Gather batches at once where samples are rows of tensors."""
         tensors, rows = row_tensors(fetcher)
         if tensors is None:
             return fetcher
-        self.did("loader")
         return _Gather(fetcher, tensors, rows)
 
 
@@ -55,6 +60,17 @@ def row_tensors(fetcher: Any) -> tuple[tuple[Any, ...] | None, Any]:
     if type(dataset) is not TensorDataset or not dataset.tensors or any(t.requires_grad for t in dataset.tensors):
         return None, None
     return dataset.tensors, rows
+
+
+class _Planned:
+    """What `row_tensors` looks at, of a loader that is not built yet."""
+
+    def __init__(self, dataset: Any, collate_fn: Any, auto_collation: bool) -> None:
+        from torch.utils.data import default_collate
+
+        self.dataset = dataset
+        self.collate_fn = collate_fn or default_collate
+        self.auto_collation = auto_collation
 
 
 class _Gather:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 import zlib
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
 from hasten.data import SampleStore
-from hasten.data.sample_store import room
+from hasten.data.sample_store import pack, room
 from hasten.evidence import Evidence, LoaderFacts, Phase, Probe
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
 
+_AUDITED, _AUDIT_EVERY = 16, 1000  # kept samples that are made again and compared: the first, and every n-th
 _FAST = 20e-6  # seconds: what the cache itself takes per sample
 _DEPTH, _MOST, _SHORT = 8, 5000, 64  # how far `state_of` looks
 _LOADER_FUNCTION = "loader"  # where torchvision's DatasetFolder and its many imitations keep it
@@ -107,12 +110,47 @@ class SampleCache(Technique):
         return _CachedFetcher(fetcher, self._store_of(fetcher.dataset, len(fetcher.dataset)))
 
 
+class _Audited:
+    """A store that is looked over: its first samples, and some later ones, are made again and compared.
+
+    A dataset may read what no look at it shows (a global, a file that changed). One that does is found out within
+    the first repeated samples, and is read as ever from then on.
+    """
+
+    def __init__(self, store: SampleStore) -> None:
+        self._store = store
+        self._hits = 0
+        self._untrue = False
+
+    def get(self, key: Any, make: Callable[[Any], Any]) -> Any:
+        """The sample of a key, kept or made."""
+        if self._untrue:
+            return make(key)
+        sample = self._store.get(key)
+        if sample is SampleStore.MISSING:
+            sample = make(key)
+            self._store.put(key, sample)
+            return sample
+        self._hits += 1
+        if self._hits <= _AUDITED or self._hits % _AUDIT_EVERY == 0:
+            anew = make(key)
+            if pack(anew) != pack(sample):
+                self._untrue = True
+                print(
+                    "hasten: sample_cache: the same index gave another sample than before; the dataset is read without "
+                    "the cache from here on. Take sample_cache out of the plan.",
+                    file=sys.stderr,
+                )
+            return anew
+        return sample
+
+
 class _CachedFetcher:
     """A fetcher that asks the store first."""
 
     def __init__(self, fetcher: Any, store: SampleStore) -> None:
         self._fetcher = fetcher
-        self._store = store
+        self._kept = _Audited(store)
         self.dataset = fetcher.dataset
 
     def __getattr__(self, name: str) -> Any:
@@ -120,14 +158,7 @@ class _CachedFetcher:
 
     def fetch(self, indices: Any) -> Any:
         """What the fetcher behind it gives, each sample read once."""
-        samples = []
-        for index in indices:
-            sample = self._store.get(index)
-            if sample is SampleStore.MISSING:
-                sample = self.dataset[index]
-                self._store.put(index, sample)
-            samples.append(sample)
-        return self._fetcher.collate_fn(samples)
+        return self._fetcher.collate_fn([self._kept.get(index, self.dataset.__getitem__) for index in indices])
 
 
 class _CachedFunction:
@@ -135,18 +166,14 @@ class _CachedFunction:
 
     def __init__(self, function: Any, store: SampleStore) -> None:
         self.function = function
-        self._store = store
+        self._kept = _Audited(store)
         self.__wrapped__ = function
         self.__name__ = getattr(function, "__name__", "loader")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1 or not isinstance(args[0], str | bytes | int):
             return self.function(*args, **kwargs)
-        sample = self._store.get(args[0])
-        if sample is SampleStore.MISSING:
-            sample = self.function(args[0])
-            self._store.put(args[0], sample)
-        return sample
+        return self._kept.get(args[0], self.function)
 
     def __reduce__(self) -> Any:
         # A copy in a process that was not forked has no store to share: it gets the plain function.
@@ -165,8 +192,10 @@ def _plain(function: Any) -> Any:
 def with_loader_function(dataset: Any) -> Any:
     """The dataset, or the one inside its Subsets, that keeps a `loader` function; None when none does."""
     for _ in range(8):
-        if callable(getattr(dataset, _LOADER_FUNCTION, None)) and _LOADER_FUNCTION in getattr(dataset, "__dict__", {}):
-            return dataset
+        function = getattr(dataset, "__dict__", {}).get(_LOADER_FUNCTION)
+        if callable(function):
+            # A method of the dataset may read what changes between epochs; a plain function has only its argument.
+            return None if getattr(function, "__self__", None) is dataset else dataset
         dataset = getattr(dataset, "dataset", None)
         if dataset is None:
             return None
@@ -190,15 +219,23 @@ def _state(value: Any, seen: set[int], depth: int) -> Any:
     seen.add(id(value))
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         return id(value), _checksum(value)
-    state: list[Any] = [id(value), getattr(value, "_version", 0)]  # tensors count their changes
+    state: list[Any] = [id(value), _version(value)]  # tensors count their changes
     if isinstance(value, list | tuple | set | dict):
         elements = list(value) if not isinstance(value, dict) else [part for item in value.items() for part in item]
         state.append(hash(tuple(map(id, elements))))
         state += [_state(element, seen, depth - 1) for element in elements] if len(elements) <= _SHORT else []
     elif not isinstance(value, type | ModuleType | FunctionType):
         inside = getattr(value, "__dict__", {})
-        state += [(key, _state(inside[key], seen, depth - 1)) for key in sorted(inside)]
+        state += [(str(key), _state(inside[key], seen, depth - 1)) for key in sorted(inside, key=str)]
     return tuple(state)
+
+
+def _version(value: Any) -> Any:
+    """How often a tensor was changed; tensors made in inference mode do not count."""
+    try:
+        return getattr(value, "_version", 0)
+    except RuntimeError:
+        return None
 
 
 def _checksum(array: Any) -> int:

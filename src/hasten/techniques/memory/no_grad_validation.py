@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from typing import Any
 
 from hasten.evidence import Evidence
+from hasten.plan import Setting
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
 
 
@@ -36,21 +39,29 @@ class NoGradValidation(Technique):
             return Refusal("the model is never in train mode, so eval mode does not tell validation")
         return Choices((True,), f"{with_graph} forwards in eval mode built graphs that no backward used")
 
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._trained: weakref.WeakSet[Any] = weakref.WeakSet()  # were in train mode once
+        self._without: weakref.WeakSet[Any] = weakref.WeakSet()  # had their last forward without a graph
+        self._alone: weakref.WeakSet[Any] = weakref.WeakSet()  # are trained in eval mode
+
     def forward(self, call: Call) -> Call:
         """No graph in eval mode."""
         import torch
+        from torch.utils._pytree import tree_iter
 
         no_grad = torch.no_grad
-        was_trained: set[int] = set()
 
         def validating(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if module.training:
-                was_trained.add(id(module))
+                self._trained.add(module)
+                self._without.discard(module)
                 return call(module, args, kwargs)
-            if not torch.is_grad_enabled() or id(module) not in was_trained:
+            if not torch.is_grad_enabled() or module not in self._trained or module in self._alone:
                 return call(module, args, kwargs)
-            if any(getattr(given, "requires_grad", False) for given in (*args, *kwargs.values())):
+            if any(getattr(part, "requires_grad", False) for part in tree_iter((args, kwargs))):
                 return call(module, args, kwargs)  # somebody differentiates for the input: a GAN, an attack
+            self._without.add(module)
             if not self.acted:
                 self.did("model")
             with no_grad():
@@ -59,9 +70,11 @@ class NoGradValidation(Technique):
         return validating
 
     def backward(self, call: Call) -> Call:
-        """Say who it was when a graph is missed after all."""
+        """Leave a model alone from now on when its eval mode turns out to be a part of training."""
 
         def explained(*args: Any, **kwargs: Any) -> Any:
+            if self._without:
+                self._look_again()
             try:
                 return call(*args, **kwargs)
             except RuntimeError as error:
@@ -72,3 +85,18 @@ class NoGradValidation(Technique):
                 raise
 
         return explained
+
+    def _look_again(self) -> None:
+        """A backward with no train-mode forward of a model since its last eval-mode one: that one was no validation.
+
+        (After a validation, training goes on with a train-mode forward.) The one gradient that is lost is said.
+        """
+        for module in list(self._without):
+            self._alone.add(module)
+            self.refused(f"{type(module).__name__} is trained in eval mode")
+            print(
+                f"hasten: no_grad_validation: {type(module).__name__} seems to be trained in eval mode, and missed one "
+                "gradient; it is left alone from here on. Take no_grad_validation out of the plan.",
+                file=sys.stderr,
+            )
+        self._without.clear()
