@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,16 @@ def _shape(argument: Any) -> tuple[int, ...] | None:
 
 
 class ModelWatch:
-    """Counts what an outermost module is used for."""
+    """Counts what an outermost module is used for.
 
-    def __init__(self, module: Any, args: tuple[Any, ...]) -> None:
-        self.module = module
+    Args:
+        module: The module; held only if `keep`, since a script may make many and let go of them.
+        args: Of its first call.
+        keep: Hold it until the facts are asked for, as a trial does, which is short.
+    """
+
+    def __init__(self, module: Any, args: tuple[Any, ...], keep: bool) -> None:
+        self._module: Any = (lambda: module) if keep else weakref.ref(module)
         self.train_calls = self.eval_calls = self.eval_calls_with_graph = 0
         self.backward_through_eval = False
         self.autocast = ""
@@ -111,20 +118,21 @@ class ModelWatch:
     def _used(self, gradient: Any) -> None:
         self.backward_through_eval = True
 
-    def facts(self) -> ModelFacts:
-        """The facts so far."""
+    def facts(self) -> ModelFacts | None:
+        """The facts so far; None where the module is gone."""
         from torch.nn.parameter import is_lazy
 
-        parameters = [p for p in self.module.parameters() if not is_lazy(p)]  # a lazy one has no size yet
-        layers = Counter(
-            type(layer).__name__ for layer in self.module.modules() if not any(True for _ in layer.children())
-        )
-        compiled = type(self.module).__name__ == "OptimizedModule" or any(
+        module = self._module()
+        if module is None:
+            return None
+        parameters = [p for p in module.parameters() if not is_lazy(p)]  # a lazy one has no size yet
+        layers = Counter(type(layer).__name__ for layer in module.modules() if not any(True for _ in layer.children()))
+        compiled = type(module).__name__ == "OptimizedModule" or any(
             getattr(layer, "_compiled_call_impl", None) is not None or type(layer).__name__ == "OptimizedModule"
-            for layer in self.module.modules()
+            for layer in module.modules()
         )
         return ModelFacts(
-            name=type(self.module).__name__,
+            name=type(module).__name__,
             parameters=sum(p.numel() for p in parameters),
             trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
             layers=dict(layers),

@@ -56,13 +56,13 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
         owner = False
         try:
             if owner := next(module.parameters(), None) is not None:
-                run.models[id(module)] = watch = ModelWatch(module, (*args, *kwargs.values()))
+                run.models[id(module)] = watch = ModelWatch(
+                    module, (*args, *kwargs.values()), session.trial is not None
+                )
                 for kind in ("cpu", "cuda"):
                     if torch.is_autocast_enabled(kind):
                         watch.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
                 run.model(module, args)
-                if run.recorder is None:
-                    watch.module = None  # nobody will ask: the script may let go of its model
         except Exception as error:  # a module like no other: it is left alone
             run.skip(f"tap {type(module).__name__}", error)
             owner = False

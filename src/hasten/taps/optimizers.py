@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from time import perf_counter
 from typing import Any
 
@@ -62,7 +63,8 @@ def _tap_built(kind: Any, session: Any) -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         if session.run.recorder is not None:
-            session.optimizers[id(self)] = (self, facts.caller())
+            held = (lambda: self) if session.trial is not None else weakref.ref(self)  # a trial is short
+            session.optimizers[id(self)] = (held, facts.caller())
         session.run.optimizer(self)
 
     kind.__init__ = __init__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import math
 import os
@@ -145,7 +144,6 @@ class Session:
 
     def _evidence(self, recorder: Recorder) -> Evidence:
         recorder.close()
-        self._seen_parameters()
         losses = tuple(_numbers(recorder.step_losses))
         roles = dict.fromkeys({over.loader for over in recorder.passes if over.batches}, "validation")
         roles.update({over.loader: "train" for over in recorder.passes if over.trained})
@@ -154,10 +152,11 @@ class Session:
             machine=this_machine(),
             flags=global_flags(self.run.seen, compiler()),
             loaders=tuple(self._loader(index, roles.get(index, "unused")) for index in range(len(self.loaders))),
-            models=tuple(watch.facts() for watch in self.run.models.values()),
+            models=tuple(facts for watch in self.run.models.values() if (facts := watch.facts()) is not None),
             optimizers=tuple(
                 optimizer_facts(optimizer, where, recorder.optimizer_steps.get(key, 0), _why_not(optimizer))
-                for key, (optimizer, where) in self.optimizers.items()
+                for key, (held, where) in self.optimizers.items()
+                if (optimizer := held()) is not None
             ),
             step_start=tuple(recorder.step_start),
             step_phases=tuple(map(tuple, recorder.step_phases)),
@@ -192,11 +191,6 @@ class Session:
         ):
             asked = probe(loader)
         return dataclasses.replace(facts, role=role, batch_bytes=size, probe=asked)
-
-    def _seen_parameters(self) -> None:
-        with contextlib.suppress(Exception):  # a model that is gone has no parameters to look at
-            if any(p.is_sparse for o, _ in self.optimizers.values() for g in o.param_groups for p in g["params"]):
-                self.run.seen["missing_gradients"] = True
 
 
 def _why_not(optimizer: Any) -> str:
