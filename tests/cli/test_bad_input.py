@@ -49,7 +49,7 @@ FAST = {
     "nothing to run": (["run", "--no-plan"], ["no script was named"]),
     "nothing to tune": (["tune"], ["no script was named"]),
     "no module": (["run", "--no-plan", "-m"], ["-m needs a module"]),
-    "a folder": (["run", "--no-plan", "."], ["no such script"]),
+    "a folder": (["run", "--no-plan", "."], ["is a folder without a __main__.py"]),
     "no plan": (["run", "train.py"], ["no plan at hasten.toml", "hasten tune"]),
     "no such plan": (["run", "--plan", "x.toml", "train.py"], ["no plan at x.toml"]),
     "a syntax error": (["tune", "broken.py"], ["broken.py:3: the script has a syntax error"]),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.taps.scripts import environment, hastened, listened, plain, write
+from tests.taps.scripts import LISTEN, environment, execute, hastened, listened, plain, write
 
 TRAIN = """
 import torch
@@ -168,7 +168,7 @@ def test_a_hasten_that_cannot_start(tmp_path: Path) -> None:
         print(subprocess.check_output([sys.executable, "-c", "print(1)"], env=env))
         """,
     )
-    done = hastened(tmp_path, "train.py")
+    done = execute(*LISTEN, "train.py", cwd=tmp_path)
     assert (done.code, done.out) == (0, "b'1\\n'\n")
     assert "hasten: could not start in this process" in done.err
 

@@ -12,7 +12,8 @@ VAL = dataclasses.replace(TRAIN, batches=100, role="validation")
 
 
 def evidence(
-    passes: list[list[float]],
+    steps_of_passes: list[list[float]],
+    /,
     *,
     validation: float = 0.0,
     validation_batches: int = 10,
@@ -22,7 +23,7 @@ def evidence(
 ) -> Evidence:
     """Passes of steps of the given seconds, each pass followed by a shortened validation of so many seconds."""
     at, starts, phases, seen = begins, [], [], []
-    for steps in passes:
+    for steps in steps_of_passes:
         began = at
         for seconds in steps:
             starts.append(at)

@@ -19,6 +19,22 @@ _KEPT = 20_000  # steps kept at the most
 _BLANK = (0.0,) * len(Phase)
 
 
+def _adding_up(phases: list[float], total: float) -> list[float]:
+    """Phases that add up to the step: what is left is OTHER.
+
+    Where they are more (a part of the step fell inside a validation pass that had begun before it), validation
+    gives way first.
+    """
+    over = sum(phases) - total
+    if over <= 0:
+        phases[Phase.OTHER] -= over
+        return phases
+    given = min(over, phases[Phase.VALIDATION])
+    phases[Phase.VALIDATION] -= given
+    rest = sum(phases)
+    return [phase * total / rest for phase in phases] if over > given and rest > 0 else phases
+
+
 class OpenPass:
     """One time through a loader that is still going on, and the step it is in."""
 
@@ -204,7 +220,7 @@ class Recorder:
         over.step_start = None
         over.optimizer_steps = 0
         if over.trained or over is self._loose:
-            phases[Phase.OTHER] = max(0.0, at - started - sum(phases) + phases[Phase.OTHER])
+            phases = _adding_up(phases, at - started)
             if self.steps % self.every == 0:
                 self._keep(started - self.origin, phases, over.losses)
             self.steps += 1

@@ -29,7 +29,7 @@ def length_of(command: Sequence[str], baseline: Timing) -> Length:
     A script without a DataLoader counts 1,000 steps as an epoch.
     """
     words = list(command)
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if _EPOCHS.match(name) and (value := value if equals else following).isdecimal():
             return Length(int(value), f"{name} {value} on the command line")
