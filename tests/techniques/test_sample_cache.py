@@ -82,16 +82,15 @@ def compared(train: Train, script: str, setting: str) -> tuple[int, int]:
     return reads
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_looked_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples that are made again to be compared would count as read; tests/taps/test_guards.py has their test."""
-    monkeypatch.setattr("hasten.techniques.data.sample_cache._AUDITED", 0)
+# Samples that are made again to be compared would count as read; tests/taps/test_guards.py has their test.
+NOT_LOOKED_OVER = "import hasten.techniques.data.sample_cache as cache; cache._AUDITED = 0"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("dataset", ["Images('images')", "Subset(Images('images'), [5, 1, 3, 3, 8])"])
 def test_decoded_images_keep_their_augmentation(train: Train, workers: int, dataset: str) -> None:
     script = f"""
+    {NOT_LOOKED_OVER}
     fit([DataLoader({dataset}, batch_size=4, shuffle=True, num_workers={workers})])
     """
     plain, changed = compared(train, script, "decoded")
@@ -104,6 +103,7 @@ def test_decoded_images_keep_their_augmentation(train: Train, workers: int, data
 @pytest.mark.parametrize("dataset", ["whole", "Subset(whole, [5, 1, 3, 8])"])
 def test_samples_that_repeat_themselves_are_read_once(train: Train, workers: int, dataset: str) -> None:
     script = f"""
+    {NOT_LOOKED_OVER}
     whole = Images('images', augment=False)
     fit([DataLoader({dataset}, batch_size=4, shuffle=True, num_workers={workers})])
     """
@@ -113,7 +113,8 @@ def test_samples_that_repeat_themselves_are_read_once(train: Train, workers: int
 
 
 def test_two_loaders_of_one_dataset_share_their_samples(train: Train) -> None:
-    script = """
+    script = f"""
+    {NOT_LOOKED_OVER}
     whole = Images('images', augment=False)
     fit([DataLoader(whole, batch_size=4, shuffle=True), DataLoader(whole, batch_size=3)])
     """

@@ -7,6 +7,7 @@ reading looks there first. Behind it stands the kernel's guard (`landlock.py`), 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import functools
 import io
@@ -53,10 +54,12 @@ def confine(scratch: str) -> None:
         os.environ.get("XDG_CACHE_HOME", f"{home}/.cache"),
         f"{home}/.nv",
     ]
-    os.makedirs(caches[0], exist_ok=True)
     caches += [os.environ[name] for name in _CACHES if os.environ.get(name)]
     here = os.getcwd()
     caches = [folder for folder in caches if not (here + os.sep).startswith(folder + os.sep)]
+    for folder in caches:
+        with contextlib.suppress(OSError):  # a home that cannot be written to: then nothing is cached
+            os.makedirs(folder, exist_ok=True)
     free = [scratch, "/dev", "/proc", *caches]
     Overlay(os.path.join(scratch, "files"), free).install()
     unguarded = forbid_writing(free)
