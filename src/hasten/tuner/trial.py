@@ -120,7 +120,10 @@ class Trials:
     def _judge(self, config: RunConfig, folder: Path, code: int | None, seconds: float, peak: int, said: str) -> Trial:
         assert config.trial is not None
         path = folder / "evidence.json"
-        evidence = read_evidence(path) if path.is_file() else None
+        try:
+            evidence = read_evidence(path) if path.is_file() else None
+        except HastenError as error:  # a trial's result like any other
+            return Trial(config.techniques, config.trial.seed, "crashed", seconds, error.message, log=said[-1000:])
         outcome, reason = _outcome(code, evidence, said, seconds)
         timing = timing_of(evidence, seconds) if evidence is not None and outcome == "ok" else None
         if outcome == "ok" and timing is None:
