@@ -37,6 +37,13 @@ def heard(folder: Path, text: str) -> tuple[Evidence, dict]:
     return evidence, json.loads(lines[0][0].removeprefix("said "))
 
 
+def but_the_last(losses: list[float]) -> list[float]:
+    """Two epochs of eight: these trainers ask for each batch one ahead, so they train on an epoch's last one when the
+    loader is over, and no step is left to count that in."""
+    assert len(losses) == 16
+    return [*losses[:7], *losses[8:15]]
+
+
 def test_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     evidence, said = heard(
@@ -60,11 +67,8 @@ for epoch in range(2):
 tell(accelerator.unwrap_model(model))
 """,
     )
-    # Accelerate asks for each batch one ahead, so the last of an epoch is trained on behind the loader's end; and it
-    # divides the loss by the number of batches that are accumulated.
-    assert len(evidence.step_start) == 14
-    told = [loss / 2 for loss in said["losses"]]
-    assert evidence.losses == pytest.approx([*told[:7], *told[8:15]], rel=1e-5)
+    # Accelerate divides the loss by the number of batches that are accumulated.
+    assert evidence.losses == pytest.approx([loss / 2 for loss in but_the_last(said["losses"])], rel=1e-5)
     assert evidence.optimizers[0].steps == 8
 
 
@@ -96,8 +100,7 @@ trainer.fit(model, DataLoader(data, batch_size=8, shuffle=True), DataLoader(data
 tell(model)
 """,
     )
-    assert len(evidence.step_start) == 16
-    assert evidence.losses == pytest.approx(said["losses"], rel=1e-5)
+    assert evidence.losses == pytest.approx(but_the_last(said["losses"]), rel=1e-5)
     assert sorted(loader.role for loader in evidence.loaders if loader.role != "unused") == ["train", "validation"]
     assert len([one for one in evidence.validations if one.step > 0]) == 2
     assert evidence.optimizers[0].steps == 16
@@ -133,7 +136,6 @@ Trainer(model, arguments, train_dataset=Data(), eval_dataset=Data()).train()
 tell(model)
 """,
     )
-    assert len(evidence.step_start) == 16
-    assert evidence.losses == pytest.approx(said["losses"], rel=1e-5)
+    assert evidence.losses == pytest.approx(but_the_last(said["losses"]), rel=1e-5)
     assert sorted(loader.role for loader in evidence.loaders if loader.role != "unused") == ["train", "validation"]
     assert evidence.optimizers[0].steps == 16

