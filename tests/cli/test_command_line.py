@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.cli.script import _split
+from hasten.cli.command import split_line as _split
 from tests.taps.scripts import HASTEN, environment, execute
 
 TAKING = {"--plan", "--evidence"}

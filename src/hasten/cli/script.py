@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
-from hasten.errors import HastenError
-from hasten.plan import did_you_mean
+from hasten.cli.command import split_line
 
 
 class ScriptCommand(TyperCommand):
@@ -26,53 +21,9 @@ class ScriptCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Split the line, and parse hasten's part."""
         with_value = {name for option in self.params if not getattr(option, "is_flag", False) for name in option.opts}
-        split = _split(args, with_value)
+        split = split_line(args, with_value)
         ctx.meta["command"] = args[split:]
         return super().parse_args(ctx, args[:split])
-
-
-def _split(args: list[str], with_value: set[str]) -> int:
-    """Where the training's command line begins."""
-    position = 0
-    while position < len(args):
-        word = args[position]
-        if word == "--":
-            del args[position]
-            return position
-        if word == "-m" or not word.startswith("-"):
-            return position
-        position += 2 if word in with_value and "=" not in word else 1
-    return position
-
-
-def process_arguments(command: list[str]) -> list[str]:
-    """The arguments of the process that runs a training: a script or a module by this Python, or a launcher.
-
-    Raises:
-        HastenError: There is no such script, or nothing to run was named.
-    """
-    if not command:
-        raise HastenError("no script was named", "hasten run SCRIPT ARGS, or hasten run -m MODULE ARGS")
-    first = command[0]
-    if first == "-m":
-        if len(command) < 2:
-            raise HastenError("-m needs a module", "hasten run -m pkg.train ARGS")
-        return [sys.executable, *command]
-    path = Path(first)
-    if (path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK))) or (path / "__main__.py").is_file():
-        return [sys.executable, *command]
-    if ("/" not in first and first.endswith(".py")) or not shutil.which(first):
-        if path.is_dir():
-            raise HastenError(f"{first} is a folder without a __main__.py", "name the script in it")
-        near = [str(found) for found in Path(path.parent).glob("*.py")] if path.parent.is_dir() else []
-        raise HastenError(f"no such script: {first}", did_you_mean(first, near) or f"looked in {Path.cwd()}")
-    return [str(shutil.which(first)), *command[1:]]
-
-
-def script_of(command: list[str]) -> Path | None:
-    """The script's file, where the command names one."""
-    path = Path(command[0])
-    return path if path.suffix == ".py" and path.is_file() else None
 
 
 def training(ctx: typer.Context) -> list[str]:

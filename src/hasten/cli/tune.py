@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hasten.cli.script import process_arguments, script_of, training
+from hasten.cli.command import process_arguments, script_of
+from hasten.cli.script import training
 from hasten.errors import HastenError
 from hasten.plan import DEFAULT_NAME, Plan, did_you_mean
 from hasten.techniques import CATALOGUE, Effect

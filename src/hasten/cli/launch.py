@@ -1,0 +1,94 @@
+"""Becomes the training's own process, under a plan. Light: it stands between the person and the first line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from hasten.cli.command import process_arguments, split_line
+from hasten.errors import HastenError
+from hasten.evidence import this_machine
+from hasten.plan import DEFAULT_NAME, Plan
+from hasten.taps.config import RunConfig, environment
+from hasten.techniques import check, remarks
+
+
+def launch_quickly(words: list[str]) -> None:
+    """Do what `hasten run` with these words does, if they are plain; return if the full parser must look at them.
+
+    typer takes longer to import than all the rest of `hasten run`.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--plan", type=Path, default=Path(DEFAULT_NAME))
+    parser.add_argument("--evidence", type=Path)
+    for flag in ("--no-plan", "--any-machine", "--quiet"):
+        parser.add_argument(flag, action="store_true")
+    words = list(words)
+    split = split_line(words, {"--plan", "--evidence"})
+    try:
+        options, unknown = parser.parse_known_args(words[:split])
+    except argparse.ArgumentError:
+        return
+    if not unknown:
+        launch(words[split:], options.plan, options.no_plan, options.evidence, options.any_machine, options.quiet)
+
+
+def launch(
+    command: list[str], plan: Path, no_plan: bool, evidence: Path | None, any_machine: bool, quiet: bool
+) -> None:
+    """Check everything, set the environment, and replace this process by the training's."""
+    arguments = process_arguments(command)
+    chosen = Plan() if no_plan else Plan.read(plan)
+    check(chosen)
+    _fits_machine(chosen, any_machine, quiet)
+    if evidence is not None:
+        _writable(evidence)
+        if evidence.is_file():
+            evidence.unlink()  # that of another run would be taken for this one's
+    if not quiet:
+        for remark in remarks(chosen, this_machine()):
+            print(f"hasten: {remark}", file=sys.stderr)
+    config = RunConfig(
+        techniques=dict(chosen.techniques),
+        evidence=str(evidence.absolute()) if evidence else "",
+        command=tuple(command),
+        quiet=quiet,
+    )
+    listens = bool(config.techniques or config.evidence)
+    env = environment(config, dict(os.environ)) if listens else dict(os.environ)
+    sys.stdout.flush()
+    os.execve(arguments[0], arguments, env)
+
+
+def _fits_machine(plan: Plan, any_machine: bool, quiet: bool) -> None:
+    """A plan for a GPU is not a plan for a CPU, nor the other way round; other differences are said."""
+    machine, made_on = this_machine(), plan.machine
+    device = made_on.get("device", machine.device)
+    if device != machine.device and not any_machine:
+        raise HastenError(
+            f"{plan.path} was made on a machine that trains on {device}; this one has {machine.device}",
+            "tune anew here, or run with --any-machine",
+            code=3,
+        )
+    if not quiet and made_on and (made_on.get("cpu"), made_on.get("cores")) != (machine.cpu, machine.cores):
+        print(
+            f"hasten: {plan.path} was measured on {made_on.get('cores')} cores of {made_on.get('cpu')}; this machine "
+            f"has {machine.cores} of {machine.cpu}: its speed-up may be another",
+            file=sys.stderr,
+        )
+
+
+def _writable(path: Path) -> None:
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise HastenError(f"cannot write the evidence {path}: no such folder {folder}")
+    probe = folder / f".hasten-{os.getpid()}.tmp"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise HastenError(f"cannot write the evidence {path}: {error.strerror}") from None
+    if path.is_dir():
+        raise HastenError(f"cannot write the evidence {path}: it is a folder")
