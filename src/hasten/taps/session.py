@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import math
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -127,7 +128,7 @@ class Session:
             return
         recorder, self.run.recorder = self.run.recorder, None
         path = Path(self.config.evidence)
-        if not recorder.step_start and (path.exists() or self._is_fork):
+        if not recorder.step_start and (path.exists() or self._is_fork or multiprocessing.parent_process() is not None):
             return  # a launcher, a worker, a helper: the process that trained leaves its own
         if os.environ.get("RANK", "0").isdecimal() and int(os.environ.get("RANK", "0")) > 0:
             return
