@@ -289,6 +289,22 @@ def test_a_step_cut_short_by_the_end_is_not_recorded(script: Script) -> None:
     assert [one.batches for one in script.recorder.passes] == [2]
 
 
+def test_an_iterator_that_is_begun_again_after_it_was_left_early_is_two_passes(script: Script) -> None:
+    """So do workers that stay alive: every pass of their loader has the same iterator."""
+    iterator = script.begin()
+    for _ in range(3):
+        script.next(iterator)
+        script.train()
+    start = script.time
+    script.recorder.pass_begins(0, iterator, start, start)
+    script.next(iterator)
+    script.train()
+    script.end(iterator)
+    script.recorder.close()
+    assert [(one.batches, one.trained) for one in script.recorder.passes] == [(3, True), (1, True)]
+    assert script.steps() == [FIRST, PLAIN, PLAIN]  # the third was left in the middle
+
+
 def test_events_of_unknown_iterators_change_nothing(script: Script) -> None:
     script.next(Batches())
     script.end(Batches())

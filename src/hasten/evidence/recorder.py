@@ -46,6 +46,7 @@ class OpenPass:
         self.outer = outer
         self.batches = 0
         self.trained = False
+        self.ended = False
         self.step_start: float | None = None
         self.phases = list(_BLANK)
         self.losses: list[Any] = []
@@ -92,6 +93,10 @@ class Recorder:
 
     def pass_begins(self, loader: int, iterator: Any, start: float, end: float) -> None:
         """`iter(loader)` took from `start` to `end`."""
+        if (left := self._open.get(id(iterator))) is not None:
+            self._end_pass(left, start)  # it was left early: the same iterator again, or another in its place
+        if (before := self._open.get(id(iterator))) is not None:
+            self._end_pass(before, start)  # an iterator that is used again, or the id of one that is gone
         outer = self._current if self._current.step_start is not None and self._current is not self._loose else None
         opened = OpenPass(loader, iterator, start, outer)
         self._open[id(iterator)] = opened
@@ -150,6 +155,9 @@ class Recorder:
         self._end_pass(inner, at)
 
     def _end_pass(self, over: OpenPass, at: float) -> None:
+        if over.ended:
+            return
+        over.ended = True
         for key, opened in list(self._open.items()):
             if opened is over:
                 del self._open[key]
@@ -158,7 +166,9 @@ class Recorder:
             Pass(over.loader, over.start - origin, over.first - origin, at - origin, over.batches, over.trained)
         )
         if self._current is over:
-            self._current = over.outer if over.outer is not None and over.outer.step_start is not None else self._loose
+            outer = over.outer
+            goes_on = outer is not None and not outer.ended and outer.step_start is not None
+            self._current = outer if outer is not None and goes_on else self._loose
             if self._current is self._loose:
                 self._loose.step_start = None
         if self.on_pass:
