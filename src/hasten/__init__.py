@@ -1,8 +1,35 @@
 """hasten makes PyTorch training finish sooner, and proves it."""
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from hasten.errors import HastenError
 from hasten.plan import Plan
 
-__all__ = ["HastenError", "Plan", "__version__"]
+if TYPE_CHECKING:
+    from hasten import callbacks, loggers
+    from hasten.trainer import Module, Trainer, seed_everything
+
+__version__ = "0.1.0"
+
+__all__ = ["HastenError", "Module", "Plan", "Trainer", "__version__", "callbacks", "loggers", "seed_everything"]
+
+_LATE = {
+    "Module": "hasten.trainer",
+    "Trainer": "hasten.trainer",
+    "seed_everything": "hasten.trainer",
+    "callbacks": "hasten.callbacks",
+    "loggers": "hasten.loggers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is first used: the command's `--help` must not wait for torch."""
+    if name not in _LATE:
+        raise AttributeError(f"module 'hasten' has no attribute {name!r}")
+    module = importlib.import_module(_LATE[name])
+    value = module if _LATE[name].endswith(name) else getattr(module, name)
+    globals()[name] = value
+    return value

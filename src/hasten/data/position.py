@@ -1,0 +1,294 @@
+"""Where a pass through a training loader stands, so that a training goes on in the middle of an epoch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterDataPipe
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hasten.data import rng
+from hasten.data.loader_facts import (
+    changes,
+    dataset_of,
+    doubts,
+    facts_of,
+    is_iterable,
+    is_persistent,
+    is_stateful,
+    workers_of,
+)
+from hasten.data.watched_workers import Watch, advance, kind_of_workers, watch_of, watching
+
+_log = logging.getLogger("hasten")
+
+
+class Position:
+    """Where a pass through a loader stands; nothing is done per batch, the state is made when it is asked for.
+
+    A pass is resumed in one of four ways, the first that suits the loader:
+
+    - skip: a DataLoader over a map-style dataset. The sampler is advanced, no sample is fetched; workers go on with
+      the random states they had after their last batch that was consumed.
+    - loader: a loader with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader over an iterable
+      dataset, or any object): its own state, and its workers' random states.
+    - dataset: a DataLoader without workers over an iterable dataset with `state_dict` and `load_state_dict`.
+    - replay: anything else. Batches are drawn and dropped, which takes their time.
+
+    What no state holds: attributes that a dataset changes in itself, unless they are random generators or a counter
+    named `epoch`, or the dataset has a `state_dict` (without workers, or in a StatefulDataLoader). A
+    DistributedSampler orders by `set_epoch`: call it before `resume` as before `begin`.
+
+    Args:
+        loader: A DataLoader, or any iterable.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._begun: dict[str, Any] | None = None  # the generators' states when the open pass began
+        self._reused = False  # the open pass was begun by workers of an earlier one
+        self._watch: Watch | None = None
+        self._fetcher: Any = None
+        self._way = "replay"
+        self._waiting: dict[str, Any] | None = None  # state of workers that the next `begin` has to start
+
+    def begin(self) -> Iterator[Any]:
+        """Begin a pass: `iter(loader)`, with the same random draws and, without workers, torch's own iterator."""
+        loader = self.loader
+        self._begun = self._now()
+        running = loader._iterator if is_persistent(loader) else None
+        waiting, self._waiting = self._waiting, None
+        self._reused = running is not None or waiting is not None
+        if running is not None:
+            watch = watch_of(running)
+        elif waiting is not None:
+            watch = self._plan(waiting, 0, self._begun)
+        else:
+            watch = Watch(depth=_depth(loader))
+        if running is not None and watch is not None:
+            running.hasten_settle()
+            watch.next_pass()
+        self._begun["workers"] = {} if watch is None else watch.at(0)[0]
+        with watching(loader, watch or Watch()):
+            iterator: Iterator[Any] = iter(loader)
+        self._look_at(iterator)
+        return iterator
+
+    def end(self) -> None:
+        """The pass is over: exhausted, or left by the training. States now say that the next pass has to begin."""
+        self._begun = None
+        self._fetcher = None
+        if not is_persistent(self.loader):
+            self._watch = None
+
+    def state_dict(self, batches: int) -> dict[str, Any]:
+        """Where the pass stands.
+
+        Args:
+            batches: How many batches of the open pass the training has consumed; of no meaning between passes.
+
+        Returns:
+            Plain values and tensors: some 20 KB, as much again for each worker that draws random numbers, and what
+            `state_dict` of the loader or dataset returns where that is used. It never holds the order of a dataset.
+        """
+        state: dict[str, Any] = {"open": self._begun is not None, "batches": 0, "facts": facts_of(self.loader)}
+        state["own"] = rng.states_of(rng.find(self.loader))
+        if (
+            is_stateful(dataset := dataset_of(self.loader))
+            and not workers_of(self.loader)
+            and not is_iterable(self.loader)
+        ):
+            state["dataset"] = copy.deepcopy(dataset.state_dict())
+        if self._begun is None:
+            if not isinstance(self.loader, DataLoader) and is_stateful(self.loader):
+                state["loader"] = copy.deepcopy(self.loader.state_dict())
+            running = self.loader._iterator if is_persistent(self.loader) else None
+            if running is not None:
+                if (watch := watch_of(running)) is not None:
+                    running.hasten_settle()
+                    state["workers"] = _workers_state(watch, *watch.at(batches=2**62))
+                else:
+                    state["workers"] = None
+            elif self._waiting is not None:
+                state["workers"] = self._waiting["workers"]
+            return state
+        state.update(batches=batches, way=self._way, digest=rng.digest(), reused=self._reused)
+        state["begun"] = {"rng": self._begun["rng"], "own": self._begun["own"]}
+        as_of = batches
+        if self._way == "loader":
+            own = state["loader"] = copy.deepcopy(self.loader.state_dict())
+            if isinstance(self.loader, DataLoader):
+                as_of = batches - own.get("_steps_since_snapshot", 0)
+                if not _holds_data_state(own):  # it would replay, and not say with which random states
+                    state["way"] = "replay"
+                    del state["loader"]
+        elif self._way == "dataset":
+            inner = self._fetcher.dataset_iter
+            state["dataset"] = (
+                copy.deepcopy(dataset.state_dict()) if is_stateful(dataset) and inner is not dataset else None
+            )
+            state["dataset_iter"] = copy.deepcopy(inner.state_dict()) if is_stateful(inner) else None
+        if self._watch is not None:
+            known = (self._begun["workers"], []) if state["way"] == "replay" else self._watch.at(as_of)
+            state["workers"] = _workers_state(self._watch, *known)
+        elif workers_of(self.loader):
+            state["workers"] = None
+        return state
+
+    def resume(self, state: dict[str, Any]) -> Iterator[Any] | None:
+        """Go on where `state_dict` was asked; restore the process-wide generators (`rng.restore`) afterwards.
+
+        What cannot be exact, because the loader has changed or was read in an unusual way, is a warning.
+
+        Returns:
+            The iterator that gives the batches after those consumed; None if the state is one between passes: the
+            next `begin` then begins as it would have.
+        """
+        loader = self.loader
+        _warn(changes(state, facts_of(loader)))
+        if is_persistent(loader):
+            loader._iterator = None  # workers of this process know nothing of the state's
+        if not state["open"]:
+            self.end()
+            self._set_own(state["own"])
+            if "dataset" in state and is_stateful(dataset_of(loader)):
+                dataset_of(loader).load_state_dict(copy.deepcopy(state["dataset"]))
+            if "loader" in state and is_stateful(loader):
+                loader.load_state_dict(copy.deepcopy(state["loader"]))
+            if is_stateful(dataset_of(loader)) and is_persistent(loader) and not is_iterable(loader):
+                _warn(["what the dataset keeps in workers that stay is not saved between passes: it starts afresh"])
+            self._waiting = state if state.get("workers") and is_persistent(loader) else None
+            return None
+        batches, begun = state["batches"], state["begun"]
+        way = self._way_now(state)
+        if way == "skip" and workers_of(loader) and is_stateful(dataset_of(loader)):
+            _warn(
+                ["what the dataset keeps in its workers is not saved: it starts afresh (a StatefulDataLoader saves it)"]
+            )
+        if way == "replay" and state["way"] != "replay":
+            _warn([f"the loader cannot go on by its own state any more; {batches} batches are drawn again instead"])
+        rng.restore(begun["rng"])
+        rng.set_states(rng.find(loader), begun["own"])
+        plan = self._plan(state, batches if way == "skip" else 0, begun if state["reused"] else None)
+        self._begun = {**begun, "workers": dict(plan.start)}
+        self._reused = state["reused"]
+        if way == "loader":
+            loader.load_state_dict(copy.deepcopy(state["loader"]))
+        elif way == "dataset" and state["dataset"] is not None:
+            dataset_of(loader).load_state_dict(copy.deepcopy(state["dataset"]))
+        with watching(loader, plan):
+            iterator: Iterator[Any] = iter(loader)
+        self._look_at(iterator)
+        if way == "dataset" and state["dataset_iter"] is not None:
+            self._fetcher.dataset_iter.load_state_dict(copy.deepcopy(state["dataset_iter"]))
+        if way == "skip":
+            if not workers_of(loader):
+                if state["reused"]:  # workers that stayed drew no seed for this pass
+                    _put_back(loader, begun)
+                plan.short, plan.drew = advance(iterator, batches)
+                if "dataset" in state and is_stateful(dataset_of(loader)):
+                    dataset_of(loader).load_state_dict(copy.deepcopy(state["dataset"]))
+        elif way == "replay":
+            plan.short, plan.drew = _replay(iterator, batches)
+        if isinstance(iterator, _BaseDataLoaderIter) and way in ("skip", "dataset"):
+            iterator._num_yielded = batches
+        _warn(doubts(state, plan))
+        self._set_own(state["own"])
+        return iterator
+
+    def _now(self) -> dict[str, Any]:
+        return {"rng": rng.state(), "own": rng.states_of(rng.find(self.loader))}
+
+    def _set_own(self, states: dict[str, Any]) -> None:
+        if strange := rng.set_states(rng.find(self.loader), states):
+            _warn([f"random generators of the loader are not there as when the state was saved: {', '.join(strange)}"])
+
+    def _plan(self, state: dict[str, Any], skip: int, before: dict[str, Any] | None) -> Watch:
+        """How workers have to start: with which states, and, in a later pass of workers that stay, with which draws."""
+        before_reset = None
+        if before is not None:  # the pass itself draws no seed: as if the workers had been there
+            before_reset = functools.partial(_put_back, self.loader, before)
+        workers = state.get("workers")
+        if not workers or workers["number"] != workers_of(self.loader):
+            return Watch(skip=skip, before_reset=before_reset, depth=_depth(self.loader))
+        states = {int(worker): rng.to_raw(kept) for worker, kept in workers["states"].items()}
+        return Watch(states, workers["base_seed"], skip, before_reset, _depth(self.loader))
+
+    def _look_at(self, iterator: Any) -> None:
+        """Choose the way by which the pass that was just begun could be resumed."""
+        loader = self.loader
+        torchs = isinstance(loader, DataLoader) and isinstance(iterator, _BaseDataLoaderIter)
+        self._watch = watch_of(iterator) if torchs else None
+        self._fetcher = getattr(iterator, "_dataset_fetcher", None) if torchs else None
+        known = torchs and (not workers_of(loader) or self._watch is not None)
+        if (
+            known
+            and not is_iterable(loader)
+            and not (workers_of(loader) and is_stateful(loader.dataset) and is_stateful(loader))
+        ):
+            self._way = "skip"
+        elif is_stateful(loader) and (known or not isinstance(loader, DataLoader)):
+            self._way = "loader"
+        elif known and self._fetcher is not None and not isinstance(loader.dataset, IterDataPipe):
+            stateful = is_stateful(loader.dataset) or is_stateful(self._fetcher.dataset_iter)
+            self._way = "dataset" if stateful else "replay"
+        else:
+            self._way = "replay"
+
+    def _way_now(self, state: dict[str, Any]) -> str:
+        """The way by which the state was saved, if this loader still allows it."""
+        way, loader = str(state["way"]), self.loader
+        same_workers = state["facts"].get("num_workers", 0) == workers_of(loader)
+        possible = {
+            "skip": isinstance(loader, DataLoader)
+            and not is_iterable(loader)
+            and (not workers_of(loader) or kind_of_workers(loader) is not None),
+            "loader": is_stateful(loader) and (same_workers or not isinstance(loader, DataLoader)),
+            "dataset": isinstance(loader, DataLoader) and same_workers,
+        }
+        return way if possible.get(way) else "replay"
+
+
+def _replay(iterator: Iterator[Any], batches: int) -> tuple[bool, bool]:
+    """Draw and drop batches; returns what `advance` returns."""
+    if batches:
+        _log.info("drawing %d batches again, to go on in the middle of a pass", batches)
+    drawn = sum(1 for _ in itertools.islice(iterator, 1))
+    first = rng.digest()
+    drawn += sum(1 for _ in itertools.islice(iterator, max(batches - 1, 0)))
+    return drawn < batches, first != rng.digest()
+
+
+def _put_back(loader: Any, before: dict[str, Any]) -> None:
+    rng.restore(before["rng"])
+    rng.set_states(rng.find(loader), before["own"])
+
+
+def _workers_state(watch: Watch, states: dict[int, Any], lost: list[int]) -> dict[str, Any]:
+    plain = {str(worker): rng.from_raw(state) for worker, state in states.items()}
+    return {"base_seed": watch.base_seed, "states": plain, "lost": lost, "number": watch.number}
+
+
+def _depth(loader: Any) -> int:
+    """States to keep of each worker: StatefulDataLoader goes back to its last snapshot."""
+    every = getattr(loader, "snapshot_every_n_steps", None) or 1
+    return 8 + int(every) // max(workers_of(loader), 1)
+
+
+def _holds_data_state(own: Any) -> bool:
+    """Whether a StatefulDataLoader's state holds any of its dataset, or of the iterator over it."""
+    if not isinstance(own, dict):
+        return False
+    here = any(own.get(name) is not None for name in ("dataset_state", "dataset_iter_state"))
+    return here or any(_holds_data_state(inner) for inner in own.values())
+
+
+def _warn(messages: list[str]) -> None:
+    for message in messages:
+        warnings.warn(f"resume: {message}", stacklevel=3)

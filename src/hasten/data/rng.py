@@ -1,0 +1,239 @@
+"""States of random number generators, as plain values and tensors that a checkpoint can hold."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+_DEPTH, _MOST, _SHORT = 6, 2000, 64  # how far `find` looks: levels, objects, entries of a list
+# Not entered: what holds no generator of a loader's, or (a model) far too much.
+_OPAQUE = (str, bytes, int, float, torch.Tensor, torch.nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType)
+
+
+def state(device_types: Sequence[str] = ("cuda", "xpu", "mps")) -> dict[str, Any]:
+    """The states of the process-wide generators: Python's, NumPy's (if imported), torch's on CPU and devices.
+
+    Args:
+        device_types: Kinds of devices to ask, where they are in use in this process; `()` for the CPU alone.
+
+    Returns:
+        Plain values and uint8 tensors on the CPU, 10 KB and 16 bytes a device; `restore` takes it back.
+    """
+    version, words, gauss = random.getstate()
+    found: dict[str, Any] = {
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found["numpy"] = _plain(numpy.random.get_state(legacy=False))
+    for kind in device_types:
+        module = getattr(torch, kind, None)
+        if module is None or not module.is_available():
+            continue
+        if kind == "mps":
+            found[kind] = [module.get_rng_state()]
+        elif module.is_initialized():
+            found[kind] = list(module.get_rng_state_all())
+    return found
+
+
+def restore(states: dict[str, Any]) -> None:
+    """Put the generators back to what `state` returned; devices that this machine lacks are left out."""
+    python = states["python"]
+    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+    torch.set_rng_state(states["torch"].cpu())
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])  # noqa: NPY002 - the global generator is what is restored
+    for kind, of_devices in states.items():
+        if kind in ("python", "numpy", "torch"):
+            continue
+        module = getattr(torch, kind, None)
+        if module is None or not module.is_available():
+            continue
+        if kind == "mps":
+            module.set_rng_state(of_devices[0].cpu())
+            continue
+        for index, device_state in enumerate(of_devices[: module.device_count()]):
+            module.set_rng_state(device_state.cpu(), index)
+
+
+def digest() -> str:
+    """A short name of the present states of the process-wide CPU generators, to see whether anything drew."""
+    return hashlib.blake2b(
+        repr(random.getstate()).encode() + _numpy_bytes() + _torch_bytes(), digest_size=16
+    ).hexdigest()
+
+
+def find(root: Any) -> dict[str, Any]:
+    """Generators that an object keeps for itself, and `epoch` counters, by the path of attributes to them.
+
+    torch.Generator, numpy.random.Generator and RandomState, random.Random, and ints named `epoch` (samplers order
+    their indices by them) are found in attributes, and in attributes of attributes; private iterators are not entered.
+
+    Returns:
+        Path -> generator, or the object whose `epoch` it is (the path then ends in `.epoch`). A generator that is
+        reached in two ways is named once.
+    """
+    return dict(_walk(root))
+
+
+def _walk(root: Any) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    level = [("", root)]
+    for _ in range(_DEPTH):
+        below: list[tuple[str, Any]] = []
+        for path, thing in level:
+            if id(thing) in seen or len(seen) > _MOST or thing is None or isinstance(thing, _OPAQUE):
+                continue
+            seen.add(id(thing))
+            if _is_generator(thing):
+                yield path, thing
+                continue
+            epoch = getattr(thing, "__dict__", {}).get("epoch")
+            if isinstance(epoch, int) and not isinstance(epoch, bool):
+                yield f"{path}.epoch".lstrip("."), thing
+            below.extend((f"{path}.{name}".lstrip("."), inner) for name, inner in _inside(thing))
+        level = below
+
+
+def _inside(thing: Any) -> list[tuple[Any, Any]]:
+    if isinstance(thing, dict):
+        return list(thing.items()) if len(thing) <= _SHORT else []
+    if isinstance(thing, (list, tuple)):
+        return list(enumerate(thing)) if len(thing) <= _SHORT else []
+    if isinstance(thing, MethodType):
+        return [("__self__", thing.__self__)]
+    return [(name, inner) for name, inner in getattr(thing, "__dict__", {}).items() if name != "_iterator"]
+
+
+def _is_generator(thing: Any) -> bool:
+    if isinstance(thing, torch.Generator):
+        return True
+    if isinstance(thing, random.Random):
+        return not isinstance(thing, random.SystemRandom)
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(thing, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def states_of(found: dict[str, Any]) -> dict[str, Any]:
+    """The states of what `find` found, as plain values and tensors."""
+    return {path: _state_of(path, thing) for path, thing in found.items()}
+
+
+def _state_of(path: str, thing: Any) -> Any:
+    if isinstance(thing, torch.Generator):
+        return thing.get_state()
+    if isinstance(thing, random.Random):
+        version, words, gauss = thing.getstate()
+        return {"version": version, "words": list(words), "gauss": gauss}
+    if not _is_generator(thing):
+        return thing.epoch
+    if hasattr(thing, "bit_generator"):
+        return _plain(thing.bit_generator.state)
+    return _plain(thing.get_state(legacy=False))
+
+
+def set_states(found: dict[str, Any], states: dict[str, Any]) -> list[str]:
+    """Put generators back to `states_of`'s states.
+
+    Returns:
+        The paths that only one of the two knows, or under which there is now something else: left as they are.
+    """
+    strange = sorted(set(found) ^ set(states))
+    for path in found.keys() & states.keys():
+        thing, kept = found[path], states[path]
+        if isinstance(thing, torch.Generator) and isinstance(kept, torch.Tensor):
+            thing.set_state(kept.cpu())
+        elif not _is_generator(thing) and isinstance(kept, int):
+            thing.epoch = kept
+        elif isinstance(thing, random.Random) and isinstance(kept, dict) and "words" in kept:
+            thing.setstate((kept["version"], tuple(kept["words"]), kept["gauss"]))
+        elif hasattr(thing, "bit_generator") and _same_kind(thing.bit_generator.state, kept):
+            thing.bit_generator.state = kept
+        elif hasattr(thing, "set_state") and not isinstance(thing, torch.Generator) and isinstance(kept, dict):
+            thing.set_state(kept)
+        else:
+            strange.append(path)
+    return strange
+
+
+def _same_kind(now: Any, kept: Any) -> bool:
+    return isinstance(kept, dict) and kept.get("bit_generator") == now.get("bit_generator")
+
+
+def raw(found: dict[str, Any]) -> tuple[Any, ...]:
+    """What `state(())` and `states_of(found)` say, quick to take, to compare and to send to another process."""
+    own = tuple((path, _bytes(kept)) for path, kept in states_of(found).items()) if found else ()
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else _numpy_raw(numpy), _torch_bytes(), own
+
+
+def from_raw(packed: tuple[Any, ...]) -> dict[str, Any]:
+    """The plain values of `raw`: what `state(())` returns, and the object's own states under "own"."""
+    (version, words, gauss), numpy, cpu, own = packed
+    states: dict[str, Any] = {
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "torch": _tensor(cpu),
+        "own": {path: _tensor(kept) if isinstance(kept, bytes) else kept for path, kept in own},
+    }
+    if numpy is not None:
+        import numpy as np
+
+        kind, key, position, has_gauss, cached = numpy
+        states["numpy"] = {
+            "bit_generator": kind,
+            "state": {"key": np.frombuffer(key, np.uint32).tolist(), "pos": position},
+            "has_gauss": has_gauss,
+            "gauss": cached,
+        }
+    return states
+
+
+def to_raw(states: dict[str, Any]) -> tuple[Any, ...]:
+    """The other way round: what `raw` would say in these states."""
+    python, numpy = states["python"], states.get("numpy")
+    packed = None
+    if numpy is not None:
+        import numpy as np
+
+        key = np.asarray(numpy["state"]["key"], np.uint32).tobytes()
+        packed = numpy["bit_generator"], key, numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]
+    own = tuple((path, _bytes(kept)) for path, kept in states["own"].items())
+    return (python["version"], tuple(python["words"]), python["gauss"]), packed, _bytes(states["torch"]), own
+
+
+def _numpy_raw(numpy: Any) -> tuple[Any, ...]:
+    kind, key, position, has_gauss, cached = numpy.random.get_state()
+    return kind, key.tobytes(), int(position), int(has_gauss), float(cached)
+
+
+def _numpy_bytes() -> bytes:
+    numpy = sys.modules.get("numpy")
+    return b"" if numpy is None else repr(_numpy_raw(numpy)).encode()
+
+
+def _torch_bytes() -> bytes:
+    return torch.get_rng_state().numpy().tobytes()
+
+
+def _bytes(kept: Any) -> Any:
+    return kept.cpu().numpy().tobytes() if isinstance(kept, torch.Tensor) else kept
+
+
+def _tensor(kept: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(kept), dtype=torch.uint8)
+
+
+def _plain(value: Any) -> Any:
+    """Dicts, lists, ints and floats in place of NumPy's arrays and scalars."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value

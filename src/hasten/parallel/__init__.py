@@ -1,0 +1,32 @@
+"""Several processes that train together, on this machine or, started by torchrun or srun, on many."""
+
+from hasten.parallel.ddp import Step, before_backward, explained, manual_forward, set_sync, sync_batchnorm, wrap
+from hasten.parallel.devices import Devices, choose_devices
+from hasten.parallel.launch import ending, forward, guard, open_world
+from hasten.parallel.place import Place, find_place
+from hasten.parallel.shares import agree_on_batches, distributed_loader, set_epoch
+from hasten.parallel.spawn import spawn
+from hasten.parallel.world import World
+
+__all__ = [
+    "Devices",
+    "Place",
+    "Step",
+    "World",
+    "agree_on_batches",
+    "before_backward",
+    "choose_devices",
+    "distributed_loader",
+    "ending",
+    "explained",
+    "find_place",
+    "forward",
+    "guard",
+    "manual_forward",
+    "open_world",
+    "set_epoch",
+    "set_sync",
+    "spawn",
+    "sync_batchnorm",
+    "wrap",
+]

@@ -1,0 +1,78 @@
+"""The very command that started this process, to run again as another rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from hasten.errors import HastenError
+
+_FIRST_SEEN = Path.cwd()
+
+
+def own_command() -> tuple[list[str], Path]:
+    """This process's command, with the flags of Python, and the folder it was started in.
+
+    Raises:
+        HastenError: There is none to run again: a notebook, a prompt, or a script read from stdin.
+    """
+    words = list(sys.orig_argv)
+    if not _can_run_again(words):
+        raise HastenError(
+            'strategy="ddp" runs the command of this process again for each further rank, but this is an interactive '
+            "session: there is no command to run again.",
+            'Use strategy="ddp_notebook" (or "ddp_fork", the same) here, or put the training in a script.',
+        )
+    words[0] = sys.executable
+    return words, _start()
+
+
+def _start() -> Path:
+    """The folder this process was started in: scripts, and Hydra, go elsewhere later."""
+    file = getattr(sys.modules["__main__"], "__file__", None) or ""
+    for word in sys.orig_argv[1:]:
+        # Python makes the path of a script absolute, once, at its start.
+        if Path(file).is_absolute() and not Path(word).is_absolute() and file.endswith(os.sep + word):
+            return Path(file[: -len(word)])
+    return _FIRST_SEEN
+
+
+def _can_run_again(words: list[str]) -> bool:
+    if hasattr(sys, "ps1") or sys.flags.interactive or len(words) < 2 or not sys.executable:
+        return False
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    if shell is not None and shell() is not None:
+        return False
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None:  # `python -c` has its program among its words; stdin is read already
+        return _has_program(words)
+    return Path(file).exists() or getattr(main, "__spec__", None) is not None
+
+
+def _has_program(words: list[str]) -> bool:
+    for word in words[1:]:
+        if word == "-" or not word.startswith("-"):
+            return False
+        if not word.startswith("--") and "c" in word[1:] and word[1] not in "XWm":
+            return True
+    return False
+
+
+def rank_environment(rank: int, size: int, address: str, port: int, cores: int) -> dict[str, str]:
+    """What a rank on this machine needs in its environment, in torchrun's words.
+
+    Threads are shared between the ranks unless OMP_NUM_THREADS is set.
+    """
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "HASTEN_LAUNCHED": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // size)),
+    }

@@ -1,0 +1,145 @@
+"""What became of the ranks that this process has started, and which of them is to blame."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from hasten.errors import HastenError
+
+# What a rank says when it is another one that has gone or does not answer.
+_SYMPTOMS = (
+    "gloo/transport",
+    "ProcessGroupNCCL",
+    "ProcessGroupGloo",
+    "ncclRemoteError",
+    "ncclSystemError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "Connection closed by peer",
+    "Connection reset by peer",
+)
+
+
+class Child(Protocol):
+    """A rank that runs in a process which this one has started."""
+
+    rank: int
+    pid: int
+
+    def code(self) -> int | None:
+        """Its exit code, -N after signal N, None while it runs."""
+
+    def last_words(self) -> str:
+        """What it wrote to stderr last, or the error it reported; may be empty."""
+
+
+def is_symptom(text: str) -> bool:
+    """Whether an error says only that another rank has gone or does not answer."""
+    return any(word in text for word in _SYMPTOMS)
+
+
+def settle(children: Sequence[Child], seconds: float = 5.0) -> None:
+    """Wait until it is plain who is to blame, or every rank has ended, or the time is over.
+
+    The ranks that lost a partner fail as well, sometimes before the one that made them fail is seen to be gone.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if any(_guilty(child) for child in children) or all(child.code() is not None for child in children):
+            return
+        if any(_stopped(child.pid) for child in children if child.code() is None):
+            return
+        time.sleep(0.05)
+
+
+def verdict(children: Sequence[Child], size: int) -> HastenError | None:
+    """The error that names the rank to blame; None when no rank has ended and none is seen to be stuck.
+
+    Args:
+        children: Those that this process has started.
+        size: How many ranks there are.
+    """
+    ended = [child for child in children if child.code() is not None]
+    alive = [child for child in children if child.code() is None]
+    if guilty := [child for child in ended if _guilty(child)]:
+        return _error(guilty[0], size, _how_it_ended(guilty[0].code() or 0))
+    if stopped := [child for child in alive if _stopped(child.pid)]:
+        return _error(stopped[0], size, f"is stopped (process {stopped[0].pid}, by SIGSTOP or a debugger)")
+    if early := [child for child in ended if child.code() == 0]:
+        return _error(early[0], size, "ended (exit code 0) while the others were still training")
+    if ended and alive:  # those that ended had waited in vain for this one
+        return _error(alive[0], size, f"does not answer (process {alive[0].pid})")
+    if ended:
+        return _error(ended[0], size, _how_it_ended(ended[0].code() or 0))
+    return None
+
+
+def end_all(children: Sequence[Child], patience: float = 3.0) -> None:
+    """End what still runs: asked with SIGTERM, and after `patience` seconds with SIGKILL; returns when all are gone."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for child in children:
+            if child.code() is None:
+                send(child, number)
+        end = time.monotonic() + (patience if number == signal.SIGTERM else 10.0)
+        while any(child.code() is None for child in children) and time.monotonic() < end:
+            if all(child.code() is not None or _stopped(child.pid) for child in children):
+                break  # a stopped process hears only SIGKILL
+            time.sleep(0.02)
+
+
+def send(child: Child, number: int) -> None:
+    """Send a signal to a rank that may have ended meanwhile."""
+    with suppress(ProcessLookupError):
+        os.kill(child.pid, number)
+
+
+def _guilty(child: Child) -> bool:
+    code = child.code()
+    if not code:
+        return False
+    # torch aborts a process whose partners are gone; any other signal came from outside or from a crash.
+    return (code < 0 and code != -signal.SIGABRT) or not is_symptom(child.last_words())
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # gone, or no Linux
+        return False
+    return stat.rpartition(")")[2].split()[0] in {"T", "t"}
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = "unknown"
+    return f"was ended by signal {-code} ({name})"
+
+
+def _error(child: Child, size: int, what: str) -> HastenError:
+    code = child.code()
+    said = "\n".join(f"    {line}" for line in child.last_words().strip().splitlines()[-15:])
+    if code == -signal.SIGKILL:
+        fix = (
+            "Nobody but the system or a person sends SIGKILL: look for lack of memory with `dmesg` or `journalctl -k`."
+        )
+    elif code is None:
+        fix = f"See where it is: py-spy dump --pid {child.pid} (or `timeout` was too short for what it was doing)."
+    elif code == 0:
+        fix = "All ranks must take the same steps: look for code that leaves early on some ranks."
+    elif code < 0:
+        fix = "A crash in native code leaves no traceback: run with PYTHONFAULTHANDLER=1, or devices=1."
+    else:
+        fix = "Mend that error; devices=1 often shows it more plainly."
+    message = f"Rank {child.rank} of {size} {what}, so all ranks were ended."
+    return HastenError(message + (f" It said last:\n{said}" if said else ""), fix, code=1)

@@ -1,0 +1,327 @@
+"""Starts the other ranks of a training on this machine, watches them, and ends with them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.errors import HastenError
+from hasten.evidence import this_machine
+from hasten.parallel import fate, world
+from hasten.parallel.command import own_command, rank_environment
+from hasten.parallel.devices import Devices, choose_devices
+from hasten.parallel.place import Place, find_place
+from hasten.parallel.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+_FOLLOW = str(Path(__file__).with_name("follow.py"))
+_KEPT_BYTES = 16384
+_UNHEARD_SECONDS = 15.0
+_ENDING_SECONDS = 60.0
+_LEAVING_SECONDS = 5.0
+_ranks: Ranks | None = None
+_ending = False
+
+
+def open_world(
+    accelerator: str = "auto",
+    devices: Devices = "auto",
+    num_nodes: int = 1,
+    strategy: str = "auto",
+    timeout: timedelta | float | None = None,
+    join_timeout: float = 1800.0,
+) -> World:
+    """The world that a training with these flags runs in, its other processes started if nobody has.
+
+    In a process that torchrun, srun or hasten has started, its place there counts. Else, for several devices, this
+    process becomes rank 0 and runs its own command again for each further rank. A second call gives the same world.
+
+    Args:
+        accelerator: "auto", "cpu", "gpu" or "cuda".
+        devices: How many, or which (see `choose_devices`); one process each.
+        num_nodes: How many machines; more than one needs a launcher.
+        strategy: "auto" or "ddp"; those that run a function in other processes are `spawn`'s.
+        timeout: Seconds that a rank waits for the others in a collective; None: torch's default.
+        join_timeout: Seconds that it waits for them to come at first: they run the script up to here.
+
+    Raises:
+        HastenError: The flags contradict the launcher, or there is no command to run again.
+    """
+    if strategy not in {"auto", "ddp"}:
+        raise HastenError(f"strategy={strategy!r} is unknown here.", 'Use "auto" or "ddp".')
+    place = find_place()
+    chosen = choose_devices(accelerator, devices)
+    if place is None:
+        if num_nodes > 1:
+            raise HastenError(
+                f"num_nodes={num_nodes}, but no launcher started this process.",
+                f"Start the script on each machine with torchrun --nnodes {num_nodes} ... or with srun.",
+            )
+        if len(chosen) == 1:
+            return World(device=chosen[0])
+        start_ranks(len(chosen))
+    elif len(chosen) == 1 and place.launcher == "hasten" and place.size > 1:
+        # A second Trainer(devices=1) in a script of several ranks, to test exactly: each alone, rank 0 writes.
+        return World(rank=place.rank, local_rank=place.local_rank, device=chosen[0], launcher="hasten")
+    elif place.size > 1:
+        chosen = _fits(place, chosen, devices, num_nodes)
+    local_rank = place.local_rank if place else 0
+    backend = "nccl" if chosen[0].type == "cuda" else "gloo"
+    return World.from_environment(backend, chosen[local_rank % len(chosen)], timeout, join_timeout)
+
+
+def _fits(place: Place, chosen: list[torch.device], devices: Devices, num_nodes: int) -> list[torch.device]:
+    """The devices of this machine, if the flags say what the launcher did."""
+    if num_nodes not in (1, place.num_nodes):
+        raise HastenError(
+            f"num_nodes={num_nodes}, but {place.launcher} started this training on {place.num_nodes}.",
+            f"Use num_nodes={place.num_nodes}.",
+        )
+    # srun --gpus-per-task shows each process one GPU, its own.
+    alone = chosen[0].type == "cpu" or len(chosen) == 1
+    if devices in ("auto", -1, "-1") and (alone or len(chosen) >= place.local_size):
+        return chosen[: place.local_size]
+    if len(chosen) != place.local_size:
+        raise HastenError(
+            f"devices={devices!r} is {len(chosen)} here, but {place.launcher} started {place.local_size} processes on "
+            "this machine.",
+            f'Use devices="auto" or devices={place.local_size}, or start {len(chosen)} processes.',
+        )
+    return chosen
+
+
+def start_ranks(size: int) -> Ranks:
+    """Make this process rank 0 of `size` and run its own command again as the others."""
+    global _ranks
+    if threading.current_thread() is not threading.main_thread():
+        raise HastenError(
+            "Several processes can only be started from the main thread of a program.",
+            'Call fit there, or use strategy="ddp_fork".',
+        )
+    command, folder = own_command()
+    store = world.serve_store(size)
+    cores = this_machine().cores
+    if not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(max(1, cores // size))
+    children = []
+    for rank in range(1, size):
+        place = rank_environment(rank, size, "127.0.0.1", store.port, cores)
+        children.append(ScriptChild(rank, command, folder, {**os.environ, **place}))
+    os.environ.update(rank_environment(0, size, "127.0.0.1", store.port, cores))
+    _ranks = Ranks(children, size, store)
+    return _ranks
+
+
+@contextmanager
+def guard(of: World) -> Iterator[None]:
+    """Around a training: if another rank ends, this one's error names it; if this one does, the others end.
+
+    A SystemExit after `ending()` passes: the ranks part as at a training's good end.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if of.size > 1 and not (_ending and isinstance(error, SystemExit)):
+            world.mark_failed()
+            if _ranks is not None and _ranks.is_mine():
+                _ranks.explain(error)
+        raise
+
+
+def ending() -> None:
+    """All ranks have agreed to stop: from now on a rank that exits, with whatever code, is no surprise.
+
+    Every rank calls this, before it raises SystemExit.
+    """
+    global _ending
+    _ending = True
+    if _ranks is not None:
+        _ranks.expected = True
+
+
+def forward(number: int) -> None:
+    """Hand a signal on to the other ranks, which do not get those of the terminal."""
+    if _ranks is not None and _ranks.is_mine():
+        _ranks.forward(number)
+
+
+class ScriptChild:
+    """A rank that runs this process's own command. Its stderr goes on to ours; its end is kept."""
+
+    def __init__(self, rank: int, command: list[str], folder: Path, env: dict[str, str]) -> None:
+        self.rank = rank
+        self._tail = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", _FOLLOW, str(os.getpid()), *command],
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            process_group=0,  # Ctrl-C reaches rank 0, which hands it on, once
+        )
+        self.pid = self._process.pid
+        self._reader = threading.Thread(target=self._read, name=f"hasten-rank-{rank}-stderr", daemon=True)
+        self._reader.start()
+
+    def code(self) -> int | None:
+        """Its exit code, -N after signal N, None while it runs."""
+        return self._process.poll()
+
+    def wait(self) -> None:
+        """Until it has ended and said its last words."""
+        self._process.wait()
+        self._reader.join(1.0)  # a worker that outlives it may hold the pipe
+
+    def last_words(self) -> str:
+        """What it wrote to stderr last."""
+        if self.code() is not None:
+            self._reader.join(1.0)
+        return self._tail.decode(errors="replace")
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        while chunk := self._process.stderr.read(65536):
+            self._tail = (self._tail + chunk)[-_KEPT_BYTES:]
+            try:
+                os.write(2, chunk)
+            except OSError:  # our own stderr is closed: what is kept still tells why a rank ended
+                continue
+
+
+class Ranks:
+    """The ranks this process has started: a thread waits for each, and says so when one ends too early."""
+
+    def __init__(self, children: list[ScriptChild], size: int, store: TCPStore) -> None:
+        self.children = children
+        self.size = size
+        self.store = store  # lives as long as this process
+        self.expected = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._failure: HastenError | None = None
+        self._heard = threading.Event()
+        self._before: dict[int, Any] = {}
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._on_signal)
+        for child in children:
+            threading.Thread(target=self._watch, args=(child,), name=f"hasten-rank-{child.rank}", daemon=True).start()
+        atexit.register(self._at_exit)
+
+    def is_mine(self) -> bool:
+        """Whether this is the process that started them, and not a fork of it."""
+        return os.getpid() == self._pid
+
+    def forward(self, number: int) -> None:
+        """Send a signal to every rank that runs."""
+        for child in self.children:
+            if child.code() is None:
+                fate.send(child, number)
+
+    def explain(self, error: BaseException) -> None:
+        """This rank ends with `error`: end the others; raises the error that names a culprit if it was another."""
+        self._heard.set()
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            self.expected = True
+            self._wait(_LEAVING_SECONDS)  # they may be leaving too
+            fate.end_all(self.children)
+        elif isinstance(error, HastenError) and error is self._failure:
+            fate.end_all(self.children)
+        elif is_lost_partner(error):
+            failure = self._conclude()
+            fate.end_all(self.children)
+            if failure is not None:
+                raise failure from error
+        else:
+            self.expected = True
+            fate.end_all(self.children)
+
+    def _conclude(self) -> HastenError | None:
+        """Find out who is to blame, once, whoever asks first."""
+        with self._lock:
+            if self._failure is None and not self.expected:
+                fate.settle(self.children)
+                self._failure = fate.verdict(self.children, self.size)
+                self.expected = True
+            return self._failure
+
+    def _watch(self, child: ScriptChild) -> None:
+        child.wait()
+        if self.expected or _ending or (child.code() == 0 and world.has_joined()):
+            return
+        failure = self._conclude()
+        if failure is None or self._heard.is_set():
+            return
+        # A signal wakes the main thread out of whatever Python it is in; _on_signal raises there.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
+        fate.end_all(self.children)
+        if not self._heard.wait(_UNHEARD_SECONDS):  # inside of native code, waiting for a rank that is gone
+            sys.stderr.write(f"hasten: {failure}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        before: Callable[[int, FrameType | None], Any] | int | None = self._before[number]
+        if self.is_mine():
+            if number == signal.SIGCHLD:
+                if self._failure is not None and not self._heard.is_set():
+                    self._heard.set()
+                    raise self._failure
+            else:
+                self.forward(number)
+        if callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL and number != signal.SIGCHLD:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _wait(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while any(child.code() is None for child in self.children):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _at_exit(self) -> None:
+        """Wait for the others to come to their end, as a launcher does."""
+        if not self.is_mine():
+            return
+        failed = world.has_failed()
+        already, self.expected = self.expected or _ending, True
+        self._heard.set()
+        if not failed:
+            while not self._wait(_ENDING_SECONDS):
+                left = ", ".join(str(child.rank) for child in self.children if child.code() is None)
+                sys.stderr.write(f"hasten: rank 0 is done and waits for rank {left} to end; Ctrl-C ends it\n")
+        fate.end_all(self.children)
+        bad = [child for child in self.children if child.code()]
+        if bad and not already and not failed:
+            sys.stderr.write(f"hasten: {fate.verdict(bad, self.size)}\n")
+
+
+def is_lost_partner(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, says only that another rank has gone or does not answer."""
+    import torch.distributed as dist
+
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, dist.DistError) or fate.is_symptom(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

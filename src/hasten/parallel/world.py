@@ -1,0 +1,329 @@
+"""World: this process among those that train together, and what they say to each other."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.errors import HastenError
+from hasten.parallel.place import Place, find_place
+
+if TYPE_CHECKING:
+    from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+_PARTING_SECONDS = 60.0
+_current: World | None = None
+_joined = 0  # how often this process has: each time the ranks meet under other keys
+_failed = False
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those that train together.
+
+    With `size` 1 every method gives back what it got and touches no torch.distributed. Otherwise each method is a
+    collective: all ranks call it, in the same order. Tensors may lie on the CPU or on `device`; results lie where
+    the argument lay. Nothing is changed in place.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    num_nodes: int = 1
+    node_rank: int = 0
+    local_size: int = 1
+    backend: str = ""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    launcher: str = ""
+    _store: Store | None = field(default=None, repr=False, compare=False)
+    _cpu_wire: bool = field(default=True, repr=False, compare=False)
+
+    @classmethod
+    def from_environment(
+        cls,
+        backend: str | None = None,
+        device: torch.device | None = None,
+        timeout: timedelta | float | None = None,
+        join_timeout: float = 1800.0,
+    ) -> World:
+        """Join the other processes that a launcher (hasten, torchrun, srun) started; alone if there was none.
+
+        A second call gives the world that is open. A process group that somebody else has opened is used as it is,
+        and left to them to close.
+
+        Args:
+            backend: "gloo" or "nccl"; None: "nccl" for a GPU, else "gloo". With "nccl", tensors on the CPU go by gloo.
+            device: This rank's device; None: GPU number `local_rank` with nccl, else the CPU.
+            timeout: How long, in seconds, a collective waits for the other ranks; None: torch's default, 30 minutes
+                for gloo and 10 for nccl.
+            join_timeout: How long, in seconds, the first meeting waits for the other ranks.
+
+        Raises:
+            HastenError: The other ranks did not come in time; says which.
+        """
+        place = find_place()
+        if place is None or place.size == 1:
+            return cls(device=device or torch.device("cpu"), launcher=place.launcher if place else "")
+        if _current is not None:
+            return _current
+        if device is None:
+            device = torch.device("cuda", place.local_rank) if backend == "nccl" else torch.device("cpu")
+        return _join(place, backend or ("nccl" if device.type == "cuda" else "gloo"), device, timeout, join_timeout)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.rank == 0
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """Any picklable object of rank `src`, on all ranks."""
+        if self.size == 1:
+            return value
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=src, device=None if self._cpu_wire else self.device)
+        return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank. Waits for the other ranks, not for the GPU."""
+        return bool(flag) if self.size == 1 else bool(self.reduce(torch.tensor(int(flag)), "max"))
+
+    def all(self, flag: bool) -> bool:
+        """Whether the flag is set on all ranks. Waits for the other ranks, not for the GPU."""
+        return bool(flag) if self.size == 1 else bool(self.reduce(torch.tensor(int(flag)), "min"))
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks, elementwise; of whole numbers in the default float type."""
+        return self.reduce(tensor, "mean")
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, elementwise."""
+        return self.reduce(tensor, "sum")
+
+    def reduce(self, tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
+        """One tensor of all ranks' tensors of one shape.
+
+        Args:
+            tensor: Detached from its graph.
+            op: "mean" (or "avg"), "sum", "max", "min" or "product".
+        """
+        if op not in {"mean", "avg", "sum", "max", "min", "product"}:
+            raise HastenError(f"Ranks cannot be reduced by {op!r}.", "Use mean, sum, max, min or product.")
+        if self.size == 1:
+            return tensor
+        import torch.distributed as dist
+
+        kinds = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
+        is_mean = op in {"mean", "avg"}
+        # bool has no sum on the wire; gloo has no mean.
+        sent = tensor.detach().to(self._wire(tensor), torch.uint8 if tensor.dtype is torch.bool else None, copy=True)
+        sent = sent.float() if is_mean and not (sent.is_floating_point() or sent.is_complex()) else sent.contiguous()
+        dist.all_reduce(sent, kinds.get(op, dist.ReduceOp.SUM))
+        if is_mean:
+            sent /= self.size
+        elif tensor.dtype is torch.bool:
+            sent = sent.bool()
+        return sent.to(tensor.device)
+
+    def gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
+        """All ranks' tensors of one shape.
+
+        Args:
+            tensor: Shape (...), the same on every rank.
+            sync_grads: Whether gradients flow back through the result, summed over the ranks, to each rank's tensor.
+
+        Returns:
+            Shape (size, ...), by rank; (1, ...) when alone.
+        """
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        import torch.distributed as dist
+
+        sent = tensor.to(self._wire(tensor)).contiguous()
+        if sync_grads and torch.is_grad_enabled():
+            from torch.distributed.nn.functional import all_gather
+
+            return torch.stack(all_gather(sent)).to(tensor.device)
+        parts = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(parts, sent.detach())
+        return torch.stack(parts).to(tensor.device)
+
+    def barrier(self, name: str = "") -> None:
+        """Wait until every rank is here. `name` is for the reader of the code."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.barrier(device_ids=[self.device.index or 0] if self.device.type == "cuda" else None)
+
+    def close(self, failed: bool = False) -> None:
+        """Leave the other ranks; runs by itself when the process exits.
+
+        All ranks meet before any takes its connections down: without that, about one gloo job in seven is aborted
+        (exit code 134) after its work is done.
+
+        Args:
+            failed: This rank goes because of an error: do not wait for the others.
+        """
+        global _current
+        if self.size == 1 or self._store is None or _current is not self:
+            return
+        _current = None
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            return
+        if failed:
+            if self.backend == "gloo":  # nccl may wait for the very ranks that are gone
+                dist.destroy_process_group()
+            return
+        if not self._all_reached("parting"):
+            warnings.warn(f"rank {self.rank}: not all ranks came to the end of the training", stacklevel=2)
+        else:
+            self.barrier("parting")
+            dist.destroy_process_group()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Rank 0 may serve the store: it goes last."""
+        assert self._store is not None
+        if self.launcher == "hasten":  # whose main process lives longer than any rank
+            return
+        if self.rank == 0:
+            self._all_reached("gone")
+        else:
+            self._store.add("gone", 1)
+
+    def _all_reached(self, point: str, seconds: float = _PARTING_SECONDS) -> bool:
+        """Meet through the store, which unlike a collective can be waited for with an end."""
+        assert self._store is not None
+        end = time.monotonic() + seconds
+        arrived = self._store.add(point, 1)
+        while arrived < self.size and time.monotonic() < end:
+            time.sleep(0.01)
+            arrived = self._store.add(point, 0)
+        return arrived >= self.size
+
+    def _wire(self, tensor: torch.Tensor) -> torch.device:
+        """Where a tensor must lie to be sent."""
+        return tensor.device if self._cpu_wire or tensor.device.type != "cpu" else self.device
+
+
+def mark_failed() -> None:
+    """This process ends because of an error: it shall not wait for the others when it exits."""
+    global _failed
+    _failed = True
+
+
+def serve_store(size: int) -> TCPStore:
+    """The store in which the ranks of this machine will meet, on a port that the system has chosen.
+
+    It is there before anybody asks for it, so no other program can take the port meanwhile. Lives as long as it is
+    held.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+
+
+def has_failed() -> bool:
+    """Whether this process ends because of an error."""
+    return _failed or getattr(sys, "last_value", None) is not None
+
+
+def close_current() -> None:
+    """Leave the world this process has joined, if any."""
+    if _current is not None:
+        _current.close()
+
+
+def has_joined() -> bool:
+    """Whether this process has met the others of its world, be it over or not."""
+    return _joined > 0
+
+
+def _join(
+    place: Place, backend: str, device: torch.device, timeout: timedelta | float | None, join_timeout: float
+) -> World:
+    import torch.distributed as dist
+
+    global _current, _joined
+    if not dist.is_available():
+        raise HastenError(
+            f"This torch ({torch.__version__}) is built without torch.distributed: it trains in one process only.",
+            "Install a torch with it (those on PyPI have it), or use devices=1.",
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    foreign = dist.is_initialized()
+    store = None
+    if not foreign:
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout) if timeout else None
+        _joined += 1
+        store = _meet(place, timedelta(seconds=join_timeout))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=limit,
+            device_id=device if device.type == "cuda" else None,
+        )
+    world = World(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        size=place.size,
+        num_nodes=place.num_nodes,
+        node_rank=place.node_rank,
+        local_size=place.local_size,
+        backend=backend,
+        device=device,
+        launcher=place.launcher,
+        _store=store,
+        _cpu_wire="gloo" in str(dist.get_backend_config()),
+    )
+    _current = world
+    if not foreign:
+        atexit.register(_close_at_exit, world, os.getpid())
+    return world
+
+
+def _meet(place: Place, limit: timedelta) -> Store:
+    """The store in which the ranks find each other, once all of them are there; says who is missing if not."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.rendezvous import rendezvous
+
+    if place.launcher == "hasten":
+        store: Store = TCPStore(place.address, place.port, place.size, is_master=False, timeout=limit)
+    else:
+        url = "env://" if place.launcher == "torchrun" else f"tcp://{place.address}:{place.port}"
+        store, _, _ = next(rendezvous(url, place.rank, place.size, timeout=limit))
+    store = PrefixStore(f"hasten/{_joined}", store)
+    store.set_timeout(limit)
+    store.set(f"here/{place.rank}", "1")
+    # Waited for here, in Python, where a signal is heard, and not inside of torch.
+    end = time.monotonic() + limit.total_seconds()
+    missing = [rank for rank in range(place.size) if rank != place.rank]
+    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+        if time.monotonic() > end:
+            who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            raise HastenError(
+                f"After {limit.total_seconds():g} s {who} of {place.size} had not joined rank {place.rank} "
+                f"at {place.address}:{place.port}.",
+                "Look at what those ranks wrote: every rank must run the same script up to the Trainer's first call.",
+            )
+        time.sleep(0.02)
+    return store
+
+
+def _close_at_exit(world: World, pid: int) -> None:
+    if os.getpid() == pid:  # not in a forked DataLoader worker
+        world.close(failed=has_failed())

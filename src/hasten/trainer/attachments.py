@@ -1,0 +1,189 @@
+"""What a Trainer comes with: callbacks, loggers, a profiler; those given and those by default."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hasten.trainer.flags import misconfigured, seconds
+
+if TYPE_CHECKING:
+    from hasten.trainer.trainer import Trainer
+
+
+def uses_lightning() -> bool:
+    """Whether this process has imported Lightning, under one of its names."""
+    return "lightning.pytorch" in sys.modules or "pytorch_lightning" in sys.modules
+
+
+def _is(callback: Any, *names: str) -> bool:
+    """Whether a callback is of one of these classes, hasten's or Lightning's."""
+    return any(kind.__name__ in names for kind in type(callback).__mro__)
+
+
+@dataclass
+class Attachments:
+    """The arguments that decide about callbacks, loggers and profiler."""
+
+    given_callbacks: Any
+    logger: Any
+    enable_checkpointing: bool | None
+    enable_progress_bar: bool | None
+    enable_model_summary: bool | None
+    max_time: Any
+    schedule: dict[int, int] | None
+    given_profiler: Any
+
+    def loggers(self, trainer: Trainer) -> list[Any]:
+        """The loggers."""
+        if self.logger is False:
+            return []
+        if self.logger is None or self.logger is True:
+            if trainer.barebones:
+                return []
+            if uses_lightning():
+                from hasten.trainer.lightning import default_logger
+
+                return [default_logger(trainer.default_root_dir)]
+            from hasten.trainer.loggers import CSVLogger
+
+            return [CSVLogger(trainer.default_root_dir)]
+        if isinstance(self.logger, Iterable) and not hasattr(self.logger, "log_metrics"):
+            return list(self.logger)
+        return [self.logger]
+
+    def profiler(self) -> Any:
+        """The profiler, or None."""
+        given = self.given_profiler
+        from hasten.trainer.profiling import PROFILERS, NoProfiler
+
+        if given is None or not isinstance(given, str):
+            return NoProfiler() if given is None else given
+
+        if given.lower() not in PROFILERS:
+            raise misconfigured(f"profiler={given!r} is unknown", f"there are: {', '.join(PROFILERS)}")
+        return PROFILERS[given.lower()]()
+
+    def callbacks(self, trainer: Trainer) -> list[Any]:
+        """The callbacks: those given, those by default, and checkpoints last, so that they save what others did."""
+        from hasten.trainer.callbacks import (
+            GradientAccumulationScheduler,
+            ModelCheckpoint,
+            ModelSummary,
+            Progress,
+            Timer,
+        )
+
+        given = self.given_callbacks
+        found = [] if given is None else list(given) if isinstance(given, list | tuple | set) else [given]
+        checkpoints = [one for one in found if _is(one, "Checkpoint", "ModelCheckpoint")]
+        bars = [one for one in found if _is(one, "Progress", "ProgressBar")]
+        summaries = [one for one in found if _is(one, "ModelSummary")]
+        if checkpoints and self.enable_checkpointing is False:
+            if trainer.fast_dev_run:
+                found = [one for one in found if one not in checkpoints]
+                checkpoints = []
+            else:
+                raise misconfigured(
+                    "enable_checkpointing=False, but callbacks has a ModelCheckpoint", "drop one of them"
+                )
+        if len(bars) > 1:
+            raise misconfigured(
+                "callbacks has several progress bars", f"keep one of {', '.join(type(bar).__name__ for bar in bars)}"
+            )
+        if bars and self.enable_progress_bar is False:
+            raise misconfigured("enable_progress_bar=False, but callbacks has a progress bar", "drop one of them")
+        if not bars and self.enable_progress_bar is not False:
+            found.append(Progress())
+        if not summaries and self.enable_model_summary is not False:
+            found.append(ModelSummary())
+        if self.max_time is not None:
+            if (limit := seconds("max_time", self.max_time)) is not None and not any(
+                _is(one, "Timer") for one in found
+            ):
+                from datetime import timedelta
+
+                found.append(Timer(duration=timedelta(seconds=limit)))
+        if self.schedule is not None:
+            if any(_is(one, "GradientAccumulationScheduler") for one in found):
+                raise misconfigured(
+                    "accumulate_grad_batches is a schedule, and callbacks has a GradientAccumulationScheduler too",
+                    "drop one of them",
+                )
+            found.append(GradientAccumulationScheduler(scheduling=self.schedule))
+        if not checkpoints and self.enable_checkpointing is not False and not trainer.fast_dev_run:
+            found.append(ModelCheckpoint())
+        check_unique(found)
+        return in_order(found)
+
+
+def in_order(callbacks: list[Any]) -> list[Any]:
+    """Checkpoints last."""
+    checkpoints = [one for one in callbacks if _is(one, "Checkpoint", "ModelCheckpoint")]
+    return [one for one in callbacks if one not in checkpoints] + checkpoints
+
+
+def check_unique(callbacks: list[Any]) -> None:
+    """Callbacks whose state would be saved under one name lose it."""
+    seen: dict[str, Any] = {}
+    for callback in callbacks:
+        has_state = type(callback).__dict__.get("state_dict") is not None
+        key = getattr(callback, "state_key", type(callback).__qualname__)
+        if has_state and key in seen and type(seen[key]) is type(callback):
+            raise RuntimeError(
+                f"two {type(callback).__qualname__} callbacks have the same state_key {key!r}: their states in a"
+                " checkpoint cannot be told apart; give them different arguments or a state_key of their own"
+            )
+        seen[key] = callback
+
+
+def with_module_callbacks(trainer: Trainer, brought: Any) -> None:
+    """Add the callbacks that a module brings; one of a kind replaces the Trainer's of the same kind."""
+    if not brought:
+        return
+    brought = list(brought) if isinstance(brought, list | tuple) else [brought]
+    kinds = {type(one) for one in brought}
+    replaced = {kind for kind in (type(one) for one in trainer.callbacks) if kind in kinds}
+    if replaced:
+        trainer.say(
+            "callbacks of the module replace the Trainer's: " + ", ".join(sorted(kind.__name__ for kind in replaced))
+        )
+    trainer.callbacks = in_order([one for one in trainer.callbacks if type(one) not in replaced] + brought)
+
+
+class Silent:
+    """A logger that logs nothing, for `fast_dev_run`: whatever is called on it, or on its experiment, does nothing."""
+
+    name = version = save_dir = root_dir = log_dir = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Silent:
+        return self
+
+    def __getitem__(self, key: Any) -> Silent:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def save(self) -> None:
+        """Nothing."""
+
+    def finalize(self, status: str) -> None:
+        """Nothing."""
+
+
+def folder_of(logger: Any, default: str) -> str:
+    """The folder a logger writes to."""
+    found = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or default
+    return str(Path(found))

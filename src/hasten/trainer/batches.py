@@ -1,0 +1,102 @@
+"""Batches: moving them to a device, and how many samples are in one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def mapped(batch: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
+    """A batch with every part of a kind changed, in nested lists, tuples, named tuples, dicts and dataclasses.
+
+    Parts of other kinds stay as they are, the same objects.
+    """
+    if isinstance(batch, kind):
+        return change(batch)
+    if isinstance(batch, str | bytes | int | float | None):
+        return batch
+    if isinstance(batch, Mapping):
+        parts = {key: mapped(part, kind, change) for key, part in batch.items()}
+        if type(batch) is dict:
+            return parts
+        if isinstance(batch, defaultdict):
+            return defaultdict(batch.default_factory, parts)
+        if isinstance(batch, OrderedDict):
+            return OrderedDict(parts)
+        return _rebuilt(batch, parts)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(part, kind, change) for part in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)([mapped(part, kind, change) for part in batch])
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        import copy
+
+        # Not `replace`: a class may compute fields in its __init__, or take other arguments.
+        changed = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            if hasattr(batch, field.name):
+                object.__setattr__(changed, field.name, mapped(getattr(batch, field.name), kind, change))
+        return changed
+    return batch
+
+
+def _rebuilt(batch: Any, parts: dict[Any, Any]) -> Any:
+    """A mapping of a class of its own, with other values."""
+    import copy
+
+    changed = copy.copy(batch)
+    try:
+        changed.update(parts)
+    except (AttributeError, TypeError):  # a mapping that cannot be changed
+        return parts
+    return changed
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch on a device; copies to a GPU from pinned memory do not wait."""
+    waits = device.type != "cuda"
+
+    def move(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return part.to(device, non_blocking=not waits)
+        moved = part.to(device)
+        return part if moved is None else moved  # some `.to` work in place
+
+    return mapped(batch, MOVABLE, move)
+
+
+class _MovableMeta(type):
+    def __instancecheck__(cls, thing: Any) -> bool:
+        return callable(getattr(thing, "to", None)) and not isinstance(thing, type)
+
+
+class MOVABLE(metaclass=_MovableMeta):
+    """What has a `.to`: tensors, packed sequences, graphs of other libraries."""
+
+
+def tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a batch, first to last."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, str):
+        return
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
+            yield from tensors(part)
+    elif isinstance(batch, list | tuple):
+        for part in batch:
+            yield from tensors(part)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from tensors(getattr(batch, field.name, None))
+
+
+def batch_size(batch: Any) -> int:
+    """How many samples are in a batch: the first dimension of its first tensor; 1 for a scalar; 0 when unknown."""
+    for tensor in tensors(batch):
+        return int(tensor.shape[0]) if tensor.dim() else 1
+    return len(batch) if isinstance(batch, str) else 0

@@ -1,0 +1,461 @@
+"""ModelCheckpoint: when a checkpoint is written, what it is called, which ones are kept."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from hasten.errors import HastenError
+from hasten.trainer.callbacks.base import Callback
+from hasten.trainer.callbacks.checkpoint_names import checkpoint_name
+from hasten.trainer.callbacks.shared import (
+    check_mode,
+    metric,
+    missing_metric,
+    say,
+    weights_are_finite,
+)
+
+
+class ModelCheckpoint(Callback):
+    """Write checkpoints: the best by a metric, the last, every so many steps, epochs or minutes.
+
+    A monitored metric is read only when a save is due. A checkpoint whose metric is not finite never counts as one
+    of the best, and one whose weights are not finite is not written at all. The file that a new one replaces is
+    removed behind the new one's write, after that has been verified.
+
+    Args:
+        dirpath: Folder; default: `checkpoints` in the first logger's `log_dir`, else in `default_root_dir`.
+        filename: Name with `{epoch}`, `{step}` and metrics to fill in; default `"{epoch}-{step}"`.
+        monitor: Metric that says which are best; None: the latest is the best.
+        verbose: Say what is saved and why.
+        save_last: True: also write `last.ckpt` whenever something is saved. "link": make it a symbolic link.
+        save_top_k: How many of the best to keep; -1 all, 0 none.
+        save_on_exception: Save when training ends by an exception.
+        save_weights_only: Leave out what is only needed to resume.
+        mode: "min" if smaller is better, "max" if larger is.
+        auto_insert_metric_name: Write `epoch=3` for `{epoch}`, not `3`.
+        every_n_train_steps: Save every so many optimizer steps.
+        train_time_interval: Save after so much time, at the end of a batch.
+        every_n_epochs: Save every so many epochs; 1 if none of the three is given. They exclude each other.
+        save_on_train_epoch_end: Save at the end of the training epoch, not of validation; None: at the end of the
+            epoch unless validation runs more or less often than once an epoch.
+        enable_version_counter: Add `-v1`, `-v2` to a name that is taken, rather than overwrite.
+
+    Attributes:
+        best_model_path: The best checkpoint, "" before there is one.
+        best_model_score: Its metric, a 0-dim tensor; None without `monitor`.
+        best_k_models: Path -> metric of those kept.
+        kth_best_model_path: The one that goes next.
+        kth_value: Its metric.
+        current_score: Metric of the latest save.
+        last_model_path: The latest `last.ckpt`.
+
+    Raises:
+        HastenError: Contradictory arguments; at run time, a `monitor` that nobody logs.
+    """
+
+    CHECKPOINT_JOIN_CHAR = "-"
+    CHECKPOINT_NAME_LAST = "last"
+    FILE_EXTENSION = ".ckpt"
+    STARTING_VERSION = 1
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        check_mode("ModelCheckpoint", mode)
+        self.dirpath = os.path.realpath(Path(dirpath).expanduser()) if dirpath else None
+        self.filename = filename
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_last = save_last
+        self.save_top_k = save_top_k
+        self.save_on_exception = save_on_exception
+        self.save_weights_only = save_weights_only
+        self.mode = mode
+        self.auto_insert_metric_name = auto_insert_metric_name
+        by_default = every_n_train_steps is None and every_n_epochs is None and train_time_interval is None
+        self._every_n_train_steps = every_n_train_steps or 0
+        self._every_n_epochs = 1 if by_default else every_n_epochs or 0
+        self._train_time_interval = train_time_interval
+        self._save_on_train_epoch_end = save_on_train_epoch_end
+        self._enable_version_counter = enable_version_counter
+        self._check()
+        self.best_model_path = ""
+        self.best_model_score: torch.Tensor | None = None
+        self.best_k_models: dict[str, torch.Tensor] = {}
+        self.kth_best_model_path = ""
+        self.kth_value = torch.tensor(math.inf if mode == "min" else -math.inf)
+        self.current_score: torch.Tensor | None = None
+        self.last_model_path = ""
+        self._last_global_step_saved = 0  # nothing to save before the first step
+        self._last_checkpoint_saved = ""
+        self._last_time_checked = time.monotonic()
+        self._after_validation = False  # a save is due, and waits for the metric that validation will bring
+        self._fitting = False
+
+    def _check(self) -> None:
+        triggers = {
+            "every_n_train_steps": self._every_n_train_steps,
+            "every_n_epochs": self._every_n_epochs,
+            "train_time_interval": self._train_time_interval is not None,
+        }
+        if self.save_top_k < -1:
+            raise HastenError(
+                f"ModelCheckpoint(save_top_k={self.save_top_k}): must be -1 or more", "-1 keeps all, 0 none"
+            )
+        for name, value in triggers.items():
+            if value < 0:
+                raise HastenError(f"ModelCheckpoint({name}={value}): must be 0 or more", "0 switches it off")
+        given = [name for name, value in triggers.items() if value]
+        if len(given) > 1:
+            raise HastenError(
+                f"ModelCheckpoint: {' and '.join(given)} exclude each other",
+                "use one ModelCheckpoint for each",
+            )
+        if self.monitor is None and self.save_top_k not in (-1, 0, 1):
+            raise HastenError(
+                f"ModelCheckpoint(save_top_k={self.save_top_k}): best by what?", "name a metric: monitor='val_loss'"
+            )
+
+    @property
+    def every_n_epochs(self) -> int:
+        """Saved every so many epochs; 0: not by epochs."""
+        return self._every_n_epochs
+
+    @property
+    def state_key(self) -> str:
+        """Unique by what it monitors and when it saves."""
+        return self._generate_state_key(
+            monitor=self.monitor,
+            mode=self.mode,
+            every_n_train_steps=self._every_n_train_steps,
+            every_n_epochs=self._every_n_epochs,
+            train_time_interval=self._train_time_interval,
+        )
+
+    # -- when ------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Settle on the folder."""
+        self._fitting = stage == "fit"
+        if self.dirpath is None:
+            log_dir = trainer.loggers[0].log_dir if trainer.loggers else None
+            folder = Path(log_dir or trainer.default_root_dir) / "checkpoints"
+            self.dirpath = trainer.world.broadcast(os.path.realpath(folder))
+
+    def find_folders(self, trainer: Any) -> list[str]:
+        """Folders in which earlier runs of this training may have left checkpoints; none is made."""
+        if self.dirpath is not None:
+            return [self.dirpath]
+        root = trainer.loggers[0].root_dir if trainer.loggers else None
+        found = [str(path) for path in Path(root).glob("*/checkpoints")] if root else []
+        return [*found, str(Path(trainer.default_root_dir) / "checkpoints")]
+
+    def needs(self, hook: str) -> bool:
+        """Batches matter only to who saves by steps or time."""
+        return hook != "on_train_batch_end" or bool(self._every_n_train_steps) or self._train_time_interval is not None
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """The interval by time begins."""
+        self._last_time_checked = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save if steps or time say so."""
+        if self._every_n_train_steps:
+            if trainer.global_step % self._every_n_train_steps:
+                return
+        elif self._train_time_interval is None or not self._time_is_up(trainer):
+            return
+        if self._skips(trainer):
+            return
+        if self.monitor is not None and (
+            self.monitor not in trainer.callback_metrics or self._validation_comes_now(trainer, batch_idx)
+        ):
+            self._after_validation = True
+            return
+        self._save_top_k(trainer, module)
+        self._save_last(trainer, module)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Save if this epoch's turn is here."""
+        if not self._skips(trainer) and self._saves_on_train_epoch_end(trainer):
+            self._epoch_is_over(trainer, module)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        """Save what waited for this validation, or if this epoch's turn is here."""
+        if self._skips(trainer) or self._saves_on_train_epoch_end(trainer):
+            return
+        if self._after_validation:
+            self._after_validation = False
+            self._save_top_k(trainer, module)
+            self._save_last(trainer, module)
+        else:
+            self._epoch_is_over(trainer, module)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        """`save_last` leaves a last one even where nothing else was saved."""
+        if self.save_last and not self._last_checkpoint_saved and not self._skips(trainer):
+            self._save_last(trainer, module)
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        """Save before the exception goes on, if asked to."""
+        if not self.save_on_exception or self._skips(trainer):
+            return
+        path = self.format_checkpoint_name(self._values(trainer))
+        if self._save(trainer, module, path):
+            self._save_last(trainer, module)
+            say(trainer, f"{type(exception).__name__}: saved {path}")
+
+    def _epoch_is_over(self, trainer: Any, module: Any) -> None:
+        if self._every_n_epochs and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+            self._save_top_k(trainer, module)
+        linked = self.save_last == "link" and self._last_checkpoint_saved
+        if linked or self._last_global_step_saved == trainer.global_step:
+            self._save_last(trainer, module)
+
+    def _time_is_up(self, trainer: Any) -> bool:
+        assert self._train_time_interval is not None
+        now = time.monotonic()
+        due = now - self._last_time_checked >= self._train_time_interval.total_seconds()
+        if not trainer.world.any(trainer.is_global_zero and due):  # clocks differ: rank 0's counts
+            return False
+        self._last_time_checked = now
+        return True
+
+    def _skips(self, trainer: Any) -> bool:
+        return (
+            not self._fitting
+            or bool(trainer.fast_dev_run)
+            or trainer.sanity_checking
+            or self._last_global_step_saved == trainer.global_step
+        )
+
+    def _saves_on_train_epoch_end(self, trainer: Any) -> bool:
+        if self._save_on_train_epoch_end is not None:
+            return self._save_on_train_epoch_end
+        if trainer.check_val_every_n_epoch != 1:
+            return False
+        return not _has_validation(trainer) or bool(trainer.val_check_interval == 1.0)
+
+    def _validation_comes_now(self, trainer: Any, batch_idx: int) -> bool:
+        """The metric there is stems from an earlier validation, and the next one runs right after this batch."""
+        if self._saves_on_train_epoch_end(trainer) or batch_idx + 1 != trainer.num_training_batches:
+            return False
+        every = trainer.check_val_every_n_epoch
+        return _has_validation(trainer) and (every is None or (trainer.current_epoch + 1) % every == 0)
+
+    # -- what ------------------------------------------------------------------------------------------
+
+    def _values(self, trainer: Any) -> dict[str, Any]:
+        """What file names may name; nothing is read yet."""
+        return {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
+
+    def _save_top_k(self, trainer: Any, module: Any) -> None:
+        if self.save_top_k == 0:
+            return
+        values = self._values(trainer)
+        if self.monitor is None:
+            path = self._free_path(trainer, values, taken_by_us=self.best_model_path)
+            before, self.best_model_path = self.best_model_path, path
+            if not self._save(trainer, module, path):
+                self.best_model_path = before
+            elif self.save_top_k == 1:
+                self._remove(trainer, before, path)
+            return
+        current = metric(values, self.monitor)
+        if current is None:
+            raise missing_metric("ModelCheckpoint", self.monitor, trainer.callback_metrics)
+        if trainer.world.any(not math.isfinite(current)):
+            self._not_finite(trainer, module, values, current)
+        elif trainer.world.any(trainer.is_global_zero and self._among_best(current)):
+            self._save_best(trainer, module, values, current)
+        elif self.verbose:
+            say(trainer, f"step {trainer.global_step}: {self.monitor} was not in the top {self.save_top_k}")
+
+    def check_monitor_top_k(self, trainer: Any, current: torch.Tensor | None = None) -> bool:
+        """Whether a checkpoint with this metric would be kept; the same answer on all ranks."""
+        return current is not None and trainer.world.any(trainer.is_global_zero and self._among_best(current))
+
+    def _among_best(self, current: torch.Tensor) -> bool:
+        if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
+            return True
+        kth = self.best_k_models[self.kth_best_model_path]
+        return bool(current < kth if self.mode == "min" else current > kth)
+
+    def _not_finite(self, trainer: Any, module: Any, values: dict[str, Any], current: torch.Tensor) -> None:
+        """Never one of the best. Who keeps all (-1) gets the file, unranked."""
+        warnings.warn(
+            f"step {trainer.global_step}: {self.monitor} is {current.item()}, so this is none of the best checkpoints",
+            stacklevel=2,
+        )
+        if self.save_top_k == -1:
+            self._save(trainer, module, self._free_path(trainer, values))
+
+    def _save_best(self, trainer: Any, module: Any, values: dict[str, Any], current: torch.Tensor) -> None:
+        before = dict(self.best_k_models)
+        full = len(self.best_k_models) == self.save_top_k
+        gone = self.kth_best_model_path if full else ""
+        self.best_k_models.pop(gone, None)
+        path = self._free_path(trainer, values, taken_by_us=gone)
+        self.best_k_models[path] = current
+        self.current_score = current
+        self._rank()  # before saving, since it is part of the state that is saved
+        if not self._save(trainer, module, path):
+            self.best_k_models = before
+            self._rank()
+            return
+        if self.verbose:
+            say(trainer, f"step {trainer.global_step}: {self.monitor} reached {current.item():.5f}, saving {path}")
+        self._remove(trainer, gone, path)
+
+    def _rank(self) -> None:
+        if not self.best_k_models:
+            self.best_model_path, self.best_model_score, self.kth_best_model_path = "", None, ""
+            return
+        ordered = sorted(self.best_k_models, key=lambda path: float(self.best_k_models[path]))
+        if self.mode == "max":
+            ordered.reverse()
+        self.best_model_path = ordered[0]
+        self.best_model_score = self.best_k_models[self.best_model_path]
+        if len(ordered) == self.save_top_k or self.save_top_k == -1:
+            self.kth_best_model_path = ordered[-1]
+            self.kth_value = self.best_k_models[self.kth_best_model_path]
+
+    def _save_last(self, trainer: Any, module: Any) -> None:
+        if not self.save_last:
+            return
+        path = self._free_path(trainer, self._values(trainer), self.CHECKPOINT_NAME_LAST, self.last_model_path)
+        before, self.last_model_path = self.last_model_path, path
+        if self.save_last == "link" and self._last_checkpoint_saved and self.save_top_k != 0:
+            trainer.link_checkpoint(self._last_checkpoint_saved, path)
+        elif not self._save(trainer, module, path):
+            self.last_model_path = before
+            return
+        self._remove(trainer, before, path)
+
+    # -- files -----------------------------------------------------------------------------------------
+
+    def format_checkpoint_name(
+        self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
+    ) -> str:
+        """The path of a checkpoint with these metrics.
+
+        Args:
+            metrics: Values by name, with `epoch` and `step`.
+            filename: Template; default: this callback's.
+            ver: Version to append, as `-v1`.
+            prefix: Put in front of the name.
+        """
+        template = filename or self.filename or "{epoch}-{step}"
+        name = checkpoint_name(template, metrics, self.auto_insert_metric_name)
+        parts = [prefix, name, None if ver is None else f"v{ver}"]
+        name = self.CHECKPOINT_JOIN_CHAR.join(part for part in parts if part is not None) + self.FILE_EXTENSION
+        return os.path.join(self.dirpath, name) if self.dirpath else name  # noqa: PTH118  # a str, as in Lightning
+
+    def _free_path(
+        self, trainer: Any, values: dict[str, Any], filename: str | None = None, taken_by_us: str = ""
+    ) -> str:
+        """A path that no other checkpoint has; `taken_by_us` may be overwritten."""
+        path = self.format_checkpoint_name(values, filename)
+        version = self.STARTING_VERSION
+        while self._enable_version_counter and path != taken_by_us and self._exists(trainer, path):
+            path = self.format_checkpoint_name(values, filename, ver=version)
+            version += 1
+        return path
+
+    def _exists(self, trainer: Any, path: str) -> bool:
+        """Only rank 0 looks at the disk; what is still being written counts as there."""
+        ours = path in self.best_k_models or path in (self.best_model_path, self.last_model_path)
+        return bool(trainer.world.any(ours or (trainer.is_global_zero and os.path.lexists(path))))
+
+    def _save(self, trainer: Any, module: Any, path: str) -> bool:
+        """Save unless the weights are not finite or a callback objects."""
+        if not trainer.may_save() or trainer.world.any(not weights_are_finite(module)):
+            warnings.warn(
+                f"step {trainer.global_step}: the weights are not finite, so {path} was not written and earlier"
+                " checkpoints stay; hasten.callbacks.NaNWatch says where it began and can stop or skip",
+                stacklevel=2,
+            )
+            return False
+        trainer.save_checkpoint(path, self.save_weights_only)
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = path
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(weakref.proxy(self))
+        return True
+
+    def _remove(self, trainer: Any, path: str, current: str) -> None:
+        """Remove a file that another replaces: only in our folder, and never the one that was resumed from."""
+        if not path or path == current:
+            return
+        resumed = trainer.ckpt_path
+        old = Path(path).absolute()
+        assert self.dirpath is not None
+        if Path(self.dirpath).absolute() in old.parents and (resumed is None or Path(resumed).absolute() != old):
+            trainer.remove_checkpoint(path)
+
+    # -- state -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is best so far, and where."""
+        return {
+            "monitor": self.monitor,
+            "best_model_score": self.best_model_score,
+            "best_model_path": self.best_model_path,
+            "current_score": self.current_score,
+            "dirpath": self.dirpath,
+            "best_k_models": dict(self.best_k_models),
+            "kth_best_model_path": self.kth_best_model_path,
+            "kth_value": self.kth_value,
+            "last_model_path": self.last_model_path,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the checkpoints of the run that is resumed; in another folder they are left alone."""
+        self.best_model_path = state_dict["best_model_path"]
+        before = state_dict.get("dirpath", self.dirpath)
+        if before != self.dirpath:
+            warnings.warn(
+                f"checkpoints go to {self.dirpath} now, no longer to {before}: those there stay, and the best of them"
+                " are not compared with new ones",
+                stacklevel=2,
+            )
+            return
+        self.best_model_score = state_dict["best_model_score"]
+        self.best_k_models = dict(state_dict.get("best_k_models", {}))
+        self.kth_best_model_path = state_dict.get("kth_best_model_path", "")
+        self.kth_value = state_dict.get("kth_value", self.kth_value)
+        self.current_score = state_dict.get("current_score")
+        # A checkpoint may be older than the first `last` of its run, whose file is to be replaced all the same.
+        last = Path(self.dirpath or "") / (self.CHECKPOINT_NAME_LAST + self.FILE_EXTENSION)
+        self.last_model_path = state_dict.get("last_model_path") or str(last)
+
+
+def _has_validation(trainer: Any) -> bool:
+    batches = trainer.num_val_batches
+    return bool(sum(batches) if isinstance(batches, list) else batches)

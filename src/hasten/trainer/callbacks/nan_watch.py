@@ -1,0 +1,217 @@
+"""NaNWatch: notice a loss that is NaN or infinite, stop or skip, and keep good checkpoints good."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, Literal
+
+import torch
+
+from hasten.errors import HastenError
+from hasten.trainer.callbacks.base import Callback
+from hasten.trainer.callbacks.shared import alike, finite, non_finite_flag, say, weights_are_finite
+
+_FIX = (
+    "lower the learning rate, clip gradients (gradient_clip_val=1.0), or look at that batch; NaNWatch('skip') goes on"
+)
+
+
+class NaNWatch(Callback):
+    """Watch the loss, and the gradients if asked to, for NaN and infinity.
+
+    One process on the CPU: every loss is read at once, since that is free there, and the poisoned step is dropped
+    before it reaches the weights, whatever the action. Elsewhere losses stay on the device and are read together
+    every `every_n_steps`; meanwhile the weights may be lost, but no checkpoint of them is written.
+
+    "skip" drops each optimizer step whose gradients are not finite (the optimizer's state is untouched too). A fused
+    optimizer skips by itself, told by a flag on the device; another one costs one read per step. Under
+    `precision="16-mixed"` the gradient scaler skips already, and this only watches the loss.
+
+    Args:
+        action: "stop": training ends as after its last step; "raise": HastenError; "skip": see above.
+        every_n_steps: Optimizer steps between two reads of the device.
+        watch_gradients: Look at gradients too, before each optimizer step; "skip" does so anyway.
+        patience: With "skip": stop after so many dropped steps in a row.
+
+    Attributes:
+        bad_steps: Optimizer steps (from 0) with a bad loss or gradient; the first 100.
+        skipped: Optimizer steps dropped; on a GPU as of the last read.
+
+    Raises:
+        HastenError: No such action, or a number below 1; at run time with "raise".
+    """
+
+    def __init__(
+        self,
+        action: Literal["stop", "skip", "raise"] = "stop",
+        every_n_steps: int = 50,
+        watch_gradients: bool = False,
+        patience: int = 20,
+    ) -> None:
+        if action not in ("stop", "skip", "raise"):
+            raise HastenError(f"NaNWatch(action={action!r}): there is no such action", 'use "stop", "skip" or "raise"')
+        if every_n_steps < 1 or patience < 1:
+            raise HastenError(f"NaNWatch(every_n_steps={every_n_steps}, patience={patience})", "both are 1 or more")
+        self.action = action
+        self.every_n_steps = every_n_steps
+        self.watch_gradients = watch_gradients
+        self.patience = patience
+        self.bad_steps: list[int] = []
+        self.skipped = 0
+        self._where = ""  # what was bad, in words; "" while all is well
+        self._poisoned = False  # a bad loss went into the gradients that are being gathered
+        self._row = 0  # dropped steps in a row
+        self._losses: list[tuple[int, torch.Tensor]] = []  # unread
+        self._flags: list[tuple[int, torch.Tensor]] = []  # unread: 1 where gradients were bad
+        self._read_step = 0
+        self._reads_freely = False
+        self._scaled = False
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Settle on how to watch."""
+        self._reads_freely = trainer.device.type == "cpu" and trainer.world_size == 1
+        self._scaled = trainer.precision == "16-mixed"
+
+    def needs(self, hook: str) -> bool:
+        """Gradients are looked at if somebody asked, or where it is free to drop a poisoned step."""
+        wanted = self._reads_freely or self.watch_gradients or self.action == "skip"
+        return hook != "on_before_optimizer_step" or (wanted and not self._scaled)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Begin with nothing found."""
+        self._read_step = trainer.global_step
+        self._where, self._poisoned, self._row = "", False, 0
+        self._losses, self._flags = [], []
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
+        """Look at the loss, or keep it for later."""
+        loss = loss.detach()
+        if not self._reads_freely:
+            self._losses.append((trainer.global_step, loss.clone()))  # a captured graph would write over it
+        elif not math.isfinite(value := loss.item() if loss.numel() == 1 else float(loss.sum())):
+            self._poisoned = True
+            self._found(trainer.global_step, f"the loss is {value}")
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        """Drop the step if it is poisoned."""
+        poisoned, self._poisoned = self._poisoned, False
+        if poisoned:
+            self._drop(optimizer)
+        elif self.action == "skip" or self.watch_gradients:
+            self._check_gradients(trainer, module, optimizer)
+
+    def _check_gradients(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        groups = alike(p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        step = trainer.global_step
+        if self._reads_freely:
+            if not all(finite(group) for group in groups):
+                self._found(step, f"the gradient of {_bad_names(module, of_gradients=True)} is not finite")
+                self._drop(optimizer)
+            else:
+                self._row = 0
+            return
+        device = trainer.device
+        flags = [non_finite_flag(group).to(device) for group in groups] or [torch.zeros((), device=device)]
+        flag = torch.stack(flags).max()
+        if trainer.world_size > 1:  # all ranks drop the step, or none
+            flag = trainer.world.reduce(flag, "max")
+        if self.action != "skip":
+            self._flags.append((step, flag))
+        elif getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.found_inf = flag  # the fused kernel leaves weights and state as they are where this is 1
+            self._flags.append((step, flag))
+        elif bool(flag):
+            self._found(step, f"the gradient of {_bad_names(module, of_gradients=True)} is not finite")
+            self._drop(optimizer)
+        else:
+            self._row = 0
+
+    def _found(self, step: int, where: str) -> None:
+        self._where = self._where or f"step {step}: {where}"
+        if len(self.bad_steps) < 100 and step not in self.bad_steps[-1:]:
+            self.bad_steps.append(step)
+
+    def _drop(self, optimizer: Any) -> None:
+        """Without gradients an optimizer's step does nothing, to its state neither."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        if self.action == "skip":
+            self.skipped += 1
+            self._row += 1
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Read what was gathered, if it is time to; act on what was found."""
+        if not self._reads_freely:
+            if trainer.global_step - self._read_step < self.every_n_steps:
+                return
+            self._read(trainer, module)
+        if self._where:
+            self._act(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Nothing stays unread past an epoch."""
+        self._read(trainer, module)
+        if self._where:
+            self._act(trainer)
+
+    def _read(self, trainer: Any, module: Any) -> None:
+        """Read what was gathered on the device: one wait for all of it."""
+        self._read_step = trainer.global_step
+        losses, self._losses = self._losses, []
+        flags, self._flags = self._flags, []
+        if losses:
+            bad = torch.stack([~torch.isfinite(loss).all() for _, loss in losses]).tolist()
+            for (step, _), is_bad in zip(losses, bad, strict=True):
+                if is_bad:
+                    weights = _bad_names(module, of_gradients=False)
+                    self._found(step, "the loss is not finite" + (f", and by now {weights} neither" if weights else ""))
+        if flags:
+            for (step, _), is_bad in zip(flags, torch.stack([flag for _, flag in flags]).tolist(), strict=True):
+                self._row = self._row + 1 if is_bad else 0
+                if is_bad:
+                    self._found(step, "gradients are not finite")
+                    self.skipped += self.action == "skip"
+        if trainer.world.any(bool(self._where)) and not self._where:
+            self._found(trainer.global_step, "on another rank a loss or gradient is not finite")
+
+    def _act(self, trainer: Any) -> None:
+        where, self._where = self._where, ""
+        if self.action == "raise":
+            raise HastenError(f"NaNWatch: {where}", _FIX)
+        if self.action == "skip":
+            if self._row < self.patience:
+                warnings.warn(f"NaNWatch: {where}; dropped {self.skipped} steps so far", stacklevel=2)
+                return
+            where += f", and {self._row} steps in a row were dropped"
+        trainer.should_stop = True
+        say(trainer, f"NaNWatch: {where}. Training stops.\n  {_FIX}")
+
+    def allows_checkpoint(self, trainer: Any) -> bool:
+        """Whether the weights are worth keeping: finite, on all ranks. Reads the device."""
+        return not trainer.world.any(not weights_are_finite(trainer.lightning_module))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        """Take the flags off the optimizers."""
+        for optimizer in trainer.optimizers:
+            optimizer.__dict__.pop("found_inf", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was dropped so far."""
+        return {"skipped": self.skipped, "bad_steps": list(self.bad_steps)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Count on."""
+        self.skipped = state_dict["skipped"]
+        self.bad_steps = list(state_dict["bad_steps"])
+
+
+def _bad_names(module: torch.nn.Module, of_gradients: bool) -> str:
+    """The first parameters whose gradients, or values, are not finite; "" if there are none."""
+    bad = []
+    for name, parameter in module.named_parameters():
+        tensor = parameter.grad if of_gradients else parameter
+        if tensor is not None and tensor.is_floating_point() and not torch.isfinite(tensor.detach()).all():
+            bad.append(name)
+    return ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")

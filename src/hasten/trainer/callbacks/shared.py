@@ -1,0 +1,77 @@
+"""What several callbacks need: metrics by name, finite weights, a line to the person."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hasten.errors import HastenError
+
+
+def say(trainer: Any, message: str) -> None:
+    """One line to the person, from rank 0."""
+    if trainer.is_global_zero:
+        print(f"hasten: {message}", file=sys.stderr, flush=True)
+
+
+def check_mode(who: str, mode: str) -> None:
+    """`mode` must be min or max.
+
+    Raises:
+        HastenError: It is something else.
+    """
+    if mode not in ("min", "max"):
+        raise HastenError(
+            f"{who}(mode={mode!r}): there is no such mode", 'use "min" if smaller is better, "max" if larger is'
+        )
+
+
+def missing_metric(who: str, monitor: str, available: Iterable[str]) -> HastenError:
+    """The error that names a metric nobody logged, those there are, and the likely one."""
+    names = sorted(available)
+    close = difflib.get_close_matches(monitor, names, n=1)
+    found = f"logged so far: {', '.join(names)}" if names else "nothing was logged so far"
+    fix = f"did you mean {close[0]!r}?" if close else f"log it: self.log({monitor!r}, value)"
+    return HastenError(f"{who}(monitor={monitor!r}): there is no such metric ({found})", fix)
+
+
+def metric(metrics: Mapping[str, Any], name: str) -> torch.Tensor | None:
+    """A logged value as a 0-dim tensor on the CPU (this waits for the device), or None where there is none."""
+    value = metrics.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor(float(value))
+    return value.detach().cpu().squeeze()
+
+
+def weights_are_finite(module: torch.nn.Module) -> bool:
+    """Whether all trained parameters are finite; one read of the device for each kind of tensor.
+
+    Only parameters that are trained are asked: a frozen table of attention masks may well hold infinities.
+    """
+    return all(finite(group) for group in alike([p for p in module.parameters() if p.requires_grad]))
+
+
+def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Dense floating-point tensors grouped by device and dtype, as `torch._foreach` functions want them."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel() and tensor.layout == torch.strided:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+    return list(groups.values())
+
+
+def non_finite_flag(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """1.0 if any value of these tensors (one device, one dtype) is NaN or infinite, else 0.0; stays on the device."""
+    worst = torch.stack(torch._foreach_norm(tensors, float("inf")))  # the largest absolute value cannot overflow
+    return (~torch.isfinite(worst).all()).float()
+
+
+def finite(tensors: list[torch.Tensor]) -> bool:
+    """Whether all values are finite; reads the device once."""
+    return not bool(non_finite_flag(tensors))

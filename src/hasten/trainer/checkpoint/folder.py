@@ -1,0 +1,133 @@
+"""The folder of a run: one run at a time, and its newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from hasten.errors import HastenError
+from hasten.trainer.checkpoint.files import verify
+from hasten.trainer.checkpoint.refusals import CheckpointError
+from hasten.trainer.checkpoint.writing import check_writable, not_for_children, sweep
+
+LOCK = ".hasten.lock"
+
+
+class Claim:
+    """A run's hold on its folder, until `close` or the end of the process, however that comes.
+
+    Args:
+        folder: The folder held.
+        fd: The lock file, open and locked.
+        swept: Temporary files that a killed run had left there, and that are gone now.
+    """
+
+    def __init__(self, folder: Path, fd: int, swept: list[Path]) -> None:
+        self.folder = folder
+        self.swept = swept
+        self._pid = os.getpid()  # a forked child has a copy of this object, but not the lock
+        self._fd = fd
+        self._open = ExitStack()
+        self._open.enter_context(not_for_children(fd))
+
+    def close(self) -> None:
+        """Lets another run have the folder. May be called twice."""
+        if self._pid == os.getpid() and self._fd >= 0:
+            os.ftruncate(self._fd, 0)  # who held it is of no interest any more
+            self._fd = -1
+        self._open.close()
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+
+def claim(folder: str | Path) -> Claim:
+    """Takes a folder for this run alone, and clears away what killed runs left half-written.
+
+    Call it in one process of a run, rank 0. Keep what it returns: the folder is free when that is closed.
+
+    Raises:
+        HastenError: Another run has it (named with process, host and start), or it cannot be written to.
+    """
+    folder = Path(folder)
+    check_writable(folder)
+    path = folder / LOCK
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise _no_lock(path, error) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "start": time.time(), "command": " ".join(sys.argv)}
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(me).encode(), 0)
+        return Claim(folder, fd, sweep(folder))
+    except OSError as error:
+        holder = _holder(fd)
+        os.close(fd)
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
+            raise HastenError(
+                f"Another run is using {folder}: {holder}.",
+                "Wait for it or stop it, or give this run another folder (default_root_dir=...).",
+            ) from None
+        raise _no_lock(path, error) from error
+
+
+def latest_good(folder: str | Path, pattern: str = "*.ckpt") -> tuple[Path | None, list[str]]:
+    """The newest checkpoint of a folder that is whole, by time of writing.
+
+    Args:
+        folder: Where to look; one that does not exist has none.
+        pattern: Which files are checkpoints; "**/*.ckpt" looks in folders below, too.
+
+    Returns:
+        Its path, None if there is none; and for each newer one that was passed over, what is wrong with it.
+    """
+    found = []
+    for path in Path(folder).glob(pattern):
+        try:
+            if path.is_file() and not path.name.startswith("."):
+                found.append((path.stat().st_mtime_ns, str(path), path))
+        except FileNotFoundError:  # removed meanwhile
+            continue
+    notes = []
+    for _, _, path in sorted(found, reverse=True):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            notes.append(error.message)
+        else:
+            return path, notes
+    return None, notes
+
+
+def _no_lock(path: Path, error: OSError) -> HastenError:
+    return HastenError(
+        f"Cannot lock {path}: {error.strerror}.",
+        "Give the run a folder of its own, on a file system with locks (default_root_dir=...).",
+    )
+
+
+def _holder(fd: int) -> str:
+    """Who holds a lock file. For a moment after a run takes it, that is not written yet."""
+    pause = threading.Event()
+    for _ in range(20):
+        try:
+            about = json.loads(os.pread(fd, 1 << 16, 0))
+            start = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about["start"]))
+            return f"process {about['pid']} on {about['host']}, started {start} ({about['command'][:200]})"
+        except (ValueError, KeyError, TypeError):
+            pause.wait(0.02)
+    return "a process that does not say which"

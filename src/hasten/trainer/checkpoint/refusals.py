@@ -1,0 +1,21 @@
+"""What is said when a checkpoint cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hasten.errors import HastenError
+
+PREVIOUS = "Resume from an earlier checkpoint."
+
+
+class CheckpointError(HastenError):
+    """A checkpoint cannot be read: it is missing, damaged, of another kind, or not safe to load."""
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {what}.", PREVIOUS)
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"Cannot read {path}: {error.strerror or error}.", "Check its permissions and the disk.")

@@ -1,0 +1,65 @@
+"""Checkpoints in torch's own format, a zip archive: checked by the archive's checksums, loaded without running code."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from hasten.trainer.checkpoint.plain import revive_not_saved
+from hasten.trainer.checkpoint.refusals import CheckpointError, damaged, unreadable
+
+
+def verify_torch(path: Path) -> None:
+    """Checks every record of the archive.
+
+    Raises:
+        CheckpointError: It is truncated or changed, or no archive of torch.save.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            bad = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise damaged(path, f"it is truncated or was changed (zip archive: {error})") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if bad is not None:
+        raise damaged(path, f"the checksum of its record {bad} does not fit")
+    if not any(name.endswith("/data.pkl") for name in names):
+        raise CheckpointError(f"{path} is a zip archive, but not a checkpoint.", "Give a file that torch.save wrote.")
+
+
+def read_torch(path: Path, map_location: str | torch.device, check: bool) -> dict[Any, Any]:
+    """Reads the archive's dict.
+
+    Raises:
+        CheckpointError: It is damaged, or needs code to be run.
+    """
+    if check:
+        verify_torch(path)
+    try:
+        state = torch.load(path, map_location=map_location, weights_only=True)
+    except (UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        foreign = _foreign(path)
+        if not foreign:
+            raise damaged(path, f"torch.load refuses it ({type(error).__name__}: {str(error)[:200]})") from error
+        raise CheckpointError(
+            f"{path} holds objects of {', '.join(foreign)}. Loading those runs code from the file, so hasten does not.",
+            f"If you trust whoever wrote it: torch.serialization.add_safe_globals([{foreign[0].rpartition('.')[2]}, "
+            "...]) before loading; or load it once with torch.load(path, weights_only=False), take those objects out, "
+            "and save it again.",
+        ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a dict.", "Save {'state_dict': ...}.")
+    return revive_not_saved(state)  # type: ignore[no-any-return]
+
+
+def _foreign(path: Path) -> list[str]:
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+    except Exception:  # a damaged or strange pickle: torch's own refusal says more
+        return []

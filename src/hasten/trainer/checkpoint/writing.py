@@ -1,0 +1,232 @@
+"""Files that are whole or not there: written beside their place, made durable, then renamed into it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from hasten.errors import HastenError
+
+_TEMPORARY = re.compile(r"\.hasten-(\d+)-[0-9a-f]{16}\.tmp")
+_CAUSES = {
+    errno.EROFS: ("the file system is read-only", "Mount it writable, or save to another folder."),
+    errno.EACCES: ("this user may not write there", "Change the folder's permissions, or save to another folder."),
+    errno.EPERM: ("this user may not write there", "Change the folder's permissions, or save to another folder."),
+    errno.ENOTDIR: ("a part of the path is a file", "Save to another folder."),
+    errno.EEXIST: ("there is a file where the folder should be", "Save to another folder."),
+    errno.EISDIR: ("there is a folder of that name", "Remove the folder, or save under another name."),
+    errno.ENAMETOOLONG: ("the name is too long", "Save under a shorter name."),
+    errno.EFBIG: ("the file is larger than is allowed here", "Raise `ulimit -f`, or save to another file system."),
+    errno.EIO: ("the disk reports a read or write error", "Check the disk (`dmesg`), and save to another one."),
+}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def check_writable(folder: str | Path, needed: int = 0) -> None:
+    """Finds out before a training begins whether checkpoints can be written to a folder; creates the folder.
+
+    Args:
+        folder: Where they are to go.
+        needed: Bytes that one checkpoint takes, if known.
+
+    Raises:
+        HastenError: They cannot: the folder is read-only, not permitted, a file, or has less than `needed` bytes free.
+    """
+    whole_file(Path(folder) / "checkpoint", lambda file: file.write(b"hasten"), lambda _: None, needed, keep=False)
+
+
+def sweep(folder: str | Path) -> list[Path]:
+    """Removes temporary files that writers left behind when they were killed.
+
+    A writer holds a lock on its file as long as it lives, so files being written now, by whomever, stay.
+
+    Returns:
+        The files removed.
+    """
+    removed = []
+    for path in sorted(Path(folder).glob(".hasten-*.tmp")):
+        if not _TEMPORARY.fullmatch(path.name):
+            continue
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # gone meanwhile, or somebody else's
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            removed.append(path)
+        except OSError:  # its writer lives, or it is not ours to remove
+            continue
+        finally:
+            os.close(fd)
+    return removed
+
+
+def whole_file(
+    path: Path,
+    write: Callable[[BinaryIO], object],
+    check: Callable[[Path], None],
+    needed: int,
+    keep: bool = True,
+) -> None:
+    """Writes a file so that `path` holds either what it held before or the new file, whole and checked.
+
+    Args:
+        path: Where the file goes; its folder is created.
+        write: Writes the file, given it open.
+        check: Reads the file back, and raises HastenError if it is not what was written.
+        needed: About how many bytes it takes, to fail before they are written.
+        keep: Put the file in its place; otherwise this was a rehearsal, and it is removed.
+
+    Raises:
+        HastenError: The file could not be written or was not well written; `path` is as it was.
+    """
+    folder = path.parent
+    temporary: Path | None = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        usage = shutil.disk_usage(folder)
+        if usage.total and usage.free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if keep and path.is_dir():
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        fd, temporary = _temporary(folder)
+        with not_for_children(fd):
+            watched = _Watched(fd)
+            try:
+                write(cast(BinaryIO, watched))  # the part of a file that writers use
+            except RuntimeError:
+                if watched.failure is None:
+                    raise
+                raise watched.failure from None  # torch.save hides why its file failed
+            os.fsync(fd)
+            # So that reading it back asks the disk, not memory.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            _check_back(path, temporary, check)
+            if keep:
+                temporary.rename(path)
+                temporary = None
+                _sync_folder(folder)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)  # first, so that the free bytes named are those one can have
+            temporary = None
+        raise _cause(error, path if keep else folder, needed) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def not_for_children(fd: int) -> Iterator[None]:
+    """Closes a file at the end, and at once in a process forked meanwhile, which would keep its lock and its space."""
+    _ours.add(fd)
+    pid = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() == pid:
+            _ours.discard(fd)
+            os.close(fd)
+
+
+_ours: set[int] = set()
+
+
+def _close_in_child() -> None:
+    for fd in _ours:
+        os.close(fd)
+    _ours.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _check_back(path: Path, temporary: Path, check: Callable[[Path], None]) -> None:
+    try:
+        check(temporary)
+    except HastenError as error:
+        raise HastenError(
+            f"{path} was not replaced: what was written for it does not read back as it was ({error.message}).",
+            "Check the disk and the memory of this machine, and save to another disk.",
+        ) from error
+
+
+class _Watched:
+    """A file that writes all it is given and remembers the error that stopped it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.failure: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data)
+        view = view.cast("B") if view.nbytes else view
+        try:
+            done = 0
+            while done < len(view):
+                done += os.write(self._fd, view[done : done + (1 << 30)])
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return os.lseek(self._fd, offset, whence)
+
+    def tell(self) -> int:
+        return os.lseek(self._fd, 0, os.SEEK_CUR)
+
+
+def _temporary(folder: Path) -> tuple[int, Path]:
+    while True:
+        path = folder / f".hasten-{os.getpid()}-{secrets.token_hex(8)}.tmp"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Where there are no locks, nobody sweeps this file; where a sweep has it, it is as good as gone.
+            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
+                return fd, path
+        if os.fstat(fd).st_nlink:
+            return fd, path
+        os.close(fd)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot, and need not
+            raise
+    finally:
+        os.close(fd)
+
+
+def _cause(error: OSError, path: Path, needed: int) -> HastenError:
+    if error.errno in _FULL:
+        try:
+            free = f"{shutil.disk_usage(path.parent).free:,} are free"
+        except OSError:
+            free = "how many are free cannot be read"
+        why = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is used up"
+        return HastenError(
+            f"Cannot write {path}: {why}: {needed:,} bytes are needed, {free} in {path.parent}. "
+            "What was there is kept.",
+            "Free space there (old checkpoints?), keep fewer checkpoints, or save to another disk.",
+        )
+    default = (error.strerror or str(error), "Save to another folder.")
+    why, fix = _CAUSES.get(error.errno or 0, default)
+    return HastenError(f"Cannot write {path}: {why} ({type(error).__name__}).", fix)

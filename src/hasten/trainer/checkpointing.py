@@ -1,0 +1,293 @@
+"""What a checkpoint of a training holds, when it is written, and how a training goes on from one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hasten.errors import HastenError
+from hasten.trainer.checkpoint import CheckpointError, Claim, Saver, claim, latest_good, read
+
+if TYPE_CHECKING:
+    from hasten.trainer.trainer import Trainer
+
+
+class Checkpointing:
+    """Saves and restores one Trainer's training."""
+
+    def __init__(self, trainer: Trainer, background: bool) -> None:
+        self._trainer = trainer
+        self.saver = Saver(background)
+        self._claims: dict[Path, Claim] = {}
+        self.path: str | None = None
+        self.loaded: dict[str, Any] | None = None
+        self._noted: set[str] = set()
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, weights_only: bool = False) -> None:
+        """Write a checkpoint; every process calls this, the first one writes."""
+        trainer = self._trainer
+        self.saver.check()
+        state = self.collected(weights_only)
+        if trainer.is_global_zero:
+            path = Path(path)
+            self._hold(path.parent)
+            self.saver.save(path, state, done=self._written, format=trainer.checkpoint_format)
+        trainer.world.barrier("checkpoint")
+
+    def _written(self, path: Path, notes: list[str]) -> None:
+        fresh = [note for note in notes if note not in self._noted]
+        self._noted.update(fresh)
+        for note in fresh:
+            warnings.warn(f"{path.name}: {note}", stacklevel=2)
+
+    def _hold(self, folder: Path) -> None:
+        """One run in one folder."""
+        folder = folder.absolute()
+        if folder not in self._claims and self._trainer.stage.fn == "fit":
+            folder.mkdir(parents=True, exist_ok=True)
+            self._claims[folder] = claim(folder)
+
+    def release(self) -> None:
+        """The training is over: everything is written, the folders are free."""
+        try:
+            self.saver.wait()
+        finally:
+            for held in self._claims.values():
+                held.close()
+            self._claims = {}
+
+    def remove(self, path: str | Path) -> None:
+        """Remove a checkpoint, behind the writes that were asked for before."""
+        if self._trainer.is_global_zero:
+            self.saver.remove(path)
+
+    def collected(self, weights_only: bool = False) -> dict[str, Any]:
+        """All that a checkpoint holds, under the keys that Lightning uses where it has them."""
+        trainer = self._trainer
+        module = trainer.model
+        if module is None:
+            raise AttributeError("there is no model to save yet: call fit, validate or test first")
+        state: dict[str, Any] = {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "hasten_version": sys.modules["hasten"].__version__,
+            "state_dict": module.state_dict(),
+            "loops": self._loops(),
+        }
+        if trainer.lightning is not None:
+            state["pytorch-lightning_version"] = trainer.lightning.version
+        if not weights_only:
+            state["callbacks"] = self._callback_states()
+            state["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
+            state["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+            state["techniques"] = {one.name: kept for one in trainer.run.techniques if (kept := one.state_dict())}
+            state["metrics"] = dict(trainer.callback_metrics)
+            if trainer.lightning is not None:
+                state["torchmetrics"] = trainer.lightning.metric_states()
+        for owner in (trainer.datamodule, module):
+            hparams = getattr(owner, "hparams", None)
+            if owner is not None and hparams:
+                key = "datamodule_hyper_parameters" if owner is trainer.datamodule else "hyper_parameters"
+                state[key.replace("hyper_parameters", "hparams_name")] = getattr(owner, "_hparams_name", "kwargs")
+                state[key] = dict(hparams)
+        datamodule = trainer.datamodule
+        if datamodule is not None and not weights_only and callable(getattr(datamodule, "state_dict", None)):
+            if kept := datamodule.state_dict():
+                state[type(datamodule).__qualname__] = kept
+        hooks = trainer.hooks
+        if not weights_only:
+            for hook in hooks.of_callbacks("on_save_checkpoint"):
+                hook(state)
+        for own in (hooks.of_datamodule("on_save_checkpoint"), hooks.of_module("on_save_checkpoint")):
+            if own is not None:
+                own(state)
+        return state
+
+    def _loops(self) -> dict[str, Any]:
+        trainer = self._trainer
+        if trainer.loop is None:
+            return {}
+        return {"hasten": trainer.loop.state_dict()}
+
+    def _callback_states(self) -> dict[str, Any]:
+        states = {}
+        for callback in self._trainer.callbacks:
+            if kept := callback.state_dict():
+                states[getattr(callback, "state_key", type(callback).__qualname__)] = kept
+        return states
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def find(self, path: str | Path | None) -> str | None:
+        """The file that "last", "best" or a path means.
+
+        Raises:
+            HastenError: There is none.
+        """
+        trainer = self._trainer
+        if path is None:
+            return None
+        path = os.fspath(path)
+        if path not in ("last", "best"):
+            return path
+        self.saver.wait()
+        callbacks = trainer.checkpoint_callbacks
+        if path == "best":
+            if not callbacks:
+                raise trainer.misconfigured('ckpt_path="best" needs a ModelCheckpoint', "add one to callbacks")
+            best = str(getattr(callbacks[0], "best_model_path", ""))
+            if not best:
+                raise trainer.misconfigured(
+                    'ckpt_path="best", but no checkpoint was saved yet', "give a path, or train first"
+                )
+            return best
+        found = self._latest()
+        if found is None:
+            trainer.warn('ckpt_path="last", but there is no checkpoint yet: starting anew')
+        return found
+
+    def _latest(self) -> str | None:
+        folders: dict[Path, None] = {}
+        for callback in self._trainer.checkpoint_callbacks:
+            for kept in ("dirpath", "last_model_path", "best_model_path"):
+                if value := getattr(callback, kept, None):
+                    folders[Path(value) if kept == "dirpath" else Path(value).parent] = None
+            resolve = getattr(callback, "find_folders", None)
+            for folder in resolve(self._trainer) if resolve is not None else ():
+                folders[Path(folder)] = None
+        folders[Path(self.interrupted_folder())] = None
+        newest: tuple[float, str] | None = None
+        for folder in folders:
+            if not folder.is_dir():
+                continue
+            good, notes = latest_good(folder)
+            for note in notes:
+                self._trainer.warn(str(note))
+            if good is not None and (newest is None or good.stat().st_mtime > newest[0]):
+                newest = good.stat().st_mtime, str(good)
+        return newest[1] if newest else None
+
+    def load(self, path: str | None) -> None:
+        """Read a checkpoint; one that is damaged is replaced by the newest good one beside it, and that is said."""
+        self.path, self.loaded = path, None
+        if path is None:
+            return
+        trainer = self._trainer
+        trainer.say(f"going on from {path}")
+        try:
+            self.loaded = read(path)
+        except CheckpointError as error:
+            folder = Path(path).parent
+            if not Path(path).is_file() or trainer.stage.fn != "fit":
+                raise
+            good, _ = latest_good(folder)
+            if good is None or good == Path(path):
+                raise
+            trainer.warn(f"{error.message}; going on from {good} instead")
+            self.path, self.loaded = str(good), read(good)
+
+    def restore_model(self) -> None:
+        """Weights, and the states of module, datamodule and callbacks."""
+        state, trainer = self.loaded, self._trainer
+        if state is None:
+            return
+        if "state_dict" not in state:
+            raise HastenError(f"{self.path} has no state_dict", "it is not a checkpoint of a training")
+        hooks, module = trainer.hooks, trainer.model
+        datamodule = trainer.datamodule
+        if datamodule is not None:
+            kept = state.get(type(datamodule).__qualname__)
+            if kept is not None and callable(getattr(datamodule, "load_state_dict", None)):
+                datamodule.load_state_dict(kept)
+            if (own := hooks.of_datamodule("on_load_checkpoint")) is not None:
+                own(state)
+        if (own := hooks.of_module("on_load_checkpoint")) is not None:
+            own(state)
+        module.load_state_dict(state["state_dict"], strict=module.strict_loading)
+        if trainer.stage.fn != "fit" and trainer.lightning is None:
+            return
+        for hook in hooks.of_callbacks("on_load_checkpoint"):
+            hook(state)
+        if trainer.stage.fn == "fit":
+            self._restore_callbacks(state)
+
+    def _restore_callbacks(self, state: dict[str, Any]) -> None:
+        states = dict(state.get("callbacks") or {})
+        for callback in self._trainer.callbacks:
+            key = getattr(callback, "state_key", type(callback).__qualname__)
+            legacy = getattr(callback, "_legacy_state_key", None)
+            kept = states.pop(key, None) or (states.pop(legacy, None) if legacy is not None else None)
+            if kept is not None:
+                callback.load_state_dict(kept)
+        left = [key for key in states if isinstance(key, str)]
+        if left:
+            self._trainer.warn(
+                f"{self.path} has states of callbacks that this Trainer does not have: {', '.join(left)}"
+            )
+
+    def restore_training(self) -> dict[str, Any] | None:
+        """Optimizers, schedulers, techniques, counters; where the loop goes on, if the checkpoint says."""
+        state, trainer = self.loaded, self._trainer
+        if state is None:
+            return None
+        if "optimizer_states" not in state:
+            if trainer.stage.fn == "fit":
+                raise KeyError(
+                    f"{self.path} holds weights only (save_weights_only=True): training cannot go on from it; load the"
+                    " weights with load_from_checkpoint instead"
+                )
+            return None
+        for optimizer, kept in zip(trainer.optimizers, state["optimizer_states"], strict=True):
+            optimizer.load_state_dict(kept)
+        for config, kept in zip(trainer.lr_scheduler_configs, state.get("lr_schedulers", []), strict=True):
+            config.scheduler.load_state_dict(kept)
+        for technique in trainer.run.techniques:
+            technique.load_state_dict((state.get("techniques") or {}).get(technique.name, {}))
+        trainer.global_step = state["global_step"]
+        trainer.metrics.callback.update(state.get("metrics") or {})
+        if trainer.lightning is not None:
+            trainer.lightning.load_metric_states(state.get("torchmetrics") or {})
+        loops = state.get("loops") or {}
+        if "hasten" not in loops:  # written by Lightning
+            trainer.current_epoch = self._lightning_epoch(state)
+            return None
+        resumed: dict[str, Any] = loops["hasten"]
+        trainer.current_epoch = resumed["current_epoch"]
+        return resumed
+
+    def _lightning_epoch(self, state: dict[str, Any]) -> int:
+        """Epochs that are done in a checkpoint that Lightning wrote; one cut in an epoch begins that epoch again."""
+        fit = (state.get("loops") or {}).get("fit_loop", {})
+        current = fit.get("epoch_progress", {}).get("current", {})
+        self._trainer.warn(
+            f"{self.path} was written by Lightning: weights, optimizers and schedulers go on exactly, the position"
+            " within an epoch does not"
+        )
+        return int(current.get("processed", state.get("epoch", 0)))
+
+    # -- being stopped ---------------------------------------------------------------------------------
+
+    def interrupted_folder(self) -> str:
+        """Where a run that is asked to stop leaves its checkpoint."""
+        for callback in self._trainer.checkpoint_callbacks:
+            if folder := getattr(callback, "dirpath", None):
+                return str(folder)
+        return str(Path(self._trainer.default_root_dir) / "checkpoints")
+
+    def save_interrupted(self) -> str | None:
+        """Save because the run is asked to stop; the path, or None where checkpoints are off."""
+        trainer = self._trainer
+        if not trainer.checkpoint_callbacks:
+            return None
+        name = f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
+        path = str(Path(self.interrupted_folder()) / name)
+        if not trainer.may_save():
+            return None
+        self.save(path)
+        self.saver.wait()
+        return path

@@ -1,0 +1,233 @@
+"""Validation, test and prediction: the loops without a backward."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.trainer import feeding, sources, steps
+
+if TYPE_CHECKING:
+    from hasten.trainer.hooks import Hooks
+    from hasten.trainer.logged import Board
+    from hasten.trainer.sources import Combined
+    from hasten.trainer.trainer import Trainer
+
+_STEP = {"validate": "validation", "test": "test", "predict": "predict"}
+
+
+@contextlib.contextmanager
+def without_gradients(inference_mode: bool) -> Iterator[None]:
+    """No graphs; with `inference_mode` no version counters either, unless processes must exchange tensors."""
+    with torch.inference_mode() if inference_mode else torch.no_grad():
+        yield
+
+
+class _Modes:
+    """Which submodules were in train mode, to put them back."""
+
+    def __init__(self, module: Any) -> None:
+        self._training = {part: part.training for part in module.modules()}
+
+    def restore(self, module: Any) -> None:
+        for part in module.modules():
+            if part in self._training:
+                part.training = self._training[part]
+
+
+def _check_dataloader_idx(trainer: Trainer, hooks: Hooks, stage: str, several: bool) -> None:
+    import inspect
+
+    for name in (f"{stage}_step", f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
+        if name == "predict_step" and hooks.of_module(name) is None:
+            continue
+        if not name.endswith("_step") and hooks.of_module(name) is None:
+            continue
+        parameters = inspect.signature(getattr(trainer.model, name)).parameters
+        variadic = any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
+        takes = "dataloader_idx" in parameters
+        if several and not takes and not variadic:
+            raise RuntimeError(
+                f"there are several {stage} loaders, but {name} takes no dataloader_idx: add"
+                f" `dataloader_idx=0` to {name}'s arguments"
+            )
+        if not several and takes and parameters["dataloader_idx"].default is inspect.Parameter.empty:
+            raise RuntimeError(
+                f"{name} takes a dataloader_idx, but there is one {stage} loader: give it a default"
+                f" (`dataloader_idx=0`) in {name}"
+            )
+
+
+def evaluate(
+    trainer: Trainer, hooks: Hooks, board: Board, source: Combined, limits: list[float], kind: str
+) -> list[dict[str, Any]]:
+    """Run the module over validation or test loaders.
+
+    Args:
+        trainer: Whose it is.
+        hooks: To call.
+        board: Where values are logged.
+        source: The loaders.
+        limits: Batches of each that are used.
+        kind: "validate" or "test".
+
+    Returns:
+        What was logged, by loader.
+    """
+    stage = _STEP[kind]
+    module = trainer.model
+    several = source.mode == "sequential" and len(source.leaves) > 1
+    _check_dataloader_idx(trainer, hooks, stage, several)
+    modes = _Modes(module)
+    _set_eval(hooks, module, stage)
+    board.reset()
+    hooks.call(f"on_{stage}_start")
+    hooks.call(f"on_{stage}_epoch_start")
+    own_step = getattr(module, f"{stage}_step")
+    step = steps.called(trainer, f"{stage}_step", own_step)
+    with_idx = steps.takes_batch_idx(own_step)
+    preparing = feeding.preparing(trainer, stage)
+    on_start, on_end = hooks.of(f"on_{stage}_batch_start"), hooks.of(f"on_{stage}_batch_end")
+    names = module.__dict__
+    results: list[dict[str, Any]] = []
+    before = 0
+    trainer.evaluated_batches = 0
+    for batch, batch_idx, index in sources.evaluation_batches(source, limits, trainer.run):
+        while before != index:
+            results.append(_loader_is_over(trainer, board))
+            before += 1
+        for prepare in preparing:
+            batch = prepare(batch, index)
+        places: tuple[Any, ...] = (batch, batch_idx, index) if several else (batch, batch_idx)
+        board.begin_batch(batch, index if several else None)
+        for hook in on_start:
+            hook(*places)
+        names["_current_fx_name"] = f"{stage}_step"
+        output = step(*places) if with_idx else step(batch, *places[2:])
+        names["_current_fx_name"] = None
+        for hook in on_end:
+            hook(output, *places)
+        board.batch = None
+        trainer.evaluated_batches += 1
+        fresh = trainer.collect()
+        if not trainer.sanity_checking and fresh:
+            trainer.log(fresh, step=batch_idx)
+        if trainer.asked_to_stop and not trainer.sanity_checking:
+            trainer.stop_if_signalled()
+    results.append(_loader_is_over(trainer, board))
+    board.dataloader_idx = None
+    hooks.call(f"on_{stage}_epoch_end")
+    last = {} if trainer.sanity_checking else trainer.collect()
+    for one in results:
+        one.update(last)
+    together = {name: value for one in results for name, value in one.items()}
+    if not trainer.sanity_checking:
+        trainer.log(together)
+    hooks.call(f"on_{stage}_end")
+    board.reset()
+    own_train = hooks.of_module(f"on_{stage}_model_train")
+    own_train() if own_train is not None else modes.restore(module)
+    return results
+
+
+def _loader_is_over(trainer: Trainer, board: Board) -> dict[str, Any]:
+    board.stepping = False
+    return {} if trainer.sanity_checking else trainer.collect()
+
+
+def _set_eval(hooks: Hooks, module: Any, stage: str) -> None:
+    own = hooks.of_module(f"on_{stage}_model_eval")
+    own() if own is not None else module.eval()
+
+
+def predict(
+    trainer: Trainer, hooks: Hooks, source: Combined, limits: list[float], keep: bool
+) -> list[Any] | list[list[Any]] | None:
+    """Run the module over prediction loaders.
+
+    Returns:
+        Its outputs by batch; with several loaders a list for each; None when they are not kept.
+    """
+    module = trainer.model
+    several = source.mode == "sequential" and len(source.leaves) > 1
+    _check_dataloader_idx(trainer, hooks, "predict", several)
+    modes = _Modes(module)
+    _set_eval(hooks, module, "predict")
+    hooks.call("on_predict_start")
+    hooks.call("on_predict_epoch_start")
+    step = steps.called(trainer, "predict_step", module.predict_step)
+    with_idx = steps.takes_batch_idx(module.predict_step)
+    preparing = feeding.preparing(trainer, "predict")
+    on_start, on_end = hooks.of("on_predict_batch_start"), hooks.of("on_predict_batch_end")
+    names = module.__dict__
+    predictions: list[list[Any]] = [[] for _ in source.leaves]
+    indices: list[list[list[int]]] = [[] for _ in source.leaves]
+    watched = _WatchedIndices(source) if any("interval" in dir(callback) for callback in trainer.callbacks) else None
+    trainer.predict_batch_indices = None
+    for batch, batch_idx, index in sources.evaluation_batches(source, limits, trainer.run):
+        if watched is not None:
+            trainer.predict_batch_indices = watched.batch(index, batch_idx)
+            indices[index].append(trainer.predict_batch_indices or [])
+        for prepare in preparing:
+            batch = prepare(batch, index)
+        places: tuple[Any, ...] = (batch, batch_idx, index) if several else (batch, batch_idx)
+        for hook in on_start:
+            hook(*places)
+        names["_current_fx_name"] = "predict_step"
+        output = step(*places) if with_idx else step(batch, *places[2:])
+        names["_current_fx_name"] = None
+        if output is None:
+            warnings.warn("predict_step gave None", stacklevel=2)
+        for hook in on_end:
+            hook(output, *places)
+        if keep:
+            predictions[index].append(sources.mapped(output, torch.Tensor, lambda tensor: tensor.cpu()))
+    trainer.predict_indices = indices
+    hooks.call("on_predict_epoch_end")
+    hooks.call("on_predict_end")
+    own_train = hooks.of_module("on_predict_model_train")
+    own_train() if own_train is not None else modes.restore(module)
+    if not keep:
+        return None
+    return predictions if several else predictions[0] if predictions else []
+
+
+class _WatchedIndices:
+    """Which samples each batch is made of, for callbacks that write predictions beside their samples."""
+
+    def __init__(self, source: Combined) -> None:
+        self._seen: list[list[list[int]]] = []
+        for position, leaf in enumerate(source.leaves):
+            sampler = getattr(leaf, "batch_sampler", None)
+            seen: list[list[int]] = []
+            self._seen.append(seen)
+            if sampler is not None:
+                source.leaves[position] = sources.changed(leaf, batch_sampler=_Recording(sampler, seen))
+
+    def batch(self, loader: int, batch_idx: int) -> list[int] | None:
+        """The samples of a batch."""
+        seen = self._seen[loader]
+        return seen[batch_idx] if batch_idx < len(seen) else None
+
+
+class _Recording:
+    """A batch sampler that remembers what it gave."""
+
+    def __init__(self, sampler: Any, seen: list[list[int]]) -> None:
+        self._sampler = sampler
+        self._seen = seen
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._sampler:
+            self._seen.append(list(batch))
+            yield batch

@@ -1,0 +1,390 @@
+"""What `self.log` keeps: values on their device, unread, until somebody shows or writes them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hasten.errors import HastenError
+from hasten.trainer.batches import batch_size as size_of
+
+Reduce = Callable[..., torch.Tensor]
+
+_FOLD_AT = 256  # values kept one by one until they are folded into the sum
+_BOTH = ((False, True), (False, True))
+_EPOCH_ONLY = ((False,), (True,))
+_IN_TRAINING = (*_BOTH, True, False)  # allowed for on_step, for on_epoch; default of on_step, of on_epoch
+_IN_EVALUATION = (*_BOTH, False, True)
+_AT_EDGES = (*_EPOCH_ONLY, False, True)
+
+MAY_LOG: dict[str, tuple[tuple[bool, ...], tuple[bool, ...], bool, bool]] = {
+    **dict.fromkeys(
+        (
+            "on_before_backward",
+            "backward",
+            "on_after_backward",
+            "on_before_optimizer_step",
+            "optimizer_step",
+            "configure_gradient_clipping",
+            "clip_gradients",
+            "on_before_zero_grad",
+            "optimizer_zero_grad",
+            "training_step",
+            "on_train_batch_start",
+            "on_train_batch_end",
+        ),
+        _IN_TRAINING,
+    ),
+    **dict.fromkeys(
+        [f"{name}_step" for name in ("validation", "test")]
+        + [f"on_{name}_batch_{edge}" for name in ("validation", "test") for edge in ("start", "end")],
+        _IN_EVALUATION,
+    ),
+    **dict.fromkeys(
+        ["on_train_start", "on_train_epoch_start", "on_train_epoch_end"]
+        + [f"on_{name}_{edge}" for name in ("validation", "test") for edge in ("start", "epoch_start", "epoch_end")],
+        _AT_EDGES,
+    ),
+}
+"""Hooks in which `self.log` may be called, as in Lightning."""
+
+
+def levels(
+    hook: str | None, on_step: bool | None, on_epoch: bool | None, error: Any = HastenError
+) -> tuple[bool, bool]:
+    """Whether a value logged in a hook is logged by step and by epoch.
+
+    Raises:
+        HastenError: Nothing can be logged there, or not in that way.
+    """
+    if hook is None or hook not in MAY_LOG:
+        raise error(f"self.log cannot be called in {hook or 'this place'}", "use self.logger.log_metrics there")
+    step_allowed, epoch_allowed, step_default, epoch_default = MAY_LOG[hook]
+    step = step_default if on_step is None else on_step
+    epoch = epoch_default if on_epoch is None else on_epoch
+    for flag, value, allowed in (("on_step", step, step_allowed), ("on_epoch", epoch, epoch_allowed)):
+        if value not in allowed:
+            raise error(f"self.log(..., {flag}={value}) makes no sense in {hook}", f"say {flag}={allowed[0]}")
+    if not step and not epoch:
+        raise error("self.log(on_step=False, on_epoch=False) logs nothing", "set one of them")
+    return step, epoch
+
+
+class Entry:
+    """One logged name."""
+
+    __slots__ = (
+        "_computed",
+        "_pending",
+        "_weights",
+        "count",
+        "dataloader_idx",
+        "forked",
+        "graph",
+        "hook",
+        "how",
+        "last",
+        "logger",
+        "metric",
+        "name",
+        "on_epoch",
+        "on_step",
+        "prog_bar",
+        "reduce",
+        "suffix",
+        "sync",
+        "total",
+        "valid",
+    )
+
+    def __init__(self, hook: str, name: str, how: tuple[Any, ...], on_step: bool, on_epoch: bool) -> None:
+        self.hook, self.name, self.how = hook, name, how
+        self.on_step, self.on_epoch = on_step, on_epoch
+        self.forked = on_step and on_epoch
+        self.suffix = ""
+        self.dataloader_idx: int | None = None
+        self.prog_bar = self.graph = False
+        self.logger = True
+        self.reduce = "mean"
+        self.metric: Any = None
+        self.sync: Reduce | None = None
+        self.valid = False
+        self.last: Any = None
+        self._pending: list[Any] = []
+        self._weights: list[float] = []
+        self.total: Any = None
+        self.count: float = 0.0
+        self._computed: Any = None
+
+    def add(self, value: Any, weight: float) -> None:
+        """A value for the epoch, of so many samples."""
+        self._computed = None
+        self._pending.append(value)
+        self._weights.append(weight)
+        if len(self._pending) >= _FOLD_AT:
+            self.fold()
+
+    def fold(self) -> None:
+        """Bring the values kept one by one into the sum."""
+        if not self._pending:
+            return
+        values = [v if isinstance(v, torch.Tensor) else torch.tensor(float(v)) for v in self._pending]
+        device = next((v.device for v in values if v.device.type != "cpu"), values[0].device)
+        stacked = torch.stack([v.to(device) for v in values])
+        if not self.graph and device.type != "mps":  # sums in 64 bits: a long epoch loses nothing
+            stacked = stacked.double()
+        if self.reduce == "mean":
+            weights = torch.tensor(self._weights, dtype=stacked.dtype, device=device)
+            folded = (stacked * weights).sum()
+        else:
+            folded = getattr(stacked, self.reduce)()
+        self.count += sum(self._weights)
+        if self.total is None:
+            self.total = folded
+        elif self.reduce in ("min", "max"):
+            self.total = getattr(torch, f"{self.reduce}imum")(self.total, folded)
+        else:
+            self.total = self.total + folded
+        self._pending, self._weights = [], []
+
+    def epoch_value(self) -> Any:
+        """The value reduced over the epoch; None when there is none."""
+        if self.metric is not None:
+            return self.metric.compute()
+        if self._computed is None:
+            self.fold()
+            if self.total is None:
+                return None
+            total, count = self.total, self.count
+            if self.sync is not None:
+                op = "sum" if self.reduce == "mean" else self.reduce
+                total = self.sync(total.clone(), reduce_op=op)
+                count = float(self.sync(torch.tensor(count, device=total.device), reduce_op="sum"))
+            if self.reduce == "mean":
+                total = total / count
+            self._computed = total.to(_value_type())
+        return self._computed
+
+    def reset(self) -> None:
+        """Forget what was logged."""
+        self.valid = False
+        self._pending, self._weights = [], []
+        self.total = self._computed = None
+        self.count = 0.0
+        if self.metric is not None:
+            self.metric.reset()
+
+
+def _value_type() -> torch.dtype:
+    default = torch.get_default_dtype()
+    return default if default in (torch.float32, torch.float64) else torch.float32
+
+
+class Board:
+    """The values logged in one kind of loop.
+
+    Args:
+        training: Whether it is the training loop's: there step values are of interest to callbacks too.
+        reduce: `reduce(tensor, reduce_op=..., group=...)` over all processes; None with one process.
+        misconfigured: The exception for wrong use.
+    """
+
+    def __init__(self, training: bool, reduce: Reduce | None = None, misconfigured: Any = HastenError) -> None:
+        self.training = training
+        self.entries: dict[Any, Entry] = {}
+        self.batch: Any = None
+        self.dataloader_idx: int | None = None
+        self.stepping = False
+        self._size: int | None = None
+        self._reduce = reduce
+        self._error = misconfigured
+
+    def begin_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        """Values logged from now on are of this batch."""
+        self.batch = batch
+        self._size = None
+        self.dataloader_idx = dataloader_idx
+        self.stepping = True
+
+    def log(
+        self,
+        hook: str | None,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_fn: Any = None,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Keep a value; see `Module.log`."""
+        index = self.dataloader_idx if add_dataloader_idx else None
+        entry = self.entries.get((hook, name, index))
+        how = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, rank_zero_only)
+        if entry is None:
+            entry = self._register(hook, name, value, index, how, sync_dist_group, add_dataloader_idx)
+        elif entry.how != how:
+            raise self._error(
+                f"self.log({name!r}, ...) is called twice in {hook} with different arguments",
+                "use the same arguments, or another name",
+            )
+        entry.valid = True
+        if entry.metric is not None:
+            entry.metric = value
+            entry.last = value._forward_cache
+            return
+        value = self._scalar(name, value, enable_graph)
+        if entry.on_step:
+            entry.last = value if entry.sync is None else entry.sync(value.clone())
+            if not entry.on_epoch:
+                return
+        if entry.reduce != "mean":
+            entry.add(value, 1)
+        elif batch_size is not None:
+            entry.add(value, batch_size)
+        else:
+            entry.add(value, self._size or self._batch_size())
+
+    def _scalar(self, name: str, value: Any, enable_graph: bool) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.dim():
+                if value.numel() != 1:
+                    raise ValueError(
+                        f"self.log({name!r}, ...) takes one number, this tensor has shape {tuple(value.shape)};"
+                        " log its .mean()"
+                    )
+                value = value.reshape(())
+            # A copy: the script may go on changing its tensor in place.
+            kept = value.clone() if enable_graph else value.detach().clone()
+            return kept if kept.is_floating_point() and kept.element_size() >= 4 else kept.to(_value_type())
+        if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
+            return torch.tensor(float(value), dtype=_value_type())
+        raise ValueError(f"self.log({name!r}, ...) takes a number or a tensor, not a {type(value).__name__}")
+
+    def _batch_size(self) -> int:
+        if self.batch is None:
+            return 1
+        self._size = size_of(self.batch)
+        if not self._size:
+            raise self._error(
+                f"self.log cannot tell the batch size of a {type(self.batch).__name__}",
+                "say it: self.log(..., batch_size=len(...))",
+            )
+        return self._size
+
+    def _register(
+        self, hook: str | None, name: str, value: Any, index: int | None, how: tuple[Any, ...], group: Any, suffix: bool
+    ) -> Entry:
+        prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, rank_zero_only = how
+        if suffix and "/dataloader_idx_" in name:
+            raise self._error(f"self.log({name!r}, ...): the loader's number is added to the name anyway")
+        step, epoch = levels(hook, on_step, on_epoch, self._error)
+        entry = Entry(str(hook), name, how, step, epoch)
+        entry.prog_bar, entry.logger, entry.graph = prog_bar, logger, enable_graph
+        entry.dataloader_idx = index
+        entry.suffix = f"/dataloader_idx_{index}" if index is not None else ""
+        entry.reduce = self._reduction(reduce_fx)
+        if isinstance(value, Mapping):
+            raise ValueError(f"self.log({name!r}, ...) takes one value, not a dict; use self.log_dict")
+        if hasattr(value, "compute") and hasattr(value, "_forward_cache"):
+            entry.metric = value
+        elif sync_dist and self._reduce is not None and not rank_zero_only:
+            reduce, op = self._reduce, entry.reduce
+            entry.sync = lambda value, reduce_op=op: reduce(value, reduce_op=reduce_op, group=group)
+        if isinstance(value, torch.Tensor) and not value.is_floating_point() and epoch:
+            warnings.warn(
+                f"self.log({name!r}, ...) in {hook}: an integer is reduced as a float; log value.float()", stacklevel=4
+            )
+        self.entries[hook, name, index] = entry
+        return entry
+
+    def _reduction(self, reduce_fx: Any) -> str:
+        name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", str(reduce_fx))
+        name = "mean" if name == "avg" else name
+        known = (torch.mean, torch.sum, torch.min, torch.max, sum, min, max)
+        if name not in ("mean", "sum", "min", "max") or (callable(reduce_fx) and reduce_fx not in known):
+            raise self._error(
+                f"self.log(..., reduce_fx={reduce_fx!r}) must be 'mean', 'sum', 'min' or 'max'",
+                "for another reduction log a torchmetrics.Metric",
+            )
+        return str(name)
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def _values(self, on_step: bool) -> Iterator[tuple[Entry, torch.Tensor]]:
+        for entry in self.entries.values():
+            if not entry.valid or entry.dataloader_idx != (self.dataloader_idx if entry.suffix else None):
+                continue
+            if on_step and entry.on_step:
+                value = entry.last
+            elif not on_step and entry.on_epoch:
+                value = entry.epoch_value()
+            else:
+                continue
+            if isinstance(value, torch.Tensor):
+                yield entry, value if entry.graph else value.detach()
+            elif value is not None:
+                raise ValueError(f"compute() of the metric logged as {entry.name!r} must give a tensor, not {value!r}")
+
+    def collect(self, callback: dict[str, Any], logged: dict[str, Any], bar: dict[str, Any]) -> dict[str, Any]:
+        """Add what was logged to the three dicts; gives what is for the loggers alone. Reads no value."""
+        on_step = self.stepping
+        fresh = {}
+        for entry, value in self._values(on_step):
+            name = entry.name + entry.suffix
+            forked = f"{entry.name}_{'step' if on_step else 'epoch'}{entry.suffix}" if entry.forked else name
+            if entry.logger:
+                fresh[forked] = value
+            if self.training or (entry.on_epoch and not on_step):
+                callback[name] = callback[forked] = value
+            if entry.prog_bar:
+                bar[forked] = value
+        logged.update(fresh)
+        return fresh
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        """Forget the values: all, only Metrics (True) or only the others (False), of all hooks or of one."""
+        for entry in self.entries.values():
+            if (metrics is None or metrics == (entry.metric is not None)) and fx in (None, entry.hook):
+                entry.reset()
+        if metrics is None and fx is None:
+            self.stepping = False
+
+    # -- resume ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What an epoch that goes on needs: sums so far."""
+        kept = []
+        for (hook, name, index), entry in self.entries.items():
+            if entry.valid and entry.metric is None and isinstance(entry.how[4], str):
+                entry.fold()
+                kept.append(
+                    {
+                        "key": [hook, name, index],
+                        "how": list(entry.how),
+                        "levels": [entry.on_step, entry.on_epoch],
+                        "last": entry.last,
+                        "total": entry.total,
+                        "count": entry.count,
+                    }
+                )
+        return kept
+
+    def load_state_dict(self, kept: list[dict[str, Any]]) -> None:
+        """Go on from `state_dict`."""
+        for one in kept:
+            hook, name, index = one["key"]
+            entry = self._register(hook, name, None, index, tuple(one["how"]), None, index is not None)
+            entry.last, entry.total, entry.count = one["last"], one["total"], one["count"]
+            entry.valid = True

@@ -1,0 +1,322 @@
+"""From `fit`, `validate`, `test` or `predict` to its end: set up, run, tear down, in Lightning's order."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.data import rng
+from hasten.parallel import ending, guard, open_world, sync_batchnorm, wrap
+from hasten.trainer import attachments, checks, evaluate, signals
+from hasten.trainer.hooks import Hooks
+from hasten.trainer.loop import FitLoop
+from hasten.trainer.optimizing import parsed
+from hasten.trainer.profiling import NoProfiler
+from hasten.trainer.steps import CountedOptimizer
+
+if TYPE_CHECKING:
+    from hasten.trainer.trainer import Trainer
+
+_STAGES = {"fit": "train", "validate": "validate", "test": "test", "predict": "predict"}
+
+
+def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
+    """Run one stage; whatever happens, callbacks and loggers hear of its end."""
+    trainer.stage.fn, trainer.stage.stage, trainer.stage.status = fn, _STAGES[fn], "running"
+    trainer.should_stop = trainer.interrupted = False
+    trainer.asked_to_stop = 0
+    with contextlib.ExitStack() as stack:
+        if not trainer.opened:
+            trainer.world = open_world(
+                trainer.accelerator_flag, trainer.devices, trainer.num_nodes, trainer.collective_strategy
+            )
+            trainer.opened = True
+        stack.enter_context(guard(trainer.world))
+        try:
+            stack.enter_context(signals.watched(trainer))
+            return _run(trainer, fn, path, **options)
+        except BaseException as error:
+            _failed(trainer, error)
+            if isinstance(error, KeyboardInterrupt) and not signals.is_interactive():
+                raise SystemExit(128 + signal.SIGINT) from error
+            raise
+
+
+def _failed(trainer: Trainer, error: BaseException) -> None:
+    trainer.stage.status = "interrupted"
+    trainer.interrupted = True
+    for hook in trainer.hooks.of_callbacks("on_exception") if trainer.has_hooks else ():
+        hook(error)
+    if trainer.has_hooks and (own := trainer.hooks.of_datamodule("on_exception")) is not None:
+        own(error)
+    for logger in trainer.loggers:
+        logger.finalize("failed")
+    try:
+        _tear_down(trainer)
+    except Exception as second:  # the first error is the one to show
+        warnings.warn(f"while ending: {second}", stacklevel=2)
+    trainer.stage.stage = None
+
+
+def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
+    model = trainer.model
+    trainer.lightning_attached()
+    trainer.hooks = Hooks(
+        trainer,
+        model,
+        trainer.bases("module"),
+        trainer.bases("callback"),
+        trainer.bases("datamodule"),
+        None if isinstance(trainer.profiler, NoProfiler) else trainer.profiled,
+    )
+    hooks = trainer.hooks
+    if (own := hooks.of_module("configure_callbacks")) is not None:
+        attachments.with_module_callbacks(trainer, own())
+    checks.check(trainer, fn)
+    if not isinstance(trainer.profiler, NoProfiler):
+        trainer.profiler.setup(stage=fn, local_rank=None, log_dir=trainer.log_dir)
+    _prepare_data(trainer)
+    for logger in trainer.loggers:
+        if not isinstance(logger, attachments.Silent) and hasattr(type(logger), "experiment"):
+            _ = logger.experiment  # made now, so that all that follows finds the logger's folder
+    trainer.world.barrier("setup")
+    if trainer.lightning is not None:
+        trainer.lightning.before_setup()
+    if (own := hooks.of_datamodule("setup")) is not None:
+        own(stage=fn)
+    hooks.call("setup", stage=fn)
+    trainer.world.barrier("after setup")
+    if (own := hooks.of_module("configure_model")) is not None:
+        own()
+    trainer.checkpointing.load(path)
+    trainer.checkpointing.restore_model()
+    trainer.metrics.clear()
+    _to_device(trainer)
+    if fn == "fit":
+        _optimizers(trainer)
+        hooks.call("on_fit_start")
+    if trainer.enable_autolog_hparams:
+        _log_hparams(trainer)
+    resumed = trainer.checkpointing.restore_training() if fn == "fit" else None
+    trainer.checkpointing.loaded = None
+    answer = _stage(trainer, fn, resumed, **options)
+    _tear_down(trainer)
+    if fn == "fit":
+        hooks.call("on_fit_end")
+    if (own := hooks.of_datamodule("teardown")) is not None:
+        own(stage=fn)
+    hooks.call("teardown", stage=fn)
+    model.__dict__["_current_fx_name"] = None
+    for logger in trainer.loggers:
+        logger.finalize("success")
+    if not isinstance(trainer.profiler, NoProfiler):
+        trainer.profiler.describe()
+    trainer.stage.status, trainer.stage.stage = "finished", None
+    for line in trainer.run.skipped:
+        trainer.say(f"skipped: {line}", once=True)
+    if fn == "fit":
+        for line in trainer.run.idle():
+            trainer.say(line, once=True)
+    return answer
+
+
+def _prepare_data(trainer: Trainer) -> None:
+    """Once a machine, or once in all: before any process goes on."""
+    hooks, world = trainer.hooks, trainer.world
+    for owner, own in (
+        (trainer.datamodule, hooks.of_datamodule("prepare_data")),
+        (trainer.model, hooks.of_module("prepare_data")),
+    ):
+        if own is None:
+            continue
+        each_node = getattr(owner, "prepare_data_per_node", True)
+        if world.local_rank == 0 if each_node else world.rank == 0:
+            own()
+        world.barrier("prepare_data")
+
+
+def _to_device(trainer: Trainer) -> None:
+    """The module on its device, in its precision, as the process-wide techniques want it."""
+    model, run = trainer.model, trainer.run
+    if not trainer.processed:
+        trainer.processed = True
+        run.process()
+    if trainer.deterministic is not None:
+        if trainer.deterministic and trainer.device.type == "cuda":
+            import os
+
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(bool(trainer.deterministic), warn_only=trainer.deterministic == "warn")
+    if trainer.benchmark is False:
+        torch.backends.cudnn.benchmark = False
+    if trainer.sync_batchnorm and trainer.world.size > 1:
+        trainer.model = model = sync_batchnorm(model, trainer.world)
+    model.to(trainer.device)
+    for technique in run.techniques:
+        prepare = getattr(technique, "prepare", None)
+        if prepare is not None:
+            prepare(model)
+
+
+def _optimizers(trainer: Trainer) -> None:
+    hooks, model = trainer.hooks, trainer.model
+    own = hooks.of_module("configure_optimizers")
+    given = own() if own is not None else model.configure_optimizers()
+    trainer.optimizers, trainer.lr_scheduler_configs = parsed(
+        given,
+        model.automatic_optimization,
+        hooks.of_module("lr_scheduler_step") is not None,
+        trainer.misconfigured,
+    )
+    for optimizer in trainer.optimizers:
+        trainer.run.optimizer(optimizer)
+    before = hooks.of("on_before_optimizer_step")
+    if trainer.lightning is not None:
+        trainer.counted_optimizers = trainer.lightning.counted(trainer.optimizers)
+    else:
+        trainer.counted_optimizers = [CountedOptimizer(one, trainer, before) for one in trainer.optimizers]
+    trainer.distributed = None
+    if trainer.world.size > 1:
+        trainer.distributed = wrap(
+            model,
+            model.training_step,
+            trainer.world,
+            find_unused_parameters="find_unused" in trainer.strategy_name,
+            static_graph="static_graph" in trainer.strategy_name,
+        )
+
+
+def _log_hparams(trainer: Trainer) -> None:
+    model, datamodule = trainer.model, trainer.datamodule
+    hparams = {}
+    for owner in (datamodule, model):
+        if owner is not None and getattr(owner, "_log_hyperparams", False):
+            hparams.update(dict(getattr(owner, "hparams_initial", None) or owner.hparams))
+    for logger in trainer.loggers:
+        if hparams:
+            logger.log_hyperparams(hparams)
+        if hasattr(logger, "log_graph"):
+            logger.log_graph(model)
+        logger.save()
+
+
+def _stage(trainer: Trainer, fn: str, resumed: dict[str, Any] | None, **options: Any) -> Any:
+    hooks = trainer.hooks
+    trainer.world.barrier(fn)
+    trainer.model.zero_grad()
+    if fn == "predict":
+        trainer.setup_source("predict")
+        if not sum(trainer.num_predict_batches):
+            return []
+        with evaluate.without_gradients(trainer.inference_mode):
+            return evaluate.predict(
+                trainer, hooks, trainer.predict_source, trainer.num_predict_batches, options["return_predictions"]
+            )
+    if fn != "fit":
+        kind = "val" if fn == "validate" else "test"
+        trainer.setup_source(kind)
+        limits = trainer.num_val_batches if kind == "val" else trainer.num_test_batches
+        if not sum(limits):
+            return []
+        board = trainer.board = trainer.new_board(training=False)
+        source = trainer.val_source if kind == "val" else trainer.test_source
+        with evaluate.without_gradients(trainer.inference_mode):
+            results = evaluate.evaluate(trainer, hooks, board, source, limits, fn)
+        if options["verbose"]:
+            from hasten.trainer.tables import print_results
+
+            print_results(trainer, results, fn)
+        return [{name: _plain(value) for name, value in one.items()} for one in results]
+    _fit(trainer, resumed)
+    return None
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _fit(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
+    with contextlib.ExitStack() as stack:
+        if trainer.detect_anomaly:
+            stack.enter_context(torch.autograd.set_detect_anomaly(True))
+        stack.enter_context(torch.enable_grad())
+        trainer.loop = None
+        trainer.train_source = None
+        if trainer.enable_validation and resumed is None and trainer.num_sanity_val_steps:
+            _sanity_check(trainer)
+        if trainer.limit_train_batches == 0 or not trainer.has_step("training_step"):
+            return
+        trainer.setup_source("train")
+        loop = trainer.loop = FitLoop(trainer, trainer.hooks, resumed)
+        parameters = dict(trainer.model.named_parameters())
+        for name, gradient in (resumed or {"gradients": {}})["gradients"].items():
+            parameters[name].grad = gradient.to(parameters[name].device)
+        trainer.board = loop.board
+        if loop.validates_this_epoch() and trainer.val_source is None:
+            trainer.setup_source("val")
+        if loop.done():
+            return
+        trainer.stage.stage = "train"
+        _warn_of_eval_mode(trainer)
+        loop.run()
+
+
+def _warn_of_eval_mode(trainer: Trainer) -> None:
+    resting = [name for name, module in trainer.model.named_modules() if not module.training]
+    if resting:
+        trainer.warn(
+            f"{len(resting)} modules are in eval mode as training begins ({', '.join(resting[:3])}...): dropout and"
+            " BatchNorm rest in them; call .train() on them if that is not meant"
+        )
+
+
+def _sanity_check(trainer: Trainer) -> None:
+    """A few validation batches before training, so that a mistake there shows now. Draws nothing from training."""
+    state = rng.state()
+    stage = trainer.stage.stage
+    trainer.setup_source("val")
+    if sum(trainer.num_sanity_val_batches):
+        trainer.stage.stage = "sanity_check"
+        board = trainer.board = trainer.new_board(training=False)
+        for hook in trainer.hooks.of_callbacks("on_sanity_check_start"):
+            hook()
+        with evaluate.without_gradients(False):
+            evaluate.evaluate(
+                trainer, trainer.hooks, board, trainer.val_source, trainer.num_sanity_val_batches, "validate"
+            )
+        for hook in trainer.hooks.of_callbacks("on_sanity_check_end"):
+            hook()
+        trainer.metrics.clear()
+    trainer.stage.stage = stage
+    rng.restore(state)
+
+
+def _tear_down(trainer: Trainer) -> None:
+    """What must be left in order, whether the training ended well or not."""
+    trainer.metrics.to_cpu()
+    trainer.board = None
+    trainer.distributed = None
+    for source in (trainer.train_source, trainer.val_source):
+        for position in source.positions if source is not None else ():
+            position.end()
+    trainer.checkpointing.release()
+
+
+def stop(trainer: Trainer) -> None:
+    """Somebody asked for an end: save, and leave with an exit code."""
+    number = trainer.asked_to_stop
+    trainer.interrupted = True
+    ending()
+    path = trainer.checkpointing.save_interrupted() if trainer.stage.fn == "fit" else None
+    name = signal.Signals(number).name
+    if path is not None:
+        trainer.say(f'{name}: saved {path}; go on with fit(..., ckpt_path="last")')
+    else:
+        trainer.say(f"{name}: stopped; checkpoints are off, so nothing was saved")
+    if number == signal.SIGINT and signals.is_interactive():
+        raise KeyboardInterrupt
+    raise signals.Stopped(number)

@@ -1,0 +1,332 @@
+"""Where batches come from: loaders given, of a datamodule or of the module; several of them; how many batches."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from hasten.data.position import Position
+from hasten.errors import HastenError
+from hasten.parallel import set_epoch
+from hasten.run import Run
+from hasten.trainer.batches import mapped
+
+MODES = ("max_size_cycle", "min_size", "max_size", "sequential")
+
+
+class Combined:
+    """Several loaders in a nested list or dict, drawn from together (or, "sequential", one after the other).
+
+    Args:
+        tree: A loader, or nested lists, tuples and dicts of them.
+        mode: "max_size_cycle" (until the longest ends; shorter ones begin again), "min_size" (until the shortest
+            ends), "max_size" (until the longest ends; None in place of those that are over) or "sequential".
+    """
+
+    def __init__(self, tree: Any, mode: str) -> None:
+        if mode not in MODES:
+            raise HastenError(f"unknown mode {mode!r} of combined loaders", f"it must be one of {', '.join(MODES)}")
+        self.tree = tree
+        self.mode = mode
+        self.leaves: list[Any] = _leaves(tree)
+        self.limits: list[float] = [math.inf] * len(self.leaves)
+        self.positions = [Position(leaf) for leaf in self.leaves]
+        self._drawn = [0] * len(self.leaves)
+
+    def replace(self, leaves: list[Any]) -> None:
+        """Put other loaders in the places of these."""
+        self.tree = _refilled(self.tree, iter(leaves))
+        self.leaves = leaves
+        self.positions = [Position(leaf) for leaf in leaves]
+
+    @property
+    def single(self) -> bool:
+        """Whether there is just one loader, in no list or dict."""
+        return len(self.leaves) == 1 and self.leaves[0] is self.tree
+
+    def batches(self) -> float:
+        """How many batches a pass has; infinity when nobody knows."""
+        sizes = [min(length(leaf), limit) for leaf, limit in zip(self.leaves, self.limits, strict=True)]
+        if not sizes:
+            return 0
+        return sum(sizes) if self.mode == "sequential" else min(sizes) if self.mode == "min_size" else max(sizes)
+
+    def begin(self, run: Run, states: list[Any] | None = None) -> Callable[[], Any]:
+        """The function that gives a pass its next batch and raises StopIteration at its end.
+
+        Args:
+            run: Whose techniques act on the passes.
+            states: Where to go on (see `state_dict`); None for a new pass.
+        """
+        starts = [self._opener(i, run, states[i] if states else None) for i in range(len(self.leaves))]
+        if self.single:
+            fetch = starts[0]()
+            if self.limits[0] == math.inf or self.limits[0] >= length(self.leaves[0]):
+                return fetch
+            return _limited(fetch, int(self.limits[0]) - (states[0]["batches"] if states else 0))
+        return self._together(starts)
+
+    def _opener(self, index: int, run: Run, state: Any) -> Callable[[], Callable[[], Any]]:
+        position = self.positions[index]
+        resumed = [state]
+
+        def open_one() -> Callable[[], Any]:
+            state = resumed.pop() if resumed else None
+            iterator = (None if state is None else position.resume(state)) or position.begin()
+            self._drawn[index] = 0 if state is None else state["batches"]
+            return with_techniques(iterator, run)
+
+        return open_one
+
+    def _together(self, starts: list[Callable[[], Callable[[], Any]]]) -> Callable[[], Any]:
+        if self.mode == "sequential":
+            raise HastenError(
+                'training draws from its loaders together; "sequential" is for validation', "use another mode"
+            )
+        fetches = [_limited(start(), limit) for start, limit in zip(starts, self.limits, strict=True)]
+        over = [False] * len(fetches)
+
+        def one(index: int) -> Any:
+            try:
+                batch = fetches[index]()
+            except StopIteration:
+                over[index] = True
+                if self.mode == "min_size" or all(over):
+                    raise
+                if self.mode == "max_size":
+                    return None
+                fetches[index] = _limited(starts[index](), self.limits[index])
+                batch = fetches[index]()
+            self._drawn[index] += 1
+            return batch
+
+        def fetch() -> Any:
+            if self.mode == "max_size":
+                parts = [None if over[index] else one(index) for index in range(len(fetches))]
+                if all(over):
+                    raise StopIteration
+            else:
+                parts = [one(index) for index in range(len(fetches))]
+            return _refilled(self.tree, iter(parts))
+
+        return fetch
+
+    def state_dict(self, batches: int) -> list[Any]:
+        """Where a pass stands after so many batches."""
+        drawn = [batches] if self.single else self._drawn
+        return [
+            {**position.state_dict(count), "batches": count}
+            for position, count in zip(self.positions, drawn, strict=True)
+        ]
+
+
+def with_techniques(iterator: Iterator[Any], run: Run) -> Callable[[], Any]:
+    """The function that gives a pass its next batch, behind the techniques that act on it."""
+    fetcher = getattr(iterator, "_dataset_fetcher", None)
+    if fetcher is not None and run.acting("fetcher"):
+        iterator._dataset_fetcher = run.fetcher(fetcher)  # type: ignore[attr-defined]
+    return run.batches(iterator.__next__, iterator)
+
+
+def _limited(fetch: Callable[[], Any], limit: float) -> Callable[[], Any]:
+    if limit == math.inf:
+        return fetch
+    left = [int(limit)]
+
+    def limited() -> Any:
+        if not left[0]:
+            raise StopIteration
+        left[0] -= 1
+        return fetch()
+
+    return limited
+
+
+def _is_collection(tree: Any) -> bool:
+    return isinstance(tree, list | tuple | Mapping) and not isinstance(tree, str)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if not _is_collection(tree):
+        return [tree]
+    parts = tree.values() if isinstance(tree, Mapping) else tree
+    return [leaf for part in parts for leaf in _leaves(part)]
+
+
+def _refilled(tree: Any, leaves: Iterator[Any]) -> Any:
+    if not _is_collection(tree):
+        return next(leaves)
+    if isinstance(tree, Mapping):
+        parts = {key: _refilled(part, leaves) for key, part in tree.items()}
+        return parts if type(tree) is dict else type(tree)(parts)  # type: ignore[call-arg]
+    if hasattr(tree, "_fields"):
+        return type(tree)(*(_refilled(part, leaves) for part in tree))
+    return type(tree)(_refilled(part, leaves) for part in tree)
+
+
+def combined(given: Any, mode: str) -> Combined:
+    """What somebody gave as loaders, as Combined; Lightning's CombinedLoader keeps its mode."""
+    own_mode = getattr(given, "_mode", None)
+    if own_mode in MODES and hasattr(given, "iterables"):
+        return Combined(given.iterables, own_mode)
+    return Combined(given, mode)
+
+
+def length(loader: Any) -> float:
+    """Batches in a pass; infinity when the loader cannot tell."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return math.inf
+
+
+def limited(total: float, limit: float | None, flag: str, error: Any = HastenError) -> float:
+    """How many batches of a loader are used.
+
+    Args:
+        total: Batches it has; infinity when unknown.
+        limit: An int is a number of batches, a float a share of them; None means all.
+        flag: The flag's name, for messages.
+        error: The exception.
+    """
+    if limit is None or total == 0:
+        return total
+    if isinstance(limit, int):
+        return min(total, limit)
+    if total == math.inf:
+        if limit in (0.0, 1.0):
+            return 0 if limit == 0.0 else math.inf
+        raise error(
+            f"{flag}={limit} is a share of a loader whose length is not known", "give a number of batches: an int"
+        )
+    count = int(total * limit)
+    if not count and limit > 0:
+        raise error(
+            f"{flag}={limit} of {total} batches is less than one batch", f"at least {flag}={1 / total:.4f}, or an int"
+        )
+    return count
+
+
+def check_iterable(loader: Any, what: str) -> None:
+    """Raise where a thing cannot be iterated over."""
+    try:
+        if not hasattr(loader, "__iter__"):
+            iter(loader)
+    except TypeError:
+        raise TypeError(
+            f"{what} must give something to iterate over, such as a DataLoader, not a {type(loader).__name__}"
+        ) from None
+
+
+def changed(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """A copy of a loader with other options; subclasses keep their class and their own attributes."""
+    new: Any = copy.copy(loader)
+    new.__dict__.update(attributes)
+    if "sampler" in attributes and new.batch_sampler is not None and "batch_sampler" not in attributes:
+        batches = new.batch_sampler
+        if type(batches) is BatchSampler:
+            new.__dict__["batch_sampler"] = BatchSampler(attributes["sampler"], batches.batch_size, batches.drop_last)
+        else:
+            again = copy.copy(batches)
+            again.sampler = attributes["sampler"]
+            new.__dict__["batch_sampler"] = again
+    new.__dict__["_iterator"] = None
+    return new  # type: ignore[no-any-return]
+
+
+def with_options(loader: Any, run: Run) -> Any:
+    """A loader as the techniques want it; the same loader where they change nothing."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    if run.acting("loader_options"):
+        names = (
+            "dataset",
+            "batch_size",
+            "num_workers",
+            "collate_fn",
+            "pin_memory",
+            "drop_last",
+            "timeout",
+            "worker_init_fn",
+            "multiprocessing_context",
+            "generator",
+            "prefetch_factor",
+            "persistent_workers",
+            "pin_memory_device",
+            "in_order",
+            "batch_sampler",
+            "sampler",
+        )
+        options = {name: getattr(loader, name, None) for name in names}
+        options["shuffle"] = isinstance(loader.sampler, RandomSampler)
+        wanted = run.loader_options(dict(options))
+        if wanted["num_workers"] and wanted["prefetch_factor"] is None:
+            wanted["prefetch_factor"] = 2
+        different = {name: wanted[name] for name in names if wanted[name] is not options[name]}
+        if different:
+            loader = changed(loader, **different)
+    if loader.num_workers and run.acting("fetcher"):
+        loader = changed(loader, worker_init_fn=_FetcherInWorker(run, loader.worker_init_fn))
+    return loader
+
+
+class _FetcherInWorker:
+    """Lets the techniques change the fetcher that a worker is about to make."""
+
+    def __init__(self, run: Run, then: Any) -> None:
+        self._run = run
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        from torch.utils.data import _DatasetKind
+
+        create = _DatasetKind.create_fetcher
+        run = self._run
+
+        def create_fetcher(*args: Any, **kwargs: Any) -> Any:
+            return run.fetcher(create(*args, **kwargs))  # type: ignore[no-untyped-call]
+
+        _DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
+        if self._then is not None:
+            self._then(worker)
+
+
+def overfitting(loader: Any) -> Any:
+    """A loader that gives the same batches in every pass."""
+    if isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler):
+        warnings.warn("overfit_batches turns shuffling off, so that the same batches come again", stacklevel=3)
+        return changed(loader, sampler=SequentialSampler(loader.dataset))  # type: ignore[arg-type]
+    return loader
+
+
+def evaluation_batches(source: Combined, limits: list[float], run: Run) -> Iterator[tuple[Any, int, int]]:
+    """`(batch, batch_idx, dataloader_idx)` of an evaluation: loaders one after the other, or together."""
+    if source.mode == "sequential":
+        for index, (leaf, limit) in enumerate(zip(source.leaves, limits, strict=True)):
+            if not limit:
+                continue
+            fetch = _limited(with_techniques(iter(leaf), run), limit)
+            for number in itertools.count():
+                try:
+                    batch = fetch()
+                except StopIteration:
+                    break
+                yield batch, number, index
+        return
+    source.limits = limits
+    fetch = source.begin(run)
+    for number in itertools.count():
+        try:
+            batch = fetch()
+        except StopIteration:
+            return
+        yield batch, number, 0
+
+
+__all__ = ["Combined", "combined", "evaluation_batches", "mapped", "set_epoch", "with_options"]
