@@ -51,17 +51,10 @@ class Run:
 
     def loader_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The arguments that a DataLoader shall be built with."""
-        return self._changed("loader_options", options)
-
-    def optimizer_options(self, kind: type, options: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that an optimizer shall be built with."""
-        return self._changed("optimizer_options", options, kind)
-
-    def _changed(self, place: str, options: dict[str, Any], *before: Any) -> dict[str, Any]:
-        for technique in self.acting(place):
+        for technique in self.acting("loader_options"):
             changed = dict(options)
             try:
-                getattr(technique, place)(*before, changed)
+                technique.loader_options(changed)
             except Exception as error:  # a technique never breaks a script
                 self.skip(technique.name, error)
             else:

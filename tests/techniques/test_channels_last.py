@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
 
-from hasten.techniques import Choices, Refusal
+from hasten.run import Run
+from hasten.techniques import CATALOGUE, Choices, Refusal, build
 from hasten.techniques.compute.channels_last import ChannelsLast
 from tests.techniques.conftest import MODEL, Train, close, evidence_of, identical
 
@@ -62,6 +65,43 @@ def test_a_model_without_2d_convolutions_is_left_alone(train: Train, model: str,
     plain, changed = train(script), train(script, channels_last=True)
     assert identical(plain.left, changed.left)
     assert changed.installed == {}
+
+
+class Stepping(nn.Module):
+    """A module as the Trainer drives it: its step takes a whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Conv2d(3, 2, 3)
+        self.seen: list[bool] = []
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        images = [batch["image"], batch["more"][0], batch["pair"].left]
+        self.seen += [image.is_contiguous(memory_format=torch.channels_last) for image in images]
+        return sum(self.net(image).sum() for image in images) + batch["label"].sum()
+
+
+class Pair(NamedTuple):
+    """Two tensors."""
+
+    left: Any
+    right: Any
+
+
+def test_images_inside_a_batch_are_laid_out_too_and_the_batch_stays_as_it_is() -> None:
+    run = Run(build({"channels_last": True}, CATALOGUE))
+    module = Stepping()
+    run.model(module, ())
+    assert module.net.weight.is_contiguous(memory_format=torch.channels_last)
+    step = run.wrapped("forward", lambda this, args, kwargs: this.training_step(*args, **kwargs))
+    image = torch.randn(2, 3, 5, 5)
+    batch = {"image": image, "more": [image], "pair": Pair(image, "b"), "label": torch.ones(2), "name": ["a", "b"]}
+    before = dict(batch)
+    loss = step(module, (batch, 0), {})
+    assert module.seen == [True, True, True]
+    assert all(batch[key] is before[key] for key in before)
+    assert image.is_contiguous()
+    assert torch.allclose(loss, module.training_step(batch, 0), rtol=1e-4)
 
 
 @pytest.mark.parametrize(

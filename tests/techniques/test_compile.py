@@ -53,6 +53,46 @@ def test_a_compiled_training(train: Train) -> None:
     assert changed.installed == {"compile": "3 x model"}  # its copies are models of their own
 
 
+@needs_compiler
+def test_a_module_whose_step_calls_its_own_forward_is_compiled_once(train: Train) -> None:
+    script = """
+        import torch
+        from torch import nn
+
+        torch.manual_seed(0)
+        class Stepping(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.BatchNorm1d(8), nn.Linear(8, 1))
+            def forward(self, x): return self.net(x)
+            def training_step(self, batch, number): return self(batch["x"]).pow(2).mean()
+            def validation_step(self, batch, number): return self(batch["x"]).mean()
+        module = Stepping()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        losses, compiled, names = [], set(), list(module.state_dict())
+        for epoch in range(2):
+            module.train()
+            for number in range(3):
+                loss = module.training_step({"x": torch.randn(4, 4)}, number)
+                optimizer.zero_grad(); loss.backward(); optimizer.step()
+                losses.append(loss.item())
+                compiled.add(id(module._compiled_call_impl))
+            module.eval()
+            with torch.no_grad():
+                losses.append(module.validation_step({"x": torch.randn(4, 4)}, 0).item())
+        kept = module.state_dict()
+        fresh = Stepping()
+        assert list(kept) == names == list(fresh.state_dict())
+        fresh.load_state_dict(kept)
+        torch.save({"losses": losses, "compiled": len(compiled)}, "left.pt")
+    """
+    plain, changed = train(script), train(script, compile="default")
+    assert plain.code == changed.code == 0, changed.err
+    assert changed.left["compiled"] == 1
+    assert changed.installed == {"compile": "model"}
+    assert close(plain.left["losses"], changed.left["losses"], 1e-4)
+
+
 def test_a_model_that_cannot_be_compiled_runs_as_it_is(train: Train) -> None:
     script = """
         import torch

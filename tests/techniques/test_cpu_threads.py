@@ -13,7 +13,7 @@ import pytest
 
 from hasten.techniques import CATALOGUE, Choices, Refusal
 from hasten.techniques.compute.cpu_threads import CpuThreads
-from tests.techniques.conftest import CPU, FLAGS, MODEL, evidence_of
+from tests.techniques.conftest import CPU, FLAGS, MODEL, Train, evidence_of
 
 
 def test_torch_starts_with_that_many(tmp_path: Path) -> None:
@@ -25,6 +25,12 @@ def test_torch_starts_with_that_many(tmp_path: Path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "1 1\n"), done.stderr
+
+
+def test_a_process_that_runs_already_changes_over(train: Train) -> None:
+    script = "import torch; torch.save({'threads': torch.get_num_threads()}, 'left.pt')"
+    assert train(script).left == {"threads": 1}
+    assert train(script, cpu_threads=2).left == {"threads": 2}
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from hasten.techniques import Choices, Refusal
+from hasten.run import Run
+from hasten.techniques import CATALOGUE, Choices, Refusal, build
 from hasten.techniques.compute.fused_optimizer import FusedOptimizer
 from tests.techniques.conftest import OPTIMIZER, Train, close, evidence_of, identical
 
@@ -109,13 +114,76 @@ def test_sparse_gradients_are_found_at_the_first_step(train: Train) -> None:
     assert "sparse" in changed.installed["fused_optimizer"]
 
 
+BUILT: dict[str, Callable[..., Any]] = {
+    "Adam": lambda p, **o: torch.optim.Adam(p, 0.01, amsgrad=True, **o),
+    "AdamW, a tensor for lr": lambda p, **o: torch.optim.AdamW(p, torch.tensor(0.01), **o),
+    "SGD": lambda p, **o: torch.optim.SGD(p, 0.1, 0.9, nesterov=True, weight_decay=0.01, **o),
+    "Adagrad": lambda p, **o: torch.optim.Adagrad(p, 0.1, **o),
+    "groups": lambda p, **o: torch.optim.Adam([{"params": p[:2], "lr": 0.1}, {"params": p[2:], "fused": False}], **o),
+}
+
+
+@pytest.mark.parametrize("case", BUILT)
+def test_an_optimizer_that_was_built_becomes_what_it_were_if_built_fused(case: str) -> None:
+    def trained(after: bool) -> tuple[list[Any], Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        late = nn.Linear(1, 1)
+        run = Run(build({"fused_optimizer": True}, CATALOGUE))
+
+        def built() -> Any:
+            optimizer = BUILT[case](list(model.parameters()), **({} if after else {"fused": True}))
+            if after:
+                run.optimizer(optimizer)
+            return optimizer
+
+        optimizer, losses = built(), []
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        for number in range(9):
+            if number == 3:
+                optimizer.add_param_group({"params": list(late.parameters())})
+            if number == 6:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer = built()
+                optimizer.add_param_group({"params": list(late.parameters())})
+                optimizer.load_state_dict(state)
+            loss = late(model(torch.randn(4, 6))).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        options = {key: value for key, value in vars(optimizer).items() if key.startswith("_") or key == "defaults"}
+        hooks = ("_optimizer_step_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+        return losses, optimizer.state_dict(), {key: value for key, value in options.items() if key not in hooks}
+
+    built_so, changed = trained(after=False), trained(after=True)
+    assert identical(built_so[0], changed[0])
+    assert identical(built_so[1], changed[1])
+    assert built_so[2].keys() == changed[2].keys()
+    assert identical(built_so[2]["defaults"], changed[2]["defaults"])
+
+
+def test_the_checkpoint_of_a_plain_run_goes_on_fused() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    plain = torch.optim.Adam([weight])
+    weight.grad = torch.ones(3)
+    plain.step()
+    optimizer = torch.optim.Adam([weight])
+    run = Run(build({"fused_optimizer": True}, CATALOGUE))
+    run.optimizer(optimizer)
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.param_groups[0]["fused"] is True
+    optimizer.step()
+    assert optimizer.state[weight]["step"] == 2
+    assert run.skipped == []
+
+
 @pytest.mark.parametrize("first", [{}, {"fused_optimizer": True}], ids=["plain first", "fused first"])
 def test_a_checkpoint_goes_on_under_the_other(train: Train, first: dict[str, Any]) -> None:
     second = {} if first else {"fused_optimizer": True}
     setup = FUSED["Adam"]
     started = train(TRAINING.replace("SETUP", setup), **first)
-    import torch
-
     resumed = TRAINING.replace(
         "SETUP",
         f"{setup}; left = torch.load('../run1/left.pt', weights_only=False); "

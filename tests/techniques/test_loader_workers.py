@@ -56,14 +56,15 @@ def test_batches_come_from_workers_in_the_same_order(train: Train) -> None:
     loader = DataLoader(Data(), 3, shuffle=True)
     read(loader)
     read(loader)
-    seen[1] = sorted(x for batch in seen[1] for x in batch)
+    next(iter(loader))
+    read(loader)
+    seen.append(torch.rand(2).tolist())
     """
-    # Workers that stay alive draw no seed of their own in later epochs, whose order is another one then.
     plain, changed, said = compared(train, middle)
-    assert changed["seen"][1] == list(range(10))
-    assert plain["pids"] == [[False], [False]]
-    assert changed["pids"] == [[True, True]] * 2
-    assert changed["options"] == [[2, 3, True]] * 2
+    assert len({str(order) for order in changed["seen"][:3]}) == 3
+    assert plain["pids"] == [[False]] * 3
+    assert changed["pids"] == [[True, True]] * 3
+    assert changed["options"] == [[2, 3, True]] * 3
     assert said == "loader"
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from hasten.evidence import Evidence
-from hasten.techniques import CATALOGUE, Choices, Refusal
+from hasten.run import Run
+from hasten.techniques import CATALOGUE, Choices, Refusal, build
 from hasten.techniques.compute.precision import Precision
 from tests.techniques.conftest import CPU, FLAGS, GPU, MODEL, OLD_CPU, Train, close, evidence_of, identical
 
@@ -178,6 +182,173 @@ def test_sparse_gradients_are_unscaled_too(train: Train) -> None:
     assert identical(plain.left, changed.left)
 
 
+# -- as the Trainer drives it: whole steps, optimizers and schedules that were built before --------------------
+
+
+class Stepping(nn.Module):
+    """A module with a step that takes a whole batch and gives a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.seen: dict[str, Any] = {}
+
+    def training_step(self, batch: dict[str, Any], number: int) -> Any:
+        x, weights = batch["x"], batch["more"][0]
+        output = self.net(x)
+        self.seen = {"x": x.dtype, "weights": weights.dtype, "output": output.dtype, "new": torch.ones(1).dtype}
+        return {
+            "loss": (nn.functional.cross_entropy(output, batch["y"], reduction="none") * weights).mean(),
+            "o": output,
+        }
+
+
+def batches(count: int = 8) -> list[dict[str, Any]]:
+    drawn = torch.Generator().manual_seed(1)
+    return [
+        {
+            "x": torch.randn(4, 6, generator=drawn),
+            "y": torch.randint(0, 3, (4,), generator=drawn),
+            "more": (torch.rand(4, generator=drawn), "name"),
+        }
+        for _ in range(count)
+    ]
+
+
+class Driven:
+    """A training as the Trainer drives it."""
+
+    def __init__(self, double: bool = False, **plan: Any) -> None:
+        torch.manual_seed(0)
+        self.run = Run(build(plan, CATALOGUE))
+        self.module = Stepping().double() if double else Stepping()
+        self.run.process()
+        self.step = self.run.wrapped("forward", lambda module, args, kwargs: module.training_step(*args, **kwargs))
+        self.backward = self.run.wrapped("backward", torch.autograd.backward)
+        first, second = list(self.module.net[0].parameters()), list(self.module.net[1:].parameters())
+        self.optimizers = [torch.optim.AdamW(first, 0.01), torch.optim.SGD(second, 0.1, momentum=0.9)]
+        self.schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in self.optimizers]
+        for optimizer in self.optimizers:
+            self.run.optimizer(optimizer)
+        self.run.model(self.module, ())
+        self.losses: list[float] = []
+
+    def fit(self, batches: list[dict[str, Any]], closures: bool = False) -> Driven:
+        """Two batches a step, gradients clipped, both optimizers and schedules stepped."""
+        for number, batch in enumerate(batches):
+
+            def gradients(batch: dict[str, Any] = batch, number: int = number) -> Any:
+                loss = self.step(self.module, (batch, number), {})["loss"]
+                self.backward(loss / 2)
+                self.losses.append(loss.item())
+                if number % 2:
+                    nn.utils.clip_grad_norm_(self.module.parameters(), 0.1)
+                return loss
+
+            if not closures or not number % 2:
+                gradients()
+            if number % 2:
+                for which, optimizer in enumerate(self.optimizers):
+                    optimizer.step(*([gradients] if closures and which == 0 else []))
+                for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+                    optimizer.zero_grad()
+                    schedule.step()
+        return self
+
+    def left(self) -> dict[str, Any]:
+        """What is to be compared."""
+        return {
+            "losses": self.losses,
+            "model": self.module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+
+
+def test_a_whole_step_under_autocast_is_a_plain_loop_under_autocast_bit_by_bit() -> None:
+    driven, plain = Driven(precision="bf16-mixed").fit(batches()), Driven()
+    for number, batch in enumerate(batches()):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = plain.module.training_step(batch, number)["loss"]
+        (loss / 2).backward()
+        plain.losses.append(loss.item())
+        if number % 2:
+            nn.utils.clip_grad_norm_(plain.module.parameters(), 0.1)
+            for optimizer, schedule in zip(plain.optimizers, plain.schedules, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+    assert driven.module.seen["output"] is torch.bfloat16
+    assert identical(driven.left(), plain.left())
+
+
+@pytest.mark.parametrize("closures", [False, True])
+def test_loss_scaling_survives_accumulation_clipping_schedules_and_closures(
+    closures: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    # A float64 model is not cast, so that scaling is seen alone; it must leave no trace.
+    inputs = [{**batch, "x": batch["x"].double(), "more": (batch["more"][0].double(),)} for batch in batches()]
+    driven = Driven(double=True, precision="16-mixed").fit(inputs, closures)
+    assert identical(driven.left(), Driven(double=True).fit(inputs, closures).left())
+    scales = [technique.state_dict() for technique in driven.run.techniques]
+    assert scales == [{"scale": 2.0**15, "clean_steps": 8}]
+    assert not [warning for warning in recwarn if "lr_scheduler.step()" in str(warning.message)]
+
+
+def test_fp16_on_the_cpu_and_going_on_from_its_checkpoint() -> None:
+    given = batches(12)
+    given[3] = {**given[3], "more": (given[3]["more"][0] * 1e38,)}  # overflows: the scale is halved
+    whole = Driven(precision="16-mixed").fit(given)
+    begun = Driven(precision="16-mixed").fit(given[:6])
+    (state,) = [technique.state_dict() for technique in begun.run.techniques]
+    assert state["scale"] == 2.0**14
+    assert state["clean_steps"] > 0
+    resumed = Driven(precision="16-mixed")
+    resumed.run.techniques[0].load_state_dict(state)
+    resumed.module.load_state_dict(begun.module.state_dict())
+    for kind in ("optimizers", "schedules"):
+        for new, old in zip(getattr(resumed, kind), getattr(begun, kind), strict=True):
+            new.load_state_dict(copy.deepcopy(old.state_dict()))
+    resumed.fit(given[6:])
+    resumed.losses[:0] = begun.losses
+    assert identical(resumed.left(), whole.left())
+    assert resumed.run.techniques[0].state_dict() == whole.run.techniques[0].state_dict()
+    assert Driven(precision="bf16-mixed").run.techniques[0].state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("setting", "dtype"),
+    [("bf16-true", torch.bfloat16), ("16-true", torch.float16), ("64-true", torch.float64)],
+)
+def test_a_converted_model_computes_in_its_type_throughout(setting: str, dtype: Any) -> None:
+    driven = Driven(precision=setting)
+    (technique,) = driven.run.techniques
+    assert isinstance(technique, Precision)
+    same = [id(parameter) for parameter in driven.module.parameters()]
+    technique.prepare(driven.module)  # once more changes nothing
+    driven.run.model(driven.module.net, ())
+    driven.fit(batches())
+    assert [id(parameter) for parameter in driven.module.parameters()] == same
+    assert {parameter.dtype for parameter in driven.module.parameters()} == {dtype}
+    assert driven.module.count.dtype is torch.int64
+    assert driven.module.seen == dict.fromkeys(("x", "weights", "output", "new"), dtype)
+    assert torch.get_default_dtype() is torch.float32
+    steps = 2 if dtype is torch.float16 else 8  # AdamW's eps is 0 in fp16: not a number from the first update on
+    tolerance = 1e-5 if dtype is torch.float64 else 0.05
+    assert close(driven.losses[:steps], Driven().fit(batches()).losses[:steps], tolerance)
+    assert driven.run.installed() == {"precision": "model"}
+    output = driven.step(driven.module, (batches(1)[0], 0), {})["o"]
+    assert output.dtype is dtype
+
+
+@pytest.mark.parametrize("setting", ["bf16-true", "64-true"])
+def test_a_script_with_a_converted_model(train: Train, setting: str) -> None:
+    plain, changed = train(SGD), train(SGD, precision=setting)
+    assert plain.code == changed.code == 0, changed.err
+    assert changed.left["kinds"] == changed.left["inside"]
+    assert close(plain.left["losses"], changed.left["losses"], 0.05)
+
+
 def on_gpu(**changes: Any) -> Evidence:
     model = dataclasses.replace(MODEL, device="cuda")
     return evidence_of(machine=GPU, models=(model,), flags=dataclasses.replace(FLAGS, **changes))
@@ -212,5 +383,8 @@ def test_useless_without_the_instructions() -> None:
     precision = CATALOGUE["precision"]
     assert precision.useless("bf16-mixed", CPU) == ""
     assert precision.useless("16-mixed", GPU) == ""
+    assert precision.useless("bf16-true", CPU) == ""
+    assert "slower" in precision.useless("64-true", GPU)
+    assert "slower" in precision.useless("16-true", CPU)
     assert "slower" in precision.useless("16-mixed", CPU)
     assert "slower" in precision.useless("bf16-mixed", OLD_CPU)

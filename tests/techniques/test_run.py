@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from hasten.cli.techniques import catalogue_page
@@ -22,7 +21,6 @@ PLACES = (
     "model",
     "forward",
     "backward",
-    "optimizer_options",
     "optimizer",
 )
 
@@ -57,10 +55,6 @@ class Broken(Technique):
     def backward(self, call: Any) -> Any:
         raise RuntimeError("backward")
 
-    def optimizer_options(self, kind: Any, options: dict[str, Any]) -> None:
-        options["lr"] = 1000.0
-        raise RuntimeError("optimizer_options")
-
     def optimizer(self, optimizer: Any) -> None:
         raise RuntimeError("optimizer")
 
@@ -91,9 +85,6 @@ class Works(Broken):
     def backward(self, call: Any) -> Any:
         return lambda *args: ("backward", call(*args))
 
-    def optimizer_options(self, kind: Any, options: dict[str, Any]) -> None:
-        options["lr"] *= 2
-
     def optimizer(self, optimizer: Any) -> None:
         self.did("optimizer")
 
@@ -112,7 +103,6 @@ def test_a_broken_technique_is_named_and_the_others_act(order: tuple[str, ...]) 
         run.model(model, ())
         assert run.wrapped("forward", lambda x: x)(3) == ("forward", 3)
         assert run.wrapped("backward", lambda x: x)(4) == ("backward", 4)
-        assert run.optimizer_options(torch.optim.SGD, {"lr": 1.0}) == {"lr": 2.0}
         run.optimizer("o")
     assert options == {"num_workers": 1}
     assert sorted(run.skipped) == sorted(f"broken: RuntimeError: {place}" for place in PLACES)  # each said once

@@ -92,17 +92,24 @@ def pinned(*values: float) -> Any:
     ],
 )
 def test_copies_from_pinned_memory_do_not_wait(copies: Copies, copy: Callable[[Any], Any], waits: bool) -> None:
-    Run(build({"pin_memory": True}, CATALOGUE)).process()
-    copy(pinned(1, 2))
+    run = Run(build({"pin_memory": True}, CATALOGUE))
+    run.process()
+    batch = {"x": [pinned(1, 2)]}
+    assert run.batches(lambda: batch, Workers(0))() is batch
+    copy(batch["x"][0])
     (_, _, kwargs) = copies[-1]
     assert bool(kwargs.get("non_blocking")) is not waits
 
 
-def test_copies_from_pageable_memory_wait(copies: Copies) -> None:
-    Run(build({"pin_memory": True}, CATALOGUE)).process()
-    torch.ones(2).to("cuda")
-    torch.ones(2).cuda()
-    assert [kwargs for _, _, kwargs in copies] == [{}, {}]
+def test_copies_from_pageable_memory_and_from_what_the_script_pinned_wait(copies: Copies) -> None:
+    run = Run(build({"pin_memory": True}, CATALOGUE))
+    run.process()
+    (given,) = run.batches(lambda: [torch.ones(2)], Workers(0))()
+    staging = pinned(1, 2)  # written to again for the next copy
+    for tensor in (given, staging):
+        tensor.to("cuda")
+        tensor.cuda()
+    assert [kwargs for _, _, kwargs in copies] == [{}] * 4
 
 
 class OnDevice:
@@ -136,6 +143,7 @@ class Workers:
 
     def __init__(self, workers: int) -> None:
         self._num_workers = workers
+        self._pin_memory = True
 
 
 def prefetching(batches: list[Any], workers: int = 2) -> tuple[Callable[[], Any], list[Any]]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hasten.evidence import facts
+from hasten.techniques.data.loader_workers import draw_base_seed
 from hasten.techniques.data.sample_cache import state_of
 
 
@@ -95,6 +96,8 @@ def _tap_iter(kind: Any, session: Any, stay: str) -> None:
             # The script changed its dataset between epochs: workers that stayed alive would not know.
             self.__dict__[stay] = state
             self._iterator = None
+        if stay in self.__dict__:
+            draw_base_seed(self)
         if recorder is None:
             iterator = begin(self)
         else:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from time import perf_counter
 from typing import Any
 
 from hasten.evidence import facts
-from hasten.techniques.compute.fused_optimizer import FUSED
 
 
 def install(session: Any) -> None:
@@ -17,43 +15,11 @@ def install(session: Any) -> None:
     import torch
 
     run = session.run
-    if run.acting("optimizer_options"):
-        for name in FUSED:
-            _tap_options(getattr(torch.optim, name), run)
     if run.acting("optimizer") or run.recorder is not None:
         _tap_built(torch.optim.Optimizer, session)
     if run.recorder is not None:
         _tap_steps(session)
         _tap_zero_grad(torch.optim.Optimizer, run.seen)
-
-
-def _tap_options(kind: Any, run: Any) -> None:
-    build = kind.__init__
-    signature = inspect.signature(build)
-
-    @functools.wraps(build)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(self) is not kind:  # a subclass may step in its own way
-            return build(self, *args, **kwargs)
-        wanted = None
-        try:
-            bound = signature.bind(self, *args, **kwargs)
-            bound.apply_defaults()
-            options = {name: value for name, value in bound.arguments.items() if name != "self"}
-            if not isinstance(options["params"], list):
-                options["params"] = list(options["params"])  # a generator can be read once only
-                args, kwargs = (), dict(options)
-            wanted = run.optimizer_options(kind, options)
-        except Exception as error:  # wrong arguments: the optimizer itself says so best
-            run.skip("tap optimizer", error)
-        if wanted is not None and wanted != options:
-            try:
-                return build(self, **wanted)
-            except Exception as error:  # what hasten chose does not suit it: back to what the script chose
-                run.skip(f"{kind.__name__} options", error)
-        return build(self, *args, **kwargs)
-
-    kind.__init__ = __init__
 
 
 def _tap_built(kind: Any, session: Any) -> None:

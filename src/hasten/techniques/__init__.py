@@ -20,6 +20,7 @@ from hasten.techniques.compute.precision import Precision
 from hasten.techniques.data.batched_fetch import BatchedFetch
 from hasten.techniques.data.loader_workers import LoaderWorkers
 from hasten.techniques.data.sample_cache import SampleCache
+from hasten.techniques.memory.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.memory.allocator import Allocator
 from hasten.techniques.memory.no_grad_validation import NoGradValidation
 from hasten.techniques.memory.set_to_none import SetToNone
@@ -45,6 +46,7 @@ CATALOGUE: dict[str, type[Technique]] = {
         Precision,
         ChannelsLast,
         Attention,
+        ActivationCheckpointing,
         Compile,
     )
 }

@@ -121,6 +121,12 @@ class Technique:
         """Wrap the function that gives a pass its next batch (it raises StopIteration at the end)."""
         return fetch
 
+    def prepare(self, model: Module) -> None:
+        """Change the whole module at set-up, before its optimizers are built.
+
+        The Trainer calls it; a script has no such moment, so `model` must do for it. `model` follows in both cases.
+        """
+
     def model(self, model: Module, args: tuple[Any, ...]) -> None:
         """Change an outermost module before its first forward."""
 
@@ -132,11 +138,21 @@ class Technique:
         """Wrap `torch.autograd.backward`."""
         return call
 
-    def optimizer_options(self, kind: type[Optimizer], options: dict[str, Any]) -> None:
-        """Change the arguments of an optimizer that is being built, by their names."""
-
     def optimizer(self, optimizer: Optimizer) -> None:
-        """Change an optimizer that was just built."""
+        """Change an optimizer that was built, before its first step.
+
+        A tap tells of it while torch is still building it; the Trainer once `configure_optimizers` gave it, when
+        schedules may have wrapped its `step` already.
+        """
+
+    # -- kept in a checkpoint, so that a training that goes on does so with the same numbers ----------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be kept to go on exactly: plain values and tensors; {} for most techniques."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave; {} changes nothing."""
 
     def did(self, what: str) -> None:
         """Note that the technique acted, for the report: `did("loader")`."""

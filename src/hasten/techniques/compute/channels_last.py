@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from hasten.evidence import Evidence
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.nested import map_tensors
 
 
 class ChannelsLast(Technique):
-    """Keep 4-D tensors of convolutional models in `torch.channels_last`.
+    """Keep 4-D tensors of convolutional models in `torch.channels_last`: weights, and inputs however nested.
 
     Other kernels run, which add in another order. A model that calls `.view` across channels needs NCHW and
-    fails in its trial; it is then left as it is.
+    fails in its trial; it is then left as it is. Under the Trainer the images in a batch are laid out before the step.
     """
 
     name = "channels_last"
@@ -40,21 +42,22 @@ class ChannelsLast(Technique):
             self.did("model")
 
     def forward(self, call: Call) -> Call:
-        """Change the layout of the inputs."""
+        """Change the layout of the inputs, those inside a batch's lists and dicts too."""
         import torch
 
         last = torch.channels_last
-        convolutional: dict[int, bool] = {}
+        convolutional: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+        def lay_out(tensor: Any) -> Any:
+            # A tensor that lies so already is given back as it is.
+            return tensor.contiguous(memory_format=last) if tensor.dim() == 4 and not tensor.is_sparse else tensor
 
         def laid_out(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            known = convolutional.get(id(module))
+            known = convolutional.get(module)
             if known is None:
-                known = convolutional[id(module)] = has_2d_convolution(module)
+                known = convolutional[module] = has_2d_convolution(module)
             if known:
-                args = tuple(
-                    x.contiguous(memory_format=last) if isinstance(x, torch.Tensor) and x.dim() == 4 else x
-                    for x in args
-                )
+                args, kwargs = map_tensors(lay_out, (args, kwargs))
             return call(module, args, kwargs)
 
         return laid_out

@@ -15,7 +15,8 @@ class Compile(Technique):
 
     A setting is a mode of torch.compile. Compilation takes from seconds to minutes at the first step; tune
     reports it apart and weighs it against the length of the full run. A model that cannot be compiled runs on
-    uncompiled under `hasten run`; in a trial it counts as a failure.
+    uncompiled under `hasten run`; in a trial it counts as a failure. Under the Trainer it compiles the modules that
+    the step calls (the module itself where it says `self(x)`), not the step around them.
     """
 
     name = "compile"
@@ -53,6 +54,7 @@ class Compile(Technique):
 
         import torch._dynamo
 
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernel_cache())  # the Trainer starts no process of its own
         torch._dynamo.config.suppress_errors = "HASTEN_TRIAL" not in os.environ
 
     def model(self, model: Any, args: tuple[Any, ...]) -> None:

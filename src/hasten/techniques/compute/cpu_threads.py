@@ -13,7 +13,7 @@ class CpuThreads(Technique):
     """Set the number of intra-op threads (OMP_NUM_THREADS and torch's own).
 
     Small steps lose more in waking threads than they gain; workers want cores of their own. Sums are split
-    otherwise, hence `rounding`.
+    otherwise, hence `rounding`. Under the Trainer, whose process runs already, torch's own number alone is set.
     """
 
     name = "cpu_threads"
@@ -43,4 +43,12 @@ class CpuThreads(Technique):
     def environment(self, env: dict[str, str]) -> None:
         """Before OpenMP starts."""
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(self.setting)
+        self.did("process")
+
+    def process(self) -> None:
+        """In a process that began with another number, as the Trainer's does: set torch's own."""
+        import torch
+
+        if torch.get_num_threads() != self.setting:
+            torch.set_num_threads(int(str(self.setting)))
         self.did("process")

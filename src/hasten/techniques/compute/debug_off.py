@@ -14,7 +14,7 @@ class DebugOff(Technique):
     """Anomaly detection does nothing, and a profiler without a schedule stops after its first 20 optimizer steps.
 
     What the profiler has gathered by then can still be printed and exported. Gradient checks are left alone,
-    since their result is asked for.
+    since their result is asked for. The Trainer switches neither on by itself.
     """
 
     name = "debug_off"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from hasten.evidence import Evidence
@@ -12,10 +11,11 @@ FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
 class FusedOptimizer(Technique):
-    """Build torch's own Adam, AdamW, SGD and Adagrad with `fused=True`.
+    """Make torch's own Adam, AdamW, SGD and Adagrad what they would be if built with `fused=True`.
 
     One kernel for all parameters in place of one per parameter and operation. Subclasses and optimizers by
-    others are left alone, as are sparse gradients and complex parameters.
+    others are left alone, as are sparse gradients and complex parameters. After a checkpoint of an optimizer that
+    was not fused is loaded, it is fused again.
     """
 
     name = "fused_optimizer"
@@ -37,41 +37,71 @@ class FusedOptimizer(Technique):
         first = next(optimizer for optimizer in evidence.optimizers if not optimizer.fused)
         return Refusal(f"{first.name}: {first.why_not_fusable}")
 
-    def optimizer_options(self, kind: Any, options: dict[str, Any]) -> None:
-        """Ask for the fused kernel."""
-        _list_parameters(options.get("params"))
-        if why := why_not_fusable(kind, options):
+    def optimizer(self, optimizer: Any) -> None:
+        """Ask for the fused kernel; take it back where the first gradients turn out to be sparse."""
+        kind = type(optimizer)
+        if why := _why_not(optimizer):
             self.refused(f"{kind.__name__}: {why}")
             return
-        if not options.get("fused"):
-            options["fused"] = True
-            options["foreach"] = None
+        if not optimizer.defaults.get("fused"):
+            fuse(optimizer)
             self.did("optimizer")
-
-    def optimizer(self, optimizer: Any) -> None:
-        """Take the fused kernel back where the first gradients turn out to be sparse."""
-        if not optimizer.defaults.get("fused") or type(optimizer).__name__ not in ("SGD", "Adagrad"):
-            return
         looked: list[bool] = []
 
         def look_once(this: Any, *_: Any) -> None:
             if looked:
                 return
             looked.append(True)
-            if any(p.grad is not None and p.grad.is_sparse for group in this.param_groups for p in group["params"]):
-                for options in (this.defaults, *this.param_groups):
+            groups = this.param_groups
+            sparse = any(p.grad is not None and p.grad.is_sparse for group in groups for p in group["params"])
+            if why := "its gradients are sparse" if sparse else _why_not(this):  # groups may have been added
+                for options in (this.defaults, *groups):
                     options["fused"] = False
                 this._step_supports_amp_scaling = False
-                self.refused(f"{type(this).__name__}: its gradients are sparse")
+                self.refused(f"{kind.__name__}: {why}")
+
+        def fuse_again(this: Any) -> None:
+            groups = this.param_groups
+            if this.defaults["fused"] and not any(group["fused"] for group in groups):  # of a run without fusing
+                for group in groups:
+                    group["fused"], group["foreach"] = True, None
+                _move_counters(this)
 
         optimizer.register_step_pre_hook(look_once)
+        optimizer.register_load_state_dict_post_hook(fuse_again)
 
 
-def _list_parameters(groups: Any) -> None:
-    """Make lists of what can be read once only, in place, as the optimizer itself does with its groups."""
-    for group in groups if isinstance(groups, list) else ():
-        if isinstance(group, dict) and isinstance(group.get("params"), Iterator):
-            group["params"] = list(group["params"])
+def fuse(optimizer: Any) -> None:
+    """Make an optimizer that has a fused kernel what it would be if built with `fused=True, foreach=None`.
+
+    Groups that were given options of their own keep them. Where steps were made already, their counters move to
+    where the fused kernel reads them.
+    """
+    fused, foreach = optimizer.defaults.get("fused"), optimizer.defaults.get("foreach")
+    for group in optimizer.param_groups:
+        if group["fused"] is fused:
+            group["fused"] = True
+        if group["foreach"] is foreach:
+            group["foreach"] = None
+    optimizer.defaults.update(fused=True, foreach=None)
+    optimizer._step_supports_amp_scaling = True
+    if type(optimizer).__name__ in ("SGD", "Adagrad"):
+        optimizer._need_device_dtype_check_for_fused = True
+    _move_counters(optimizer)
+
+
+def _move_counters(optimizer: Any) -> None:
+    import torch
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["fused"] else ():
+            state = optimizer.state.get(parameter, {})
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
+
+
+def _why_not(optimizer: Any) -> str:
+    return why_not_fusable(type(optimizer), {**optimizer.defaults, "params": list(optimizer.param_groups)})
 
 
 def why_not_fusable(kind: Any, options: dict[str, Any]) -> str:

@@ -1,16 +1,18 @@
-"""Mixed precision: matrix work in 16 bits, parameters and sums in 32."""
+"""Computing in 16 bits: matrix work alone (mixed), or the whole model (true)."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hasten.evidence import Evidence, Machine
 from hasten.plan import Setting
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.compute.loss_scaling import LossScaler
+from hasten.techniques.nested import map_tensors
 
 _TENSOR_WORK = frozenset(
     [
@@ -33,30 +35,41 @@ _TENSOR_WORK = frozenset(
 )
 
 
-class Precision(Technique):
-    """Run the forward of outermost modules under autocast; hand their outputs back in float32.
+_TRUE = {"bf16-true": "bfloat16", "16-true": "float16", "64-true": "float64"}
 
-    "bf16-mixed" needs nothing else. "16-mixed" scales the loss so that small gradients survive fp16, unscales
-    them before anyone sees them, and skips a step whose gradients overflowed.
+
+class Precision(Technique):
+    """Compute in another floating-point type than float32.
+
+    "bf16-mixed" and "16-mixed" run the forward of outermost modules (under the Trainer the whole step, loss
+    included) under autocast, and hand outputs back in float32; parameters stay float32. "bf16-mixed" needs nothing
+    else. "16-mixed" scales the loss so that small gradients survive fp16, unscales them before anyone sees them
+    (but for hooks on tensors inside the graph), and skips a step whose gradients overflowed.
+
+    "bf16-true", "16-true" and "64-true" convert the model itself, cast floating-point inputs, and let tensors made
+    in the forward be of that type too; outputs stay in it. tune does not try them, since weights that are kept
+    in 16 bits lose small updates.
     """
 
     name = "precision"
     effect = Effect.ROUNDING
     relieves = Resource.COMPUTE
     sources = ("Falcon, tip 6", "Wolf", "Lin, tip 8", "Kuhn, tip 5")
-    values = ("bf16-mixed", "16-mixed")
+    values = ("bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
     acts_on = "a model"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._scaler: _Scaler | None = None
+        self._scaler = LossScaler() if setting == "16-mixed" else None
+        self._converted: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @classmethod
     def useless(cls, setting: Setting, machine: Machine) -> str:
         """On a CPU without bf16 instructions it computes, but slower."""
-        if machine.device == "cuda" or (
-            {"avx512_bf16", "amx_bf16"} & set(machine.cpu_flags) and setting == "bf16-mixed"
-        ):
+        if setting == "64-true":
+            return "float64 is slower than float32, never faster"
+        bf16 = {"avx512_bf16", "amx_bf16"} & set(machine.cpu_flags) and setting in ("bf16-mixed", "bf16-true")
+        if machine.device == "cuda" or bf16:
             return ""
         return "this CPU has no instructions for it; it will be slower than float32"
 
@@ -82,163 +95,151 @@ class Precision(Technique):
             return Refusal(reason)
         return Choices(("bf16-mixed",), "float32 on a CPU that has bf16 instructions")
 
+    def prepare(self, model: Any) -> None:
+        """With "bf16-true", "16-true" and "64-true": make floating-point parameters and buffers of that type.
+
+        In place: the parameters stay the same objects. Does nothing with the mixed settings, nor a second time.
+        """
+        dtype = self._true_dtype()
+        if dtype is None:
+            return
+        if any(tensor.is_floating_point() and tensor.dtype is not dtype for tensor in _tensors_of(model)):
+            {"bfloat16": model.bfloat16, "float16": model.half, "float64": model.double}[_TRUE[str(self.setting)]]()
+        if model not in self._converted:
+            self._converted.update(model.modules())
+            self.did("model")
+
+    def _true_dtype(self) -> Any:
+        """The type that the model is converted to, or None."""
+        import torch
+
+        name = _TRUE.get(str(self.setting))
+        return getattr(torch, name) if name else None
+
+    def model(self, model: Any, args: tuple[Any, ...]) -> None:
+        """Convert a model that is not converted yet."""
+        self.prepare(model)
+
     def forward(self, call: Call) -> Call:
+        """The forward under autocast, or in the model's own type."""
+        dtype = self._true_dtype()
+        return self._mixed(call) if dtype is None else _in_dtype(call, dtype)
+
+    def _mixed(self, call: Call) -> Call:
         """Autocast around the forward, float32 behind it."""
         import torch
-        from torch.utils._pytree import tree_map
 
         dtype = torch.bfloat16 if self.setting == "bf16-mixed" else torch.float16
-        kinds: dict[int, str] = {}
+        kinds: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         contexts = {
             kind: torch.autocast(kind, dtype) for kind in ("cpu", "cuda") if kind == "cpu" or torch.cuda.is_available()
         }
 
         def widen(part: Any) -> Any:
-            return part.float() if isinstance(part, torch.Tensor) and part.dtype is dtype else part
+            return part.float() if part.dtype is dtype else part
 
         def mixed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            kind = kinds.get(id(module))
+            kind = kinds.get(module)
             if kind is None:
-                kind = kinds[id(module)] = device_to_cast(module, torch)
+                kind = kinds[module] = device_to_cast(module, torch)
                 if kind:
                     self.did("model")
             if kind not in contexts:
                 return call(module, args, kwargs)
             with contexts[kind]:
                 output = call(module, args, kwargs)
-            return widen(output) if isinstance(output, torch.Tensor) else tree_map(widen, output)
+            return map_tensors(widen, output)
 
         return mixed
 
     def optimizer(self, optimizer: Any) -> None:
         """With fp16: skip a step that overflowed."""
-        if self.setting != "16-mixed":
+        scaler = self._scaler
+        if scaler is None:
             return
-        step = type(optimizer).step
-        if self._scaler is not None:
-            self._scaler.joined(optimizer)
+        import torch
 
+        scaler.joined(optimizer)
+        step = _unbound_step(optimizer)
+        alone = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ != "LBFGS"
+
+        @functools.wraps(optimizer.step)
         def guarded(this: Any, *args: Any, **kwargs: Any) -> Any:
-            scaler = self._scaler
-            if scaler is None:
+            closure = args[0] if args else kwargs.get("closure")
+            if closure is None:
+                return step(this, *args, **kwargs) if scaler.may_step(this) else None
+            if alone:  # torch's own optimizers call it once, before they change anything: so it can come first
+                with torch.enable_grad():
+                    loss = closure()
+                if scaler.may_step(this):
+                    step(this, None, *args[1:], **{name: value for name, value in kwargs.items() if name != "closure"})
+                return loss
+            # The optimizer calls backward itself, when it is too late to skip: nothing may overflow then.
+            with scaler.resting():
                 return step(this, *args, **kwargs)
-            if (args[0] if args else kwargs.get("closure")) is not None:
-                # The optimizer calls backward itself, when it is too late to skip: nothing may overflow then.
-                with scaler.resting():
-                    return step(this, *args, **kwargs)
-            return step(this, *args, **kwargs) if scaler.may_step(this) else None
 
         optimizer.step = types.MethodType(guarded, optimizer)
 
     def backward(self, call: Call) -> Call:
         """With fp16: scale the loss, unscale the gradients."""
-        if self.setting != "16-mixed":
+        scaler = self._scaler
+        if scaler is None:
             return call
-        scaler = self._scaler = _Scaler(call)
 
         def scaled(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            scaler.backward(tensors, *args, **kwargs)
+            scaler.backward(call, tensors, *args, **kwargs)
 
         return scaled
 
+    def state_dict(self) -> dict[str, Any]:
+        """With fp16: the scale, and for how many steps it has held."""
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """With fp16: go on with that scale."""
+        if self._scaler is not None and state:
+            self._scaler.load_state_dict(state)
+
 
 def device_to_cast(module: Any, torch: Any) -> str:
-    """Where a module computes in float32: "cpu", "cuda", or "" when it is of another dtype."""
-    parameter = next(module.parameters(), None)
-    if parameter is None or parameter.dtype is not torch.float32:
-        return ""
-    return str(parameter.device.type)
+    """Where a module computes in float32: "cpu", "cuda", or "" when none of its parameters is float32."""
+    device = next((parameter.device for parameter in module.parameters() if parameter.dtype is torch.float32), None)
+    return "" if device is None else str(device.type)
 
 
-class _Scaler:
-    """Dynamic loss scaling around `backward`, invisible to what comes after it.
+def _in_dtype(call: Call, dtype: Any) -> Call:
+    """Floating-point inputs cast, new tensors of that type."""
+    import torch
 
-    Gradients are brought back to their true size right after each backward, so clipping and logging see what
-    they expect. The scale is a power of two, which makes the way there and back exact. Where a parameter has
-    hooks, which would see scaled gradients, nothing is scaled.
-    """
+    def cast(tensor: Any) -> Any:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self.scale = 2.0**15
-        self._clean_steps = 0
-        self._overflows: Any = None  # on the device: backwards so far that overflowed
-        self._adapted = 0  # how many of them have made the scale smaller
-        self._answered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._rests = False
-
-    @contextlib.contextmanager
-    def resting(self) -> Iterator[None]:
-        """Scale nothing meanwhile."""
-        self._rests = True
+    def converted(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = map_tensors(cast, (args, kwargs))
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
         try:
-            yield
+            return call(module, args, kwargs)
         finally:
-            self._rests = False
+            torch.set_default_dtype(before)
 
-    def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """`torch.autograd.backward` on the scaled loss."""
-        import torch
-
-        single = isinstance(tensors, torch.Tensor)
-        roots = [tensors] if single else list(tensors)
-        leaves = _leaves(roots)
-        if self._rests or any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves):
-            self._call(tensors, *args, **kwargs)
-            return
-        before = _gradients(leaves)
-        if before:  # accumulated so far: scaled along, so that one division serves the sum
-            torch._foreach_mul_(before, self.scale)
-        scaled = [root * self.scale for root in roots]
-        self._call(scaled[0] if single else scaled, *args, **kwargs)
-        by_device: dict[Any, list[Any]] = {}
-        for gradient in _gradients(leaves):
-            by_device.setdefault(gradient.device, []).append(gradient)
-        for device, gradients in by_device.items():
-            overflow = torch.zeros(1, device=device)
-            inverse = torch.full((1,), 1.0 / self.scale, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
-            self._overflows = overflow if self._overflows is None else self._overflows + overflow.to(self._overflows)
-
-    def joined(self, optimizer: Any) -> None:
-        """An optimizer was built: overflows before that are none of its own."""
-        self._answered[optimizer] = self._adapted
-
-    def may_step(self, optimizer: Any) -> bool:
-        """Whether no backward overflowed since this optimizer last asked; adapts the scale.
-
-        Reads one number from the device, as GradScaler does.
-        """
-        overflows = 0 if self._overflows is None else int(self._overflows.item())
-        if overflows > self._adapted:
-            self._adapted, self._clean_steps = overflows, 0
-            self.scale = max(1.0, self.scale / 2)
-        else:
-            self._clean_steps += 1
-            if self._clean_steps >= 2000:
-                self.scale, self._clean_steps = min(self.scale * 2, 2.0**24), 0
-        fine = overflows == self._answered.get(optimizer, 0)
-        self._answered[optimizer] = overflows
-        return fine
+    return converted
 
 
-def _gradients(leaves: list[Any]) -> list[Any]:
-    """The leaves' gradients; of sparse ones the values."""
-    present = [leaf.grad for leaf in leaves if leaf.grad is not None]
-    return [gradient._values() if gradient.is_sparse else gradient for gradient in present]
+def _tensors_of(model: Any) -> Iterator[Any]:
+    yield from model.parameters()
+    yield from model.buffers()
 
 
-def _leaves(roots: list[Any]) -> list[Any]:
-    """The leaf tensors that a backward from `roots` accumulates into."""
-    found: dict[int, Any] = {}
-    seen, queue = set(), [root.grad_fn for root in roots if root.grad_fn is not None]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found[id(variable)] = variable
-        queue += [following for following, _ in node.next_functions]
-    return list(found.values())
+def _unbound_step(optimizer: Any) -> Call:
+    """The optimizer's `step` as a function of the optimizer; a schedule may have put one of its own in its place."""
+    own = vars(optimizer).get("step")
+    if own is None:
+        return type(optimizer).step  # type: ignore[no-any-return]
+    if isinstance(own, types.MethodType):
+        return own.__func__
+
+    def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return step

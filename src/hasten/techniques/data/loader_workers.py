@@ -138,6 +138,18 @@ class LoaderWorkers(Technique):
         self.did("loader")
 
 
+def draw_base_seed(loader: Any) -> None:
+    """Draw what torch draws for an epoch's new iterator, where workers that stayed alive get none.
+
+    To be called before `iter(loader)` when workers are persistent by hasten's choice, not by the script's, and
+    this is not the loader's first epoch: the shuffle of this and later epochs is then the one without workers.
+    """
+    import torch
+
+    if getattr(loader, "_iterator", None) is not None:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
 def holds_open(dataset: Any) -> str:
     """What a dataset holds that must not cross a fork: "holds an open sqlite3.Connection (.db)", or ""."""
     import io

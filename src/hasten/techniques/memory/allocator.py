@@ -24,7 +24,8 @@ class Allocator(Technique):
     """Choose the allocator of CPU memory.
 
     "glibc" sets glibc's own tunables so that freed tensors' memory is used again; "jemalloc" and "tcmalloc" are
-    loaded in glibc's place where they are installed. Set in the environment, before the process starts.
+    loaded in glibc's place where they are installed. Set in the environment, before the process starts: under the
+    Trainer it needs `hasten run`, or the variables set by whoever starts Python.
     """
 
     name = "allocator"

@@ -16,7 +16,7 @@ class NoGradValidation(Technique):
 
     Only where no backward was ever seen through an eval-mode forward: a model that is trained with frozen
     BatchNorm, or differentiated for its inputs, is left alone, and so is a forward whose input wants a
-    gradient. A model counts as validating once it has been trained in train mode.
+    gradient. A model counts as validating once it has been trained in train mode. The Trainer validates so anyway.
     """
 
     name = "no_grad_validation"

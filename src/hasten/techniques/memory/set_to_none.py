@@ -14,7 +14,8 @@ class SetToNone(Technique):
     """`zero_grad(set_to_none=False)` sets gradients to None all the same.
 
     Saves a write of zeros and a read-add per parameter. The numbers stay the same as long as every parameter gets
-    a gradient in every step, which is what the evidence must show.
+    a gradient in every step, which is what the evidence must show. The Trainer clears gradients so anyway; a
+    module's own `optimizer_zero_grad` is reached too.
     """
 
     name = "set_to_none"

@@ -8,6 +8,7 @@ from typing import Any
 from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, CudaOnly, Effect, Refusal, Resource
+from hasten.techniques.nested import tensors_in
 
 
 class DevicePrefetch(CudaOnly):
@@ -80,11 +81,10 @@ class DevicePrefetch(CudaOnly):
 
     def _start_copies(self, batch: Any) -> Any:
         import torch
-        from torch.utils._pytree import tree_iter
 
         with torch.cuda.stream(self._stream):
-            for part in tree_iter(batch):
-                if isinstance(part, torch.Tensor) and part.device.type == "cpu" and part.is_pinned():
+            for part in tensors_in(batch):
+                if part.device.type == "cpu" and part.is_pinned():
                     copy = part.to(torch.device("cuda"), non_blocking=True)
                     self._copies[part] = (copy, part._version, self._stream.record_event())
         if not self.acted:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hasten.evidence import Evidence
+from hasten.plan import Setting
 from hasten.techniques.base import Choices, CudaOnly, Effect, Refusal, Resource
 from hasten.techniques.data.loader_workers import holds_on_device
+from hasten.techniques.nested import tensors_in
 
 
 class PinMemory(CudaOnly):
-    """Let loaders give pinned batches, and copy pinned tensors to the GPU without waiting.
+    """Let loaders give pinned batches, and copy those to the GPU without waiting.
 
-    `.to(device)` and `.cuda()` of a pinned tensor become non-blocking; later work on the same stream still
-    sees the whole copy, so the numbers stay the same.
+    `.to(device)` and `.cuda()` of a pinned tensor that a loader gave become non-blocking; later work on the same
+    stream still sees the whole copy, so the numbers stay the same. Memory that the script pinned itself, and may
+    write to again, is waited for as ever.
     """
 
     name = "pin_memory"
@@ -21,6 +25,10 @@ class PinMemory(CudaOnly):
     relieves = Resource.TRANSFER
     sources = ("Falcon, tip 2", "Lin, tip 2", "Kuhn, tip 2")
     acts_on = "a DataLoader"
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._given: Any = None  # the tensors that loaders gave and that are still alive
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -32,12 +40,28 @@ class PinMemory(CudaOnly):
         return Choices((True,), "batches are copied to the GPU from pageable memory, or the copy is waited for")
 
     def process(self) -> None:
-        """Make copies from pinned memory non-blocking."""
+        """Make copies of loaders' pinned tensors non-blocking."""
         import torch
+        from torch.utils.weak import WeakTensorKeyDictionary
 
         if torch.cuda.is_available():
-            torch.Tensor.to = _not_waiting(torch.Tensor.to)  # type: ignore[method-assign]
-            torch.Tensor.cuda = _not_waiting(torch.Tensor.cuda)  # type: ignore[method-assign]
+            self._given = WeakTensorKeyDictionary()
+            torch.Tensor.to = _not_waiting(torch.Tensor.to, self._given)  # type: ignore[method-assign]
+            torch.Tensor.cuda = _not_waiting(torch.Tensor.cuda, self._given)  # type: ignore[method-assign]
+
+    def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
+        """Remember which tensors came from a loader that pins."""
+        given = self._given
+        if given is None or not getattr(iterator, "_pin_memory", False):
+            return fetch
+
+        def remembered() -> Any:
+            batch = fetch()
+            for tensor in tensors_in(batch):
+                given[tensor] = True
+            return batch
+
+        return remembered
 
     def loader_options(self, options: dict[str, Any]) -> None:
         """Pin what the loader gives."""
@@ -50,8 +74,8 @@ class PinMemory(CudaOnly):
             self.did("loader")
 
 
-def _not_waiting(copy: Any) -> Any:
-    """`Tensor.to` or `Tensor.cuda` that does not wait where that is safe: from pinned memory to a GPU."""
+def _not_waiting(copy: Any, given: Any) -> Any:
+    """`Tensor.to` or `Tensor.cuda` that does not wait where that is safe: from a loader's pinned tensor to a GPU."""
     import functools
 
     import torch
@@ -62,6 +86,7 @@ def _not_waiting(copy: Any) -> Any:
             tensor.device.type != "cpu"
             or "non_blocking" in kwargs
             or torch.compiler.is_compiling()
+            or tensor not in given
             or not tensor.is_pinned()
         ):
             return copy(tensor, *args, **kwargs)

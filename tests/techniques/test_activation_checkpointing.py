@@ -1,0 +1,186 @@
+"""Activations computed again: the same numbers from less memory, and the same model from outside."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hasten.run import Run
+from hasten.techniques import CATALOGUE, Refusal, build
+from hasten.techniques.compute.compile import compiler
+from hasten.techniques.memory.activation_checkpointing import Checkpointed
+from tests.techniques.conftest import Train, evidence_of, identical
+
+
+class Block(nn.Module):
+    """All that makes a second forward differ: dropout, statistics, vectors that a forward moves on."""
+
+    def __init__(self, drop: float = 0.2) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(8), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.drop = nn.Dropout(drop)
+        if drop:
+            self.skip = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+    def forward(self, x: Any, *, scale: float = 1.0) -> Any:
+        skip = self.skip(x) if hasattr(self, "skip") else x
+        return self.drop(self.down(self.up(self.norm(x)).relu() * torch.ones(32))) * scale + skip, None
+
+
+class Net(nn.Module):
+    """A stack of blocks and a head."""
+
+    def __init__(self, drop: float = 0.2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(drop) for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x, _ = block(x, scale=0.5)
+        return self.head(x)
+
+
+def trained(drop: float = 0.2, **plan: Any) -> tuple[dict[str, Any], int, Run]:
+    """What a training leaves, how many numbers it kept for its backwards, and the run."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Net(drop)
+    run = Run(build(plan, CATALOGUE))
+    run.process()
+    hooked: list[int] = []
+    model.blocks[0].register_forward_hook(lambda *_: hooked.append(1))
+    run.model(model, ())
+    forward = run.wrapped("forward", lambda module, args, kwargs: module(*args, **kwargs))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses, kept = [], [0]
+
+    def keep(tensor: Any) -> Any:
+        kept[0] += tensor.numel()
+        return tensor
+
+    for _ in range(4):
+        x = torch.randn(5, 8)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = forward(model, (x,), {}).float().pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        losses.append(forward(model.eval(), (x,), {}).sum().item())
+    return {"losses": losses, "model": model.state_dict(), "hooked": len(hooked)}, kept[0], run
+
+
+@pytest.mark.parametrize("precision", [False, "bf16-mixed", "16-mixed", "bf16-true", "64-true"])
+def test_the_same_numbers_from_less_memory(precision: Any) -> None:
+    plain, kept, _ = trained(precision=precision)
+    changed, kept_less, run = trained(precision=precision, activation_checkpointing=True)
+    assert identical(plain, changed)
+    assert kept_less < kept / 5
+    assert run.installed()["activation_checkpointing"] == "3 x block"
+    assert run.skipped == []
+
+
+@pytest.mark.skipif(not compiler(), reason="no C++ compiler")
+def test_a_model_that_is_compiled_afterwards() -> None:
+    plain, _, _ = trained(drop=0.0)
+    changed, _, run = trained(drop=0.0, activation_checkpointing=True, compile="default")
+    assert torch.allclose(torch.tensor(plain["losses"]), torch.tensor(changed["losses"]), rtol=1e-3)
+    for one, other in zip(plain["model"].values(), changed["model"].values(), strict=True):
+        assert torch.allclose(one.double(), other.double(), atol=1e-3)  # BatchNorm's statistics too: changed once
+    assert run.installed() == {"activation_checkpointing": "3 x block", "compile": "model"}
+
+
+def stack(*blocks: nn.Module) -> nn.Module:
+    """Blocks in a container in a model."""
+    model = nn.Module()
+    model.stack = nn.Sequential(*blocks)
+    model.head = nn.Linear(8, 8)
+    return model
+
+
+BLOCKS = [f"stack.1.blocks.{number}" for number in range(3)]
+CHOSEN: dict[str, tuple[Any, nn.Module, list[str]]] = {
+    "single layers": (True, stack(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), []),
+    "one block": (True, stack(Block()), []),
+    "two of three": (True, stack(Block(), Net(), Block()), ["stack.0", *BLOCKS, "stack.2"]),
+    "outermost": (True, stack(Net(), Net()), ["stack.0", "stack.1"]),
+    "by name": ("Block", stack(nn.Identity(), Net(), Block()), [*BLOCKS, "stack.2"]),
+    "by names": ("Net, Linear", stack(Net(), Block(0.0)), ["stack.0", "stack.1.up", "stack.1.down", "head"]),
+    "torch's own": (
+        True,
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2),
+        ["layers.0", "layers.1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_which_blocks_are_chosen(case: str) -> None:
+    setting, model, expected = CHOSEN[case]
+    run = Run(build({"activation_checkpointing": setting}, CATALOGUE))
+    run.model(model, ())
+    chosen = [name for name, module in model.named_modules() if isinstance(vars(module).get("forward"), Checkpointed)]
+    assert sorted(chosen) == sorted(expected)
+    assert bool(run.idle()) is not bool(expected)
+
+
+def test_copies_are_checkpointed_and_pickles_are_plain() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    names = list(model.state_dict())
+    Run(build({"activation_checkpointing": True}, CATALOGUE)).model(model, ())
+    twin = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"hasten" not in file.getvalue()
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert list(model.state_dict()) == list(twin.state_dict()) == list(again.state_dict()) == names
+    x = torch.randn(3, 2)
+    with torch.no_grad():
+        for one in (twin, again):
+            one[0][0].weight.add_(1)  # its own: the model's stays
+    assert not torch.equal(model(x), twin(x))
+    assert torch.equal(twin(x), again(x))
+    assert isinstance(vars(twin[0])["forward"], Checkpointed)
+    assert vars(twin[0])["forward"].block is twin[0]
+    twin(x).sum().backward()
+    assert twin[0][0].weight.grad is not None
+    assert model[0][0].weight.grad is None
+
+
+def test_under_run(train: Train) -> None:
+    script = """
+        import torch
+        from torch import nn
+        torch.manual_seed(0)
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = []
+        for number in range(4):
+            loss = model(torch.randn(2, 5, 8), mask=torch.zeros(5, 5)).pow(3).mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+            losses.append(loss.item())
+        torch.save({"losses": losses, "model": model.state_dict()}, "left.pt")
+    """
+    plain, changed = train(script), train(script, activation_checkpointing="TransformerEncoderLayer")
+    assert plain.code == changed.code == 0, changed.err
+    assert identical(plain.left, changed.left)
+    assert changed.installed == {"activation_checkpointing": "3 x block"}
+
+
+def test_never_tried_by_itself_and_settings_are_checked() -> None:
+    technique = CATALOGUE["activation_checkpointing"]
+    answer = technique.settings(evidence_of())
+    assert isinstance(answer, Refusal)
+    assert "costs time" in answer.reason
+    assert [technique.check(setting) for setting in (True, "Block", "Block,Other", "Block, Other")] == [""] * 4
+    for setting in (1, "", "a b", "Block,", {"a": 1}):
+        assert "names of classes" in technique.check(setting)
