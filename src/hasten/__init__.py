@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,22 @@ _LATE = {
 }
 
 
+def _imported(name: str) -> Any:
+    """Import without a garbage collection in between: after torch's import one takes longer than all of hasten."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def __getattr__(name: str) -> Any:
     """Import what needs torch when it is first used: the command's `--help` must not wait for torch."""
     if name not in _LATE:
         raise AttributeError(f"module 'hasten' has no attribute {name!r}")
-    module = importlib.import_module(_LATE[name])
+    module = _imported(_LATE[name])
     value = module if _LATE[name].endswith(name) else getattr(module, name)
     globals()[name] = value
     return value

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hasten.trainer.flags import misconfigured, seconds
+from hasten.trainer.flags import misconfigured, seconds, uses_lightning
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
-
-
-def uses_lightning() -> bool:
-    """Whether this process has imported Lightning, under one of its names."""
-    return "lightning.pytorch" in sys.modules or "pytorch_lightning" in sys.modules
 
 
 def _is(callback: Any, *names: str) -> bool:
@@ -51,21 +45,36 @@ class Attachments:
             from hasten.trainer.loggers import CSVLogger
 
             return [CSVLogger(trainer.default_root_dir)]
-        if isinstance(self.logger, Iterable) and not hasattr(self.logger, "log_metrics"):
-            return list(self.logger)
-        return [self.logger]
+        several = isinstance(self.logger, Iterable) and not isinstance(self.logger, str)
+        found = list(self.logger) if several and not hasattr(self.logger, "log_metrics") else [self.logger]
+        for logger in found:
+            if isinstance(logger, type) or not hasattr(logger, "log_metrics"):
+                raise misconfigured(
+                    f"logger={logger!r} is no logger", "give one (CSVLogger(...)), several, True or False"
+                )
+        return found
 
     def profiler(self) -> Any:
         """The profiler, or None."""
         given = self.given_profiler
         from hasten.trainer.profiling import PROFILERS, NoProfiler
 
-        if given is None or not isinstance(given, str):
-            return NoProfiler() if given is None else given
+        if given is not None and not isinstance(given, str):
+            return given
+        known: dict[str, Any] = PROFILERS
+        nothing: Any = NoProfiler
+        if uses_lightning():
+            from hasten.trainer.lightning import profilers
 
-        if given.lower() not in PROFILERS:
-            raise misconfigured(f"profiler={given!r} is unknown", f"there are: {', '.join(PROFILERS)}")
-        return PROFILERS[given.lower()]()
+            known, nothing = profilers()
+        if given is None:
+            return nothing()
+        if given.lower() not in known:
+            raise misconfigured(
+                "When passing string value for the `profiler` parameter of `Trainer`, it can only be one of"
+                f" {', '.join(known)}, and not {given!r}"
+            )
+        return known[given.lower()]()
 
     def callbacks(self, trainer: Trainer) -> list[Any]:
         """The callbacks: those given, those by default, and checkpoints last, so that they save what others did."""
@@ -79,6 +88,12 @@ class Attachments:
 
         given = self.given_callbacks
         found = [] if given is None else list(given) if isinstance(given, list | tuple | set) else [given]
+        for one in found:
+            if isinstance(one, type) or not hasattr(one, "on_train_start"):
+                raise misconfigured(
+                    f"callbacks has {one!r}, which is no callback",
+                    f"give one that is built: {one.__name__}(...)" if isinstance(one, type) else "see hasten.callbacks",
+                )
         checkpoints = [one for one in found if _is(one, "Checkpoint", "ModelCheckpoint")]
         bars = [one for one in found if _is(one, "Progress", "ProgressBar")]
         summaries = [one for one in found if _is(one, "ModelSummary")]
@@ -88,18 +103,27 @@ class Attachments:
                 checkpoints = []
             else:
                 raise misconfigured(
-                    "enable_checkpointing=False, but callbacks has a ModelCheckpoint", "drop one of them"
+                    f"`enable_checkpointing=False` but found `{type(checkpoints[0]).__name__}` in callbacks",
+                    "drop one of them",
                 )
         if len(bars) > 1:
             raise misconfigured(
-                "callbacks has several progress bars", f"keep one of {', '.join(type(bar).__name__ for bar in bars)}"
+                f"You added multiple progress bar callbacks: {', '.join(type(bar).__name__ for bar in bars)}",
+                "keep one of them",
             )
         if bars and self.enable_progress_bar is False:
-            raise misconfigured("enable_progress_bar=False, but callbacks has a progress bar", "drop one of them")
+            raise misconfigured(
+                f"`enable_progress_bar=False` but found `{type(bars[0]).__name__}` in callbacks", "drop one of them"
+            )
         if not bars and self.enable_progress_bar is not False:
             found.append(Progress())
         if not summaries and self.enable_model_summary is not False:
-            found.append(ModelSummary())
+            if uses_lightning():
+                from hasten.trainer.lightning import default_summary
+
+                found.append(default_summary(bars))
+            else:
+                found.append(ModelSummary())
         if self.max_time is not None:
             if (limit := seconds("max_time", self.max_time)) is not None and not any(
                 _is(one, "Timer") for one in found
@@ -134,8 +158,9 @@ def check_unique(callbacks: list[Any]) -> None:
         key = getattr(callback, "state_key", type(callback).__qualname__)
         if has_state and key in seen and type(seen[key]) is type(callback):
             raise RuntimeError(
-                f"two {type(callback).__qualname__} callbacks have the same state_key {key!r}: their states in a"
-                " checkpoint cannot be told apart; give them different arguments or a state_key of their own"
+                f"Found more than one stateful callback of type `{type(callback).__name__}` with the state_key"
+                f" {key!r}: their states in a checkpoint cannot be told apart; give them different arguments or a"
+                " state_key of their own"
             )
         seen[key] = callback
 
@@ -181,6 +206,15 @@ class Silent:
 
     def finalize(self, status: str) -> None:
         """Nothing."""
+
+
+def silent() -> Any:
+    """The logger for `fast_dev_run`."""
+    if uses_lightning():
+        from hasten.trainer.lightning import silent_logger
+
+        return silent_logger()
+    return Silent()
 
 
 def folder_of(logger: Any, default: str) -> str:

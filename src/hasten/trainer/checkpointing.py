@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
 
+class BestMissingError(HastenError, ValueError):
+    """There is no best checkpoint to go on from."""
+
+
 class Checkpointing:
     """Saves and restores one Trainer's training."""
 
@@ -27,6 +31,11 @@ class Checkpointing:
         self._noted: set[str] = set()
 
     # -- writing ---------------------------------------------------------------------------------------
+
+    def write_at_once(self) -> None:
+        """From now on a checkpoint is there when `save` returns: somebody looks for it right then."""
+        self.saver.wait()
+        self.saver = Saver(background=False)
 
     def save(self, path: str | Path, weights_only: bool = False) -> None:
         """Write a checkpoint; every process calls this, the first one writes."""
@@ -71,11 +80,12 @@ class Checkpointing:
         trainer = self._trainer
         module = trainer.model
         if module is None:
-            raise AttributeError("there is no model to save yet: call fit, validate or test first")
+            raise AttributeError(
+                "Saving a checkpoint is only possible if a model is attached: call fit, validate or test first"
+            )
         state: dict[str, Any] = {
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
-            "hasten_version": sys.modules["hasten"].__version__,
             "state_dict": module.state_dict(),
             "loops": self._loops(),
         }
@@ -85,34 +95,37 @@ class Checkpointing:
             state["callbacks"] = self._callback_states()
             state["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
             state["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-            state["techniques"] = {one.name: kept for one in trainer.run.techniques if (kept := one.state_dict())}
-            state["metrics"] = dict(trainer.callback_metrics)
-            if trainer.lightning is not None:
-                state["torchmetrics"] = trainer.lightning.metric_states()
+            more = {
+                "techniques": {one.name: kept for one in trainer.run.techniques if (kept := one.state_dict())},
+                "metrics": dict(trainer.callback_metrics),
+                "torchmetrics": trainer.lightning.metric_states() if trainer.lightning is not None else {},
+            }
+            state.update({key: kept for key, kept in more.items() if kept})
         for owner in (trainer.datamodule, module):
             hparams = getattr(owner, "hparams", None)
             if owner is not None and hparams:
                 key = "datamodule_hyper_parameters" if owner is trainer.datamodule else "hyper_parameters"
                 state[key.replace("hyper_parameters", "hparams_name")] = getattr(owner, "_hparams_name", "kwargs")
                 state[key] = dict(hparams)
+                if trainer.lightning is not None and trainer.lightning.is_config(hparams):
+                    state[key] = trainer.lightning.plain_config(hparams)
+                    state[key.replace("hyper_parameters", "hparams_type")] = "omegaconf"
         datamodule = trainer.datamodule
-        if datamodule is not None and not weights_only and callable(getattr(datamodule, "state_dict", None)):
-            if kept := datamodule.state_dict():
-                state[type(datamodule).__qualname__] = kept
         hooks = trainer.hooks
-        if not weights_only:
-            for hook in hooks.of_callbacks("on_save_checkpoint"):
-                hook(state)
+        if not weights_only and (own := hooks.of_datamodule("state_dict")) is not None and (kept := own()):
+            state[type(datamodule).__qualname__] = kept
+        averaging = [one for one in trainer.callbacks if getattr(one, "changes_saved_weights", False)]
+        for hook in hooks.of_callbacks("on_save_checkpoint", among=averaging if weights_only else None):
+            hook(state)
         for own in (hooks.of_datamodule("on_save_checkpoint"), hooks.of_module("on_save_checkpoint")):
             if own is not None:
                 own(state)
         return state
 
     def _loops(self) -> dict[str, Any]:
-        trainer = self._trainer
-        if trainer.loop is None:
-            return {}
-        return {"hasten": trainer.loop.state_dict()}
+        loop = self._trainer.loop
+        version = {"hasten_version": sys.modules["hasten"].__version__}
+        return version if loop is None else {**version, "hasten": loop.state_dict()}
 
     def _callback_states(self) -> dict[str, Any]:
         states = {}
@@ -139,16 +152,19 @@ class Checkpointing:
         callbacks = trainer.checkpoint_callbacks
         if path == "best":
             if not callbacks:
-                raise trainer.misconfigured('ckpt_path="best" needs a ModelCheckpoint', "add one to callbacks")
+                raise BestMissingError(
+                    'ckpt_path="best", but `ModelCheckpoint` is not configured.', "add one to callbacks"
+                )
             best = str(getattr(callbacks[0], "best_model_path", ""))
             if not best:
-                raise trainer.misconfigured(
-                    'ckpt_path="best", but no checkpoint was saved yet', "give a path, or train first"
-                )
+                why = "has saved nothing yet"
+                if getattr(callbacks[0], "save_top_k", 1) == 0:
+                    why = "is not configured to save the best model (save_top_k=0)"
+                raise BestMissingError(f'ckpt_path="best", but `ModelCheckpoint` {why}.', "give a path, or train first")
             return best
         found = self._latest()
         if found is None:
-            trainer.warn('ckpt_path="last", but there is no checkpoint yet: starting anew')
+            trainer.warn('ckpt_path="last", but there is none yet. No checkpoint will be loaded')
         return found
 
     def _latest(self) -> str | None:
@@ -202,8 +218,8 @@ class Checkpointing:
         datamodule = trainer.datamodule
         if datamodule is not None:
             kept = state.get(type(datamodule).__qualname__)
-            if kept is not None and callable(getattr(datamodule, "load_state_dict", None)):
-                datamodule.load_state_dict(kept)
+            if kept is not None and (own := hooks.of_datamodule("load_state_dict")) is not None:
+                own(kept)
             if (own := hooks.of_datamodule("on_load_checkpoint")) is not None:
                 own(state)
         if (own := hooks.of_module("on_load_checkpoint")) is not None:
@@ -227,7 +243,8 @@ class Checkpointing:
         left = [key for key in states if isinstance(key, str)]
         if left:
             self._trainer.warn(
-                f"{self.path} has states of callbacks that this Trainer does not have: {', '.join(left)}"
+                f"{self.path} has states of callbacks that this Trainer does not have, and they are left out."
+                f" Please add the following callbacks: {left}"
             )
 
     def restore_training(self) -> dict[str, Any] | None:
@@ -242,10 +259,10 @@ class Checkpointing:
                     " weights with load_from_checkpoint instead"
                 )
             return None
-        for optimizer, kept in zip(trainer.optimizers, state["optimizer_states"], strict=True):
-            optimizer.load_state_dict(kept)
-        for config, kept in zip(trainer.lr_scheduler_configs, state.get("lr_schedulers", []), strict=True):
-            config.scheduler.load_state_dict(kept)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self._restore_all("optimizers", trainer.optimizers, state["optimizer_states"])
+        if schedulers:  # a callback that brings its own (stochastic weight averaging) takes the module's away before
+            self._restore_all("schedulers", schedulers, state.get("lr_schedulers", []))
         for technique in trainer.run.techniques:
             technique.load_state_dict((state.get("techniques") or {}).get(technique.name, {}))
         trainer.global_step = state["global_step"]
@@ -253,12 +270,31 @@ class Checkpointing:
         if trainer.lightning is not None:
             trainer.lightning.load_metric_states(state.get("torchmetrics") or {})
         loops = state.get("loops") or {}
-        if "hasten" not in loops:  # written by Lightning
-            trainer.current_epoch = self._lightning_epoch(state)
+        if "hasten" not in loops:  # saved before training began, or by Lightning
+            trainer.current_epoch = state["epoch"] if "hasten_version" in loops else self._lightning_epoch(state)
+            self._check_epochs(trainer.current_epoch)
             return None
         resumed: dict[str, Any] = loops["hasten"]
         trainer.current_epoch = resumed["current_epoch"]
+        self._check_epochs(resumed["epochs_processed"])
         return resumed
+
+    def _restore_all(self, what: str, owners: list[Any], states: list[Any]) -> None:
+        if len(owners) != len(states):
+            raise self._trainer.misconfigured(
+                f"{self.path} has the states of {len(states)} {what}, configure_optimizers gave {len(owners)}",
+                "go on with the module that was trained, or load only its weights",
+            )
+        for owner, kept in zip(owners, states, strict=True):
+            owner.load_state_dict(kept)
+
+    def _check_epochs(self, done: int) -> None:
+        limit = self._trainer.max_epochs
+        if limit not in (-1, None) and done > limit:
+            raise self._trainer.misconfigured(
+                f"You restored a checkpoint with current_epoch={done}, but you have set Trainer(max_epochs={limit})",
+                f"say max_epochs={done + 1} or more to go on, or fit without ckpt_path to begin anew",
+            )
 
     def _lightning_epoch(self, state: dict[str, Any]) -> int:
         """Epochs that are done in a checkpoint that Lightning wrote; one cut in an epoch begins that epoch again."""

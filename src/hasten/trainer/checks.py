@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 import torch
 
 from hasten.trainer.hooks import overridden
+from hasten.trainer.module import LossModule
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -17,38 +19,68 @@ def check(trainer: Trainer, fn: str) -> None:
     module = type(trainer.model).__name__
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
     if fn == "predict":
-        if not trainer.has_step("predict_step") and type(trainer.model).forward is torch.nn.Module.forward:
-            raise trainer.misconfigured(f"{module} has neither predict_step nor forward", "define one of them")
+        if trainer.model.predict_step is None:
+            raise trainer.misconfigured(
+                f"{module}: `predict_step` cannot be None.", "leave it out to predict by forward"
+            )
+        forward = getattr(trainer.model.forward, "__func__", trainer.model.forward)
+        if not trainer.has_step("predict_step") and forward in (None, torch.nn.Module.forward):
+            raise trainer.misconfigured(
+                f"{module} has no predict_step, so predict() requires `forward` method to run.", "define one of them"
+            )
         return
     if not trainer.has_step(needed[fn]):
-        raise trainer.misconfigured(f"{module} has no {needed[fn]}, which {fn}() runs", "define it")
+        raise trainer.misconfigured(f"No `{needed[fn]}()` method defined in {module}: {fn}() runs it", "define it")
     if fn == "fit":
         if not trainer.has_step("configure_optimizers"):
-            raise trainer.misconfigured(f"{module} has no configure_optimizers", "define it, and return an optimizer")
+            raise trainer.misconfigured(
+                f"No `configure_optimizers()` method defined in {module}", "define it, and return an optimizer"
+            )
         _check_validation(trainer, module)
+        if trainer.gradient_clip_algorithm and not trainer.gradient_clip_val:
+            if not trainer.has_step("configure_gradient_clipping") and trainer.model.automatic_optimization:
+                trainer.say(
+                    f"gradient_clip_algorithm={str(trainer.gradient_clip_algorithm)!r} is of no use: gradient_clip_val"
+                    " is not given",
+                    once=True,
+                )
+        if "optimizer_idx" in inspect.signature(trainer.model.training_step).parameters:
+            raise RuntimeError(
+                f"{module} is written for Lightning 1.x. Remove the `optimizer_idx` argument from `training_step`: with"
+                " several optimizers set self.automatic_optimization = False and step them in it"
+            )
         if not trainer.model.automatic_optimization:
             if trainer.gradient_clip_val:
                 raise trainer.misconfigured(
-                    f"gradient_clip_val={trainer.gradient_clip_val} does nothing in manual optimization",
+                    "Automatic gradient clipping is not supported for manual optimization:"
+                    f" gradient_clip_val={trainer.gradient_clip_val} would do nothing",
                     "call self.clip_gradients(optimizer, ...) in training_step",
                 )
             if trainer.accumulate_grad_batches != 1:
                 raise trainer.misconfigured(
-                    f"accumulate_grad_batches={trainer.accumulate_grad_batches} does nothing in manual optimization",
+                    "Automatic gradient accumulation is not supported for manual optimization:"
+                    f" accumulate_grad_batches={trainer.accumulate_grad_batches} would do nothing",
                     "step the optimizer every so many batches yourself",
                 )
 
 
 def _check_validation(trainer: Trainer, module: str) -> None:
-    loader = trainer.loaders.get("val") is not None or _defines(trainer, "val_dataloader")
+    loader = has_loader(trainer, "val")
     step = trainer.has_step("validation_step")
     if loader and not step:
-        trainer.warn(f"there is a validation loader, but {module} has no validation_step: validation is skipped")
-    if step and not loader:
-        trainer.warn(f"{module} has a validation_step, but there is no validation loader: validation is skipped")
+        trainer.warn(
+            f"You passed in a `val_dataloader` but have no `validation_step` in {module}: validation is skipped"
+        )
+    if step and not loader and not isinstance(trainer.model, LossModule):
+        trainer.warn(f"You defined a `validation_step` but have no `val_dataloader` in {module}: validation is skipped")
 
 
-def _defines(trainer: Trainer, hook: str) -> bool:
+def has_loader(trainer: Trainer, kind: str) -> bool:
+    """Whether loaders of a kind were given, or module or datamodule have them."""
+    return trainer.loaders.get(kind) is not None or defines(trainer, f"{kind}_dataloader")
+
+
+def defines(trainer: Trainer, hook: str) -> bool:
     of_datamodule = trainer.datamodule is not None and overridden(
         trainer.datamodule, hook, *trainer.bases("datamodule")
     )

@@ -48,17 +48,18 @@ def _check_dataloader_idx(trainer: Trainer, hooks: Hooks, stage: str, several: b
         if not name.endswith("_step") and hooks.of_module(name) is None:
             continue
         parameters = inspect.signature(getattr(trainer.model, name)).parameters
-        variadic = any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
+        variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+        full_name = f"{type(trainer.model).__name__}.{name}()"
         takes = "dataloader_idx" in parameters
         if several and not takes and not variadic:
             raise RuntimeError(
-                f"there are several {stage} loaders, but {name} takes no dataloader_idx: add"
-                f" `dataloader_idx=0` to {name}'s arguments"
+                f"there are several {stage} loaders, but no `dataloader_idx` argument in `{full_name}`: add"
+                " `dataloader_idx=0` to its arguments"
             )
         if not several and takes and parameters["dataloader_idx"].default is inspect.Parameter.empty:
             raise RuntimeError(
-                f"{name} takes a dataloader_idx, but there is one {stage} loader: give it a default"
-                f" (`dataloader_idx=0`) in {name}"
+                f"there is a single {stage} loader, but you have included `dataloader_idx` in `{full_name}`: give it a"
+                " default, `dataloader_idx=0`"
             )
 
 
@@ -84,6 +85,7 @@ def evaluate(
     _check_dataloader_idx(trainer, hooks, stage, several)
     modes = _Modes(module)
     _set_eval(hooks, module, stage)
+    _set_epoch(trainer, source)
     board.reset()
     hooks.call(f"on_{stage}_start")
     hooks.call(f"on_{stage}_epoch_start")
@@ -96,6 +98,7 @@ def evaluate(
     results: list[dict[str, Any]] = []
     before = 0
     trainer.evaluated_batches = 0
+    seen = trainer.batches_seen[f"{trainer.stage.fn}_{kind}"]
     for batch, batch_idx, index in sources.evaluation_batches(source, limits, trainer.run):
         while before != index:
             results.append(_loader_is_over(trainer, board))
@@ -115,7 +118,9 @@ def evaluate(
         trainer.evaluated_batches += 1
         fresh = trainer.collect()
         if not trainer.sanity_checking and fresh:
-            trainer.log(fresh, step=batch_idx)
+            trainer.log(fresh, step=seen[index])
+        if not trainer.sanity_checking:
+            seen[index] += 1
         if trainer.asked_to_stop and not trainer.sanity_checking:
             trainer.stop_if_signalled()
     results.append(_loader_is_over(trainer, board))
@@ -144,6 +149,11 @@ def _set_eval(hooks: Hooks, module: Any, stage: str) -> None:
     own() if own is not None else module.eval()
 
 
+def _set_epoch(trainer: Trainer, source: Combined) -> None:
+    for leaf in source.leaves:
+        sources.set_epoch(leaf, trainer.current_epoch)
+
+
 def predict(
     trainer: Trainer, hooks: Hooks, source: Combined, limits: list[float], keep: bool
 ) -> list[Any] | list[list[Any]] | None:
@@ -157,6 +167,7 @@ def predict(
     _check_dataloader_idx(trainer, hooks, "predict", several)
     modes = _Modes(module)
     _set_eval(hooks, module, "predict")
+    _set_epoch(trainer, source)
     hooks.call("on_predict_start")
     hooks.call("on_predict_epoch_start")
     step = steps.called(trainer, "predict_step", module.predict_step)

@@ -30,20 +30,27 @@ def setup(trainer: Trainer, kind: str) -> None:
     elif given is None:
         own = trainer.hooks.of_data(f"{kind}_dataloader")
         if own is None:
-            if kind != "val":
-                raise trainer.misconfigured(
-                    f"there is no {kind} loader", f"give one, or define {kind}_dataloader in the module"
+            if kind != "val" or trainer.stage.fn != "fit":
+                raise sources.NotALoaderError(
+                    f"An invalid dataloader was {_whence(trainer, kind)}: None",
+                    f"give one, or define {kind}_dataloader in the module or a datamodule",
                 )
             given = []
         else:
             given = own()
             trainer.world.barrier("loaders")
             if given is None:
-                raise TypeError(f"{kind}_dataloader gave None: it must give something to iterate over")
+                sources.check_iterable(None, _whence(trainer, kind))
     source = sources.combined(given, mode)
+    if kind == "train" and source.mode == "sequential":
+        trainer.num_training_batches = source.batches()
+        raise ValueError(
+            '`FitLoop` does not support CombinedLoader(mode="sequential"): training draws from its loaders together;'
+            f" there are {', '.join(mode for mode in sources.MODES if mode != 'sequential')}"
+        )
     leaves = []
     for leaf in source.leaves:
-        sources.check_iterable(leaf, f"{kind}_dataloader")
+        sources.check_iterable(leaf, _whence(trainer, kind))
         leaves.append(_ready(trainer, leaf, kind))
     source.replace(leaves)
     limits = [
@@ -57,14 +64,26 @@ def setup(trainer: Trainer, kind: str) -> None:
         trainer.num_training_batches = source.batches()
         _set_val_check(trainer)
     else:
-        if kind == "val" and not trainer.sanity_checking:
+        if kind == "val" and (not trainer.sanity_checking or trainer.validates_this_epoch):
             trainer.reloaded_at["val"] = trainer.current_epoch
         setattr(trainer, f"num_{kind}_batches", limits)
 
 
+def _whence(trainer: Trainer, kind: str) -> str:
+    """Where the loaders of a kind come from, for messages."""
+    if trainer.loaders.get(kind) is not None or trainer.hooks.of_data(f"{kind}_dataloader") is None:
+        argument = f"{kind}_dataloaders" if trainer.stage.fn == "fit" else "dataloaders"
+        return f"passed to `Trainer.{trainer.stage.fn}({argument}=...)`"
+    owner = trainer.hooks.owner_of_data(f"{kind}_dataloader")
+    return f"returned from `{type(owner).__name__}.{kind}_dataloader()`"
+
+
 def _ready(trainer: Trainer, leaf: Any, kind: str) -> Any:
     if trainer.overfit_batches and kind in ("train", "val"):
-        leaf = sources.overfitting(leaf)
+        same = sources.overfitting(leaf)
+        if same is not leaf:
+            trainer.warn(f"requested to overfit but enabled {kind} dataloader shuffling: it is off, for equal batches")
+            leaf = same
     if trainer.world.size > 1 and trainer.use_distributed_sampler:
         leaf, text = distributed_loader(
             leaf, trainer.world, train=kind == "train", seed=trainer.seed or 0, repeat=kind != "predict"
@@ -82,8 +101,8 @@ def _set_val_check(trainer: Trainer) -> None:
         trainer.val_check_batch = interval
         if interval > total and trainer.check_val_every_n_epoch is not None:
             raise ValueError(
-                f"val_check_interval={interval} is more than the {total:g} training batches of an epoch: validation"
-                " would never run; say check_val_every_n_epoch=None to count over epochs"
+                f"val_check_interval={interval} must be less than or equal to the number of the training batches"
+                f" ({total:g}): validation would never run; check_val_every_n_epoch=None counts batches over epochs"
             )
     elif math.isinf(total):
         if interval != 1.0:
@@ -94,10 +113,9 @@ def _set_val_check(trainer: Trainer) -> None:
     else:
         trainer.val_check_batch = max(1, int(total * interval))
     if trainer.loggers and total < trainer.log_every_n_steps and not trainer.fast_dev_run:
-        trainer.say(
-            f"an epoch has {total:g} batches, fewer than log_every_n_steps={trainer.log_every_n_steps}: step values"
-            " may never be logged",
-            once=True,
+        trainer.warn(
+            f"The number of training batches ({total:g}) is smaller than the logging interval"
+            f" log_every_n_steps={trainer.log_every_n_steps}: the loggers may never get a step's values"
         )
 
 

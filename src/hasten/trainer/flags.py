@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +71,26 @@ OF_OLD = {
 }
 
 
+def uses_lightning() -> bool:
+    """Whether this process has imported Lightning, under one of its names."""
+    return "lightning.pytorch" in sys.modules or "pytorch_lightning" in sys.modules
+
+
+def warning_kind() -> type[Warning]:
+    """The category of warnings about what may be meant: where Lightning is in use, the one that people filter there."""
+    if not uses_lightning():
+        return UserWarning
+    from hasten.trainer.lightning import warning_kind as kind_there
+
+    return kind_there()
+
+
 def misconfigured(message: str, fix: str = "") -> HastenError:
     """The error for flags and modules that contradict themselves.
 
     Where Lightning is in use it is a MisconfigurationException too, so code that catches that goes on to work.
     """
-    if "lightning.pytorch" in sys.modules or "pytorch_lightning" in sys.modules:
+    if uses_lightning():
         from hasten.trainer.lightning import misconfigured as made_misconfigured
 
         return made_misconfigured(message, fix)
@@ -88,7 +105,7 @@ def refuse_unknown(unknown: Mapping[str, Any], trainer: type) -> None:
         known = [parameter for parameter in inspect.signature(trainer).parameters if parameter != "unknown"]
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
-        raise _unknown(f"Trainer() has no argument {name!r}", hint)
+        raise _unknown(f"Trainer.__init__() got an unexpected keyword argument {name!r}", hint)
 
 
 class _UnknownFlagError(HastenError, TypeError):
@@ -112,7 +129,7 @@ def precision_of(given: Any) -> str:
         close = difflib.get_close_matches(str(given), PRECISIONS, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise _value_error(
-            f"precision={given!r} is unknown", f"{hint}there are: {', '.join(dict.fromkeys(PRECISIONS.values()))}"
+            f"Precision {given!r} is invalid", f"{hint}there are: {', '.join(dict.fromkeys(PRECISIONS.values()))}"
         )
     return found
 
@@ -130,10 +147,8 @@ def whole(name: str, value: Any, least: int, optional: bool = True) -> None:
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise misconfigured(
-            f"{name}={value!r} must be a whole number of at least {least}"
-            + (" (-1 means no limit)" if least == -1 else "")
-        )
+        count = "must be a non-negative integer or -1" if least == -1 else f"should be an int >= {least}"
+        raise misconfigured(f"`{name}` {count}, not {value!r}", "-1 means no limit" if least == -1 else "")
 
 
 def share_or_count(name: str, value: Any) -> None:
@@ -144,7 +159,10 @@ def share_or_count(name: str, value: Any) -> None:
         isinstance(value, float) and 0.0 <= value <= 1.0
     )
     if not fine:
-        raise misconfigured(f"{name}={value!r} must be a number of batches (int) or a share of them (0.0 to 1.0)")
+        raise misconfigured(
+            f"You have passed invalid value {value!r} for {name}",
+            "it must be a number of batches (int) or a share of them (0.0 to 1.0)",
+        )
 
 
 def accumulation(given: Any) -> tuple[int, dict[int, int] | None]:
@@ -159,15 +177,22 @@ def accumulation(given: Any) -> tuple[int, dict[int, int] | None]:
     return given, None
 
 
+class ClipAlgorithm(StrEnum):
+    """Ways to clip gradients."""
+
+    NORM = "norm"
+    VALUE = "value"
+
+
 def clipping(value: Any, algorithm: Any) -> None:
     """Check the two flags that clip gradients."""
     if value is not None:
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise TypeError(f"gradient_clip_val={value!r} must be a number")
+            raise TypeError(f"`gradient_clip_val` should be an int or a float, not {value!r}")
         if value < 0:
             raise misconfigured(f"gradient_clip_val={value} is negative", "give the largest norm allowed, such as 1.0")
-    if algorithm is not None and str(getattr(algorithm, "value", algorithm)).lower() not in ("norm", "value"):
-        raise misconfigured(f"gradient_clip_algorithm={algorithm!r} is unknown", 'there are "norm" and "value"')
+    if algorithm is not None and word(algorithm) not in list(ClipAlgorithm):
+        raise misconfigured(f"`gradient_clip_algorithm` {algorithm} is invalid", 'there are "norm" and "value"')
 
 
 def seconds(name: str, given: Any) -> float | None:
@@ -215,6 +240,7 @@ def techniques(
     own = {name: setting for name, setting in flags.items() if setting is not None and setting is not False}
     for name, setting in own.items():
         if wrong := CATALOGUE[name].check(setting):
+            name = "device_prefetch" if name == "pin_memory" else name  # the one flag installs both
             raise _value_error(f"{name}={setting!r}: {wrong}")
     machine = this_machine()
     said = remarks(given, machine)
@@ -248,8 +274,86 @@ def word(given: Any) -> str:
 
 
 def limit(name: str, given: int | float | None) -> int | float | None:
+    """A limit of batches; by default all."""
     share_or_count(name, given)
     return 1.0 if given is None else given
+
+
+def one_or_all(given: Mapping[str, Any]) -> list[str]:
+    """What to say about flags that are 1 or 1.0, which are easily taken for each other."""
+    said = []
+    for name, value in given.items():
+        if type(value) in (int, float) and value == 1:
+            if name == "val_check_interval":
+                meaning = "validation will run after " + ("every batch" if type(value) is int else "an epoch")
+            else:
+                meaning = "1 batch will be used" if type(value) is int else "100% of the batches will be used"
+            said.append(f"`Trainer({name}={value})` was configured so {meaning}")
+    return said
+
+
+def devices(accelerator: Any, given: Any) -> None:
+    """Check that there is at least one device to train on."""
+    if given in (0, "0") or (isinstance(given, list | tuple) and not given):
+        raise misconfigured(
+            f"devices={given!r}: the value is not a valid input using accelerator={accelerator!r}",
+            'give a number of at least 1, a list of GPU numbers, or "auto"',
+        )
+
+
+SWITCHES = (
+    "benchmark",
+    "inference_mode",
+    "use_distributed_sampler",
+    "detect_anomaly",
+    "barebones",
+    "sync_batchnorm",
+    "enable_checkpointing",
+    "enable_progress_bar",
+    "enable_model_summary",
+    "enable_autolog_hparams",
+    "background_saves",
+)
+"""Flags that are True or False (or None, for the default)."""
+
+
+def switches(given: Mapping[str, Any]) -> None:
+    """Check the flags that are True or False: a text such as "no" would be taken for True."""
+    for name in SWITCHES:
+        if given[name] not in (True, False, None):
+            raise _value_error(f"{name}={given[name]!r} must be True or False")
+    if given["deterministic"] not in (True, False, None, "warn"):
+        raise _value_error(f"deterministic={given['deterministic']!r} must be True, False or \"warn\"")
+
+
+def path(name: str, given: Any, *others: type) -> None:
+    """Check a flag that names a file or folder."""
+    if given is not None and not isinstance(given, (str, os.PathLike, *others)):
+        raise _value_error(f"{name}={given!r} is a {type(given).__name__}, not a path")
+
+
+def strategy(given: Any) -> None:
+    """Check the strategy's name; objects of Lightning are looked at when processes are started."""
+    if not isinstance(given, str):
+        if not uses_lightning():
+            raise _value_error(f"strategy={given!r} must be a name", f"such as {', '.join(_STRATEGIES)}")
+        return
+    if not re.fullmatch(r"auto|ddp(_spawn|_fork|_notebook)?(_find_unused_parameters_(true|false))?", given):
+        close = difflib.get_close_matches(given, _STRATEGIES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(_STRATEGIES)}"
+        raise _value_error(f"You selected an invalid strategy name: `strategy={given!r}`", hint)
+
+
+_STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_fork", "ddp_spawn", "ddp_notebook")
+
+
+def accelerator(given: Any) -> None:
+    """Check the accelerator's name."""
+    if given not in ("auto", "cpu", "gpu", "cuda"):
+        raise _value_error(
+            f"You selected an invalid accelerator name: `accelerator={given!r}`",
+            'there are "auto", "cpu", "gpu" and "cuda": hasten trains on CPUs and NVIDIA GPUs',
+        )
 
 
 def val_check(given: Any, every_n_epoch: int | None) -> tuple[int | float, float | None]:
@@ -261,8 +365,9 @@ def val_check(given: Any, every_n_epoch: int | None) -> tuple[int | float, float
     share_or_count("val_check_interval", given)
     if every_n_epoch is None and isinstance(given, float):
         raise misconfigured(
-            f"check_val_every_n_epoch=None counts batches over epochs; val_check_interval={given} is a share of one",
-            "give a number of batches: an int",
+            "`val_check_interval` should be an integer or a time-based duration (str 'DD:HH:MM:SS', datetime.timedelta,"
+            " or dict kwargs for timedelta) when `check_val_every_n_epoch=None`.",
+            f"val_check_interval={given} is a share of an epoch, and batches are counted over epochs then",
         )
     return given, None
 
@@ -282,7 +387,10 @@ def refuse_beside_barebones(given: dict[str, Any]) -> None:
     }
     for name, allowed in off.items():
         if not any(given[name] is value or given[name] == value for value in allowed):
-            raise ContradictionError(f"barebones=True and {name}={given[name]!r} contradict each other", f"drop {name}")
+            raise ContradictionError(
+                f"`Trainer(barebones=True, {name}={given[name]!r})` was passed: these contradict each other",
+                f"drop {name}",
+            )
 
 
 class ContradictionError(HastenError, ValueError):

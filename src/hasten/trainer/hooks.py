@@ -133,14 +133,22 @@ class ModuleHooks:
         """A batch is over."""
 
 
-def overridden(owner: Any, name: str, *bases: type) -> bool:
+def overridden(owner: Any, name: str, *bases: type, through_wrappers: bool = False) -> bool:
     """Whether an object defines a method itself, rather than having it from one of the `bases`.
 
     An instance attribute counts: that is how people, and mocks, replace a method of one object.
+
+    Args:
+        owner: The object.
+        name: The method's.
+        bases: Classes whose methods are defaults.
+        through_wrappers: Whether a default that somebody put a wrapper around is still a default.
     """
     found = getattr(owner, name, None)
     if found is None or not callable(found):
         return False
+    if through_wrappers:
+        found = inspect.unwrap(found)
     if isinstance(found, functools.partial):
         found = found.func
     function = inspect.unwrap(getattr(found, "__func__", found))
@@ -195,13 +203,25 @@ class Hooks:
 
     def of_data(self, name: str) -> Hook | None:
         """A data hook: the datamodule's if it defines it, else the module's."""
-        return self.of_datamodule(name) or self.of_module(name)
+        of_datamodule = self.owner_of_data(name) is not self._module
+        return self.of_datamodule(name) if of_datamodule else self.of_module(name)
 
-    def of_callbacks(self, name: str, monitoring: bool | None = None) -> list[Hook]:
-        """The callbacks' methods, bound to trainer and module; only those that monitor a metric, or only the others."""
+    def owner_of_data(self, name: str) -> Any:
+        """Whose data hook is used: the datamodule, or else the module."""
+        datamodule = self._trainer.datamodule
+        return datamodule if overridden(datamodule, name, *self._bases[2], through_wrappers=True) else self._module
+
+    def of_callbacks(self, name: str, monitoring: bool | None = None, among: list[Any] | None = None) -> list[Hook]:
+        """The callbacks' methods, bound to trainer and module.
+
+        Args:
+            name: The hook.
+            monitoring: Only those that can monitor a metric (True), or only the others (False).
+            among: These callbacks; default: all.
+        """
         found = []
-        for callback in self._trainer.callbacks:
-            if monitoring is not None and monitoring != bool(getattr(callback, "monitor", None)):
+        for callback in self._trainer.callbacks if among is None else among:
+            if monitoring is not None and monitoring != hasattr(callback, "monitor"):
                 continue
             if not overridden(callback, name, *self._bases[1]):
                 continue
@@ -227,6 +247,15 @@ class Hooks:
                 names["_current_fx_name"] = before
 
         return hook
+
+    def at_batch_end(self) -> tuple[list[tuple[Callback, Hook]], list[Hook]]:
+        """Those that hear of the end of a training batch: callbacks that look now and then only, and all others."""
+        name = "on_train_batch_end"
+        seldom = [one for one in self._trainer.callbacks if getattr(one, "skip_batches", None) is not None]
+        rest = [one for one in self._trainer.callbacks if not any(one is other for other in seldom)]
+        own = self.of_module(name)
+        now_and_then = [(one, hook) for one in seldom for hook in self.of_callbacks(name, among=[one])]
+        return now_and_then, self.of_callbacks(name, among=rest) + ([own] if own else [])
 
     def of(self, name: str) -> list[Hook]:
         """All that listen to a hook: callbacks first, then the module."""

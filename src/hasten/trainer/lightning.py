@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import importlib.util
 import os
 import sys
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hasten.errors import HastenError
+from hasten.trainer import checks
+from hasten.trainer import lightning_tuning as tuning
 from hasten.trainer.optimizing import clip
+from hasten.trainer.steps import after
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -59,6 +65,18 @@ def _exceptions() -> tuple[type[Exception], ...]:
     return tuple(sys.modules[room].MisconfigurationException for room in rooms if room in sys.modules)
 
 
+def warning_kind() -> type[Warning]:
+    """Lightning's category for warnings about what may be meant."""
+    rooms = ("lightning.fabric.utilities.warnings", "lightning_fabric.utilities.warnings")
+    return next((sys.modules[room].PossibleUserWarning for room in rooms if room in sys.modules), UserWarning)
+
+
+def stopped_kind(kind: type[SystemExit]) -> type[SystemExit]:
+    """The exception for a training that SIGTERM ended, which is Lightning's too."""
+    kinds = [sys.modules[f"{package.__name__}.utilities.exceptions"].SIGTERMException for package in packages()]
+    return type("Stopped", (kind, *dict.fromkeys(kinds)), {})
+
+
 def misconfigured(message: str, fix: str = "") -> HastenError:
     """A HastenError that is Lightning's MisconfigurationException too."""
     error: HastenError = _made(_exceptions())(message, fix)
@@ -72,14 +90,36 @@ def _made(kinds: tuple[type[Exception], ...]) -> Any:
 
 def default_logger(root: str) -> Any:
     """The logger that a script written for Lightning expects: TensorBoard where it is installed, else CSV."""
-    import importlib
-
     package = packages()[0]
     loggers = importlib.import_module(f"{package.__name__}.loggers")
     try:
         return loggers.TensorBoardLogger(root)
     except ModuleNotFoundError:
         return loggers.CSVLogger(root)
+
+
+def silent_logger() -> Any:
+    """Lightning's logger that logs nothing."""
+    return importlib.import_module(f"{packages()[0].__name__}.loggers.logger").DummyLogger()
+
+
+def profilers() -> tuple[dict[str, Any], Any]:
+    """Lightning's profilers by their names, and the one that does nothing."""
+    room = importlib.import_module(f"{packages()[0].__name__}.profilers")
+    named = {"simple": room.SimpleProfiler, "advanced": room.AdvancedProfiler, "pytorch": room.PyTorchProfiler}
+    return named, room.PassThroughProfiler
+
+
+def default_summary(bars: list[Any]) -> Any:
+    """Lightning's summary of a model; the one made with rich beside its progress bar made with rich."""
+    callbacks = packages()[0].callbacks
+    rich = any(isinstance(bar, package.callbacks.RichProgressBar) for bar in bars for package in packages())
+    return callbacks.RichModelSummary() if rich else callbacks.ModelSummary()
+
+
+def _uploads(logger: Any) -> bool:
+    """Whether a logger of Lightning takes each checkpoint away as soon as it is there."""
+    return bool(getattr(logger, "_log_model", False) or getattr(logger, "_log_model_checkpoints", False))
 
 
 class Face:
@@ -92,7 +132,7 @@ class Face:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.strategy = _Strategy(trainer)
-        self.precision_plugin = _Precision(trainer)
+        self.precision_plugin = _precision(trainer)
         self.accelerator = _Accelerator(trainer)
         self.fit_loop = _FitLoop(trainer)
         self.validate_loop = _EvaluationLoop(trainer, "val")
@@ -131,24 +171,62 @@ class Face:
         """Whether this batch is the epoch's last."""
         return self.fit_loop.epoch_loop.batch_progress.is_last_batch
 
-    def counted(self, optimizers: list[Any]) -> list[Any]:
-        """The optimizers as LightningModules get them."""
+    def is_leaving(self, error: BaseException) -> bool:
+        """Whether an exception is the tuner's way to end a run that was only for itself."""
+        rooms = [sys.modules[f"{package.__name__}.utilities.exceptions"] for package in packages()]
+        return isinstance(error, tuple(room._TunerExitException for room in rooms))
+
+    def _of_package(self, room: str, name: str) -> Any:
+        """A class of the Lightning that the module comes from."""
         package = next(
             (one for one in packages() if isinstance(self._trainer.model, one.LightningModule)), packages()[0]
         )
-        wrapper = sys.modules[f"{package.__name__}.core.optimizer"].LightningOptimizer
+        return getattr(sys.modules[f"{package.__name__}.{room}"], name)
+
+    def scheduler_configs(self, configs: list[Any]) -> list[Any]:
+        """The schedulers as people who use Lightning know them."""
+        kind = self._of_package("utilities.types", "LRSchedulerConfig")
+        return [kind(**vars(config)) for config in configs]
+
+    def counted(self, optimizers: list[Any]) -> list[Any]:
+        """The optimizers as LightningModules get them."""
+        wrapper = self._of_package("core.optimizer", "LightningOptimizer")
         wrapped = []
+        self.strategy.before_step = self._trainer.hooks.of("on_before_optimizer_step")
         for optimizer in optimizers:
             one = wrapper(optimizer)
             one._strategy = self.strategy
             wrapped.append(one)
         return wrapped
 
+    def before_profiling(self) -> None:
+        """Lightning's profilers ask the module how much there is to do."""
+        if is_lightning(self._trainer.profiler):
+            self._trainer.profiler._lightning_module = weakref.proxy(self._trainer.model)
+
     def before_setup(self) -> None:
-        """A LightningModule tells its device before it is moved there."""
+        """What Lightning's classes take for granted before the first hook.
+
+        A LightningModule knows its device before it is moved there and forgets which torchmetrics it had, checkpoint
+        callbacks and loggers find files at once, and callbacks may say `self.log`.
+        """
+        if any(map(is_lightning, self._trainer.checkpoint_callbacks)) or any(map(_uploads, self._trainer.loggers)):
+            self._trainer.checkpointing.write_at_once()
         for module in self._trainer.model.modules():
             if hasattr(module, "_device") and is_lightning(module):
                 module._device = self._trainer.device
+                module._metric_attributes = None
+        if hasattr(self._trainer.model, "log"):
+            for callback in filter(is_lightning, self._trainer.callbacks):
+                callback.log, callback.log_dict = self._trainer.model.log, self._trainer.model.log_dict
+
+    def draw_for_reload(self, leaves: list[Any]) -> None:
+        """Lightning begins a pass through reloaded loaders twice: draw what its first one draws, for equal numbers."""
+        for leaf in leaves:
+            if isinstance(leaf, torch.utils.data.DataLoader):
+                torch.empty((), dtype=torch.int64).random_(generator=leaf.generator)
+                if leaf.num_workers and isinstance(leaf.sampler, torch.utils.data.RandomSampler):
+                    torch.empty((), dtype=torch.int64).random_(generator=leaf.sampler.generator)
 
     def metric_states(self) -> dict[str, Any]:
         """The states of torchmetrics in the module, which its state_dict leaves out."""
@@ -157,6 +235,15 @@ class Face:
             for name, module in self._trainer.model.named_modules()
             if hasattr(module, "_defaults") and hasattr(module, "_update_count") and module._update_count
         }
+
+    def is_config(self, hparams: Any) -> bool:
+        """Whether hyper-parameters are a config of omegaconf."""
+        omegaconf = sys.modules.get("omegaconf")
+        return omegaconf is not None and isinstance(hparams, omegaconf.Container)
+
+    def plain_config(self, hparams: Any) -> Any:
+        """Such a config as plain dicts and lists, which a checkpoint can hold safely."""
+        return sys.modules["omegaconf"].OmegaConf.to_container(hparams)
 
     def load_metric_states(self, states: dict[str, Any]) -> None:
         """Put them back."""
@@ -195,6 +282,7 @@ class _Strategy(_Part):
     launcher = None
     checkpoint_io = None
     handles_gradient_accumulation = False
+    before_step: list[Any] = []  # noqa: RUF012  # hooks; set anew with the optimizers
 
     @property
     def root_device(self) -> torch.device:
@@ -235,10 +323,16 @@ class _Strategy(_Part):
     @optimizers.setter
     def optimizers(self, optimizers: list[Any]) -> None:
         self._trainer.optimizers = optimizers
+        if self._trainer.lightning is not None:
+            self._trainer.counted_optimizers = self._trainer.lightning.counted(optimizers)
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
         return self._trainer.lr_scheduler_configs
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, configs: list[Any]) -> None:
+        self._trainer.lr_scheduler_configs = configs
 
     @property
     def _lightning_optimizers(self) -> list[Any]:
@@ -246,15 +340,13 @@ class _Strategy(_Part):
 
     @property
     def precision_plugin(self) -> Any:
-        return _Precision(self._trainer)
+        return self._trainer.precision_plugin
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         trainer = self._trainer
         if trainer.model.automatic_optimization:
             return optimizer.step(closure=closure, **kwargs)
-        for hook in trainer.hooks.of("on_before_optimizer_step"):
-            hook(optimizer)
-        answer = optimizer.step(closure=closure, **kwargs)
+        answer = optimizer.step(closure=after(closure, self.before_step, optimizer), **kwargs)
         trainer.global_step += 1
         return answer
 
@@ -294,7 +386,11 @@ class _Strategy(_Part):
 
 
 class _Precision(_Part):
-    """What is read of `trainer.precision_plugin`."""
+    """What is read of `trainer.precision_plugin`; see `_precision`."""
+
+    @property
+    def _desired_input_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision.startswith("bf16") else torch.float16
 
     @property
     def precision(self) -> str:
@@ -303,6 +399,19 @@ class _Precision(_Part):
     def clip_gradients(self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = None) -> None:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         clip(optimizer, clip_val, str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm"))
+
+
+def _precision(trainer: Trainer) -> _Precision:
+    """An object of Lightning's class for the trainer's precision, by which others tell it."""
+    return _precision_kind(packages()[0].__name__, trainer.precision)(trainer)
+
+
+@functools.cache
+def _precision_kind(package: str, precision: str) -> type[_Precision]:
+    names = {"64-true": "DoublePrecision", "bf16-true": "HalfPrecision", "16-true": "HalfPrecision"}
+    name = "MixedPrecision" if precision.endswith("-mixed") else names.get(precision, "Precision")
+    kind = getattr(importlib.import_module(f"{package}.plugins.precision"), name)
+    return type(name, (_Precision, kind), {})
 
 
 class _Accelerator(_Part):
@@ -351,6 +460,9 @@ class _AcceleratorConnector(_Part):
 class _CheckpointConnector(_Part):
     """What is read of the part that saves."""
 
+    def restore(self, path: Any) -> None:
+        tuning.restore(self._trainer, path)
+
     def dump_checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
         return self._trainer.checkpointing.collected(weights_only)
 
@@ -373,8 +485,52 @@ class _Progress:
         self.current, self.total, self.is_last_batch = _Count(current), _Count(total), last
 
 
-class _FitLoop(_Part):
+class _Reset:
+    """A counter that can only be set back."""
+
+    def __init__(self, reset: Any) -> None:
+        self.reset = reset
+
+
+class _Loop(_Part):
+    """What is read of any loop: its loaders, and what the tuner does to it. `_kind`: "train", "val", "test" or
+    "predict"; `_named`: Lightning's class of this name is the one that it is taken for."""
+
+    _kind = "train"
+    _named = "_FitLoop"
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return getattr(sys.modules[f"{packages()[0].__name__}.loops"], self._named)
+
+    @property
+    def _combined_loader(self) -> Any:
+        source = getattr(self._trainer, f"{self._kind}_source")
+        return None if source is None else tuning.Loaders(source)
+
+    @_combined_loader.setter
+    def _combined_loader(self, loaders: None) -> None:
+        tuning.forget_loaders(self._trainer, self._kind)
+
+    def setup_data(self) -> None:
+        if getattr(self._trainer, f"{self._kind}_source") is None:
+            self._trainer.setup_source(self._kind)
+
+    def state_dict(self) -> dict[str, Any]:
+        return tuning.counters(self._trainer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        tuning.restore_counters(self._trainer, state_dict)
+
+    def reset(self) -> None:
+        pass  # each run begins anew
+
+
+class _FitLoop(_Loop):
     """What is read of `trainer.fit_loop`."""
+
+    def run(self) -> None:
+        tuning.fit(self._trainer)
 
     @property
     def epoch_loop(self) -> _EpochLoop:
@@ -408,6 +564,7 @@ class _FitLoop(_Part):
     def epoch_progress(self) -> _Progress:
         loop = self._trainer.loop
         progress = _Progress(self._trainer.current_epoch, self._trainer.current_epoch)
+        progress.reset = lambda: setattr(self._trainer, "current_epoch", 0)  # type: ignore[attr-defined]
         if loop is not None:
             progress.current.processed = loop.epochs_processed
         return progress
@@ -425,6 +582,10 @@ class _FitLoop(_Part):
         loop = self._trainer.loop
         return loop is not None and loop.resumed is not None
 
+    @restarting.setter
+    def restarting(self, restarting: bool) -> None:
+        pass  # the tuner says that its trials are none
+
     @property
     def _skip_backward(self) -> bool:
         return self._trainer.skip_backward
@@ -434,29 +595,45 @@ class _FitLoop(_Part):
         self._trainer.skip_backward = skip
 
     @property
-    def _combined_loader(self) -> Any:
-        return self._trainer.train_source
-
-    @property
     def _can_stop_early(self) -> bool:
         return self._trainer.loop is None or self._trainer.loop.may_stop()
 
     def _should_accumulate(self) -> bool:
         return self._trainer.loop is not None and self._trainer.loop.accumulating()
 
-    def setup_data(self) -> None:
-        if self._trainer.train_source is None:
-            self._trainer.setup_source("train")
-
     @property
-    def _data_source(self) -> Any:
-        source = _Nothing()
-        source.is_module = lambda: self._trainer.loaders.get("train") is None  # type: ignore[attr-defined]
-        return source
+    def _data_source(self) -> _DataSource:
+        return _DataSource(self._trainer, "train")
+
+
+class _DataSource(_Part):
+    """Where loaders of a kind come from."""
+
+    def __init__(self, trainer: Trainer, kind: str) -> None:
+        super().__init__(trainer)
+        self._kind = kind
+
+    def is_module(self) -> bool:
+        return self._trainer.loaders.get(self._kind) is None
+
+    def is_defined(self) -> bool:
+        return not self.is_module() or checks.defines(self._trainer, f"{self._kind}_dataloader")
 
 
 class _EpochLoop(_Part):
     """What is read of `trainer.fit_loop.epoch_loop`."""
+
+    @property
+    def automatic_optimization(self) -> Any:
+        part = _Nothing()
+        part.optim_progress = _Reset(lambda: setattr(self._trainer, "global_step", 0))  # type: ignore[attr-defined]
+        return part
+
+    @property
+    def manual_optimization(self) -> Any:
+        part = _Nothing()
+        part.optim_step_progress = self.automatic_optimization.optim_progress  # type: ignore[attr-defined]
+        return part
 
     @property
     def batch_progress(self) -> _Progress:
@@ -501,20 +678,26 @@ class _EpochLoop(_Part):
         return _EvaluationLoop(self._trainer, "val")
 
     def _should_check_val_epoch(self) -> bool:
-        trainer = self._trainer
-        every = trainer.check_val_every_n_epoch
-        return trainer.enable_validation and (every is None or (trainer.current_epoch + 1) % every == 0)
+        return self._trainer.validates_this_epoch
 
     def _should_accumulate(self) -> bool:
         return self._trainer.loop is not None and self._trainer.loop.accumulating()
 
 
-class _EvaluationLoop(_Part):
+class _EvaluationLoop(_Loop):
     """What is read of the validation, test and prediction loops."""
+
+    verbose = True
+    restarting = False
 
     def __init__(self, trainer: Trainer, kind: str) -> None:
         super().__init__(trainer)
         self._kind = kind
+        self._data_source = _DataSource(trainer, kind)
+        self._named = "_PredictionLoop" if kind == "predict" else "_EvaluationLoop"
+
+    def run(self) -> None:
+        tuning.run_evaluation(self._trainer, self._kind)
 
     @property
     def max_batches(self) -> list[float]:
@@ -532,7 +715,7 @@ class _EvaluationLoop(_Part):
 
     @property
     def _has_run(self) -> bool:
-        return self._trainer.evaluated_batches > 0
+        return self._trainer.evaluated_batches > 0 and not self._trainer.sanity_checking
 
     @property
     def predictions(self) -> Any:
@@ -547,6 +730,16 @@ class _EvaluationLoop(_Part):
         return self._trainer.predict_indices
 
 
+def _with_configs(saved: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint with hyper-parameters as configs of omegaconf, where they were that and it is installed."""
+    for prefix in ("", "datamodule_"):
+        if saved.get(f"{prefix}hparams_type") == "omegaconf" and importlib.util.find_spec("omegaconf"):
+            omegaconf = importlib.import_module("omegaconf")
+            config = saved[f"{prefix}hyper_parameters"] = omegaconf.OmegaConf.create(saved[f"{prefix}hyper_parameters"])
+            saved[f"{prefix}hparams_type"] = type(config)
+    return saved
+
+
 @functools.cache
 def teach_loading() -> None:
     """Let `torch.load`, and so Lightning's `load_from_checkpoint`, read hasten's checkpoints in this process."""
@@ -558,7 +751,8 @@ def teach_loading() -> None:
     def load_either(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         path = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
         if isinstance(path, str | os.PathLike) and is_hasten(path):
-            return read(Path(path), map_location if isinstance(map_location, str | torch.device) else "cpu")
+            saved = read(Path(path), map_location if isinstance(map_location, str | torch.device) else "cpu")
+            return _with_configs(saved)
         return load(f, map_location, *args, **kwargs)
 
     torch.load = load_either

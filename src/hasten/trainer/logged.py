@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 
 from hasten.errors import HastenError
@@ -13,6 +14,8 @@ from hasten.trainer.batches import batch_size as size_of
 
 Reduce = Callable[..., torch.Tensor]
 
+_TENSOR = torch.Tensor
+_WIDE = (torch.float32, torch.float64)
 _FOLD_AT = 256  # values kept one by one until they are folded into the sum
 _BOTH = ((False, True), (False, True))
 _EPOCH_ONLY = ((False,), (True,))
@@ -61,7 +64,10 @@ def levels(
         HastenError: Nothing can be logged there, or not in that way.
     """
     if hook is None or hook not in MAY_LOG:
-        raise error(f"self.log cannot be called in {hook or 'this place'}", "use self.logger.log_metrics there")
+        raise error(
+            f"You can't `self.log()` inside `{hook}`" if hook else "You can't `self.log()` here: no hook is running",
+            "use self.logger.log_metrics there",
+        )
     step_allowed, epoch_allowed, step_default, epoch_default = MAY_LOG[hook]
     step = step_default if on_step is None else on_step
     epoch = epoch_default if on_epoch is None else on_epoch
@@ -69,7 +75,7 @@ def levels(
         if value not in allowed:
             raise error(f"self.log(..., {flag}={value}) makes no sense in {hook}", f"say {flag}={allowed[0]}")
     if not step and not epoch:
-        raise error("self.log(on_step=False, on_epoch=False) logs nothing", "set one of them")
+        raise error("`self.log(on_step=False, on_epoch=False)` is not useful: it logs nothing", "set one of them")
     return step, epoch
 
 
@@ -134,20 +140,22 @@ class Entry:
         values = [v if isinstance(v, torch.Tensor) else torch.tensor(float(v)) for v in self._pending]
         device = next((v.device for v in values if v.device.type != "cpu"), values[0].device)
         stacked = torch.stack([v.to(device) for v in values])
-        if not self.graph and device.type != "mps":  # sums in 64 bits: a long epoch loses nothing
-            stacked = stacked.double()
         if self.reduce == "mean":
-            weights = torch.tensor(self._weights, dtype=stacked.dtype, device=device)
-            folded = (stacked * weights).sum()
-        else:
+            stacked = stacked * torch.tensor(self._weights, dtype=stacked.dtype, device=device)
+            self.count += sum(self._weights)
+        if self.reduce in ("min", "max"):
             folded = getattr(stacked, self.reduce)()
-        self.count += sum(self._weights)
-        if self.total is None:
-            self.total = folded
-        elif self.reduce in ("min", "max"):
-            self.total = getattr(torch, f"{self.reduce}imum")(self.total, folded)
+            both = getattr(torch, f"{self.reduce}imum")
+            self.total = folded if self.total is None else both(self.total, folded)
+        elif device.type == "cpu" and not self.graph:
+            # One after the other in their own precision: the sums that a training by Lightning logs, bit for bit.
+            before = [] if self.total is None else [self.total.to(stacked.dtype).reshape(1).numpy()]
+            self.total = torch.from_numpy(numpy.add.accumulate(numpy.concatenate([*before, stacked.numpy()])))[-1]
         else:
-            self.total = self.total + folded
+            if not self.graph and device.type != "mps":  # a long epoch loses nothing in 64 bits
+                stacked = stacked.double()
+            folded = stacked.sum()
+            self.total = folded if self.total is None else self.total + folded
         self._pending, self._weights = [], []
 
     def epoch_value(self) -> Any:
@@ -229,14 +237,14 @@ class Board:
         rank_zero_only: bool = False,
     ) -> None:
         """Keep a value; see `Module.log`."""
-        index = self.dataloader_idx if add_dataloader_idx else None
-        entry = self.entries.get((hook, name, index))
+        entry = self.entries.get((hook, name, self.dataloader_idx if add_dataloader_idx else None))
         how = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, rank_zero_only)
         if entry is None:
+            index = self.dataloader_idx if add_dataloader_idx else None
             entry = self._register(hook, name, value, index, how, sync_dist_group, add_dataloader_idx)
-        elif entry.how != how:
+        elif entry.how != how or entry.dataloader_idx != self.dataloader_idx:
             raise self._error(
-                f"self.log({name!r}, ...) is called twice in {hook} with different arguments",
+                f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments or loaders",
                 "use the same arguments, or another name",
             )
         entry.valid = True
@@ -244,28 +252,25 @@ class Board:
             entry.metric = value
             entry.last = value._forward_cache
             return
-        value = self._scalar(name, value, enable_graph)
+        if type(value) is _TENSOR and value.dtype in _WIDE and not (enable_graph or value.dim()):
+            value = value.detach().clone()  # a copy: the script may go on changing its tensor in place
+        else:
+            value = self._scalar(name, value, enable_graph)
         if entry.on_step:
             entry.last = value if entry.sync is None else entry.sync(value.clone())
             if not entry.on_epoch:
                 return
-        if entry.reduce != "mean":
-            entry.add(value, 1)
-        elif batch_size is not None:
-            entry.add(value, batch_size)
-        else:
-            entry.add(value, self._size or self._batch_size())
+        entry.add(value, 1 if entry.reduce != "mean" else batch_size or self._size or self._batch_size())
 
     def _scalar(self, name: str, value: Any, enable_graph: bool) -> Any:
         if isinstance(value, torch.Tensor):
             if value.dim():
                 if value.numel() != 1:
                     raise ValueError(
-                        f"self.log({name!r}, ...) takes one number, this tensor has shape {tuple(value.shape)};"
-                        " log its .mean()"
+                        f"self.log({name!r}, ...): the tensor must have a single element, this one has shape"
+                        f" {tuple(value.shape)}; log its .mean()"
                     )
                 value = value.reshape(())
-            # A copy: the script may go on changing its tensor in place.
             kept = value.clone() if enable_graph else value.detach().clone()
             return kept if kept.is_floating_point() and kept.element_size() >= 4 else kept.to(_value_type())
         if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
@@ -275,7 +280,12 @@ class Board:
     def _batch_size(self) -> int:
         if self.batch is None:
             return 1
-        self._size = size_of(self.batch)
+        batch = self.batch
+        first = batch[0] if type(batch) in (list, tuple) and batch else batch
+        if type(first) is _TENSOR and first.dim():  # most batches
+            self._size = len(first)
+            return self._size or 1
+        self._size = size_of(batch)
         if not self._size:
             raise self._error(
                 f"self.log cannot tell the batch size of a {type(self.batch).__name__}",
@@ -288,11 +298,14 @@ class Board:
     ) -> Entry:
         prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, rank_zero_only = how
         if suffix and "/dataloader_idx_" in name:
-            raise self._error(f"self.log({name!r}, ...): the loader's number is added to the name anyway")
+            raise self._error(
+                f"You called `self.log` with the key `{name}`, but the loader's number is added to the name anyway",
+                "leave it out of the name, or say add_dataloader_idx=False",
+            )
         step, epoch = levels(hook, on_step, on_epoch, self._error)
         entry = Entry(str(hook), name, how, step, epoch)
         entry.prog_bar, entry.logger, entry.graph = prog_bar, logger, enable_graph
-        entry.dataloader_idx = index
+        entry.dataloader_idx = self.dataloader_idx
         entry.suffix = f"/dataloader_idx_{index}" if index is not None else ""
         entry.reduce = self._reduction(reduce_fx)
         if isinstance(value, Mapping):
@@ -315,7 +328,7 @@ class Board:
         known = (torch.mean, torch.sum, torch.min, torch.max, sum, min, max)
         if name not in ("mean", "sum", "min", "max") or (callable(reduce_fx) and reduce_fx not in known):
             raise self._error(
-                f"self.log(..., reduce_fx={reduce_fx!r}) must be 'mean', 'sum', 'min' or 'max'",
+                f"Only `self.log(..., reduce_fx={{min,max,mean,sum}})` are supported, not {reduce_fx!r}",
                 "for another reduction log a torchmetrics.Metric",
             )
         return str(name)
@@ -324,7 +337,7 @@ class Board:
 
     def _values(self, on_step: bool) -> Iterator[tuple[Entry, torch.Tensor]]:
         for entry in self.entries.values():
-            if not entry.valid or entry.dataloader_idx != (self.dataloader_idx if entry.suffix else None):
+            if not entry.valid or entry.dataloader_idx != self.dataloader_idx:
                 continue
             if on_step and entry.on_step:
                 value = entry.last
@@ -335,7 +348,7 @@ class Board:
             if isinstance(value, torch.Tensor):
                 yield entry, value if entry.graph else value.detach()
             elif value is not None:
-                raise ValueError(f"compute() of the metric logged as {entry.name!r} must give a tensor, not {value!r}")
+                raise ValueError(f"`compute()` return of the metric {entry.name!r} must be a tensor, not {value!r}")
 
     def collect(self, callback: dict[str, Any], logged: dict[str, Any], bar: dict[str, Any]) -> dict[str, Any]:
         """Add what was logged to the three dicts; gives what is for the loggers alone. Reads no value."""

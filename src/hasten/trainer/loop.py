@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,14 @@ class Ahead:
         self.hold()
         return batch
 
+    def let_go(self) -> None:
+        """Drop the pass and the batch that is held."""
+        self._fetch, self._next = _nothing_left, []
+
+
+def _nothing_left() -> Any:
+    raise StopIteration
+
 
 class FitLoop:
     """Runs the epochs of one `fit`.
@@ -68,6 +77,7 @@ class FitLoop:
         self.epochs_processed = trainer.current_epoch
         self.point = "epoch_start"
         self.last = False
+        self.may_validate = False  # in this epoch
         self.ahead: Ahead | None = None
         self.cut: dict[str, Any] | None = None  # the state of an epoch that max_steps cut short
         self.last_validated = time.monotonic()
@@ -75,6 +85,7 @@ class FitLoop:
             trainer.total_batches = resumed["total_batches"]
             trainer.logged_steps = resumed["logged_steps"]
             self.epochs_processed = resumed["epochs_processed"]
+            trainer.batches_seen["fit_validate"] = Counter(dict(resumed["validated"]))
             self.board.load_state_dict(resumed["board"])
 
     # -- epochs ----------------------------------------------------------------------------------------
@@ -137,6 +148,7 @@ class FitLoop:
             hooks.call("on_train_epoch_start")
         self._begin_pass(source, resumed)
         self._batches(step)
+        trainer.collect()  # values of the last step, which are gone once the epoch's are asked for
         board.stepping = False
         trainer.collect()
         board.batch = None
@@ -186,6 +198,12 @@ class FitLoop:
         self.last = self._is_last()
         rng.restore(resumed["rng"])
 
+    def let_go(self) -> None:
+        """Training is over: drop the last pass, and with it its workers and batches that wait."""
+        self.fetch = _nothing_left
+        if self.ahead is not None:
+            self.ahead.let_go()
+
     # -- batches ---------------------------------------------------------------------------------------
 
     def _batches(self, step: steps.Step) -> None:
@@ -195,11 +213,14 @@ class FitLoop:
         preparing = feeding.preparing(trainer, "train")
         on_start = hooks.of_callbacks("on_train_batch_start")
         own_start = hooks.of_module("on_train_batch_start")
-        on_end = hooks.of("on_train_batch_end")
+        now_and_then, on_end = hooks.at_batch_end()
+        look = self.batch_idx  # the next batch at which those that look only now and then do
         total = trainer.num_training_batches
         automatic = trainer.model.automatic_optimization
+        outputs_of = steps.outputs_of if automatic else steps.manual_outputs_of
         schedules = automatic and bool(trainer.lr_scheduler_configs)
         run_step = trainer.first_step(step)
+        self.may_validate = trainer.validates_this_epoch
 
         if self.point in ("batch_end", "validated") and self.batch_idx:
             self._after_batch(self.batch_idx - 1, validates=self.point == "batch_end")
@@ -214,17 +235,17 @@ class FitLoop:
             for prepare in preparing:
                 batch = prepare(batch, 0)
             board.begin_batch(batch)
-            outputs: Any = None
+            output: Any = None
+            every = trainer.accumulate_grad_batches
             ends = False
             if batch is None:
-                warnings.warn("the training loader gave None: batch skipped", stacklevel=2)
+                warnings.warn("train_dataloader yielded None: batch skipped", stacklevel=2)
             else:
                 for hook in on_start:
                     hook(batch, batch_idx)
                 ends = own_start is not None and own_start(batch, batch_idx) == -1
                 if not ends:
-                    every = trainer.accumulate_grad_batches
-                    outputs = run_step(batch, batch_idx, not batch_idx % every, last or not (batch_idx + 1) % every)
+                    output = run_step(batch, batch_idx, not batch_idx % every, last or not (batch_idx + 1) % every)
                     run_step = step
             self.batch_idx = batch_idx + 1
             trainer.total_batches += 1
@@ -238,9 +259,17 @@ class FitLoop:
             if ends:
                 break
             self.point = "batch_end"
-            for hook in on_end:
-                hook(outputs if isinstance(outputs, dict) else {}, batch, batch_idx)
-            board.batch = batch = outputs = None
+            looks = batch_idx >= look or last
+            if on_end or (looks and now_and_then):
+                outputs: dict[str, Any] | None = None if batch is None else outputs_of(output, every)
+                if looks:
+                    for _, hook in now_and_then:
+                        hook(outputs, batch, batch_idx)
+                    look = batch_idx + 1 + min((callback.skip_batches or 0 for callback, _ in now_and_then), default=0)
+                for hook in on_end:
+                    hook(outputs, batch, batch_idx)
+                outputs = None
+            board.batch = batch = output = None
             self._after_batch(batch_idx)
         trainer.model.__dict__["_current_fx_name"] = None
 
@@ -253,7 +282,7 @@ class FitLoop:
                 every = trainer.log_every_n_steps
                 if (every and not (trainer.logged_steps + 1) % every) or trainer.should_stop or trainer.fast_dev_run:
                     trainer.log(trainer.collect())
-            if trainer.enable_validation and self._validation_due(batch_idx):
+            if self.may_validate and self._validation_due(batch_idx):
                 self._validate(accumulating)
         if trainer.lr_scheduler_configs and not accumulating:
             self._update_schedulers("step", plateau=True)
@@ -288,24 +317,16 @@ class FitLoop:
             if self.may_stop():
                 return True
             trainer.say(
-                f"asked to stop, but min_epochs={trainer.min_epochs} or min_steps={trainer.min_steps} is not reached:"
-                " training goes on",
+                f"asked to stop, but the required `min_epochs={trainer.min_epochs}` or `min_steps={trainer.min_steps}`"
+                " has not been met. Training will continue",
                 once=True,
             )
         return False
 
     # -- validation ------------------------------------------------------------------------------------
 
-    def validates_this_epoch(self) -> bool:
-        """Whether validation may run in the current epoch."""
-        trainer = self.trainer
-        every = trainer.check_val_every_n_epoch
-        return trainer.enable_validation and (every is None or (trainer.current_epoch + 1) % every == 0)
-
     def _validation_due(self, batch_idx: int) -> bool:
         trainer = self.trainer
-        if not self.validates_this_epoch():
-            return False
         unknown = trainer.val_check_batch == math.inf
         if self.last and unknown:
             return True
@@ -348,11 +369,13 @@ class FitLoop:
                 if value is None:
                     if config.strict:
                         raise trainer.misconfigured(
-                            f"ReduceLROnPlateau monitors {config.monitor!r}, which was not logged",
-                            f"logged so far: {', '.join(trainer.callback_metrics) or 'nothing'}",
+                            f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available."
+                            f" Available metrics are: {sorted(trainer.callback_metrics)}",
+                            'log it, or say "strict": False in the lr scheduler dict',
                         )
                     warnings.warn(
-                        f"ReduceLROnPlateau monitors {config.monitor!r}, which was not logged: it does not step",
+                        f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available but strict is"
+                        " False: it does not step",
                         RuntimeWarning,
                         stacklevel=2,
                     )
@@ -374,7 +397,7 @@ class FitLoop:
         within = self.point in ("batch", "batch_end", "validated")
         source = trainer.train_source
         pending: dict[str, Any] = {}
-        if within and self.accumulating():
+        if (within and self.accumulating()) or not trainer.model.automatic_optimization:  # who steps by hand may gather
             named = trainer.model.named_parameters()
             pending = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
         return {
@@ -389,5 +412,6 @@ class FitLoop:
             "before_ahead": None if self.ahead is None else self.ahead.before,
             "board": self.board.state_dict(),
             "gradients": pending,
+            "validated": sorted(map(list, trainer.batches_seen["fit_validate"].items())),
             "rng": rng.state(),
         }

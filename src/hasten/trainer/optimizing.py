@@ -83,13 +83,13 @@ def parsed(
         HastenError: The answer has none of the known shapes.
     """
     if given is None:
-        warnings.warn("configure_optimizers gave None: this fit runs without an optimizer", stacklevel=3)
+        warnings.warn("configure_optimizers gave None: this fit will run with no optimizer", stacklevel=3)
         given = NoOptimizer()
     optimizers, schedulers, monitor = _unpacked(given, error)
     if automatic and len(optimizers) > 1:
         raise RuntimeError(
-            "several optimizers need manual optimization: set self.automatic_optimization = False and step them in"
-            " training_step (opt1, opt2 = self.optimizers())"
+            "training with multiple optimizers is only supported with manual optimization: set"
+            " self.automatic_optimization = False and step them in training_step (opt1, opt2 = self.optimizers())"
         )
     configs = [_config(scheduler, monitor, automatic, error) for scheduler in schedulers]
     for config in configs:
@@ -114,12 +114,21 @@ def _unpacked(given: Any, error: Any) -> tuple[list[Any], list[Any], str | None]
             return [one["optimizer"] for one in given], found, None
         if all(map(is_optimizer, given)):
             return list(given), [], None
-    raise error(f"configure_optimizers gave a {type(given).__name__} that is no known shape", _SHAPES)
+    kinds = ", ".join(type(one).__name__ for one in given) if isinstance(given, list | tuple) else ""
+    raise error(
+        f"Unknown configuration for model optimizers: configure_optimizers gave a {type(given).__name__}"
+        f"{kinds and f' of {kinds}'}",
+        _SHAPES,
+    )
 
 
 def _known_keys(given: Mapping[str, Any]) -> None:
     if unknown := given.keys() - {"optimizer", "lr_scheduler", "monitor"}:
-        warnings.warn(f"configure_optimizers: unknown keys {sorted(unknown)} are ignored", RuntimeWarning, stacklevel=6)
+        warnings.warn(
+            f"Found unsupported keys in the optimizer configuration: {set(unknown)}; they are ignored",
+            RuntimeWarning,
+            stacklevel=6,
+        )
 
 
 def _config(given: Any, monitor: str | None, automatic: bool, error: Any) -> SchedulerConfig:
@@ -127,29 +136,37 @@ def _config(given: Any, monitor: str | None, automatic: bool, error: Any) -> Sch
     if not isinstance(given, Mapping):
         if plateau and automatic and monitor is None:
             raise error(
-                "ReduceLROnPlateau needs to know what it monitors",
+                "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` is used",
                 'configure_optimizers: {"optimizer": ..., "lr_scheduler": ..., "monitor": "val_loss"}',
             )
         return SchedulerConfig(given, reduce_on_plateau=plateau and automatic, monitor=monitor if plateau else None)
     known = {field.name for field in fields(SchedulerConfig)}
     if unknown := given.keys() - known:
-        warnings.warn(f"lr_scheduler: unknown keys {sorted(unknown)} are ignored", RuntimeWarning, stacklevel=5)
+        warnings.warn(
+            f"Found unsupported keys in the lr scheduler dict: {set(unknown)}; they are ignored",
+            RuntimeWarning,
+            stacklevel=5,
+        )
     if "scheduler" not in given:
-        raise error('the lr_scheduler dict has no "scheduler"', '{"scheduler": ..., "interval": "step"}')
+        raise error('The lr scheduler dict must have the key "scheduler"', '{"scheduler": ..., "interval": "step"}')
     config = SchedulerConfig(**{key: value for key, value in given.items() if key in known})
     if not automatic:
         if idle := given.keys() & {"reduce_on_plateau", "monitor", "strict"}:
             warnings.warn(
-                f"lr_scheduler: {sorted(idle)} mean nothing in manual optimization, where you step schedulers yourself",
+                f"The lr scheduler dict has {sorted(idle)}, but the keys will be ignored: in manual optimization you"
+                " step schedulers yourself",
                 RuntimeWarning,
                 stacklevel=5,
             )
         return SchedulerConfig(config.scheduler, config.name, config.interval, config.frequency)
     if config.interval not in ("step", "epoch"):
-        raise error(f'lr_scheduler: "interval" is {config.interval!r}', 'it must be "step" or "epoch"')
+        raise error(f'The "interval" key in lr scheduler dict must be "step" or "epoch", not {config.interval!r}')
     config.reduce_on_plateau = given.get("reduce_on_plateau", isinstance(config.scheduler, ReduceLROnPlateau))
     if config.reduce_on_plateau and config.monitor is None:
-        raise error('a ReduceLROnPlateau needs a "monitor"', '{"scheduler": scheduler, "monitor": "val_loss"}')
+        raise error(
+            "The lr scheduler dict must include a monitor when a `ReduceLROnPlateau` is used",
+            '{"scheduler": scheduler, "monitor": "val_loss"}',
+        )
     if isinstance(config.scheduler, OneCycleLR) and config.interval == "epoch":
         warnings.warn('OneCycleLR steps by batch, but "interval" is "epoch" here', RuntimeWarning, stacklevel=5)
     return config
@@ -159,12 +176,18 @@ def _check(config: SchedulerConfig, optimizers: list[Any], automatic: bool, cust
     scheduler = config.scheduler
     kind = type(scheduler).__name__
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-        raise TypeError(f"the lr scheduler {kind} must have state_dict and load_state_dict")
+        raise TypeError(f"The provided lr scheduler `{kind}` is invalid: it must have state_dict and load_state_dict")
     if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau) and automatic and not custom:
-        raise error(f"{kind} is no torch LRScheduler", "override lr_scheduler_step and step it there")
+        raise error(
+            f"The lr scheduler `{kind}` doesn't follow PyTorch's LRScheduler",
+            "override lr_scheduler_step, and step it there",
+        )
     attached = getattr(scheduler, "optimizer", None)
     if attached is not None and not any(attached is one for one in optimizers):
-        raise error(f"{kind} belongs to an optimizer that configure_optimizers did not give")
+        raise error(
+            f"the lr scheduler {kind} is attached with an optimizer that wasn't returned from configure_optimizers",
+            "return both",
+        )
 
 
 def clip(optimizer: Any, value: float | None, algorithm: str = "norm") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -27,15 +28,18 @@ class Readable:
     board: Board | None
     model: Any
     callbacks: list[Any]
-    loggers: list[Any]
+    _loggers: list[Any]
     default_root_dir: str
     checkpointing: Checkpointing
     optimizers: list[Any]
     num_val_batches: list[float]
     num_sanity_val_steps: float
     limit_val_batches: Any
+    check_val_every_n_epoch: int | None
+    current_epoch: int
     strategy_name: str
     asked_to_stop: int
+    opened: bool
     train_source: Any
     val_source: Any
     test_source: Any
@@ -52,17 +56,17 @@ class Readable:
     @property
     def is_global_zero(self) -> bool:
         """Whether this is the first process: the one that writes and speaks."""
-        return self.world.rank == 0
+        return self.global_rank == 0
 
     @property
     def global_rank(self) -> int:
         """Number of this process among all."""
-        return self.world.rank
+        return self.world.rank if self.opened else _before_opening("rank")
 
     @property
     def local_rank(self) -> int:
         """Number of this process on its machine."""
-        return self.world.local_rank
+        return self.world.local_rank if self.opened else _before_opening("local_rank")
 
     @property
     def node_rank(self) -> int:
@@ -152,10 +156,11 @@ class Readable:
 
     def collect(self) -> dict[str, Any]:
         """Bring what was logged into the three dicts; what is for the loggers is given back."""
-        if self.board is None or self.sanity_checking:
+        if self.board is None:
             return {}
-        metrics = self.metrics
-        return self.board.collect(metrics.callback, metrics.logged, metrics.bar)
+        metrics = self.metrics  # a sanity check's are forgotten when it is over
+        fresh = self.board.collect(metrics.callback, metrics.logged, metrics.bar)
+        return {} if self.sanity_checking else fresh
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
@@ -181,6 +186,15 @@ class Readable:
     def lightning_module(self) -> Any:
         """The model."""
         return self.model
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The loggers."""
+        return self._loggers
+
+    @loggers.setter
+    def loggers(self, loggers: list[Any] | None) -> None:
+        self._loggers = list(loggers or [])
 
     @property
     def logger(self) -> Any:
@@ -258,13 +272,21 @@ class Readable:
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """Validation batches tried before training, by loader."""
+        """Validation batches tried before training, by loader; none outside of `fit`."""
+        if self.stage.fn != "fit":
+            return []
         return [min(self.num_sanity_val_steps, batches) for batches in self.num_val_batches]
 
     @property
     def enable_validation(self) -> bool:
         """Whether there is a validation step and it may run."""
         return bool(self.limit_val_batches is None or self.limit_val_batches > 0) and self._has_step("validation_step")
+
+    @property
+    def validates_this_epoch(self) -> bool:
+        """Whether validation may run in the current epoch."""
+        every = self.check_val_every_n_epoch
+        return self.enable_validation and (every is None or (self.current_epoch + 1) % every == 0)
 
     def _has_step(self, name: str) -> bool:
         raise NotImplementedError
@@ -276,15 +298,19 @@ class Readable:
         return say.misconfigured(message, fix)
 
     def say(self, text: str, once: bool = False) -> None:
-        """Tell the person, in the first process only, on stderr."""
+        """Tell the person, in the first process only: through `logging` where that is set up, else on stderr."""
         if self.is_global_zero and not (once and text in self._said):
             self._said.add(text)
-            self.print(f"hasten: {text}", file=sys.stderr)
+            log = logging.getLogger("lightning.pytorch.trainer.trainer" if say.uses_lightning() else "hasten")
+            if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+                log.info(f"hasten: {text}")
+            else:
+                sys.stderr.write(f"hasten: {text}\n")
 
     def warn(self, text: str) -> None:
         """Warn, in the first process only."""
         if self.is_global_zero:
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(text, say.warning_kind(), stacklevel=3)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print`, in the first process only, and above the progress line."""
@@ -295,3 +321,11 @@ class Readable:
             bar.print(*args, **kwargs)
         else:
             print(*args, **kwargs)
+
+
+def _before_opening(number: str) -> int:
+    """The place that a launcher gave this process, before it has met the others."""
+    from hasten.parallel import find_place
+
+    place = find_place()
+    return 0 if place is None else int(getattr(place, number))

@@ -11,11 +11,12 @@ import torch
 
 from hasten.data import rng
 from hasten.parallel import ending, guard, open_world, sync_batchnorm, wrap
-from hasten.trainer import attachments, checks, evaluate, signals
+from hasten.trainer import attachments, checks, evaluate, signals, spawned
 from hasten.trainer.hooks import Hooks
 from hasten.trainer.loop import FitLoop
 from hasten.trainer.optimizing import parsed
-from hasten.trainer.profiling import NoProfiler
+from hasten.trainer.profiling import measures
+from hasten.trainer.stages import Function
 from hasten.trainer.steps import CountedOptimizer
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ _STAGES = {"fit": "train", "validate": "validate", "test": "test", "predict": "p
 
 def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     """Run one stage; whatever happens, callbacks and loggers hear of its end."""
+    if strategy := spawned.strategy_of(trainer):
+        return spawned.run(trainer, strategy, fn, path, options)
     trainer.stage.fn, trainer.stage.stage, trainer.stage.status = fn, _STAGES[fn], "running"
     trainer.should_stop = trainer.interrupted = False
     trainer.asked_to_stop = 0
@@ -35,15 +38,35 @@ def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
                 trainer.accelerator_flag, trainer.devices, trainer.num_nodes, trainer.collective_strategy
             )
             trainer.opened = True
+            for logger in trainer.loggers:
+                if hasattr(type(logger), "agree"):  # one folder for all processes
+                    logger.agree(trainer.world)
         stack.enter_context(guard(trainer.world))
         try:
             stack.enter_context(signals.watched(trainer))
-            return _run(trainer, fn, path, **options)
+            return _run(trainer, Function(fn), path, **options)
         except BaseException as error:
+            if trainer.lightning is not None and trainer.lightning.is_leaving(error):
+                _left(trainer)
+                return None
             _failed(trainer, error)
             if isinstance(error, KeyboardInterrupt) and not signals.is_interactive():
                 raise SystemExit(128 + signal.SIGINT) from error
             raise
+        finally:
+            trainer.board = None
+
+
+def _left(trainer: Trainer) -> None:
+    """A callback wanted the run for itself, and is done with it."""
+    hooks, fn = trainer.hooks, trainer.stage.fn
+    if (own := hooks.of_datamodule("teardown")) is not None:
+        own(stage=fn)
+    hooks.call("teardown", stage=fn)
+    for logger in trainer.loggers:
+        logger.finalize("success")
+    _tear_down(trainer)
+    trainer.stage.status, trainer.stage.stage = "finished", None
 
 
 def _failed(trainer: Trainer, error: BaseException) -> None:
@@ -71,16 +94,20 @@ def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
         trainer.bases("module"),
         trainer.bases("callback"),
         trainer.bases("datamodule"),
-        None if isinstance(trainer.profiler, NoProfiler) else trainer.profiled,
+        trainer.profiled if measures(trainer.profiler) else None,
     )
     hooks = trainer.hooks
+    trainer.board = None if fn == "predict" else trainer.new_board(training=fn == "fit")
     if (own := hooks.of_module("configure_callbacks")) is not None:
         attachments.with_module_callbacks(trainer, own())
     checks.check(trainer, fn)
-    if not isinstance(trainer.profiler, NoProfiler):
+    if measures(trainer.profiler):
+        if trainer.lightning is not None:
+            trainer.lightning.before_profiling()
         trainer.profiler.setup(stage=fn, local_rank=None, log_dir=trainer.log_dir)
     _prepare_data(trainer)
-    for logger in trainer.loggers:
+    # Weights & Biases first: it copies what TensorBoard writes, if it sees that begin.
+    for logger in sorted(trainer.loggers, key=lambda one: type(one).__name__ != "WandbLogger"):
         if not isinstance(logger, attachments.Silent) and hasattr(type(logger), "experiment"):
             _ = logger.experiment  # made now, so that all that follows finds the logger's folder
     trainer.world.barrier("setup")
@@ -113,7 +140,7 @@ def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     model.__dict__["_current_fx_name"] = None
     for logger in trainer.loggers:
         logger.finalize("success")
-    if not isinstance(trainer.profiler, NoProfiler):
+    if measures(trainer.profiler):
         trainer.profiler.describe()
     trainer.stage.status, trainer.stage.stage = "finished", None
     for line in trainer.run.skipped:
@@ -121,6 +148,10 @@ def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     if fn == "fit":
         for line in trainer.run.idle():
             trainer.say(line, once=True)
+        for technique in trainer.run.techniques:
+            for what in technique.acted:
+                if what.startswith("left alone: "):
+                    trainer.say(f"{technique.name} {what}", once=True)
     return answer
 
 
@@ -153,7 +184,9 @@ def _to_device(trainer: Trainer) -> None:
         torch.use_deterministic_algorithms(bool(trainer.deterministic), warn_only=trainer.deterministic == "warn")
     if trainer.benchmark is False:
         torch.backends.cudnn.benchmark = False
-    if trainer.sync_batchnorm and trainer.world.size > 1:
+    if trainer.sync_batchnorm and trainer.world.size == 1:
+        trainer.say("sync_batchnorm=True is of no use here: there is one process", once=True)
+    elif trainer.sync_batchnorm:
         trainer.model = model = sync_batchnorm(model, trainer.world)
     model.to(trainer.device)
     for technique in run.techniques:
@@ -177,6 +210,7 @@ def _optimizers(trainer: Trainer) -> None:
     before = hooks.of("on_before_optimizer_step")
     if trainer.lightning is not None:
         trainer.counted_optimizers = trainer.lightning.counted(trainer.optimizers)
+        trainer.lr_scheduler_configs = trainer.lightning.scheduler_configs(trainer.lr_scheduler_configs)
     else:
         trainer.counted_optimizers = [CountedOptimizer(one, trainer, before) for one in trainer.optimizers]
     trainer.distributed = None
@@ -192,16 +226,32 @@ def _optimizers(trainer: Trainer) -> None:
 
 def _log_hparams(trainer: Trainer) -> None:
     model, datamodule = trainer.model, trainer.datamodule
-    hparams = {}
-    for owner in (datamodule, model):
-        if owner is not None and getattr(owner, "_log_hyperparams", False):
-            hparams.update(dict(getattr(owner, "hparams_initial", None) or owner.hparams))
+    given = [
+        dict(getattr(owner, "hparams_initial", None) or owner.hparams)
+        for owner in (model, datamodule)
+        if owner is not None and getattr(owner, "_log_hyperparams", False)
+    ]
+    model_has, data_has = given if len(given) == 2 else ({}, {})
+    if differ := [str(name) for name in model_has.keys() & data_has if not _same(model_has, data_has, name)]:
+        raise RuntimeError(
+            f"Error while merging hparams: module and datamodule both have {sorted(differ)}, with different values:"
+            " loggers could show only one of them"
+        )
+    hparams = {name: value for one in given for name, value in one.items()}
     for logger in trainer.loggers:
         if hparams:
             logger.log_hyperparams(hparams)
         if hasattr(logger, "log_graph"):
             logger.log_graph(model)
         logger.save()
+
+
+def _same(first: dict[str, Any], second: dict[str, Any], name: str) -> bool:
+    """Whether a hyper-parameter is the same in both; arrays and tensors must be one object."""
+    one, other = first[name], second[name]
+    if one is other or type(one) is not type(other):
+        return one is other
+    return not hasattr(one, "shape") and bool(one == other)
 
 
 def _stage(trainer: Trainer, fn: str, resumed: dict[str, Any] | None, **options: Any) -> Any:
@@ -246,23 +296,29 @@ def _fit(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
         stack.enter_context(torch.enable_grad())
         trainer.loop = None
         trainer.train_source = None
-        if trainer.enable_validation and resumed is None and trainer.num_sanity_val_steps:
+        validates = trainer.enable_validation and checks.has_loader(trainer, "val")
+        if validates and resumed is None and trainer.num_sanity_val_steps:
             _sanity_check(trainer)
-        if trainer.limit_train_batches == 0 or not trainer.has_step("training_step"):
-            return
-        trainer.setup_source("train")
-        loop = trainer.loop = FitLoop(trainer, trainer.hooks, resumed)
-        parameters = dict(trainer.model.named_parameters())
-        for name, gradient in (resumed or {"gradients": {}})["gradients"].items():
-            parameters[name].grad = gradient.to(parameters[name].device)
-        trainer.board = loop.board
-        if loop.validates_this_epoch() and trainer.val_source is None:
-            trainer.setup_source("val")
-        if loop.done():
-            return
-        trainer.stage.stage = "train"
-        _warn_of_eval_mode(trainer)
-        loop.run()
+        train(trainer, resumed)
+
+
+def train(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
+    """The training itself."""
+    if trainer.limit_train_batches == 0 or not trainer.has_step("training_step"):
+        return
+    trainer.setup_source("train")
+    loop = trainer.loop = FitLoop(trainer, trainer.hooks, resumed)
+    parameters = dict(trainer.model.named_parameters())
+    for name, gradient in (resumed or {"gradients": {}})["gradients"].items():
+        parameters[name].grad = gradient.to(parameters[name].device)
+    trainer.board = loop.board
+    if trainer.validates_this_epoch and trainer.val_source is None:
+        trainer.setup_source("val")
+    if loop.done():
+        return
+    trainer.stage.stage = "train"
+    _warn_of_eval_mode(trainer)
+    loop.run()
 
 
 def _warn_of_eval_mode(trainer: Trainer) -> None:
@@ -278,19 +334,20 @@ def _sanity_check(trainer: Trainer) -> None:
     """A few validation batches before training, so that a mistake there shows now. Draws nothing from training."""
     state = rng.state()
     stage = trainer.stage.stage
+    trainer.stage.stage = "sanity_check"
+    for hook in trainer.hooks.of_callbacks("on_sanity_check_start"):
+        hook()
     trainer.setup_source("val")
     if sum(trainer.num_sanity_val_batches):
-        trainer.stage.stage = "sanity_check"
         board = trainer.board = trainer.new_board(training=False)
-        for hook in trainer.hooks.of_callbacks("on_sanity_check_start"):
-            hook()
         with evaluate.without_gradients(False):
             evaluate.evaluate(
                 trainer, trainer.hooks, board, trainer.val_source, trainer.num_sanity_val_batches, "validate"
             )
-        for hook in trainer.hooks.of_callbacks("on_sanity_check_end"):
-            hook()
-        trainer.metrics.clear()
+    for hook in trainer.hooks.of_callbacks("on_sanity_check_end"):
+        hook()
+    trainer.metrics.clear()
+    trainer.evaluated_batches = 0
     trainer.stage.stage = stage
     rng.restore(state)
 
@@ -298,8 +355,9 @@ def _sanity_check(trainer: Trainer) -> None:
 def _tear_down(trainer: Trainer) -> None:
     """What must be left in order, whether the training ended well or not."""
     trainer.metrics.to_cpu()
-    trainer.board = None
     trainer.distributed = None
+    if trainer.loop is not None:
+        trainer.loop.let_go()
     for source in (trainer.train_source, trainer.val_source):
         for position in source.positions if source is not None else ():
             position.end()
@@ -319,4 +377,4 @@ def stop(trainer: Trainer) -> None:
         trainer.say(f"{name}: stopped; checkpoints are off, so nothing was saved")
     if number == signal.SIGINT and signals.is_interactive():
         raise KeyboardInterrupt
-    raise signals.Stopped(number)
+    raise signals.stopped(number)

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from hasten.trainer.flags import uses_lightning
+
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
@@ -71,3 +73,13 @@ class Stopped(SystemExit):
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
         self.number = number
+
+
+def stopped(number: int) -> Stopped:
+    """The exception that ends a training; after SIGTERM, where Lightning is in use, also the one that it raises."""
+    if number != signal.SIGTERM or not uses_lightning():
+        return Stopped(number)
+    from hasten.trainer.lightning import stopped_kind
+
+    kind: Any = stopped_kind(Stopped)
+    return kind(number)  # type: ignore[no-any-return]

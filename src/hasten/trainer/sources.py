@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from hasten.data.position import Position
 from hasten.errors import HastenError
 from hasten.parallel import set_epoch
 from hasten.run import Run
+from hasten.techniques.data.loader_workers import draw_base_seed
 from hasten.trainer.batches import mapped
 
 MODES = ("max_size_cycle", "min_size", "max_size", "sequential")
@@ -78,7 +78,10 @@ class Combined:
 
         def open_one() -> Callable[[], Any]:
             state = resumed.pop() if resumed else None
-            iterator = (None if state is None else position.resume(state)) or position.begin()
+            going_on = None if state is None else position.resume(state)
+            if going_on is None:
+                _as_without_workers(self.leaves[index])
+            iterator = position.begin() if going_on is None else going_on
             self._drawn[index] = 0 if state is None else state["batches"]
             return with_techniques(iterator, run)
 
@@ -134,6 +137,12 @@ def with_techniques(iterator: Iterator[Any], run: Run) -> Callable[[], Any]:
     return run.batches(iterator.__next__, iterator)
 
 
+def _as_without_workers(loader: Any) -> None:
+    """Draw what a loader without workers would, where hasten made the workers stay alive between epochs."""
+    if getattr(loader, "hasten_workers_stay", False):
+        draw_base_seed(loader)
+
+
 def _limited(fetch: Callable[[], Any], limit: float) -> Callable[[], Any]:
     if limit == math.inf:
         return fetch
@@ -149,7 +158,11 @@ def _limited(fetch: Callable[[], Any], limit: float) -> Callable[[], Any]:
 
 
 def _is_collection(tree: Any) -> bool:
-    return isinstance(tree, list | tuple | Mapping) and not isinstance(tree, str)
+    """Whether it holds loaders; a list of plain numbers or texts is a loader itself, whose batches they are."""
+    if not isinstance(tree, list | tuple | Mapping):
+        return False
+    parts = tree.values() if isinstance(tree, Mapping) else tree
+    return not parts or not all(isinstance(part, int | float | str) for part in parts)
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -203,7 +216,8 @@ def limited(total: float, limit: float | None, flag: str, error: Any = HastenErr
         if limit in (0.0, 1.0):
             return 0 if limit == 0.0 else math.inf
         raise error(
-            f"{flag}={limit} is a share of a loader whose length is not known", "give a number of batches: an int"
+            f"a loader has no length (an `IterableDataset`?), so `Trainer({flag})` must be `1.0` or an int,"
+            f" not {limit}, which is a share of it"
         )
     count = int(total * limit)
     if not count and limit > 0:
@@ -213,14 +227,24 @@ def limited(total: float, limit: float | None, flag: str, error: Any = HastenErr
     return count
 
 
-def check_iterable(loader: Any, what: str) -> None:
-    """Raise where a thing cannot be iterated over."""
+class NotALoaderError(HastenError, TypeError):
+    """What is no loader is the wrong type of thing in Python."""
+
+
+def check_iterable(loader: Any, whence: str) -> None:
+    """Raise where a thing cannot be iterated over.
+
+    Args:
+        loader: The thing.
+        whence: Where it comes from: "passed to ..." or "returned from ...".
+    """
     try:
         if not hasattr(loader, "__iter__"):
             iter(loader)
     except TypeError:
-        raise TypeError(
-            f"{what} must give something to iterate over, such as a DataLoader, not a {type(loader).__name__}"
+        raise NotALoaderError(
+            f"An invalid dataloader was {whence}: {loader!r}",
+            "give something to iterate over, such as a DataLoader",
         ) from None
 
 
@@ -270,7 +294,8 @@ def with_options(loader: Any, run: Run) -> Any:
             wanted["prefetch_factor"] = 2
         different = {name: wanted[name] for name in names if wanted[name] is not options[name]}
         if different:
-            loader = changed(loader, **different)
+            stays = bool(different.get("persistent_workers"))
+            loader = changed(loader, hasten_workers_stay=stays, **different)
     if loader.num_workers and run.acting("fetcher"):
         loader = changed(loader, worker_init_fn=_FetcherInWorker(run, loader.worker_init_fn))
     return loader
@@ -299,8 +324,7 @@ class _FetcherInWorker:
 
 def overfitting(loader: Any) -> Any:
     """A loader that gives the same batches in every pass."""
-    if isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler):
-        warnings.warn("overfit_batches turns shuffling off, so that the same batches come again", stacklevel=3)
+    if isinstance(loader, DataLoader) and not isinstance(loader.sampler, SequentialSampler):
         return changed(loader, sampler=SequentialSampler(loader.dataset))  # type: ignore[arg-type]
     return loader
 
@@ -311,6 +335,7 @@ def evaluation_batches(source: Combined, limits: list[float], run: Run) -> Itera
         for index, (leaf, limit) in enumerate(zip(source.leaves, limits, strict=True)):
             if not limit:
                 continue
+            _as_without_workers(leaf)
             fetch = _limited(with_techniques(iter(leaf), run), limit)
             for number in itertools.count():
                 try:

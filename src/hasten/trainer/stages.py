@@ -3,12 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 
-@dataclass
+class Function(StrEnum):
+    """What a person called."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class Running(StrEnum):
+    """What runs now."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether it is validation or test."""
+        return self in ("validate", "test", "sanity_check")
+
+    @property
+    def dataloader_prefix(self) -> str:
+        """How its loaders are called: "train", "val", "test" or "predict"."""
+        return "val" if self in ("validate", "sanity_check") else self.value
+
+
+class Status(StrEnum):
+    """How far a run is."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is over, in whatever way."""
+        return self in ("finished", "interrupted")
+
+
+@dataclass(eq=False)
 class Stage:
     """What the Trainer is in the middle of.
+
+    Texts become members of these, which equal them.
 
     Attributes:
         fn: "fit", "validate", "test", "predict" or None.
@@ -16,9 +62,19 @@ class Stage:
         status: "initializing", "running", "finished" or "interrupted".
     """
 
-    fn: str | None = None
-    stage: str | None = None
-    status: str = "initializing"
+    fn: Function | str | None = None
+    stage: Running | str | None = None
+    status: Status | str = Status.INITIALIZING
+
+    def __setattr__(self, name: str, value: str | None) -> None:
+        kind = {"fn": Function, "stage": Running, "status": Status}[name]
+        object.__setattr__(self, name, value if value is None else kind(value))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether another state, of whatever class, says the same."""
+        return all(getattr(other, name, "") == value for name, value in vars(self).items())
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
 
     @property
     def finished(self) -> bool:

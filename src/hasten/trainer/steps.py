@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten.parallel import manual_forward
 from hasten.trainer.optimizing import clip
+from hasten.trainer.profiling import measures
 
 if TYPE_CHECKING:
     from hasten.trainer.hooks import Hooks
     from hasten.trainer.trainer import Trainer
 
 Step = Callable[[Any, int, bool, bool], Any]
-"""`(batch, batch_idx, first, last)` of an accumulation window -> what the hooks get as `outputs`."""
+"""`(batch, batch_idx, first, last)` of an accumulation window -> what training_step gave."""
 
 
 def takes_batch_idx(method: Any) -> bool:
@@ -31,6 +34,9 @@ def called(trainer: Trainer, name: str, method: Callable[..., Any]) -> Callable[
     module, run = trainer.model, trainer.run
     if name == "training_step" and trainer.distributed is not None:
         method = trainer.distributed
+    if measures(trainer.profiler):
+        strategy = "SingleDevice" if trainer.world.size == 1 else "DDP"
+        method = trainer.profiled(f"[Strategy]{strategy}Strategy.{name}", method)  # Lightning's label, to compare
     if run.acting("forward"):
 
         def plain(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,7 +93,6 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
     clips = bool(trainer.gradient_clip_val) and own_clipping is None
     own_step = hooks.of_module("optimizer_step")
     by_closure = own_step is None and needs_closure(optimizer)
-    wants_outputs = bool(hooks.of("on_train_batch_end"))
     names = module.__dict__
     distributed = trainer.distributed
     tensor = torch.Tensor
@@ -98,18 +103,22 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
         if trainer.accumulate_grad_batches != 1 and loss is not None:
             loss = loss / trainer.accumulate_grad_batches
         if trainer.skip_backward:  # stochastic weight averaging only updates BatchNorm in its last epoch
-            return output if loss is None or not wants_outputs else outputs_of(output, loss)
+            return output
         if first:
             clear(batch_idx)
         if loss is not None:
             backward(loss)
-        return output if loss is None or not wants_outputs else outputs_of(output, loss)
+        return output
 
     def prepare() -> None:
         for hook in before_step:
             hook(optimizer)
         if own_clipping is not None:
-            own_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+            own_clipping(
+                optimizer,
+                gradient_clip_val=trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            )
         elif clips:
             clip(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm or "norm")
 
@@ -128,12 +137,13 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
         kept: list[Any] = [None]
         done: list[bool] = []
 
-        def closure() -> Any:
+        @torch.enable_grad()
+        def closure() -> Any:  # some optimizers call it under no_grad
             names["_current_fx_name"] = "training_step"
             kept[0] = differentiate(batch, batch_idx, first or bool(done))
             done.append(True)
             prepare()
-            return loss_of(kept[0])
+            return scaled_loss(kept[0], trainer.accumulate_grad_batches)
 
         if own_step is not None:
             own_step(trainer.current_epoch, batch_idx, trainer.counted_optimizers[0], closure)
@@ -142,8 +152,8 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
         trainer.global_step += 1
         if not done:
             raise trainer.misconfigured(
-                "optimizer_step did not run the closure that it was given, so nothing was trained",
-                "call optimizer.step(closure=optimizer_closure) in it, or optimizer_closure()",
+                "The closure hasn't been executed by the step of the optimizer, so nothing was trained",
+                "in optimizer_step call optimizer.step(closure=optimizer_closure); an optimizer's step has to call it",
             )
         return kept[0]
 
@@ -154,6 +164,8 @@ def manual(trainer: Trainer, hooks: Hooks) -> Step:
     """The step of a module that steps its optimizers itself."""
     module = trainer.model
     training_step = called(trainer, "training_step", module.training_step)
+    if trainer.distributed is not None:
+        training_step = functools.partial(manual_forward, trainer.distributed)
     if not takes_batch_idx(module.training_step):
         takes_batch = training_step
         training_step = lambda batch, batch_idx: takes_batch(batch)  # noqa: E731
@@ -162,14 +174,11 @@ def manual(trainer: Trainer, hooks: Hooks) -> Step:
     def step(batch: Any, batch_idx: int, first: bool, last: bool) -> Any:
         names["_current_fx_name"] = "training_step"
         output = training_step(batch, batch_idx)
-        if isinstance(output, Mapping):
-            return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in output.items()}
-        if output is None:
-            return {}
-        if isinstance(output, torch.Tensor):
-            return {"loss": output.detach()}
+        if output is None or isinstance(output, torch.Tensor | Mapping):
+            return output
         raise trainer.misconfigured(
-            f"training_step of a manual optimization gave a {type(output).__name__}", "return a tensor, a dict or None"
+            f"training_step gave a {type(output).__name__}: in manual optimization it must return a Tensor or have no"
+            " return, or return a dict"
         )
 
     return step
@@ -193,16 +202,34 @@ def loss_of(output: Any) -> Any:
         return output["loss"]
     from hasten.trainer.flags import misconfigured
 
+    if isinstance(output, Mapping):
+        raise misconfigured("when training_step returns a dict, the 'loss' key needs to be present")
     raise misconfigured(
-        f"training_step gave {'a dict without `loss`' if isinstance(output, Mapping) else type(output).__name__}",
-        'return the loss tensor, a dict with "loss", or None to skip the batch',
+        f"training_step gave a {type(output).__name__}: it must return a Tensor, a dict, or None (to skip the batch)"
     )
 
 
-def outputs_of(output: Any, loss: torch.Tensor) -> dict[str, Any]:
+def scaled_loss(output: Any, every: int) -> Any:
+    """The loss as it was differentiated."""
+    loss = loss_of(output)
+    return loss if loss is None or every == 1 else loss / every
+
+
+def outputs_of(output: Any, every: int) -> dict[str, Any]:
     """What hooks get: the loss as it was differentiated, without its graph, and what else training_step gave."""
-    extra = output if isinstance(output, Mapping) else {}
-    return {"loss": loss.detach(), **{key: value for key, value in extra.items() if key != "loss"}}
+    loss = scaled_loss(output, every)
+    if loss is None:
+        return {}
+    if not isinstance(output, Mapping):
+        return {"loss": loss.detach()}
+    return {"loss": loss.detach(), **{key: value for key, value in output.items() if key != "loss"}}
+
+
+def manual_outputs_of(output: Any, every: int) -> dict[str, Any]:
+    """What hooks get in manual optimization: all that training_step gave, without graphs."""
+    if isinstance(output, Mapping):
+        return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in output.items()}
+    return {} if output is None else {"loss": output.detach()}
 
 
 def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:
@@ -245,8 +272,23 @@ class CountedOptimizer:
         """Step; in manual optimization it counts as one of the training's steps."""
         if self._trainer.model.automatic_optimization:
             return self.optimizer.step(closure=closure, **kwargs) if closure else self.optimizer.step(**kwargs)
-        for hook in self._before:
-            hook(self.optimizer)
-        answer = self.optimizer.step(closure=closure, **kwargs) if closure else self.optimizer.step(**kwargs)
+        if closure is None:
+            for hook in self._before:
+                hook(self.optimizer)
+            answer = self.optimizer.step(**kwargs)
+        else:
+            answer = self.optimizer.step(closure=after(closure, self._before, self.optimizer), **kwargs)
         self._trainer.global_step += 1
         return answer
+
+
+def after(closure: Callable[[], Any], hooks: list[Any], optimizer: Any) -> Callable[[], Any]:
+    """A closure with the hooks that want to see its gradients, before the optimizer uses them."""
+
+    def closed() -> Any:
+        answer = closure()
+        for hook in hooks:
+            hook(optimizer)
+        return answer
+
+    return closed

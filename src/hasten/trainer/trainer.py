@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +22,13 @@ from hasten.parallel import World, choose_devices
 from hasten.plan import Plan, Setting
 from hasten.run import Run
 from hasten.techniques import CATALOGUE, build
-from hasten.trainer import feeding, session, sources
+from hasten.trainer import feeding, session
 from hasten.trainer import flags as say
-from hasten.trainer.attachments import Attachments, Silent, uses_lightning
+from hasten.trainer.attachments import Attachments, silent
 from hasten.trainer.checkpointing import Checkpointing
 from hasten.trainer.hooks import ModuleHooks, overridden
 from hasten.trainer.logged import Board
+from hasten.trainer.loggers.base import Logger
 from hasten.trainer.loop import FitLoop
 from hasten.trainer.module import LossModule, Module
 from hasten.trainer.optimizing import SchedulerConfig
@@ -159,6 +162,10 @@ class Trainer(Readable):
         **unknown: Any,
     ) -> None:
         say.refuse_unknown(unknown, type(self))
+        say.switches(locals())
+        say.strategy(strategy)
+        say.path("plan", plan, Plan)
+        say.path("default_root_dir", default_root_dir)
         for name, value in (("num_nodes", num_nodes), ("log_every_n_steps", log_every_n_steps)):
             say.whole(name, value, 0 if name == "log_every_n_steps" else 1)
         say.whole("max_epochs", max_epochs, -1)
@@ -179,7 +186,7 @@ class Trainer(Readable):
             say.refuse_beside_barebones(locals())
             log_every_n_steps, num_sanity_val_steps = 0, 0
             logger = enable_checkpointing = enable_progress_bar = enable_model_summary = False
-        self.default_root_dir = os.path.abspath(default_root_dir or Path.cwd())  # noqa: PTH100  # links stay as they are
+        self.default_root_dir = os.path.abspath(Path(default_root_dir or Path.cwd()).expanduser())  # noqa: PTH100  # links stay as they are
 
         # where
         self.accelerator_flag = accelerator
@@ -189,6 +196,8 @@ class Trainer(Readable):
         self.precision = say.precision_of(precision)
         self.use_distributed_sampler = use_distributed_sampler
         self.sync_batchnorm = sync_batchnorm
+        say.devices(accelerator, devices)
+        say.accelerator(accelerator)
         self.world = World(device=choose_devices(accelerator, devices)[0])
         self.opened = False
 
@@ -214,17 +223,21 @@ class Trainer(Readable):
         # how
         self.accumulate_grad_batches, schedule = say.accumulation(accumulate_grad_batches)
         self.gradient_clip_val = gradient_clip_val
-        self.gradient_clip_algorithm = None if gradient_clip_algorithm is None else say.word(gradient_clip_algorithm)
+        self.gradient_clip_algorithm = (
+            None if gradient_clip_algorithm is None else say.ClipAlgorithm(say.word(gradient_clip_algorithm))
+        )
         self.deterministic = deterministic
         self.benchmark = benchmark
         self.inference_mode = inference_mode
         self.detect_anomaly = detect_anomaly
         self.enable_autolog_hparams = enable_autolog_hparams
         self.checkpoint_format = checkpoint_format
-        self.fast_dev_run = fast_dev_run
+        if not isinstance(fast_dev_run, int) or fast_dev_run < 0:
+            raise say.misconfigured(f"fast_dev_run={fast_dev_run!r} should be >= 0", "it is a number of batches")
+        self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run
         if fast_dev_run:
             self._only_try(int(fast_dev_run))
-            logger, enable_checkpointing = (None if logger is False else Silent(), False)
+            logger, enable_checkpointing = (False if logger is False else silent(), False)
         prefetches = True if device_prefetch else device_prefetch
         asked: dict[str, Setting | None] = {
             "precision": None if self.precision == "32-true" else self.precision,
@@ -277,6 +290,8 @@ class Trainer(Readable):
         self.predict_indices: Any = None
         self.predictions: Any = None
         self.evaluated_batches = 0
+        # by run and kind, then by loader, over all passes: the x-axis of what is logged in evaluations
+        self.batches_seen: dict[str, Counter[int]] = defaultdict(Counter)
         self.skip_backward = False
         self.lightning: Face | None = None
         self.hooks: Any = None
@@ -294,10 +309,20 @@ class Trainer(Readable):
             schedule,
             profiler,
         )
-        self.loggers: list[Any] = attachments.loggers(self)
+        self.loggers = attachments.loggers(self)
         self.profiler = attachments.profiler()
         self.callbacks: list[Any] = attachments.callbacks(self)
         self.checkpointing = Checkpointing(self, background_saves)
+        counted = {
+            "limit_train_batches": limit_train_batches,
+            "limit_val_batches": limit_val_batches,
+            "limit_test_batches": limit_test_batches,
+            "limit_predict_batches": limit_predict_batches,
+            "overfit_batches": overfit_batches,
+            "val_check_interval": val_check_interval,
+        }
+        for line in say.one_or_all(counted):
+            self.say(line)
 
     # -- what a person calls ---------------------------------------------------------------------------
 
@@ -405,6 +430,18 @@ class Trainer(Readable):
         if self.stage.fn != "fit" or self.stage.stopped:
             self.checkpointing.saver.wait()
 
+    @contextlib.contextmanager
+    def init_module(self) -> Iterator[None]:
+        """Modules made under this lie on the device, in the precision, at once."""
+        dtypes = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtypes.get(self.precision, before))
+        try:
+            with self.device:
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
     # -- what callbacks and modules call ---------------------------------------------------------------
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -476,17 +513,21 @@ class Trainer(Readable):
     def _only_try(self, batches: int) -> None:
         self.limit_train_batches = self.limit_val_batches = batches
         self.limit_test_batches = self.limit_predict_batches = batches
-        self.max_steps, self.max_epochs = batches, 1
+        self.max_steps, self.max_epochs, self.min_steps, self.min_epochs = batches, 1, None, None
         self.num_sanity_val_steps, self.val_check_interval, self.check_val_every_n_epoch = 0, 1.0, 1
 
     def _attach(self, model: Any, fn: str, first: Any, datamodule: Any, **loaders: Any) -> None:
         model = self.model if model is None else model
         if model is None:
-            raise TypeError(f"{fn}() needs a model: none was given, and none was trained before")
+            raise TypeError(
+                f"`Trainer.{fn}()` requires a `LightningModule` or a `hasten.Module`: none was given, and none was"
+                " trained before"
+            )
         model = getattr(model, "_orig_mod", model)  # what torch.compile(module) gave
         if not isinstance(model, torch.nn.Module) or not hasattr(model, "training_step"):
             raise say.NotAModuleError(
-                f"{fn}() takes a hasten.Module or a LightningModule, not a {type(model).__name__}",
+                f"`Trainer.{fn}()`: model must be a `LightningModule` or a `hasten.Module`,"
+                f" got `{type(model).__name__}`",
                 "for a plain nn.Module: fit(model, loader, loss=torch.nn.functional.cross_entropy)",
             )
         if datamodule is None and hasattr(first, "train_dataloader") and hasattr(first, "prepare_data"):
@@ -508,12 +549,16 @@ class Trainer(Readable):
     def _begin_anew(self) -> None:
         if self.max_epochs is None:
             if self.max_steps == -1 and not self._callbacks_named("Timer"):
-                self.say("max_epochs is not given: 1000; say -1 for no end", once=True)
+                self.warn(
+                    "`max_epochs` was not set. Setting it to 1000 epochs. -1 trains until something else stops it."
+                )
                 self.max_epochs = 1000
             else:
                 self.max_epochs = -1
         if self.min_epochs is not None and self.max_epochs not in (-1, None) and self.min_epochs > self.max_epochs:
             raise self.misconfigured(f"min_epochs={self.min_epochs} is more than max_epochs={self.max_epochs}")
+        if self.min_steps is not None and self.max_steps != -1 and self.min_steps > self.max_steps:
+            raise self.misconfigured(f"min_steps={self.min_steps} is more than max_steps={self.max_steps}")
         for line in self._remarks:
             self.say(line, once=True)
 
@@ -522,7 +567,13 @@ class Trainer(Readable):
         if path is not None or model is not None:
             return self.checkpointing.find(path)
         saved = [one for one in self.checkpoint_callbacks if getattr(one, "best_model_path", "")]
-        return self.checkpointing.find("best") if saved and not self.fast_dev_run else None
+        if not saved or self.fast_dev_run:
+            return None
+        self.warn(
+            "no model and no ckpt_path were given: The best model of the previous `fit` call will be used. Say"
+            ' ckpt_path="best" if that is meant, or give the model'
+        )
+        return self.checkpointing.find("best")
 
     @property
     def collective_strategy(self) -> str:
@@ -538,7 +589,7 @@ class Trainer(Readable):
     def lightning_attached(self) -> None:
         """Meet a LightningModule: give it what it reads of its trainer."""
         self.lightning = None
-        if uses_lightning():
+        if say.uses_lightning():
             from hasten.trainer.lightning import Face, is_lightning
 
             if is_lightning(self.model) or any(map(is_lightning, self.callbacks)) or is_lightning(self.datamodule):
@@ -553,7 +604,7 @@ class Trainer(Readable):
         from hasten.trainer.callbacks.base import Callback
 
         own: dict[str, tuple[type, ...]] = {"module": (Module, ModuleHooks), "callback": (Callback,), "datamodule": ()}
-        if not uses_lightning():
+        if not say.uses_lightning():
             return own[what]
         from hasten.trainer.lightning import bases
 
@@ -598,6 +649,8 @@ class Trainer(Readable):
         """The training loaders of this epoch."""
         if self._due("train"):
             self.setup_source("train")
+            if self.lightning is not None:
+                self.lightning.draw_for_reload(self.train_source.leaves)
         return self.train_source
 
     def first_step(self, step: Step) -> Step:
@@ -619,8 +672,6 @@ class Trainer(Readable):
         training = self.board
         board = self.board = self.new_board(training=False)
         self.stage.stage = "validate"
-        for leaf in self.val_source.leaves:
-            sources.set_epoch(leaf, self.current_epoch)
         with without_gradients(False):
             evaluate(self, self.hooks, board, self.val_source, self.num_val_batches, "validate")
         self.stage.stage = "train"
@@ -639,7 +690,8 @@ class Trainer(Readable):
         if self.is_global_zero:
             for logger in self.loggers:
                 logger.log_metrics(metrics=dict(numbers), step=step)
-                logger.save()
+                if not isinstance(logger, Logger):  # hasten's own know when to write
+                    logger.save()
 
     def stop_if_signalled(self) -> None:
         """Save and end, if somebody asked for it."""
@@ -652,7 +704,7 @@ class Trainer(Readable):
 
     def __getattr__(self, name: str) -> Any:
         """Names that only Lightning's own classes read (`strategy`, `fit_loop`, ...) are answered by its face."""
-        if not name.startswith("__") and "metrics" in self.__dict__ and uses_lightning():
+        if not name.startswith("__") and "metrics" in self.__dict__ and say.uses_lightning():
             from hasten.trainer.lightning import Face
 
             face = self.__dict__.get("lightning") or self.__dict__.setdefault("_face", Face(self))
@@ -664,6 +716,7 @@ class Trainer(Readable):
         state = self.__dict__.copy()
         for name in ("hooks", "loop", "distributed", "lightning", "_face", "board"):
             state[name] = None
+        state["counted_optimizers"] = []  # made anew for each fit
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trainer:
@@ -690,9 +743,11 @@ def seed_everything(seed: int, workers: bool = True) -> int:
     Returns:
         The seed.
     """
-    if not 0 <= int(seed) < 2**32:
-        raise HastenError(f"seed={seed} must be from 0 to {2**32 - 1}")
     import numpy
+
+    if not isinstance(seed, int | numpy.integer) or not 0 <= seed < 2**32:
+        raise HastenError(f"seed={seed!r} must be a whole number from 0 to {2**32 - 1}")
+    seed = int(seed)
 
     random.seed(seed)
     numpy.random.seed(seed)  # noqa: NPY002  # what scripts draw from

@@ -95,7 +95,7 @@ def test_each_refusal_says_what_it_is(tmp_path):
         return str(caught.value)
 
     path = tmp_path / "x"
-    assert "There is no checkpoint" in refusal(path)
+    assert "Checkpoint file not found" in refusal(path)
     write(tmp_path / "near.ckpt", {})
     assert "near.ckpt" in refusal(path)
     path.write_bytes(b"")

@@ -13,12 +13,12 @@ class Callback:
     `hasten.Trainer`, `module` what it trains.
 
     Attributes:
-        skip_batches: How many of the coming calls of `on_train_batch_end` this callback can do without. The loop may
-            leave that many out, but calls for the last batch of an epoch where it knows which one that is. A callback
-            must not rely on being left out.
+        skip_batches: None: `on_train_batch_end` is called for every batch. A number: how many of its coming calls this
+            callback can do without. The loop may leave that many out, but calls for the last batch of an epoch where
+            it knows which one that is. A callback must not rely on being left out.
     """
 
-    skip_batches: int = 0
+    skip_batches: int | None = None
 
     def needs(self, hook: str) -> bool:
         """Whether, by its settings, this callback has anything to do in a hook it overrides.

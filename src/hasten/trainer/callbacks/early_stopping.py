@@ -82,6 +82,7 @@ class EarlyStopping(Callback):
         self.stopping_reason_message: str | None = None
         self._check_on_train_epoch_end = check_on_train_epoch_end
         self._fitting = False
+        self._was_over = False  # a checkpoint said so
 
     @property
     def state_key(self) -> str:
@@ -93,6 +94,13 @@ class EarlyStopping(Callback):
         self._fitting = stage == "fit"
         if self._check_on_train_epoch_end is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """A run that was killed after it was told to stop does not begin another epoch."""
+        if self._was_over:
+            self._was_over = False
+            trainer.should_stop = True
+            say(trainer, f"EarlyStopping: this training had stopped before: {self.stopping_reason_message}")
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         """Check, unless checks belong to validation."""
@@ -163,3 +171,4 @@ class EarlyStopping(Callback):
         self.patience = state_dict["patience"]
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
+        self._was_over = self._fitting and self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED

@@ -39,6 +39,8 @@ class EMA(Callback):
         HastenError: An argument out of its range.
     """
 
+    changes_saved_weights = True
+
     def __init__(
         self,
         decay: float = 0.999,

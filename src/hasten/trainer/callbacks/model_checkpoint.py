@@ -163,16 +163,17 @@ class ModelCheckpoint(Callback):
         """Settle on the folder."""
         self._fitting = stage == "fit"
         if self.dirpath is None:
-            log_dir = trainer.loggers[0].log_dir if trainer.loggers else None
-            folder = Path(log_dir or trainer.default_root_dir) / "checkpoints"
+            folder = _experiment_folder(trainer)
+            if trainer.loggers and (version := trainer.loggers[0].version) is not None:
+                folder /= version if isinstance(version, str) else f"version_{version}"
+            folder /= "checkpoints"
             self.dirpath = trainer.world.broadcast(os.path.realpath(folder))
 
     def find_folders(self, trainer: Any) -> list[str]:
         """Folders in which earlier runs of this training may have left checkpoints; none is made."""
         if self.dirpath is not None:
             return [self.dirpath]
-        root = trainer.loggers[0].root_dir if trainer.loggers else None
-        found = [str(path) for path in Path(root).glob("*/checkpoints")] if root else []
+        found = [str(path) for path in _experiment_folder(trainer).glob("*/checkpoints")] if trainer.loggers else []
         return [*found, str(Path(trainer.default_root_dir) / "checkpoints")]
 
     def needs(self, hook: str) -> bool:
@@ -454,6 +455,14 @@ class ModelCheckpoint(Callback):
         # A checkpoint may be older than the first `last` of its run, whose file is to be replaced all the same.
         last = Path(self.dirpath or "") / (self.CHECKPOINT_NAME_LAST + self.FILE_EXTENSION)
         self.last_model_path = state_dict.get("last_model_path") or str(last)
+
+
+def _experiment_folder(trainer: Any) -> Path:
+    """Where the first logger keeps its runs, one folder each: its save_dir and name."""
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name or "")
 
 
 def _has_validation(trainer: Any) -> bool:

@@ -26,6 +26,8 @@ class Progress(Callback):
         leave: Keep each epoch's line on the terminal.
     """
 
+    skip_batches = 0
+
     def __init__(self, refresh_rate: float = 10.0, leave: bool = True) -> None:
         self.refresh_rate = refresh_rate
         self.leave = leave

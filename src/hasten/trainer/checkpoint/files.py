@@ -21,7 +21,7 @@ import torch
 
 from hasten.errors import HastenError
 from hasten.trainer.checkpoint.plain import Packed, pack, unpack
-from hasten.trainer.checkpoint.refusals import PREVIOUS, CheckpointError, damaged, unreadable
+from hasten.trainer.checkpoint.refusals import PREVIOUS, CheckpointError, MissingCheckpointError, damaged, unreadable
 from hasten.trainer.checkpoint.tensors import DTYPES, STRUCTURE
 from hasten.trainer.checkpoint.torch_format import read_torch, verify_torch
 from hasten.trainer.checkpoint.writing import whole_file
@@ -79,7 +79,8 @@ def read(path: str | Path, map_location: str | torch.device = "cpu", verify: boo
         The state. Tensors that shared memory share it again, except where they overlapped only in part.
 
     Raises:
-        CheckpointError: It is missing, damaged, not a checkpoint, of a newer version, or needs code to be run.
+        CheckpointError: It is missing (then a FileNotFoundError too), damaged, not a checkpoint, of a newer version,
+            or needs code to be run.
     """
     path = Path(path)
     with _open(path) as file:
@@ -197,7 +198,7 @@ def _open(path: Path) -> BinaryIO:
     except FileNotFoundError:
         near = sorted(p.name for p in path.parent.glob("*.ckpt"))[-5:] if path.parent.is_dir() else []
         fix = f"There are: {', '.join(near)}." if near else "Check the path; there is no checkpoint in that folder."
-        raise CheckpointError(f"There is no checkpoint {path}.", fix) from None
+        raise MissingCheckpointError(f"Checkpoint file not found: {path}.", fix) from None
     except IsADirectoryError:
         raise CheckpointError(f"{path} is a folder, not a checkpoint file.", "Give a file in it.") from None
     except OSError as error:

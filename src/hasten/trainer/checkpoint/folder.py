@@ -42,7 +42,7 @@ class Claim:
     def close(self) -> None:
         """Lets another run have the folder. May be called twice."""
         if self._pid == os.getpid() and self._fd >= 0:
-            os.ftruncate(self._fd, 0)  # who held it is of no interest any more
+            (self.folder / LOCK).unlink(missing_ok=True)  # while it is still held: nobody else's can be there
             self._fd = -1
         self._open.close()
 
@@ -70,6 +70,9 @@ def claim(folder: str | Path) -> Claim:
         raise _no_lock(path, error) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_still_there(path, fd):  # its holder let it go, and took it away, after we had opened it
+            os.close(fd)
+            return claim(folder)
         me = {"pid": os.getpid(), "host": socket.gethostname(), "start": time.time(), "command": " ".join(sys.argv)}
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(me).encode(), 0)
@@ -83,6 +86,13 @@ def claim(folder: str | Path) -> Claim:
                 "Wait for it or stop it, or give this run another folder (default_root_dir=...).",
             ) from None
         raise _no_lock(path, error) from error
+
+
+def _is_still_there(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def latest_good(folder: str | Path, pattern: str = "*.ckpt") -> tuple[Path | None, list[str]]:

@@ -13,6 +13,13 @@ class CheckpointError(HastenError):
     """A checkpoint cannot be read: it is missing, damaged, of another kind, or not safe to load."""
 
 
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no such file."""
+
+    def __str__(self) -> str:  # FileNotFoundError has its own, made for an errno
+        return HastenError.__str__(self)
+
+
 def damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {what}.", PREVIOUS)
 

@@ -114,6 +114,9 @@ class Saver:
             self._changed.wait_for(lambda: not self._tasks)
         self.check()
 
+    def __reduce__(self) -> tuple[type[Saver], tuple[bool]]:
+        return Saver, (self._background,)  # a copy has nothing to write
+
     def __enter__(self) -> Saver:
         return self
 

@@ -1,0 +1,97 @@
+"""What Lightning's tuner, learning-rate finder and batch-size finder ask of a trainer: its loops, on trial."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from hasten.trainer import evaluate, session
+from hasten.trainer.checkpoint import read
+
+if TYPE_CHECKING:
+    from hasten.trainer.sources import Combined
+    from hasten.trainer.trainer import Trainer
+
+_COUNTERS = ("current_epoch", "global_step", "total_batches", "logged_steps")
+
+
+def counters(trainer: Trainer) -> dict[str, int]:
+    """How far the training is, as `restore_counters` takes it."""
+    return {name: getattr(trainer, name) for name in _COUNTERS}
+
+
+def restore_counters(trainer: Trainer, kept: dict[str, int]) -> None:
+    """Begin the next trial where the first one began."""
+    for name, value in kept.items():
+        setattr(trainer, name, value)
+
+
+def fit(trainer: Trainer) -> None:
+    """Train as the limits say, within a `fit` that has not begun to train."""
+    stage = trainer.stage.stage
+    session.train(trainer, None)
+    trainer.loop = trainer.board = None
+    trainer.stage.stage = stage
+
+
+def run_evaluation(trainer: Trainer, kind: str) -> None:
+    """Evaluate or predict as the limits say, within such a run that has not come to its first batch."""
+    source, limits = getattr(trainer, f"{kind}_source"), getattr(trainer, f"num_{kind}_batches")
+    before = trainer.board
+    if kind == "predict":
+        evaluate.predict(trainer, trainer.hooks, source, limits, False)
+    else:
+        board = trainer.board = trainer.new_board(training=False)
+        evaluate.evaluate(trainer, trainer.hooks, board, source, limits, str(trainer.stage.fn))
+    trainer.board = before
+
+
+def forget_loaders(trainer: Trainer, kind: str) -> None:
+    """Loaders changed: ask for them again. An evaluation that has begun goes on with the new ones."""
+    old: Combined | None = getattr(trainer, f"{kind}_source")
+    if trainer.stage.fn == "fit" or old is None:
+        setattr(trainer, f"{kind}_source", None)
+        return
+    limits = getattr(trainer, f"num_{kind}_batches")
+    trainer.setup_source(kind)
+    new: Combined = getattr(trainer, f"{kind}_source")
+    old.replace(new.leaves)
+    old.limits = new.limits
+    limits[:] = new.limits
+    setattr(trainer, f"{kind}_source", old)
+    setattr(trainer, f"num_{kind}_batches", limits)
+
+
+def restore(trainer: Trainer, path: Any) -> None:
+    """Put back what a checkpoint of this run's beginning holds."""
+    checkpointing = trainer.checkpointing
+    checkpointing.saver.wait()
+    before = checkpointing.loaded
+    checkpointing.loaded = read(os.fspath(path))
+    checkpointing.restore_model()
+    if trainer.stage.fn == "fit":
+        checkpointing.restore_training()
+    checkpointing.loaded = before
+
+
+class Loaders:
+    """The loaders of a kind, as the finders look at them."""
+
+    def __init__(self, source: Combined) -> None:
+        self._source = source
+
+    @property
+    def flattened(self) -> list[Any]:
+        """The loaders in one list."""
+        return self._source.leaves
+
+    def _dataset_length(self) -> int:
+        sizes = []
+        for leaf in self._source.leaves:
+            try:
+                sizes.append(len(getattr(leaf, "dataset", leaf)))
+            except TypeError:
+                raise NotImplementedError("a dataset has no length") from None
+        if self._source.mode == "sequential":
+            return sum(sizes)
+        return min(sizes) if self._source.mode == "min_size" else max(sizes)
