@@ -64,15 +64,9 @@ imports: $(STAMP)
 	@echo "import contract"
 	@out=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$out" >&2; exit 1; }
 
-# Tests that measure time run afterwards, alone. pytest exits with 5 when it finds no test: here that is an
-# error only when neither half finds one.
 test: lint types imports compiler
 	@echo "pytest: $(TESTS) ($(MARK))"
-	@$(BIN)/pytest -q -n $(JOBS) -m "($(MARK)) and not timing" $(TESTS); beside=$$?; \
-	 test $$beside = 0 || test $$beside = 5 || exit $$beside; \
-	 echo "pytest, alone: tests that measure time"; \
-	 $(BIN)/pytest -q -m "($(MARK)) and timing" $(TESTS); alone=$$?; \
-	 test $$alone = 5 && exit $$beside || exit $$alone
+	@$(BIN)/pytest -q -n $(JOBS) -m "$(MARK)" $(TESTS)
 
 demo: $(STAMP) compiler
 	@mkdir -p $(DEMO)

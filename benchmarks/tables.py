@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from hand_tuned import BENCHMARKS
+from trainer_contenders import CONTENDERS
 
 RESULTS = BENCHMARKS / "results"
 PAGE = BENCHMARKS.parent / "docs" / "measured.md"
@@ -35,6 +36,37 @@ PUBLIC = """## Training scripts by others, unchanged
 short settings of their own flags. `whole run` is the wall time of the process, start-up included; `steps` the pace of
 the script's own progress lines. Neither uses hasten's clock. Two pairs each: a check that nothing breaks or
 slows down, not as the best that can be had.
+"""
+
+TRAINER = """## What a Trainer costs per step
+
+`benchmarks/trainer_overhead.py`: a tiny MLP (Linear 32-32-2, batch 32, TensorDataset, SGD), so small that the trainer's
+own cost shows; each trainer in turn with a plain loop, {rounds} rounds of {turns} turns. What happens at the end of an
+epoch, checkpoints included, is in it. `weights`: those of the plain loop, to the last bit. Machine: {machine}; {used}.
+
+| trainer | CPU time, ratio | wall time, ratio | weights | goal |
+|---|---|---|---|---|"""
+
+IMPORTS = """## Imports
+
+`benchmarks/import_time.py`: seconds of wall time more than `import torch` alone, in turn with it, {rounds} rounds.
+
+| import | seconds more |
+|---|---|"""
+
+LIGHTNING_MODULES = """## LightningModules by others, unchanged
+
+`benchmarks/lightning_modules/compare.py`: modules, datamodules and callbacks of public repositories (commits:
+`benchmarks/lightning_modules/modules.toml`), on small synthetic data, under Lightning's Trainer and under hasten's
+with the same seed. `equal`: losses, learning rates and metrics of each batch, validations, weights, optimizer state and
+random states, all to the last bit. `Lightning twice`: the same for two runs under Lightning.
+"""
+
+LIGHTNING_TESTS = """## Lightning's own tests
+
+`benchmarks/lightning_tests`: the tests of Lightning 2.6.1 with hasten's Trainer in the place of Lightning's. Counted
+are those that use only the public face and pass here under Lightning's own Trainer; `wording`: failures of tests that
+check the words of a message. How tests are sorted: [README](../benchmarks/lightning_tests/README.md).
 """
 
 NAMES = {
@@ -84,11 +116,66 @@ def public() -> list[str]:
     return [*lines, "", "What was refused, and why, is in `benchmarks/results/public-scripts.md`.", ""]
 
 
+def trainer_overhead() -> list[str]:
+    record = read("trainer_overhead.json")
+    machine = f"{record['machine']['cores']} cores of {record['machine']['cpu']}, torch {record['machine']['torch']}"
+    used = ", ".join(f"{name} {version}" for name, version in record["versions"].items() if name != "torch")
+    lines = [TRAINER.format(machine=machine, used=used, rounds=record["rounds"], turns=record["turns"])]
+    plain = {cost["weights"] for cost in record["plain"]}
+    for name, contender in record["contenders"].items():
+        goal = CONTENDERS[name].goal
+        weights = "equal" if set(contender["weights"]) == plain else "differ"
+        ratios = f"{spread(contender['cpu_ratios'])} | {spread(contender['wall_ratios'])}"
+        lines.append(f"| {CONTENDERS[name].title} | {ratios} | {weights} | {'' if goal is None else f'{goal:.2f}'} |")
+    return [*lines, ""]
+
+
+def import_time() -> list[str]:
+    record = read("import_time.json")
+    lines = [IMPORTS.format(rounds=record["rounds"])]
+    for name, one in record["imports"].items():
+        more = [took["wall"] - torch["wall"] for took, torch in zip(one["took"], record["torch"])]
+        if name != "torch":
+            ordered = sorted(more)
+            middle = ordered[len(ordered) // 2]
+            lines.append(f"| `{one['code']}` | {middle:+.2f} ({ordered[0]:+.2f} to {ordered[-1]:+.2f}) |")
+    took = sorted(one["wall"] for one in record["help"]["took"])
+    return [*lines, "", f"`hasten --help`: {took[len(took) // 2]:.2f} s ({took[0]:.2f}-{took[-1]:.2f}).", ""]
+
+
+def lightning_tests() -> list[str]:
+    table = (BENCHMARKS / "lightning_tests" / "results.md").read_text(encoding="utf-8").splitlines()
+    lines = [LIGHTNING_TESTS]
+    for line in table:
+        if line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            lines.append("| " + " | ".join(cells[:5] + cells[6:7]) + " |")
+    return [*lines, ""]
+
+
+def lightning_modules() -> list[str]:
+    table = (RESULTS / "lightning-modules.md").read_text(encoding="utf-8").splitlines()
+    lines = [LIGHTNING_MODULES]
+    for line in table:
+        if line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            lines.append("| " + " | ".join(cells[:5]) + " |")
+    return [*lines, ""]
+
+
 def main() -> None:
-    parts = (("tune_vs_hand.json", against_hand), ("listening_cost.json", listening), ("public-scripts.md", public))
+    parts = (
+        (RESULTS / "tune_vs_hand.json", against_hand),
+        (RESULTS / "listening_cost.json", listening),
+        (RESULTS / "trainer_overhead.json", trainer_overhead),
+        (RESULTS / "import_time.json", import_time),
+        (RESULTS / "lightning-modules.md", lightning_modules),
+        (BENCHMARKS / "lightning_tests" / "results.md", lightning_tests),
+        (RESULTS / "public-scripts.md", public),
+    )
     lines = [HEAD]
-    for name, part in parts:
-        if (RESULTS / name).exists():
+    for source, part in parts:
+        if source.exists():
             lines += part()
     lines += [
         "## Not measured here",

@@ -126,7 +126,7 @@ def test_what_old_flags_are_answered_with_exists():
         "channels_last": ("yes", 1),
         "fused_optimizer": ("yes",),
         "batched_fetch": ("yes",),
-        "device_prefetch": ("yes", 1),
+        "device_prefetch": ("yes", 3),
         "barebones": ("yes",),
         "inference_mode": ("yes",),
         "benchmark": ("yes",),

@@ -286,7 +286,8 @@ class Ranks:
                 self.forward(number)
         if callable(before):
             before(number, frame)
-        elif before == signal.SIG_DFL and number != signal.SIGCHLD:
+        # A handler set since, which calls this one in turn, has decided what the signal means.
+        elif before == signal.SIG_DFL and number != signal.SIGCHLD and signal.getsignal(number) == self._on_signal:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -83,6 +83,11 @@ class World:
         """Whether this is the rank that prints and writes."""
         return self.rank == 0
 
+    @property
+    def store(self) -> Store | None:
+        """What ranks leave for each other without meeting; None when alone."""
+        return self._store
+
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """Any picklable object of rank `src`, on all ranks."""
         if self.size == 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import HastenError
+from hasten.trainer.callbacks.shared import weights_are_finite
 from hasten.trainer.checkpoint import CheckpointError, Claim, Saver, claim, latest_good, read
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Checkpointing:
         self._trainer = trainer
         self.saver = Saver(background)
         self._claims: dict[Path, Claim] = {}
+        self._made: set[Path] = set()  # folders that were not there
         self.path: str | None = None
         self.loaded: dict[str, Any] | None = None
         self._noted: set[str] = set()
@@ -54,11 +56,20 @@ class Checkpointing:
         for note in fresh:
             warnings.warn(f"{path.name}: {note}", stacklevel=2)
 
+    def hold_folders(self) -> None:
+        """Before the first step: that checkpoints can be written where they will go, and that nobody else does."""
+        trainer = self._trainer
+        for callback in trainer.checkpoint_callbacks if not trainer.fast_dev_run else ():
+            folder = getattr(callback, "dirpath", None)
+            if folder and trainer.is_global_zero and "://" not in str(folder):
+                self._hold(Path(folder))
+
     def _hold(self, folder: Path) -> None:
         """One run in one folder."""
         folder = folder.absolute()
         if folder not in self._claims and self._trainer.stage.fn == "fit":
-            folder.mkdir(parents=True, exist_ok=True)
+            if not folder.exists():
+                self._made.add(folder)
             self._claims[folder] = claim(folder)
 
     def release(self) -> None:
@@ -68,7 +79,10 @@ class Checkpointing:
         finally:
             for held in self._claims.values():
                 held.close()
-            self._claims = {}
+            for folder in self._made & self._claims.keys():
+                if not any(folder.iterdir()):  # nothing was saved
+                    folder.rmdir()
+            self._claims, self._made = {}, set()
 
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint, behind the writes that were asked for before."""
@@ -316,13 +330,14 @@ class Checkpointing:
         return str(Path(self._trainer.default_root_dir) / "checkpoints")
 
     def save_interrupted(self) -> str | None:
-        """Save because the run is asked to stop; the path, or None where checkpoints are off."""
+        """Save because the run is asked to stop; the path, or None where checkpoints are off or weights spoilt."""
         trainer = self._trainer
         if not trainer.checkpoint_callbacks:
             return None
         name = f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
         path = str(Path(self.interrupted_folder()) / name)
-        if not trainer.may_save():
+        if not trainer.may_save() or trainer.world.any(not weights_are_finite(trainer.model)):
+            trainer.warn("the weights are not finite, so they were not saved; earlier checkpoints stay")
             return None
         self.save(path)
         self.saver.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +64,13 @@ def _check_dataloader_idx(trainer: Trainer, hooks: Hooks, stage: str, several: b
 
 
 def evaluate(
-    trainer: Trainer, hooks: Hooks, board: Board, source: Combined, limits: list[float], kind: str
+    trainer: Trainer,
+    hooks: Hooks,
+    board: Board,
+    source: Combined,
+    limits: list[float],
+    kind: str,
+    before_end: Callable[[], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Run the module over validation or test loaders.
 
@@ -75,6 +81,7 @@ def evaluate(
         source: The loaders.
         limits: Batches of each that are used.
         kind: "validate" or "test".
+        before_end: Called when only the hooks of its end are left.
 
     Returns:
         What was logged, by loader.
@@ -132,6 +139,8 @@ def evaluate(
     together = {name: value for one in results for name, value in one.items()}
     if not trainer.sanity_checking:
         trainer.log(together)
+    if before_end is not None:
+        before_end()
     hooks.call(f"on_{stage}_end")
     board.reset()
     own_train = hooks.of_module(f"on_{stage}_model_train")
@@ -177,12 +186,16 @@ def predict(
     names = module.__dict__
     predictions: list[list[Any]] = [[] for _ in source.leaves]
     indices: list[list[list[int]]] = [[] for _ in source.leaves]
-    watched = _WatchedIndices(source) if any("interval" in dir(callback) for callback in trainer.callbacks) else None
+    writers = [one.interval for one in trainer.callbacks if hasattr(one, "interval")]  # prediction writers
+    watched = _WatchedIndices(source) if writers else None
+    by_epoch = any(getattr(interval, "on_epoch", False) for interval in writers)
+    trainer.predictions, trainer.predict_indices = (predictions if several else predictions[0]), indices
     trainer.predict_batch_indices = None
     for batch, batch_idx, index in sources.evaluation_batches(source, limits, trainer.run):
         if watched is not None:
             trainer.predict_batch_indices = watched.batch(index, batch_idx)
-            indices[index].append(trainer.predict_batch_indices or [])
+            if by_epoch:
+                indices[index].append(trainer.predict_batch_indices or [])
         for prepare in preparing:
             batch = prepare(batch, index)
         places: tuple[Any, ...] = (batch, batch_idx, index) if several else (batch, batch_idx)
@@ -195,16 +208,14 @@ def predict(
             warnings.warn("predict_step gave None", stacklevel=2)
         for hook in on_end:
             hook(output, *places)
-        if keep:
+        if keep or by_epoch:
             predictions[index].append(sources.mapped(output, torch.Tensor, lambda tensor: tensor.cpu()))
-    trainer.predict_indices = indices
     hooks.call("on_predict_epoch_end")
     hooks.call("on_predict_end")
     own_train = hooks.of_module("on_predict_model_train")
     own_train() if own_train is not None else modes.restore(module)
-    if not keep:
-        return None
-    return predictions if several else predictions[0] if predictions else []
+    returned, trainer.predictions = trainer.predictions, None
+    return returned if keep else None
 
 
 class _WatchedIndices:

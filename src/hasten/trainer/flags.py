@@ -240,7 +240,6 @@ def techniques(
     own = {name: setting for name, setting in flags.items() if setting is not None and setting is not False}
     for name, setting in own.items():
         if wrong := CATALOGUE[name].check(setting):
-            name = "device_prefetch" if name == "pin_memory" else name  # the one flag installs both
             raise _value_error(f"{name}={setting!r}: {wrong}")
     machine = this_machine()
     said = remarks(given, machine)
@@ -312,6 +311,7 @@ SWITCHES = (
     "enable_progress_bar",
     "enable_model_summary",
     "enable_autolog_hparams",
+    "device_prefetch",
     "background_saves",
 )
 """Flags that are True or False (or None, for the default)."""

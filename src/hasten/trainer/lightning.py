@@ -23,7 +23,7 @@ from hasten.errors import HastenError
 from hasten.trainer import checks
 from hasten.trainer import lightning_tuning as tuning
 from hasten.trainer.optimizing import clip
-from hasten.trainer.steps import after
+from hasten.trainer.steps import after, prepared
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -225,7 +225,12 @@ class Face:
         for leaf in leaves:
             if isinstance(leaf, torch.utils.data.DataLoader):
                 torch.empty((), dtype=torch.int64).random_(generator=leaf.generator)
-                if leaf.num_workers and isinstance(leaf.sampler, torch.utils.data.RandomSampler):
+                # With workers the sampler is drawn from at once; those that persist draw no second seed.
+                if (
+                    leaf.num_workers
+                    and not leaf.persistent_workers
+                    and isinstance(leaf.sampler, torch.utils.data.RandomSampler)
+                ):
                     torch.empty((), dtype=torch.int64).random_(generator=leaf.sampler.generator)
 
     def metric_states(self) -> dict[str, Any]:
@@ -345,7 +350,7 @@ class _Strategy(_Part):
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         trainer = self._trainer
         if trainer.model.automatic_optimization:
-            return optimizer.step(closure=closure, **kwargs)
+            return optimizer.step(closure=prepared(closure, trainer.before_own_step), **kwargs)
         answer = optimizer.step(closure=after(closure, self.before_step, optimizer), **kwargs)
         trainer.global_step += 1
         return answer
@@ -559,6 +564,10 @@ class _FitLoop(_Loop):
     @property
     def max_batches(self) -> float:
         return self._trainer.num_training_batches
+
+    @max_batches.setter
+    def max_batches(self, value: float) -> None:
+        self._trainer.num_training_batches = value
 
     @property
     def epoch_progress(self) -> _Progress:

@@ -88,6 +88,7 @@ class Entry:
         "_weights",
         "count",
         "dataloader_idx",
+        "dtype",
         "forked",
         "graph",
         "hook",
@@ -119,6 +120,7 @@ class Entry:
         self.sync: Reduce | None = None
         self.valid = False
         self.last: Any = None
+        self.dtype = _value_type()  # of the epoch's value; a wider value that is logged widens it
         self._pending: list[Any] = []
         self._weights: list[float] = []
         self.total: Any = None
@@ -140,6 +142,7 @@ class Entry:
         values = [v if isinstance(v, torch.Tensor) else torch.tensor(float(v)) for v in self._pending]
         device = next((v.device for v in values if v.device.type != "cpu"), values[0].device)
         stacked = torch.stack([v.to(device) for v in values])
+        self.dtype = torch.promote_types(self.dtype, stacked.dtype)
         if self.reduce == "mean":
             stacked = stacked * torch.tensor(self._weights, dtype=stacked.dtype, device=device)
             self.count += sum(self._weights)
@@ -173,7 +176,7 @@ class Entry:
                 count = float(self.sync(torch.tensor(count, device=total.device), reduce_op="sum"))
             if self.reduce == "mean":
                 total = total / count
-            self._computed = total.to(_value_type())
+            self._computed = total.to(self.dtype)
         return self._computed
 
     def reset(self) -> None:
@@ -390,6 +393,7 @@ class Board:
                         "last": entry.last,
                         "total": entry.total,
                         "count": entry.count,
+                        "double": entry.dtype == torch.float64,
                     }
                 )
         return kept
@@ -400,4 +404,6 @@ class Board:
             hook, name, index = one["key"]
             entry = self._register(hook, name, None, index, tuple(one["how"]), None, index is not None)
             entry.last, entry.total, entry.count = one["last"], one["total"], one["count"]
+            if one.get("double"):
+                entry.dtype = torch.float64
             entry.valid = True

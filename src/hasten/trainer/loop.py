@@ -64,7 +64,7 @@ class FitLoop:
         batch_idx: Batches of this epoch done.
         total_batches: Batches done over all epochs.
         logged_steps: Batches that ended an accumulation window; the x-axis of the loggers.
-        point: How far the current batch or epoch is ("batch", "batch_end", "validated", "epoch_end"): where a
+        point: How far the current batch or epoch is ("batch", "batch_end", "validated", "between", "epoch_end"): where a
             checkpoint saved now goes on.
     """
 
@@ -81,7 +81,10 @@ class FitLoop:
         self.ahead: Ahead | None = None
         self.cut: dict[str, Any] | None = None  # the state of an epoch that max_steps cut short
         self.last_validated = time.monotonic()
+        self.val_resumed: list[Any] | None = None  # where the validation loaders go on
+        self.before_validation: dict[str, Any] = {}  # the state that a validation changes, while it runs
         if resumed is not None:
+            self.val_resumed = resumed.get("val_positions")
             trainer.total_batches = resumed["total_batches"]
             trainer.logged_steps = resumed["logged_steps"]
             self.epochs_processed = resumed["epochs_processed"]
@@ -93,7 +96,6 @@ class FitLoop:
     def run(self) -> None:
         """Train until a limit is reached or somebody asks to stop."""
         trainer, hooks = self.trainer, self.hooks
-        self._resume_between_epochs()
         torch.set_grad_enabled(True)
         hooks.call("on_train_start")
         step = (steps.automatic if trainer.model.automatic_optimization else steps.manual)(trainer, hooks)
@@ -124,7 +126,7 @@ class FitLoop:
         enough = not trainer.min_epochs or self.epochs_processed >= trainer.min_epochs
         return bool(enough and (not trainer.min_steps or trainer.global_step >= trainer.min_steps))
 
-    def _resume_between_epochs(self) -> None:
+    def resume_between_epochs(self) -> None:
         """A checkpoint of an epoch's very end: do what was left of that epoch."""
         resumed = self.resumed
         if resumed is None or resumed["point"] not in ("epoch_end", "epoch_start"):
@@ -179,7 +181,7 @@ class FitLoop:
         board.reset()
         trainer.current_epoch += 1
         self.point = "epoch_start"
-        trainer.stop_if_signalled()
+        trainer.stop_if_signalled(together=True)
 
     def _begin_pass(self, source: sources.Combined, resumed: dict[str, Any] | None) -> None:
         trainer = self.trainer
@@ -288,9 +290,9 @@ class FitLoop:
             self._update_schedulers("step", plateau=True)
         if not accumulating:
             trainer.logged_steps += 1
+        self.point = "between"
         if trainer.asked_to_stop:
-            self.point = "validated"
-            trainer.stop_if_signalled()
+            trainer.stop_if_signalled(stepped=not accumulating)
 
     def accumulating(self) -> bool:
         """Whether the gradients of the batch just done wait for more."""
@@ -327,7 +329,7 @@ class FitLoop:
 
     def _validation_due(self, batch_idx: int) -> bool:
         trainer = self.trainer
-        unknown = trainer.val_check_batch == math.inf
+        unknown = trainer.val_check_batch == math.inf and trainer.val_check_seconds is None
         if self.last and unknown:
             return True
         if trainer.should_stop and self.may_stop():
@@ -347,10 +349,33 @@ class FitLoop:
             own = self.hooks.of_module("on_validation_model_zero_grad")
             own() if own is not None else trainer.model.zero_grad()
         stepping = board.stepping
-        self.point = "validated"
         trainer.validate_within_fit()
+        self.validation_is_over()
         board.stepping = stepping
         self.last_validated = time.monotonic()
+
+    def validation_begins(self) -> None:
+        """Before anything of it is drawn: one that is cut short is run again as a whole."""
+        source = self.trainer.val_source
+        resumed, self.val_resumed = self.val_resumed, None
+        for position, state in zip(source.positions, resumed or [], strict=False):
+            position.resume(state)
+        self.before_validation = {"rng": rng.state(), **self._of_validation()}
+
+    def validation_is_over(self) -> None:
+        """Only the hooks of its end are left, or not even those."""
+        self.before_validation = {}
+        self.point = "validated"
+
+    def _of_validation(self) -> dict[str, Any]:
+        """How far validations are, between two of them."""
+        source, positions = self.trainer.val_source, self.val_resumed
+        if positions is None and source is not None:
+            positions = [position.state_dict(0) for position in source.positions]
+        return {
+            "validated": sorted(map(list, self.trainer.batches_seen["fit_validate"].items())),
+            "val_positions": positions,
+        }
 
     # -- schedulers ------------------------------------------------------------------------------------
 
@@ -394,7 +419,7 @@ class FitLoop:
         if self.cut is not None:
             return self.cut
         trainer = self.trainer
-        within = self.point in ("batch", "batch_end", "validated")
+        within = self.point in ("batch", "batch_end", "validated", "between")
         source = trainer.train_source
         pending: dict[str, Any] = {}
         if (within and self.accumulating()) or not trainer.model.automatic_optimization:  # who steps by hand may gather
@@ -412,6 +437,5 @@ class FitLoop:
             "before_ahead": None if self.ahead is None else self.ahead.before,
             "board": self.board.state_dict(),
             "gradients": pending,
-            "validated": sorted(map(list, trainer.batches_seen["fit_validate"].items())),
-            "rng": rng.state(),
+            **(self.before_validation or {"rng": rng.state(), **self._of_validation()}),
         }

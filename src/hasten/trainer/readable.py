@@ -279,8 +279,9 @@ class Readable:
 
     @property
     def enable_validation(self) -> bool:
-        """Whether there is a validation step and it may run."""
-        return bool(self.limit_val_batches is None or self.limit_val_batches > 0) and self._has_step("validation_step")
+        """Whether there are a validation step and loaders for it, and it may run."""
+        allowed = self.limit_val_batches is None or self.limit_val_batches > 0
+        return bool(allowed) and self._has_step("validation_step") and self._has_loader("val")
 
     @property
     def validates_this_epoch(self) -> bool:
@@ -289,6 +290,9 @@ class Readable:
         return self.enable_validation and (every is None or (self.current_epoch + 1) % every == 0)
 
     def _has_step(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def _has_loader(self, kind: str) -> bool:
         raise NotImplementedError
 
     # -- speaking --------------------------------------------------------------------------------------

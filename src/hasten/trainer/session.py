@@ -314,10 +314,13 @@ def train(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
     trainer.board = loop.board
     if trainer.validates_this_epoch and trainer.val_source is None:
         trainer.setup_source("val")
+    stage, trainer.stage.stage = trainer.stage.stage, "train"
+    loop.resume_between_epochs()
     if loop.done():
+        trainer.stage.stage = stage
         return
-    trainer.stage.stage = "train"
     _warn_of_eval_mode(trainer)
+    trainer.checkpointing.hold_folders()
     loop.run()
 
 
@@ -374,7 +377,8 @@ def stop(trainer: Trainer) -> None:
     if path is not None:
         trainer.say(f'{name}: saved {path}; go on with fit(..., ckpt_path="last")')
     else:
-        trainer.say(f"{name}: stopped; checkpoints are off, so nothing was saved")
+        why = "" if trainer.checkpoint_callbacks else "checkpoints are off, so "
+        trainer.say(f"{name}: stopped; {why}nothing was saved")
     if number == signal.SIGINT and signals.is_interactive():
         raise KeyboardInterrupt
     raise signals.stopped(number)

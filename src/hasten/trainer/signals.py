@@ -1,6 +1,7 @@
 """SIGTERM and Ctrl-C: the training saves and ends with an exit code that says why.
 
 Exit codes: 143 after SIGTERM, 130 after Ctrl-C, as shells count them. A second Ctrl-C ends at once, without saving.
+Of several ranks, any one may get the signal; they stop at the same batch (see `Agreement`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def watched(trainer: Trainer) -> Iterator[None]:
         yield
         return
     before: dict[int, Any] = {}
+    agreement = trainer.agreement = Agreement(trainer) if trainer.world.size > 1 else None
 
     def asked(number: int, frame: FrameType | None) -> None:
         if trainer.asked_to_stop and number == signal.SIGINT:
@@ -50,8 +52,12 @@ def watched(trainer: Trainer) -> Iterator[None]:
             continue
         before[number] = signal.signal(number, asked)
     try:
+        if agreement is not None:
+            agreement.listen()
         yield
     finally:
+        if agreement is not None:
+            agreement.close()
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
@@ -65,6 +71,71 @@ def _tell(trainer: Trainer, number: int) -> None:
         again = "; Ctrl-C again quits at once" if number == signal.SIGINT else ""
         name = signal.Signals(number).name
         os.write(2, f"\nhasten: {name}: saving at the end of this batch, then stopping{again}\n".encode())
+
+
+class Agreement:
+    """Ranks agree through their store on the batch at which they stop; costs nothing until a rank is asked to.
+
+    A rank that was asked to stop leaves the number of batches it has done, and goes on. A thread in each of the others
+    sees that, and they do likewise. All stop at the first optimizer step after the latest of those numbers: ranks meet
+    in each step, so by then each of them has seen all the numbers.
+
+    Args:
+        trainer: Of a world of several ranks.
+    """
+
+    _runs = 0
+
+    def __init__(self, trainer: Trainer) -> None:
+        Agreement._runs += 1  # the same on all ranks, which run the same stages
+        self._trainer = trainer
+        self._name = f"stop/{Agreement._runs}"
+        self._store: Any = trainer.world.store
+        self._left = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="hasten-stop", daemon=True)
+
+    def listen(self) -> None:
+        """Begin to look whether another rank was asked to stop."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """The stage is over."""
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.25):
+            try:
+                if self._store.check([self._name]):
+                    self._trainer.asked_to_stop = self._trainer.asked_to_stop or int(self._store.get(self._name))
+                    return
+            except RuntimeError:  # who served the store is gone; ranks notice that by other means
+                return
+
+    def tell(self) -> None:
+        """Ask the other ranks to stop, too."""
+        if not self._left:
+            self._left = True
+            world, number = self._trainer.world, self._trainer.asked_to_stop
+            self._store.set(f"{self._name}/{world.rank}", f"{self._trainer.total_batches} {number}")
+            self._store.set(self._name, str(number))
+            self._store.add(f"{self._name}/left", 1)  # unlike `set`, this waits until it is there
+
+    def is_now(self, stepped: bool) -> int:
+        """The signal, if this is the batch at which all ranks stop; 0 if it is not.
+
+        Args:
+            stepped: Whether the optimizer stepped in the batch just done, and so the ranks have met.
+        """
+        self.tell()
+        world = self._trainer.world
+        if not stepped or self._store.add(f"{self._name}/left", 0) < world.size:
+            return 0
+        told = [self._store.get(f"{self._name}/{rank}").split() for rank in range(world.size)]
+        if self._trainer.total_batches <= max(int(batches) for batches, _ in told):
+            return 0
+        return max(int(number) for _, number in told)
 
 
 class Stopped(SystemExit):

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from hasten.data.loader_facts import is_persistent
 from hasten.data.position import Position
 from hasten.errors import HastenError
 from hasten.parallel import set_epoch
@@ -336,13 +337,16 @@ def evaluation_batches(source: Combined, limits: list[float], run: Run) -> Itera
             if not limit:
                 continue
             _as_without_workers(leaf)
-            fetch = _limited(with_techniques(iter(leaf), run), limit)
+            position = source.positions[index]
+            stays = is_persistent(leaf) and position.loader is leaf  # its workers' states go on from pass to pass
+            fetch = _limited(with_techniques(position.begin() if stays else iter(leaf), run), limit)
             for number in itertools.count():
                 try:
                     batch = fetch()
                 except StopIteration:
                     break
                 yield batch, number, index
+            position.end()
         return
     source.limits = limits
     fetch = source.begin(run)

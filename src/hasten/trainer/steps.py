@@ -122,6 +122,8 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
         elif clips:
             clip(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm or "norm")
 
+    trainer.before_own_step = prepare
+
     def step(batch: Any, batch_idx: int, first: bool, last: bool) -> Any:
         names["_current_fx_name"] = "training_step"
         if distributed is not None:
@@ -142,7 +144,8 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
             names["_current_fx_name"] = "training_step"
             kept[0] = differentiate(batch, batch_idx, first or bool(done))
             done.append(True)
-            prepare()
+            if by_closure:
+                prepare()  # else the optimizer that the module is given does it: a closure may be called on its own
             return scaled_loss(kept[0], trainer.accumulate_grad_batches)
 
         if own_step is not None:
@@ -271,7 +274,11 @@ class CountedOptimizer:
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step; in manual optimization it counts as one of the training's steps."""
         if self._trainer.model.automatic_optimization:
-            return self.optimizer.step(closure=closure, **kwargs) if closure else self.optimizer.step(**kwargs)
+            prepare = self._trainer.before_own_step
+            if closure is not None:
+                return self.optimizer.step(closure=prepared(closure, prepare), **kwargs)
+            prepare()
+            return self.optimizer.step(**kwargs)
         if closure is None:
             for hook in self._before:
                 hook(self.optimizer)
@@ -289,6 +296,18 @@ def after(closure: Callable[[], Any], hooks: list[Any], optimizer: Any) -> Calla
         answer = closure()
         for hook in hooks:
             hook(optimizer)
+        return answer
+
+    return closed
+
+
+def prepared(closure: Callable[[], Any], prepare: Callable[[], None]) -> Callable[[], Any]:
+    """A closure with what comes between backward and step in automatic optimization."""
+
+    @torch.enable_grad()
+    def closed() -> Any:
+        answer = closure()
+        prepare()
         return answer
 
     return closed

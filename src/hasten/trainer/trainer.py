@@ -22,7 +22,7 @@ from hasten.parallel import World, choose_devices
 from hasten.plan import Plan, Setting
 from hasten.run import Run
 from hasten.techniques import CATALOGUE, build
-from hasten.trainer import feeding, session
+from hasten.trainer import checks, feeding, session
 from hasten.trainer import flags as say
 from hasten.trainer.attachments import Attachments, silent
 from hasten.trainer.checkpointing import Checkpointing
@@ -33,6 +33,7 @@ from hasten.trainer.loop import FitLoop
 from hasten.trainer.module import LossModule, Module
 from hasten.trainer.optimizing import SchedulerConfig
 from hasten.trainer.readable import Readable
+from hasten.trainer.signals import Agreement
 from hasten.trainer.stages import Metrics, Stage
 from hasten.trainer.steps import Step, backward_of
 
@@ -269,6 +270,7 @@ class Trainer(Readable):
         self.logged_steps = 0
         self.should_stop = False
         self.asked_to_stop = 0
+        self.agreement: Agreement | None = None
         self.interrupted = False
         self.model: Any = None
         self.datamodule: Any = None
@@ -293,6 +295,7 @@ class Trainer(Readable):
         # by run and kind, then by loader, over all passes: the x-axis of what is logged in evaluations
         self.batches_seen: dict[str, Counter[int]] = defaultdict(Counter)
         self.skip_backward = False
+        self.before_own_step: Any = None  # hooks and clipping, between backward and an optimizer_step by the module
         self.lightning: Face | None = None
         self.hooks: Any = None
         self._said: set[str] = set()
@@ -627,6 +630,9 @@ class Trainer(Readable):
 
     _has_step = has_step
 
+    def _has_loader(self, kind: str) -> bool:
+        return checks.has_loader(self, kind)
+
     def new_board(self, training: bool) -> Board:
         """Where values are logged; None where nothing is."""
         if self.barebones:
@@ -665,15 +671,18 @@ class Trainer(Readable):
         """A validation between two training steps."""
         from hasten.trainer.evaluate import evaluate, without_gradients
 
+        assert self.loop is not None
         if self.val_source is None or self._due("val"):
             self.setup_source("val")
+        self.loop.validation_begins()
         if not sum(self.num_val_batches):
             return
         training = self.board
         board = self.board = self.new_board(training=False)
         self.stage.stage = "validate"
         with without_gradients(False):
-            evaluate(self, self.hooks, board, self.val_source, self.num_val_batches, "validate")
+            limits, over = self.num_val_batches, self.loop.validation_is_over
+            evaluate(self, self.hooks, board, self.val_source, limits, "validate", over)
         self.stage.stage = "train"
         self.board = training
 
@@ -693,11 +702,23 @@ class Trainer(Readable):
                 if not isinstance(logger, Logger):  # hasten's own know when to write
                     logger.save()
 
-    def stop_if_signalled(self) -> None:
-        """Save and end, if somebody asked for it."""
+    def stop_if_signalled(self, stepped: bool = True, together: bool = False) -> None:
+        """Save and end, if somebody asked for it.
+
+        Args:
+            stepped: Whether the batch just done ended with an optimizer step.
+            together: All ranks are at this point now.
+        """
         asked = self.asked_to_stop
-        if self.world.size > 1:
+        if self.world.size > 1 and together:
             asked = int(self.world.reduce(torch.tensor(float(asked)), "max"))
+        elif asked and self.agreement is not None:
+            if self.stage.fn != "fit":
+                self.agreement.tell()
+            elif self.validating:  # ranks do not meet in its batches: after it
+                return
+            else:
+                asked = self.agreement.is_now(stepped)
         if asked:
             self.asked_to_stop = asked
             session.stop(self)
@@ -714,7 +735,7 @@ class Trainer(Readable):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("hooks", "loop", "distributed", "lightning", "_face", "board"):
+        for name in ("hooks", "loop", "distributed", "lightning", "_face", "board", "agreement", "before_own_step"):
             state[name] = None
         state["counted_optimizers"] = []  # made anew for each fit
         return state

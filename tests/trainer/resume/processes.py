@@ -24,6 +24,10 @@ class Process:
         """The exit code as a shell counts it, or minus the signal that killed it."""
         return self.nursery.ask({"wait": self.pid})
 
+    def ended(self):
+        """Whether it is over; it is there to be waited for all the same."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
     def said(self):
         return self.log.read_text()
 

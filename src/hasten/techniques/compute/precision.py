@@ -131,8 +131,12 @@ class Precision(Technique):
 
         dtype = torch.bfloat16 if self.setting == "bf16-mixed" else torch.float16
         kinds: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        # Without autocast's cache of cast weights: it hides a step of the optimizer within a training step, and weights
+        # first used under no_grad would get no gradient.
         contexts = {
-            kind: torch.autocast(kind, dtype) for kind in ("cpu", "cuda") if kind == "cpu" or torch.cuda.is_available()
+            kind: torch.autocast(kind, dtype, cache_enabled=False)
+            for kind in ("cpu", "cuda")
+            if kind == "cpu" or torch.cuda.is_available()
         }
 
         def widen(part: Any) -> Any:

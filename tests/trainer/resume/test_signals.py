@@ -1,0 +1,166 @@
+"""SIGTERM and Ctrl-C: the training saves, says where, ends with the code that shells expect, and goes on from there."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from tests.trainer.resume.processes import ROOT, assert_same
+
+TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
+
+
+def signalled(nursery, spec, hook, nth, *numbers):
+    process = nursery.start({**spec, "acts": [{"what": "signal", "hook": hook, "nth": nth, "numbers": numbers}]})
+    return process.wait(), process.said()
+
+
+@pytest.mark.parametrize(
+    ("hook", "nth", "more"),
+    [
+        ("on_train_batch_start", 6, {"flags": {"accumulate_grad_batches": 4}}),
+        ("on_before_zero_grad", 9, {"data": {"workers": 2}}),
+        ("on_train_batch_end", 15, {"module": {"scheduler": "plateau"}}),  # the last of an epoch
+        ("on_validation_batch_end", 3, {"flags": {"val_check_interval": 0.5}, "callbacks": ["ema"]}),
+        ("on_validation_end", 2, {"module": {"scheduler": "onecycle"}}),
+        ("on_train_epoch_end", 1, {"module": {"scheduler": "step"}}),
+        ("on_train_epoch_start", 2, {"data": {"kind": "stream"}}),
+    ],
+)
+@pytest.mark.parametrize("number", [TERM, INT])
+def test_saves_and_goes_on(nursery, tmp_path, hook, nth, more, number):
+    if number == INT and hook not in ("on_train_batch_start", "on_validation_batch_end"):
+        pytest.skip("Ctrl-C takes the same way, and is tried in two places")
+    whole = nursery.outcome({**more, "root": str(tmp_path / "whole")})
+    spec = {**more, "root": str(tmp_path / "run"), "checkpoints": [{"every_n_epochs": 50}], "ckpt_path": "last"}
+    code, said = signalled(nursery, spec, hook, nth, number)
+    assert code == 128 + number, said
+    (saved,) = (tmp_path / "run").glob("interrupted-*.ckpt")
+    assert f"{signal.Signals(number).name}: saved {saved}" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run" / ".hasten.lock").exists()
+    assert_same(whole, nursery.outcome(spec))
+
+
+def test_a_second_ctrl_c_ends_at_once(nursery, tmp_path):
+    spec = {"root": str(tmp_path / "run"), "checkpoints": [{}]}
+    code, said = signalled(nursery, spec, "on_train_batch_start", 3, INT, INT)
+    assert code == 130
+    assert "nothing was saved" in said
+    assert not list((tmp_path / "run").glob("*.ckpt"))
+
+
+def test_a_second_sigterm_changes_nothing(nursery, tmp_path):
+    spec = {"root": str(tmp_path / "run"), "checkpoints": [{}]}
+    code, said = signalled(nursery, spec, "on_train_batch_start", 3, TERM, TERM)
+    assert code == 143
+    assert len(list((tmp_path / "run").glob("interrupted-*.ckpt"))) == 1, said
+
+
+@pytest.mark.parametrize("number", [TERM, INT])
+def test_without_checkpoints_it_says_that_nothing_was_saved(nursery, tmp_path, number):
+    code, said = signalled(nursery, {"root": str(tmp_path / "run")}, "on_train_batch_start", 3, number)
+    assert code == 128 + number
+    assert "nothing was saved" in said
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_spoilt_weights_are_not_saved(nursery, tmp_path):
+    spec = {"root": str(tmp_path / "run"), "checkpoints": [{}], "module": {"lr": float("inf")}}
+    code, said = signalled(nursery, spec, "on_train_batch_start", 3, TERM)
+    assert code == 143
+    assert not list((tmp_path / "run").glob("*.ckpt"))
+    assert "not finite" in said
+    assert "checkpoints are off" not in said
+
+
+RANKS = """
+    import sys, torch, hasten
+    sys.path.insert(0, sys.argv[2])
+    from tests.trainer.resume.trainings import Net, Drawing, Act, outcome
+    from torch.utils.data import DataLoader
+    from hasten.callbacks import ModelCheckpoint
+
+    if __name__ == "__main__":
+        torch.set_num_threads(1)
+        root, _, end, path, every, rank = sys.argv[1:]
+        hasten.seed_everything(3)
+        trainer = hasten.Trainer(
+            max_epochs=int(end), default_root_dir=root, strategy="ddp", devices=2, accelerator="cpu", logger=False,
+            enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=int(every),
+            callbacks=[ModelCheckpoint(dirpath=root, every_n_epochs=1000),
+                       Act("say", "on_train_batch_end", 5, file=f"{root}/pid-{sys.argv[-1]}-")],
+        )
+        say = trainer.callbacks[-1] if isinstance(trainer.callbacks[-1], Act) else trainer.callbacks[0]
+        import os
+        say.options["file"] += os.environ.get("LOCAL_RANK", "0")
+        module = Net()
+        trainer.fit(module, DataLoader(Drawing(64), batch_size=4, shuffle=True), DataLoader(Drawing(16), batch_size=4),
+                    ckpt_path=None if path == "-" else path)
+        if trainer.is_global_zero:
+            torch.save(outcome(trainer, module), f"{root}/out.pt")
+"""
+
+
+class Ranks:
+    def __init__(self, tmp_path):
+        self.script, self.root = tmp_path / "ranks.py", tmp_path / "run"
+        self.script.write_text(textwrap.dedent(RANKS))
+        self.root.mkdir()
+        self.runs = 0
+
+    def start(self, epochs, path="-", every=1):
+        self.runs += 1
+        arguments = [self.root, ROOT, epochs, path, every, self.runs]
+        self.process = subprocess.Popen(
+            [sys.executable, self.script, *map(str, arguments)], stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        return self
+
+    def pid(self, rank):
+        file = self.root / f"pid-{self.runs}-{rank}"
+        end = time.monotonic() + 60
+        while not (file.exists() and file.read_text()) and time.monotonic() < end:
+            time.sleep(0.01)
+        return int(file.read_text())
+
+    def ended(self):
+        _, said = self.process.communicate(timeout=40)
+        return self.process.returncode, said
+
+
+@pytest.mark.parametrize(("rank", "number", "every"), [(0, TERM, 1), (1, TERM, 4), (0, INT, 1)])
+def test_ranks_stop_together(tmp_path, rank, number, every):
+    import os
+
+    ranks = Ranks(tmp_path).start(100_000, every=every)
+    pids = [ranks.pid(0), ranks.pid(1)]
+    os.kill(pids[rank], number)
+    code, said = ranks.ended()
+    assert code == 128 + number, said
+    (saved,) = ranks.root.glob("*.ckpt")
+    assert said.count(f"saved {saved}") == 1
+    assert "Traceback" not in said
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+@pytest.mark.slow
+def test_ranks_go_on_exactly(tmp_path):
+    import os
+
+    whole = Ranks(tmp_path / "a") if (tmp_path / "a").mkdir() is None else None
+    assert whole.start(40).ended()[0] == 0
+    ranks = Ranks(tmp_path / "b") if (tmp_path / "b").mkdir() is None else None
+    ranks.start(40)
+    os.kill(ranks.pid(1), TERM)
+    assert ranks.ended()[0] == 143
+    code, said = ranks.start(40, "last").ended()
+    assert code == 0, said
+    assert_same(*(torch.load(one.root / "out.pt", weights_only=False) for one in (whole, ranks)))

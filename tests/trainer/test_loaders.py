@@ -1,0 +1,229 @@
+"""Where batches come from: arguments, modules, datamodules; lists, dicts and modes of several loaders."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import hasten
+from hasten import HastenError
+from tests.trainer.trainings import Regression, dataset, loader, quiet
+
+
+class Seen(hasten.Module):
+    """Keeps the batches it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+        self.batches = []
+
+    def training_step(self, batch, batch_idx):
+        self.batches.append(batch)
+        return self.net.weight.sum()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.batches.append((dataloader_idx, batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def numbers(count, first=0):
+    return DataLoader(torch.arange(first, first + count), batch_size=1)
+
+
+def plain(batch):
+    """A batch with numbers in place of tensors."""
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()[0]
+    if isinstance(batch, dict):
+        return {key: plain(part) for key, part in batch.items()}
+    return batch if batch is None else type(batch)(map(plain, batch))
+
+
+def trained(loaders, **flags):
+    module = Seen()
+    quiet(**flags).fit(module, loaders)
+    return [plain(batch) for batch in module.batches]
+
+
+class Combined:
+    """As Lightning's CombinedLoader is built, which is known by these attributes."""
+
+    def __init__(self, iterables, mode):
+        self.iterables, self._mode = iterables, mode
+
+    def __iter__(self):
+        raise AssertionError
+
+
+def test_lists_and_dicts_give_batches_of_their_shape():
+    assert trained([numbers(2), numbers(2, 10)]) == [[0, 10], [1, 11]]
+    assert trained((numbers(2), numbers(2, 10))) == [(0, 10), (1, 11)]
+    assert trained({"a": numbers(2), "b": [numbers(2, 10)]}) == [{"a": 0, "b": [10]}, {"a": 1, "b": [11]}]
+
+
+def test_the_shorter_loader_begins_again():
+    found = trained([numbers(5), numbers(2, 10)], max_epochs=2)
+    assert found == [[0, 10], [1, 11], [2, 10], [3, 11], [4, 10]] * 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("max_size_cycle", [[0, 10], [1, 11], [2, 10]]),
+        ("min_size", [[0, 10], [1, 11]]),
+        ("max_size", [[0, 10], [1, 11], [2, None]]),
+    ],
+)
+def test_modes(mode, expected):
+    assert trained(Combined([numbers(3), numbers(2, 10)], mode)) == expected
+
+
+def test_training_cannot_be_sequential():
+    with pytest.raises((HastenError, ValueError), match="sequential"):
+        trained(Combined([numbers(3), numbers(2)], "sequential"))
+
+
+def test_limits_count_within_each_loader():
+    assert trained([numbers(5), numbers(9, 10)], limit_train_batches=2) == [[0, 10], [1, 11]]
+    assert trained([numbers(4), numbers(2, 10)], limit_train_batches=0.5) == [[0, 10], [1, 10]]
+
+
+def test_validation_runs_one_loader_after_the_other_or_together():
+    module = Seen()
+    quiet().validate(module, [numbers(2), numbers(1, 10)], verbose=False)
+    assert [(index, plain(batch)) for index, batch in module.batches] == [(0, 0), (0, 1), (1, 10)]
+    module = Seen()
+    quiet().validate(module, Combined({"a": numbers(2), "b": numbers(1, 10)}, "max_size_cycle"), verbose=False)
+    assert [(index, plain(batch)) for index, batch in module.batches] == [
+        (0, {"a": 0, "b": 10}), (0, {"a": 1, "b": 10}),
+    ]  # fmt: skip
+
+
+def test_anything_iterable_is_a_loader():
+    class Own:
+        def __iter__(self):
+            return iter([torch.tensor([1]), torch.tensor([2])])
+
+    assert trained(Own(), max_epochs=2) == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("wrong", [3, [3], {"a": None}, object()])
+def test_what_is_no_loader(wrong):
+    with pytest.raises(TypeError, match="dataloader"):
+        trained(wrong)
+
+
+def test_loaders_of_the_module_and_arguments_that_win():
+    class Own(Seen):
+        def train_dataloader(self):
+            return numbers(2)
+
+    module = Own()
+    quiet().fit(module)
+    assert [plain(batch) for batch in module.batches] == [0, 1]
+    module = Own()
+    quiet().fit(module, numbers(2, 10))
+    assert [plain(batch) for batch in module.batches] == [10, 11]
+
+
+class Data:
+    """A datamodule by its hooks."""
+
+    prepare_data_per_node = True
+
+    def __init__(self):
+        self.calls = []
+
+    def prepare_data(self):
+        self.calls.append("prepare_data")
+
+    def setup(self, stage):
+        self.calls.append(f"setup {stage}")
+
+    def teardown(self, stage):
+        self.calls.append(f"teardown {stage}")
+
+    def train_dataloader(self):
+        return numbers(2)
+
+    val_dataloader = train_dataloader
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch + 100
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_datamodule(by_name):
+    data, module = Data(), Seen()
+    trainer = quiet(num_sanity_val_steps=0)
+    trainer.fit(module, datamodule=data) if by_name else trainer.fit(module, data)
+    assert data.calls == ["prepare_data", "setup fit", "teardown fit"]
+    assert [plain(batch) for batch in module.batches[:2]] == [100, 101]
+    assert data.trainer is trainer
+    with pytest.raises(HastenError, match="both"):
+        quiet().fit(module, numbers(2), datamodule=data)
+
+
+def test_batches_go_through_the_hooks_of_transfer():
+    class Moves(Seen):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return batch + 1
+
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            assert device.type == "cpu"
+            return batch * 10
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch + 5
+
+    module = Moves()
+    quiet().fit(module, numbers(2))
+    assert [plain(batch) for batch in module.batches] == [15, 25]
+
+
+def test_a_batch_that_is_none_is_skipped_and_that_is_said():
+    class Holes:
+        def __iter__(self):
+            return iter([torch.tensor([1]), None, torch.tensor([2])])
+
+    with pytest.warns(UserWarning, match="None"):
+        assert trained(Holes()) == [1, 2]
+
+
+def test_samplers_hear_of_epochs():
+    class Sampler(torch.utils.data.SequentialSampler):
+        epochs = []
+
+        def set_epoch(self, epoch):
+            self.epochs.append(epoch)
+
+    data = dataset()
+    quiet(max_epochs=3).fit(Regression(), DataLoader(data, batch_size=8, sampler=Sampler(data)))
+    assert Sampler.epochs == [0, 1, 2]
+
+
+def test_what_the_trainer_says_of_its_loaders():
+    module = Regression()
+    trainer = quiet(limit_train_batches=3, limit_val_batches=0.5)
+    trainer.fit(module, loader(), [loader(), loader(16)])
+    assert (trainer.num_training_batches, trainer.num_val_batches) == (3, [2, 1])
+    assert trainer.num_sanity_val_batches == [2, 1]
+    assert len(trainer.train_dataloader) == 4
+    assert [len(one) for one in trainer.val_dataloaders] == [4, 2]
+
+
+def test_the_batch_that_a_module_sees_is_the_loaders_own_on_a_cpu():
+    Pair = namedtuple("Pair", "x y")
+    batch = Pair(torch.ones(1), ["text", torch.zeros(1)])
+
+    class Same:
+        def __iter__(self):
+            return iter([batch])
+
+    module = Seen()
+    quiet().fit(module, Same())
+    assert module.batches[0] is batch
