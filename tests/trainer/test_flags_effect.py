@@ -2,20 +2,19 @@
 
 import inspect
 import logging
-import math
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 import hasten
 from hasten import Plan
-from hasten.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, ModelSummary, Progress, Timer
+from hasten.callbacks import Callback, GradientAccumulationScheduler, ModelSummary, Progress, Timer
 from hasten.loggers import CSVLogger
-from tests.trainer.trainings import QUIET, Regression, dataset, loader, quiet
+from tests.trainer.trainings import Regression, dataset, loader, quiet
 
 FLAGS = [name for name in inspect.signature(hasten.Trainer).parameters if name != "unknown"]
 EFFECTS = {}
@@ -204,9 +203,10 @@ def max_time(tmp_path):
         trainer.fit(Regression(), loader())
         assert time.monotonic() - begin >= 0.3
         assert trainer.global_step > 0
-    assert quiet(max_time="01:02:03:04").callbacks[-1].time_remaining() == timedelta(
-        days=1, hours=2, minutes=3, seconds=4
-    ).total_seconds()
+    assert (
+        quiet(max_time="01:02:03:04").callbacks[-1].time_remaining()
+        == timedelta(days=1, hours=2, minutes=3, seconds=4).total_seconds()
+    )
 
 
 @effect
@@ -245,7 +245,7 @@ def limit_predict_batches(tmp_path):
 @effect
 def overfit_batches(tmp_path):
     class Batches(Regression):
-        seen = []
+        seen = None
 
         def training_step(self, batch, batch_idx):
             self.seen.append(batch[0])
@@ -479,7 +479,7 @@ def sync_batchnorm(tmp_path):
 @effect
 def reload_dataloaders_every_n_epochs(tmp_path):
     class Own(Regression):
-        asked = []
+        asked = None
 
         def train_dataloader(self):
             self.asked.append(("train", self.trainer.current_epoch))
@@ -498,7 +498,9 @@ def reload_dataloaders_every_n_epochs(tmp_path):
 
 @effect
 def default_root_dir(tmp_path):
-    trainer = quiet(default_root_dir=str(tmp_path / "here"), logger=True, enable_checkpointing=True, log_every_n_steps=1)
+    trainer = quiet(
+        default_root_dir=str(tmp_path / "here"), logger=True, enable_checkpointing=True, log_every_n_steps=1
+    )
     trainer.fit(Regression(log=True), loader())
     assert {path.suffix for path in (tmp_path / "here").rglob("*.*") if path.is_file()} >= {".csv", ".ckpt"}
     assert quiet(default_root_dir="~").default_root_dir == str(Path.home())
@@ -647,7 +649,9 @@ def test_a_loader_without_length_is_known_to_end_only_when_it_does():
         def __iter__(self):
             return iter([dataset()[i] for i in range(32)])
 
-    module = fitted(batches=DataLoader(Some(), batch_size=8), validation=loader(), accumulate_grad_batches=3, max_epochs=2)
+    module = fitted(
+        batches=DataLoader(Some(), batch_size=8), validation=loader(), accumulate_grad_batches=3, max_epochs=2
+    )
     assert module.count("train") == 8
     assert module.trainer.global_step == 4  # 3 + 1, twice
     assert module.validated_at == [2, 4]

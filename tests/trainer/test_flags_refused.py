@@ -285,7 +285,7 @@ def test_a_plan_with_a_mistake_names_the_line(tmp_path):
     path.write_text("[techniques]\nbatched_fetch = true\nchanels_last = true\n")
     with pytest.raises(HastenError, match=r"(?s)hasten.toml:3.*channels_last"):
         quiet(plan=path)
-    path.write_text("[techniques]\nbatched_fetch = true\nprecision = \"bf16-mixed\"\n")
+    path.write_text('[techniques]\nbatched_fetch = true\nprecision = "bf16-mixed"\n')
     with pytest.raises(HastenError, match=r"(?s)hasten.toml:3.*precision|precision.*hasten.toml:3"):
         quiet(plan=path, precision="16-mixed")
 

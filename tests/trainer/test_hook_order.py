@@ -208,19 +208,18 @@ def test_an_error_is_told_before_the_run_ends():
 
 
 def test_minus_one_from_on_train_batch_start_ends_the_epoch():
-    class Skips(Plain):
-        steps = []
+    steps = []
 
+    class Skips(Plain):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 2 else None
 
         def training_step(self, batch, batch_idx):
-            self.steps.append((self.current_epoch, batch_idx))
+            steps.append((self.current_epoch, batch_idx))
             return super().training_step(batch, batch_idx)
 
-    module = Skips()
-    quiet(max_epochs=2).fit(module)
-    assert module.steps == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    quiet(max_epochs=2).fit(Skips())
+    assert steps == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_callbacks_hear_in_their_order_and_checkpoints_last(tmp_path):

@@ -111,7 +111,7 @@ def test_anything_iterable_is_a_loader():
     assert trained(Own(), max_epochs=2) == [1, 2, 1, 2]
 
 
-@pytest.mark.parametrize("wrong", [3, [3], {"a": None}, object()])
+@pytest.mark.parametrize("wrong", [3, [torch.zeros(1), 3], {"a": None}, object()])
 def test_what_is_no_loader(wrong):
     with pytest.raises(TypeError, match="dataloader"):
         trained(wrong)
@@ -195,15 +195,15 @@ def test_a_batch_that_is_none_is_skipped_and_that_is_said():
 
 
 def test_samplers_hear_of_epochs():
-    class Sampler(torch.utils.data.SequentialSampler):
-        epochs = []
+    epochs = []
 
+    class Sampler(torch.utils.data.SequentialSampler):
         def set_epoch(self, epoch):
-            self.epochs.append(epoch)
+            epochs.append(epoch)
 
     data = dataset()
     quiet(max_epochs=3).fit(Regression(), DataLoader(data, batch_size=8, sampler=Sampler(data)))
-    assert Sampler.epochs == [0, 1, 2]
+    assert epochs == [0, 1, 2]
 
 
 def test_what_the_trainer_says_of_its_loaders():

@@ -1,8 +1,10 @@
 """`self.log`: names, levels, reductions, loaders, refusals; and that nothing is read before it must be."""
 
+import itertools
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -122,6 +124,7 @@ def test_the_mean_is_weighted_by_batch_size():
     }  # fmt: skip
 
 
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.integers(1, 64)), min_size=1, max_size=600),
     st.sampled_from(["mean", "sum", "min", "max"]),
@@ -220,7 +223,15 @@ BY_STEP = [
     "configure_gradient_clipping",
 ]  # fmt: skip
 BY_EPOCH = ["on_train_start", "on_train_epoch_start", "on_train_epoch_end"]
-NOWHERE = ["on_fit_start", "on_fit_end", "on_train_end", "setup", "teardown", "configure_optimizers", "on_validation_end"]
+NOWHERE = [
+    "on_fit_start",
+    "on_fit_end",
+    "on_train_end",
+    "setup",
+    "teardown",
+    "configure_optimizers",
+    "on_validation_end",
+]
 
 
 @pytest.mark.parametrize("hook", [*BY_STEP, *BY_EPOCH])
@@ -434,7 +445,7 @@ def test_no_value_is_read_between_two_log_points(reads):
     quiet(logger=logger, log_every_n_steps=10, callbacks=at_batches(reads, marks)).fit(
         ManyLogs(), loader(8 * 40), loader()
     )
-    steps = [after - before for before, after in zip(marks, marks[1:])]
+    steps = [after - before for before, after in itertools.pairwise(marks)]
     quiet_steps = [count for index, count in enumerate(steps) if (index + 1) % 10]
     assert len(quiet_steps) == 36
     assert quiet_steps == [0] * 36

@@ -137,7 +137,7 @@ def test_a_module_within_training_can_be_copied():
             copy.deepcopy(self)
             copy.deepcopy(self.trainer)
 
-    quiet().fit(Copies(torch.optim.SGD and (lambda parameters: torch.optim.SGD(parameters, lr=0.1))), loader())
+    quiet().fit(Copies(), loader())
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,9 @@ def test_a_module_within_training_can_be_copied():
         ("import hasten", ["torch", "numpy", "rich", "lightning", "tensorboard", "pydantic"]),
         ("import hasten; hasten.Plan; hasten.HastenError", ["torch"]),
         (
-            "from hasten import Trainer, Module",
+            "from hasten import Trainer, Module; Trainer(logger=False, accelerator='cpu', enable_progress_bar=False)",
             ["rich", "tensorboard", "lightning", "pytorch_lightning", "torchmetrics", "pandas", "torch._dynamo"],
         ),
-        ("import hasten; hasten.Trainer(logger=False, accelerator='cpu')", ["tensorboard", "lightning", "torch._dynamo"]),
         ("import hasten.cli", ["torch"]),
     ],
 )

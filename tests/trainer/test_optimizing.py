@@ -111,7 +111,10 @@ def test_intervals_count_optimizer_steps_under_accumulation():
 def test_several_schedulers_of_one_optimizer():
     def make(parameters):
         optimizer = SGD(parameters, lr=1.0)
-        return [optimizer], [step_lr(optimizer), {"scheduler": step_lr(optimizer, 0.1), "interval": "step", "name": "s"}]
+        return [optimizer], [
+            step_lr(optimizer),
+            {"scheduler": step_lr(optimizer, 0.1), "interval": "step", "name": "s"},
+        ]
 
     trainer = fitted(make, max_steps=2)
     assert [config.name for config in trainer.lr_scheduler_configs] == [None, "s"]
@@ -128,9 +131,11 @@ def plateau(**options):
 
 
 def test_plateau_schedulers_step_on_their_metric():
-    assert rate(fitted(plateau(monitor="val_loss"), validation=loader(), max_epochs=3)) == 0.1 / 4
-    trainer = fitted(plateau(monitor="val_loss", interval="step"), validation=loader(), max_epochs=2, val_check_interval=1)
-    assert rate(trainer) == 0.1 / 2**7
+    assert rate(fitted(plateau(monitor="val_loss"), validation=loader(), max_epochs=3)) == 0.1 / 2**3
+    trainer = fitted(
+        plateau(monitor="val_loss", interval="step"), validation=loader(), max_epochs=2, val_check_interval=1
+    )
+    assert rate(trainer) == 0.1 / 2**8
 
 
 def test_a_metric_that_is_not_there():
@@ -436,7 +441,7 @@ def test_manual_steps_must_give_something_known():
 def test_clipping_by_hand():
     class Clips(Adversaries):
         def training_step(self, batch, batch_idx):
-            one, two = self.optimizers()
+            one, _ = self.optimizers()
             self.manual_backward(self.loss(*batch) * 1000)
             self.clip_gradients(one, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
             assert torch.nn.utils.get_total_norm([p.grad for p in self.one.parameters()]) <= 0.0101

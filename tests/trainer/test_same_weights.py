@@ -108,7 +108,7 @@ def test_bf16_mixed_is_autocast():
 def test_true_precisions(precision, dtype):
     class Converted(DataLoader):
         def __iter__(self):
-            return ((x.to(dtype), y.to(dtype)) for x, y in super(Converted, self).__iter__())
+            return ((x.to(dtype), y.to(dtype)) for x, y in super().__iter__())
 
     batches = Converted(loader().dataset, batch_size=8)
     expected = by_hand(batches, epochs=2, net=network().to(dtype))
@@ -193,6 +193,7 @@ def test_channels_last_changes_the_layout_and_little_else():
     assert module.net[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compile_changes_little():
     def plain():
@@ -248,9 +249,7 @@ def test_a_plain_module_with_a_loss():
     trainer = quiet(max_epochs=2)
     trainer.fit(net, loader(shuffle=True), loss=F.mse_loss, optimizer=OPTIMIZERS["SGD"])
     assert_same(net.state_dict(), expected)
-    assert set(trainer.callback_metrics) == {"train_loss", "train_loss_step", "train_loss_epoch"} or set(
-        trainer.callback_metrics
-    ) == {"train_loss"}
+    assert set(trainer.callback_metrics) == {"train_loss"}
 
 
 def test_a_plain_module_takes_adamw_if_no_optimizer_is_given():

@@ -80,6 +80,11 @@ class Position:
         self._look_at(iterator)
         return iterator
 
+    def first(self) -> None:
+        """The first batch is asked for now, after others have drawn: a sampler may take its seed only then."""
+        if self._begun is not None and not workers_of(self.loader):
+            self._begun["first"] = rng.state()
+
     def end(self) -> None:
         """The pass is over: exhausted, or left by the training. States now say that the next pass has to begin."""
         self._begun = None
@@ -119,7 +124,7 @@ class Position:
                 state["workers"] = self._waiting["workers"]
             return state
         state.update(batches=batches, way=self._way, digest=rng.digest(), reused=self._reused)
-        state["begun"] = {"rng": self._begun["rng"], "own": self._begun["own"]}
+        state["begun"] = {name: self._begun[name] for name in ("rng", "own", "first") if name in self._begun}
         as_of = batches
         if self._way == "loader":
             own = state["loader"] = copy.deepcopy(self.loader.state_dict())
@@ -191,6 +196,8 @@ class Position:
             if not workers_of(loader):
                 if state["reused"]:  # workers that stayed drew no seed for this pass
                     _put_back(loader, begun)
+                if "first" in begun:
+                    rng.restore(begun["first"])
                 plan.short, plan.drew = advance(iterator, batches)
                 if "dataset" in state and is_stateful(dataset_of(loader)):
                     dataset_of(loader).load_state_dict(copy.deepcopy(state["dataset"]))

@@ -313,6 +313,9 @@ class Checkpointing:
     def _lightning_epoch(self, state: dict[str, Any]) -> int:
         """Epochs that are done in a checkpoint that Lightning wrote; one cut in an epoch begins that epoch again."""
         fit = (state.get("loops") or {}).get("fit_loop", {})
+        # The x-axis of the loggers goes on too.
+        self._trainer.logged_steps = fit.get("epoch_loop.state_dict", {}).get("_batches_that_stepped", 0)
+        self._trainer.total_batches = fit.get("epoch_loop.batch_progress", {}).get("total", {}).get("ready", 0)
         current = fit.get("epoch_progress", {}).get("current", {})
         self._trainer.warn(
             f"{self.path} was written by Lightning: weights, optimizers and schedulers go on exactly, the position"

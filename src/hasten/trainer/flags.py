@@ -67,7 +67,6 @@ OF_OLD = {
     "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
     "torch_compile": "compile=True",
     "gradient_checkpointing": "activation_checkpointing=True",
-    "plugins": "nothing: hasten has no plugins; precision and strategy are flags",
 }
 
 
@@ -97,11 +96,16 @@ def misconfigured(message: str, fix: str = "") -> HastenError:
     return HastenError(message, fix)
 
 
+_ELSEWHERE = {"plugins": "hasten has no plugins; precision and strategy are flags"}
+
+
 def refuse_unknown(unknown: Mapping[str, Any], trainer: type) -> None:
     """Raise for arguments that the Trainer does not have, with what was probably meant."""
     for name in unknown:
         if name in OF_OLD:
             raise _unknown(f"Trainer({name}=...) is of an earlier day", f"today's flag: {OF_OLD[name]}")
+        if name in _ELSEWHERE:
+            raise _unknown(f"Trainer({name}=...) is Lightning's, and not hasten's", _ELSEWHERE[name])
         known = [parameter for parameter in inspect.signature(trainer).parameters if parameter != "unknown"]
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
@@ -149,6 +153,13 @@ def whole(name: str, value: Any, least: int, optional: bool = True) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         count = "must be a non-negative integer or -1" if least == -1 else f"should be an int >= {least}"
         raise misconfigured(f"`{name}` {count}, not {value!r}", "-1 means no limit" if least == -1 else "")
+
+
+def batches_to_try(given: Any) -> int | bool:
+    """`fast_dev_run`: a number of batches; True is one."""
+    if not isinstance(given, int) or given < 0:
+        raise misconfigured(f"fast_dev_run={given!r} should be >= 0", "it is a number of batches")
+    return True if given == 1 else given
 
 
 def share_or_count(name: str, value: Any) -> None:
@@ -323,7 +334,7 @@ def switches(given: Mapping[str, Any]) -> None:
         if given[name] not in (True, False, None):
             raise _value_error(f"{name}={given[name]!r} must be True or False")
     if given["deterministic"] not in (True, False, None, "warn"):
-        raise _value_error(f"deterministic={given['deterministic']!r} must be True, False or \"warn\"")
+        raise _value_error(f'deterministic={given["deterministic"]!r} must be True, False or "warn"')
 
 
 def path(name: str, given: Any, *others: type) -> None:
@@ -332,16 +343,23 @@ def path(name: str, given: Any, *others: type) -> None:
         raise _value_error(f"{name}={given!r} is a {type(given).__name__}, not a path")
 
 
-def strategy(given: Any) -> None:
-    """Check the strategy's name; objects of Lightning are looked at when processes are started."""
+def strategy(given: Any) -> str:
+    """The strategy's name; an object of Lightning's is named by what it does."""
     if not isinstance(given, str):
-        if not uses_lightning():
-            raise _value_error(f"strategy={given!r} must be a name", f"such as {', '.join(_STRATEGIES)}")
-        return
+        name = ""
+        if uses_lightning():
+            from hasten.trainer.lightning import strategy_name
+
+            name = strategy_name(given)
+        if not name:
+            kind = type(given).__name__
+            raise _value_error(f"strategy={kind}(...) is none of hasten's", f"there are: {', '.join(_STRATEGIES)}")
+        return name
     if not re.fullmatch(r"auto|ddp(_spawn|_fork|_notebook)?(_find_unused_parameters_(true|false))?", given):
         close = difflib.get_close_matches(given, _STRATEGIES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(_STRATEGIES)}"
         raise _value_error(f"You selected an invalid strategy name: `strategy={given!r}`", hint)
+    return given
 
 
 _STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_fork", "ddp_spawn", "ddp_notebook")
@@ -399,3 +417,8 @@ class ContradictionError(HastenError, ValueError):
 
 class NotAModuleError(HastenError, TypeError):
     """The wrong kind of thing as a model is a TypeError in Python."""
+
+
+def log_name() -> str:
+    """The name under which the Trainer logs: where Lightning is in use, one that its users have set up."""
+    return "lightning.pytorch.trainer.trainer" if uses_lightning() else "hasten"

@@ -122,6 +122,19 @@ def _uploads(logger: Any) -> bool:
     return bool(getattr(logger, "_log_model", False) or getattr(logger, "_log_model_checkpoints", False))
 
 
+def strategy_name(given: Any) -> str:
+    """hasten's name for a strategy object of Lightning's; "" where it has none."""
+    kind = type(given).__name__
+    if kind == "SingleDeviceStrategy":
+        return "auto"
+    if kind != "DDPStrategy":
+        return ""
+    start = getattr(given, "_start_method", "popen")
+    name = {"popen": "ddp", "spawn": "ddp_spawn", "fork": "ddp_fork", "forkserver": "ddp_spawn"}[start]
+    unused = getattr(given, "_ddp_kwargs", {}).get("find_unused_parameters")
+    return f"{name}_find_unused_parameters_true" if unused else name
+
+
 class Face:
     """What Lightning's classes read of a trainer beside its public face.
 
@@ -427,8 +440,11 @@ class _Accelerator(_Part):
             return torch.cuda.memory_stats(device)
         import psutil
 
-        memory = psutil.virtual_memory()
-        return {"cpu_percent": psutil.cpu_percent(), "cpu_vm_percent": memory.percent}
+        return {
+            "cpu_percent": psutil.cpu_percent(),
+            "cpu_vm_percent": psutil.virtual_memory().percent,
+            "cpu_swap_percent": psutil.swap_memory().percent,
+        }
 
 
 class _LoggerConnector(_Part):

@@ -379,30 +379,41 @@ class Board:
 
     # -- resume ----------------------------------------------------------------------------------------
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """What an epoch that goes on needs: sums so far."""
+    def state_dict(self, names: Mapping[int, str] | None = None) -> list[dict[str, Any]]:
+        """What an epoch that goes on needs: sums so far.
+
+        Args:
+            names: By id, the names of the module's parts: metrics that are objects are found again by them.
+        """
         kept = []
         for (hook, name, index), entry in self.entries.items():
-            if entry.valid and entry.metric is None and isinstance(entry.how[4], str):
+            metric = None if entry.metric is None else (names or {}).get(id(entry.metric))
+            if not entry.valid or (entry.metric is not None and metric is None) or not isinstance(entry.how[4], str):
+                continue
+            if metric is None:
                 entry.fold()
-                kept.append(
-                    {
-                        "key": [hook, name, index],
-                        "how": list(entry.how),
-                        "levels": [entry.on_step, entry.on_epoch],
-                        "last": entry.last,
-                        "total": entry.total,
-                        "count": entry.count,
-                        "double": entry.dtype == torch.float64,
-                    }
-                )
+            kept.append(
+                {
+                    "key": [hook, name, index],
+                    "how": list(entry.how),
+                    "levels": [entry.on_step, entry.on_epoch],
+                    "last": entry.last,
+                    "total": entry.total,
+                    "count": entry.count,
+                    "double": entry.dtype == torch.float64,
+                    "metric": metric,
+                }
+            )
         return kept
 
-    def load_state_dict(self, kept: list[dict[str, Any]]) -> None:
-        """Go on from `state_dict`."""
+    def load_state_dict(self, kept: list[dict[str, Any]], parts: Mapping[str, Any] | None = None) -> None:
+        """Go on from `state_dict`; `parts`: the module's parts by name."""
         for one in kept:
             hook, name, index = one["key"]
-            entry = self._register(hook, name, None, index, tuple(one["how"]), None, index is not None)
+            metric = (parts or {}).get(str(one.get("metric")))
+            if one.get("metric") is not None and metric is None:
+                continue
+            entry = self._register(hook, name, metric, index, tuple(one["how"]), None, index is not None)
             entry.last, entry.total, entry.count = one["last"], one["total"], one["count"]
             if one.get("double"):
                 entry.dtype = torch.float64

@@ -64,8 +64,8 @@ class FitLoop:
         batch_idx: Batches of this epoch done.
         total_batches: Batches done over all epochs.
         logged_steps: Batches that ended an accumulation window; the x-axis of the loggers.
-        point: How far the current batch or epoch is ("batch", "batch_end", "validated", "between", "epoch_end"): where a
-            checkpoint saved now goes on.
+        point: How far the current batch or epoch is ("batch", "batch_end", "validated", "between", "epoch_end"): where
+            a checkpoint saved now goes on.
     """
 
     def __init__(self, trainer: Trainer, hooks: Hooks, resumed: dict[str, Any] | None) -> None:
@@ -89,7 +89,7 @@ class FitLoop:
             trainer.logged_steps = resumed["logged_steps"]
             self.epochs_processed = resumed["epochs_processed"]
             trainer.batches_seen["fit_validate"] = Counter(dict(resumed["validated"]))
-            self.board.load_state_dict(resumed["board"])
+            self.board.load_state_dict(resumed["board"], dict(trainer.model.named_modules()))
 
     # -- epochs ----------------------------------------------------------------------------------------
 
@@ -198,6 +198,7 @@ class FitLoop:
             rng.restore(resumed["before_ahead"])
             self.ahead.hold()
         self.last = self._is_last()
+        self.board.stepping = resumed.get("stepping", False)
         rng.restore(resumed["rng"])
 
     def let_go(self) -> None:
@@ -435,7 +436,8 @@ class FitLoop:
             "whole": self._at_the_end(),
             "positions": source.state_dict(self.batch_idx if within else 0),
             "before_ahead": None if self.ahead is None else self.ahead.before,
-            "board": self.board.state_dict(),
+            "board": self.board.state_dict({id(part): name for name, part in trainer.model.named_modules()}),
+            "stepping": self.board.stepping,
             "gradients": pending,
             **(self.before_validation or {"rng": rng.state(), **self._of_validation()}),
         }

@@ -393,8 +393,10 @@ class Hyperparameters(dict[str, Any]):
 def _arguments(kind: type, frame: Any) -> dict[str, Any]:
     """The arguments of the `__init__` whose frame this is, and of those that called it by `super().__init__`."""
     given: dict[str, Any] = {}
-    while frame is not None and frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), kind):
+    while frame is not None and frame.f_code.co_name == "__init__":
         code = frame.f_code
+        if not code.co_argcount or not isinstance(frame.f_locals.get(code.co_varnames[0]), kind):
+            break
         count = code.co_argcount + code.co_kwonlyargcount
         values = frame.f_locals
         given.update({name: values[name] for name in code.co_varnames[1:count] if name in values})

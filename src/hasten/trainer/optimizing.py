@@ -101,7 +101,7 @@ def _unpacked(given: Any, error: Any) -> tuple[list[Any], list[Any], str | None]
     if is_optimizer(given):
         return [given], [], None
     if isinstance(given, Mapping):
-        _known_keys(given)
+        _known_keys(given, error)
         schedulers = [given["lr_scheduler"]] if given.get("lr_scheduler") is not None else []
         return [given["optimizer"]], schedulers, given.get("monitor")
     if isinstance(given, list | tuple):
@@ -109,7 +109,7 @@ def _unpacked(given: Any, error: Any) -> tuple[list[Any], list[Any], str | None]
             return given[0], given[1] if isinstance(given[1], list) else [given[1]], None
         if given and all(isinstance(one, Mapping) for one in given):
             for one in given:
-                _known_keys(one)
+                _known_keys(one, error)
             found = [one["lr_scheduler"] for one in given if "lr_scheduler" in one]
             return [one["optimizer"] for one in given], found, None
         if all(map(is_optimizer, given)):
@@ -122,7 +122,13 @@ def _unpacked(given: Any, error: Any) -> tuple[list[Any], list[Any], str | None]
     )
 
 
-def _known_keys(given: Mapping[str, Any]) -> None:
+def _known_keys(given: Mapping[str, Any], error: Any) -> None:
+    if not is_optimizer(given.get("optimizer")):
+        raise error(
+            f'Unknown configuration for model optimizers: "optimizer" is {given.get("optimizer")!r} in the dict that'
+            " configure_optimizers gave",
+            _SHAPES,
+        )
     if unknown := given.keys() - {"optimizer", "lr_scheduler", "monitor"}:
         warnings.warn(
             f"Found unsupported keys in the optimizer configuration: {set(unknown)}; they are ignored",
@@ -161,6 +167,9 @@ def _config(given: Any, monitor: str | None, automatic: bool, error: Any) -> Sch
         return SchedulerConfig(config.scheduler, config.name, config.interval, config.frequency)
     if config.interval not in ("step", "epoch"):
         raise error(f'The "interval" key in lr scheduler dict must be "step" or "epoch", not {config.interval!r}')
+    frequency: Any = config.frequency
+    if not isinstance(frequency, int) or frequency < 1:
+        raise error(f'The "frequency" in lr scheduler dict must be an int of at least 1, not {frequency!r}')
     config.reduce_on_plateau = given.get("reduce_on_plateau", isinstance(config.scheduler, ReduceLROnPlateau))
     if config.reduce_on_plateau and config.monitor is None:
         raise error(

@@ -305,9 +305,9 @@ class Readable:
         """Tell the person, in the first process only: through `logging` where that is set up, else on stderr."""
         if self.is_global_zero and not (once and text in self._said):
             self._said.add(text)
-            log = logging.getLogger("lightning.pytorch.trainer.trainer" if say.uses_lightning() else "hasten")
+            log = logging.getLogger(say.log_name())
             if log.isEnabledFor(logging.INFO) and log.hasHandlers():
-                log.info(f"hasten: {text}")
+                log.info("hasten: %s", text)
             else:
                 sys.stderr.write(f"hasten: {text}\n")
 

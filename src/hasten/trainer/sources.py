@@ -97,6 +97,8 @@ class Combined:
         over = [False] * len(fetches)
 
         def one(index: int) -> Any:
+            if not self._drawn[index]:
+                self.positions[index].first()
             try:
                 batch = fetches[index]()
             except StopIteration:
@@ -106,6 +108,7 @@ class Combined:
                 if self.mode == "max_size":
                     return None
                 fetches[index] = _limited(starts[index](), self.limits[index])
+                self.positions[index].first()
                 batch = fetches[index]()
             self._drawn[index] += 1
             return batch

@@ -111,7 +111,7 @@ class Trainer(Readable):
         self,
         *,
         accelerator: str = "auto",
-        strategy: str = "auto",
+        strategy: Any = "auto",
         devices: Any = "auto",
         num_nodes: int = 1,
         precision: Any = None,
@@ -164,7 +164,6 @@ class Trainer(Readable):
     ) -> None:
         say.refuse_unknown(unknown, type(self))
         say.switches(locals())
-        say.strategy(strategy)
         say.path("plan", plan, Plan)
         say.path("default_root_dir", default_root_dir)
         for name, value in (("num_nodes", num_nodes), ("log_every_n_steps", log_every_n_steps)):
@@ -191,7 +190,7 @@ class Trainer(Readable):
 
         # where
         self.accelerator_flag = accelerator
-        self.strategy_name = str(strategy)
+        self.strategy_name = say.strategy(strategy)
         self.devices = devices
         self.num_nodes = num_nodes
         self.precision = say.precision_of(precision)
@@ -233,9 +232,7 @@ class Trainer(Readable):
         self.detect_anomaly = detect_anomaly
         self.enable_autolog_hparams = enable_autolog_hparams
         self.checkpoint_format = checkpoint_format
-        if not isinstance(fast_dev_run, int) or fast_dev_run < 0:
-            raise say.misconfigured(f"fast_dev_run={fast_dev_run!r} should be >= 0", "it is a number of batches")
-        self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run
+        self.fast_dev_run = say.batches_to_try(fast_dev_run)
         if fast_dev_run:
             self._only_try(int(fast_dev_run))
             logger, enable_checkpointing = (False if logger is False else silent(), False)
@@ -766,11 +763,11 @@ def seed_everything(seed: int, workers: bool = True) -> int:
     """
     import numpy
 
-    if not isinstance(seed, int | numpy.integer) or not 0 <= seed < 2**32:
+    given: Any = seed
+    if not isinstance(given, int | numpy.integer) or not 0 <= given < 2**32:
         raise HastenError(f"seed={seed!r} must be a whole number from 0 to {2**32 - 1}")
-    seed = int(seed)
-
+    seed = int(given)
     random.seed(seed)
     numpy.random.seed(seed)  # noqa: NPY002  # what scripts draw from
     torch.manual_seed(seed)
-    return int(seed)
+    return seed

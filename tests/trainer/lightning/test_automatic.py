@@ -276,7 +276,11 @@ def test_what_a_module_reads_of_its_trainer():
             self.facts |= {"state": trainer.state.fn == "fit", "device": str(self.device), "rank": self.global_rank}
             self.facts |= {"train": len(trainer.train_dataloader), "epochs": trainer.fit_loop.max_epochs}
             self.facts |= {"lrs": [type(one.scheduler).__name__ for one in trainer.lr_scheduler_configs]}
-            self.facts |= {"current": self.current_epoch, "step": self.global_step, "logger": type(self.logger).__name__}
+            self.facts |= {
+                "current": self.current_epoch,
+                "step": self.global_step,
+                "logger": type(self.logger).__name__,
+            }
             self.facts |= {"optimizer": type(self.optimizers()).__name__, "lr": type(self.lr_schedulers()).__name__}
 
     def make():

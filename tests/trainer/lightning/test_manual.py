@@ -65,7 +65,9 @@ class GAN(L.LightningModule):
         return players, [lr_scheduler.ExponentialLR(one, 0.9) for one in players]
 
 
-@pytest.mark.parametrize("flags", [{}, {"precision": "bf16-mixed"}, {"max_steps": 7}, {"log_every_n_steps": 3}], ids=str)
+@pytest.mark.parametrize(
+    "flags", [{}, {"precision": "bf16-mixed"}, {"max_steps": 7}, {"log_every_n_steps": 3}], ids=str
+)
 @pytest.mark.parametrize("spy", [False, True], ids=["", "hooks"])
 @pytest.mark.parametrize("toggle", ["toggle", ""])
 def test_two_players(toggle, spy, flags):

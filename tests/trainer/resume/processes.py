@@ -77,7 +77,7 @@ class Nursery:
 def assert_same(one, other, where="outcome"):
     """Equal to the last bit."""
     if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype and one.shape == other.shape, where
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), where
         off = (one.double() - other.double()).abs().max() if one.numel() else 0
         assert torch.allclose(one, other, rtol=0, atol=0, equal_nan=True), f"{where} differs by {off}"
     elif isinstance(one, dict):

@@ -16,7 +16,7 @@ import torch
 import hasten
 from hasten.trainer.checkpoint import latest_good, verify
 from tests.trainer.resume.processes import ROOT, assert_same
-from tests.trainer.resume.trainings import Net, loaders, run
+from tests.trainer.resume.trainings import Net, loaders
 
 STEPS = {"every_n_train_steps": 3}
 
@@ -44,12 +44,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(nursery, tmp_pat
     newest, _ = latest_good(tmp_path / "run")
     damage(newest)
     good, _ = latest_good(tmp_path / "run")
-    assert good is not None and good != newest
+    assert good not in (None, newest)
     out = tmp_path / "out.pt"
     path = "last" if by == "last" else str(newest)
     process = nursery.run({**spec, "ckpt_path": path, "out": str(out)})
     said = process.said()
-    assert str(newest) in said and str(good) in said
+    assert str(newest) in said
+    assert str(good) in said
     assert_same(whole, torch.load(out, weights_only=False))
 
 
@@ -78,7 +79,7 @@ def test_weights_only_is_refused_for_training(tmp_path):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere.ckpt") as caught:
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.ckpt") as caught:
         trainer(tmp_path).fit(Net(), *loaders({}), ckpt_path=tmp_path / "nowhere.ckpt")
     assert isinstance(caught.value, hasten.HastenError)
 
@@ -102,7 +103,6 @@ def test_loading_runs_no_code(tmp_path, kind):
     else:
         one = trainer(tmp_path)
         one.fit(Net(), *loaders({}))
-        one.model.hparams_like = Evil(mark)
         state = one.checkpointing.collected()
         state["evil"] = Evil(mark)
         from hasten.trainer.checkpoint import write
@@ -136,7 +136,9 @@ def in_own_mounts(script):
     )
 
 
-TRAIN = """$PYTHON -c 'import json, sys; from tests.trainer.resume.trainings import run; run(json.loads(sys.argv[1]))'"""
+FROM = "from tests.trainer.resume.trainings import run; from hasten.trainer.checkpoint import verify"
+TRAIN = f"$PYTHON -c 'import json, sys; {FROM}; run(json.loads(sys.argv[1]))'"
+VERIFY = f"$PYTHON -c 'import sys; {FROM}; [verify(path) for path in sys.argv[1:]]'"
 
 
 def test_a_full_disk_is_named_and_the_old_checkpoint_stays(tmp_path):
@@ -145,10 +147,9 @@ def test_a_full_disk_is_named_and_the_old_checkpoint_stays(tmp_path):
         {TRAIN} '{{"root": "{tmp_path}", "checkpoints": [{{"every_n_train_steps": 2}}]}}' && exit 99
         code=$?
         ls {tmp_path}/*.ckpt
-        {TRAIN.replace("run(json.loads(sys.argv[1]))", "[verify(p) for p in sys.argv[1:]]").replace(
-            "from tests.trainer.resume.trainings import run", "from hasten.trainer.checkpoint import verify")} {tmp_path}/*.ckpt
+        {VERIFY} {tmp_path}/*.ckpt
         exit $code
-    """)  # fmt: skip
+    """)
     assert found.returncode == 1, found.stderr
     assert "the disk is full" in found.stderr.splitlines()[-2] + found.stderr.splitlines()[-1]
     assert ".ckpt" in found.stdout
@@ -164,7 +165,8 @@ def test_a_read_only_folder_is_refused_before_the_first_step(tmp_path):
         {TRAIN} '{{"root": "{folder}", "checkpoints": [{{}}], "acts": [{act}]}}'
     """)
     assert found.returncode == 1
-    assert "read-only" in found.stderr and str(folder) in found.stderr
+    assert "read-only" in found.stderr
+    assert str(folder) in found.stderr
     assert not marker.exists()
 
 
@@ -176,7 +178,8 @@ def test_two_runs_in_one_folder(nursery, tmp_path):
     while not begun.exists() and not first.ended():
         time.sleep(0.01)
     second = nursery.run(spec, 1)
-    assert "Another run is using" in second.said() and f"process {first.pid}" in second.said()
+    assert "Another run is using" in second.said()
+    assert f"process {first.pid}" in second.said()
     first.kill(9)
     assert first.wait() == -9
     nursery.run({**spec, "ckpt_path": "last"})  # what a killed run held is free
@@ -225,7 +228,8 @@ def test_a_worker_that_fails(nursery, tmp_path, breaks, expected):
     assert expected in process.said()
     assert expected in heard.read_text()
     saved, notes = latest_good(tmp_path / "run")
-    assert saved is not None and not notes
+    assert saved is not None
+    assert not notes
     assert not (tmp_path / "run" / ".hasten.lock").exists()
     # When the data is mended, the training goes on from there, as if nothing had been.
     mended = {**spec, "data": {"workers": 2, "size": 400}}
@@ -242,6 +246,3 @@ def test_an_error_in_the_training_keeps_what_was_saved(nursery, tmp_path, whole)
     saved = sorted((tmp_path / "run").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     assert "step=17" in saved[-1].name  # what it was worth when it failed
     assert_same(whole, nursery.outcome({**spec, "ckpt_path": str(saved[-2])}))
-
-
-__all__ = ["run"]

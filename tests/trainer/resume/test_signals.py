@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -21,22 +22,22 @@ def signalled(nursery, spec, hook, nth, *numbers):
     return process.wait(), process.said()
 
 
+PLACES = [
+    ("on_train_batch_start", 6, {"flags": {"accumulate_grad_batches": 4}}),
+    ("on_before_zero_grad", 9, {"data": {"workers": 2}}),
+    ("on_train_batch_end", 15, {"module": {"scheduler": "plateau"}}),  # the last of an epoch
+    ("on_validation_batch_end", 3, {"flags": {"val_check_interval": 0.5}, "callbacks": ["ema"]}),
+    ("on_validation_end", 2, {"module": {"scheduler": "onecycle"}}),
+    ("on_train_epoch_end", 1, {"module": {"scheduler": "step"}}),
+    ("on_train_epoch_start", 2, {"data": {"kind": "stream"}}),
+]
+
+
 @pytest.mark.parametrize(
-    ("hook", "nth", "more"),
-    [
-        ("on_train_batch_start", 6, {"flags": {"accumulate_grad_batches": 4}}),
-        ("on_before_zero_grad", 9, {"data": {"workers": 2}}),
-        ("on_train_batch_end", 15, {"module": {"scheduler": "plateau"}}),  # the last of an epoch
-        ("on_validation_batch_end", 3, {"flags": {"val_check_interval": 0.5}, "callbacks": ["ema"]}),
-        ("on_validation_end", 2, {"module": {"scheduler": "onecycle"}}),
-        ("on_train_epoch_end", 1, {"module": {"scheduler": "step"}}),
-        ("on_train_epoch_start", 2, {"data": {"kind": "stream"}}),
-    ],
+    ("hook", "nth", "more", "number"),
+    [*((*place, TERM) for place in PLACES), *((*place, INT) for place in (PLACES[0], PLACES[3]))],
 )
-@pytest.mark.parametrize("number", [TERM, INT])
 def test_saves_and_goes_on(nursery, tmp_path, hook, nth, more, number):
-    if number == INT and hook not in ("on_train_batch_start", "on_validation_batch_end"):
-        pytest.skip("Ctrl-C takes the same way, and is tried in two places")
     whole = nursery.outcome({**more, "root": str(tmp_path / "whole")})
     spec = {**more, "root": str(tmp_path / "run"), "checkpoints": [{"every_n_epochs": 50}], "ckpt_path": "last"}
     code, said = signalled(nursery, spec, hook, nth, number)
@@ -81,7 +82,7 @@ def test_spoilt_weights_are_not_saved(nursery, tmp_path):
 
 
 RANKS = """
-    import sys, torch, hasten
+    import os, sys, torch, hasten
     sys.path.insert(0, sys.argv[2])
     from tests.trainer.resume.trainings import Net, Drawing, Act, outcome
     from torch.utils.data import DataLoader
@@ -89,17 +90,15 @@ RANKS = """
 
     if __name__ == "__main__":
         torch.set_num_threads(1)
-        root, _, end, path, every, rank = sys.argv[1:]
+        root, _, end, path, every, run = sys.argv[1:]
         hasten.seed_everything(3)
+        file = f"{root}/pid-{run}-" + os.environ.get("LOCAL_RANK", "0")
+        say = Act("say", "on_train_batch_end", 5, file=file)
         trainer = hasten.Trainer(
             max_epochs=int(end), default_root_dir=root, strategy="ddp", devices=2, accelerator="cpu", logger=False,
             enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=int(every),
-            callbacks=[ModelCheckpoint(dirpath=root, every_n_epochs=1000),
-                       Act("say", "on_train_batch_end", 5, file=f"{root}/pid-{sys.argv[-1]}-")],
+            callbacks=[ModelCheckpoint(dirpath=root, every_n_epochs=1000), say],
         )
-        say = trainer.callbacks[-1] if isinstance(trainer.callbacks[-1], Act) else trainer.callbacks[0]
-        import os
-        say.options["file"] += os.environ.get("LOCAL_RANK", "0")
         module = Net()
         trainer.fit(module, DataLoader(Drawing(64), batch_size=4, shuffle=True), DataLoader(Drawing(16), batch_size=4),
                     ckpt_path=None if path == "-" else path)
@@ -111,6 +110,7 @@ RANKS = """
 class Ranks:
     def __init__(self, tmp_path):
         self.script, self.root = tmp_path / "ranks.py", tmp_path / "run"
+        tmp_path.mkdir(exist_ok=True)
         self.script.write_text(textwrap.dedent(RANKS))
         self.root.mkdir()
         self.runs = 0
@@ -127,19 +127,24 @@ class Ranks:
     def pid(self, rank):
         file = self.root / f"pid-{self.runs}-{rank}"
         end = time.monotonic() + 60
-        while not (file.exists() and file.read_text()) and time.monotonic() < end:
+        while not (file.exists() and file.read_text()):
+            if time.monotonic() > end or self.process.poll() is not None:
+                self.process.kill()
+                pytest.fail(f"rank {rank} did not begin:\n{self.process.communicate()[1]}")
             time.sleep(0.01)
         return int(file.read_text())
 
     def ended(self):
-        _, said = self.process.communicate(timeout=40)
+        try:
+            _, said = self.process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
         return self.process.returncode, said
 
 
 @pytest.mark.parametrize(("rank", "number", "every"), [(0, TERM, 1), (1, TERM, 4), (0, INT, 1)])
 def test_ranks_stop_together(tmp_path, rank, number, every):
-    import os
-
     ranks = Ranks(tmp_path).start(100_000, every=every)
     pids = [ranks.pid(0), ranks.pid(1)]
     os.kill(pids[rank], number)
@@ -153,11 +158,8 @@ def test_ranks_stop_together(tmp_path, rank, number, every):
 
 @pytest.mark.slow
 def test_ranks_go_on_exactly(tmp_path):
-    import os
-
-    whole = Ranks(tmp_path / "a") if (tmp_path / "a").mkdir() is None else None
+    whole, ranks = Ranks(tmp_path / "whole"), Ranks(tmp_path / "stopped")
     assert whole.start(40).ended()[0] == 0
-    ranks = Ranks(tmp_path / "b") if (tmp_path / "b").mkdir() is None else None
     ranks.start(40)
     os.kill(ranks.pid(1), TERM)
     assert ranks.ended()[0] == 143

@@ -85,6 +85,10 @@ class Progress(Callback):
         """Leave the terminal as it was, so that the traceback can be read."""
         self._close()
 
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """A resumed run may begin in the middle of an epoch, whose start it does not see."""
+        self.on_train_epoch_start(trainer, module)
+
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         """A new line."""
         self._began = self._drawn_at = perf_counter()
