@@ -60,10 +60,8 @@ class FitLoop:
     """Runs the epochs of one `fit`.
 
     Attributes:
-        epoch: Epochs done.
         batch_idx: Batches of this epoch done.
-        total_batches: Batches done over all epochs.
-        logged_steps: Batches that ended an accumulation window; the x-axis of the loggers.
+        epochs_processed: Epochs done; the hooks of the last one's end may still run.
         point: How far the current batch or epoch is ("batch", "batch_end", "validated", "between", "epoch_end"): where
             a checkpoint saved now goes on.
     """
@@ -101,8 +99,7 @@ class FitLoop:
         step = (steps.automatic if trainer.model.automatic_optimization else steps.manual)(trainer, hooks)
         self.last_validated = time.monotonic()
         while not self.done():
-            if self._epoch(step):
-                break
+            self._epoch(step)
         hooks.call("on_train_end")
 
     def done(self) -> bool:
@@ -138,8 +135,8 @@ class FitLoop:
         if resumed["point"] == "epoch_end":
             self._epoch_is_over(resumed["whole"])
 
-    def _epoch(self, step: steps.Step) -> bool:
-        """Run one epoch; whether it was cut short by a loader that is empty."""
+    def _epoch(self, step: steps.Step) -> None:
+        """Run one epoch."""
         trainer, hooks, board = self.trainer, self.hooks, self.board
         source = trainer.training_source()
         for leaf in source.leaves:
@@ -166,7 +163,6 @@ class FitLoop:
         for hook in hooks.of_callbacks("on_train_epoch_end", monitoring=True):
             hook()
         self._epoch_is_over(self._at_the_end())
-        return False
 
     def _epoch_is_over(self, whole: bool) -> None:
         """What comes after the hooks of an epoch's end, and so after checkpoints made there."""
@@ -304,11 +300,7 @@ class FitLoop:
         return over or self.batch_idx == self.trainer.num_training_batches
 
     def _at_the_end(self) -> bool:
-        return (
-            self.last
-            or self.batch_idx == self.trainer.num_training_batches
-            or (self.ahead is not None and self.ahead.over)
-        )
+        return self.last or self._is_last()
 
     def _epoch_done(self) -> bool:
         trainer = self.trainer

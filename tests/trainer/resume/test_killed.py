@@ -53,7 +53,10 @@ def killed(nursery, spec, hook, nth, **options):
     nursery.run({**spec, "acts": [*spec.get("acts", []), {"what": "kill", "hook": hook, "nth": nth, **options}]}, -9)
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+QUICK = ("workers that stay", "accumulation", "plateau", "average", "fp16", "by hand", "stream", "two loaders")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in TRAININGS])
 def test_after_any_step(nursery, tmp_path, uninterrupted, name):
     spec = {**TRAININGS[name], "root": str(tmp_path / "run"), "checkpoints": [STEPS], "ckpt_path": "last"}
     last = uninterrupted(name)["steps"][2]
@@ -75,7 +78,12 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", MOMENTS)
+ONCE_IN_A_WHILE = ("before any validation", "validation's last batch", "validation end", "epoch start")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ONCE_IN_A_WHILE else ()) for n in MOMENTS]
+)
 def test_checkpoints_made_by_hand(nursery, tmp_path, name):
     hook, nth, more = MOMENTS[name]
     whole = nursery.outcome({**more, "root": str(tmp_path / "whole")})
@@ -146,7 +154,7 @@ def test_a_checkpoint_made_after_fit_and_more_epochs(nursery, tmp_path):
     assert_same(whole, nursery.outcome({**spec, "ckpt_path": str(saved)}))
 
 
-@pytest.mark.parametrize("steps", [7, 15, 22])
+@pytest.mark.parametrize("steps", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in (15, 22))])
 @pytest.mark.parametrize("how", ["checkpoint", "after fit"])
 def test_max_steps_and_then_more(nursery, tmp_path, steps, how):
     more = {"module": {"scheduler": "onecycle"}, "callbacks": ["ema"]}

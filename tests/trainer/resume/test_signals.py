@@ -35,7 +35,11 @@ PLACES = [
 
 @pytest.mark.parametrize(
     ("hook", "nth", "more", "number"),
-    [*((*place, TERM) for place in PLACES), *((*place, INT) for place in (PLACES[0], PLACES[3]))],
+    [
+        *((*PLACES[i], TERM) for i in (0, 2, 3)),
+        (*PLACES[3], INT),
+        *(pytest.param(*PLACES[i], TERM, marks=pytest.mark.slow) for i in (1, 4, 5, 6)),
+    ],
 )
 def test_saves_and_goes_on(nursery, tmp_path, hook, nth, more, number):
     whole = nursery.outcome({**more, "root": str(tmp_path / "whole")})
@@ -143,7 +147,9 @@ class Ranks:
         return self.process.returncode, said
 
 
-@pytest.mark.parametrize(("rank", "number", "every"), [(0, TERM, 1), (1, TERM, 4), (0, INT, 1)])
+@pytest.mark.parametrize(
+    ("rank", "number", "every"), [(1, TERM, 4), (0, INT, 1), pytest.param(0, TERM, 1, marks=pytest.mark.slow)]
+)
 def test_ranks_stop_together(tmp_path, rank, number, every):
     ranks = Ranks(tmp_path).start(100_000, every=every)
     pids = [ranks.pid(0), ranks.pid(1)]
