@@ -67,7 +67,8 @@ class Checkpointing:
     def _hold(self, folder: Path) -> None:
         """One run in one folder."""
         folder = folder.absolute()
-        if folder not in self._claims and self._trainer.stage.fn == "fit":
+        stage = self._trainer.stage
+        if folder not in self._claims and stage.fn == "fit" and stage.status == "running":  # else nobody would let go
             if not folder.exists():
                 self._made.add(folder)
             self._claims[folder] = claim(folder)

@@ -1,11 +1,12 @@
 """Automatic optimization of a LightningModule: hasten trains what Lightning trains, to the last bit."""
 
+import pytest
 import torch
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import IterableDataset
 
-import pytest
+from tests.trainer.lightning.logs import Logging
 from tests.trainer.lightning.sides import L, Net, both, plain, sgd, shuffled
 from tests.trainer.trainings import dataset, loader
 
@@ -53,87 +54,55 @@ def test_a_plateau_of_a_metric_that_is_missing_is_refused():
     both(with_schedule(plateau, monitor="nowhere"), refused=L.utilities.exceptions.MisconfigurationException)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"accumulate_grad_batches": 2},
-        {"accumulate_grad_batches": 3},
-        {"accumulate_grad_batches": 9},
-        {"gradient_clip_val": 0.05},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 2},
-        {"precision": "bf16-mixed"},
-        {"precision": "bf16-mixed", "gradient_clip_val": 0.05, "accumulate_grad_batches": 2},
-        {"precision": "64-true"},
-        {"precision": "bf16-true"},
-        {"max_epochs": -1, "max_steps": 8},
-        {"max_steps": 3, "accumulate_grad_batches": 2},
-        {"limit_train_batches": 3, "limit_val_batches": 1},
-        {"limit_train_batches": 0.5, "limit_val_batches": 0.7},
-        {"limit_train_batches": 0},
-        {"limit_val_batches": 0},
-        {"overfit_batches": 2},
-        {"fast_dev_run": 2},
-        {"log_every_n_steps": 3},
-        {"log_every_n_steps": 0},
-        {"num_sanity_val_steps": 0},
-        {"num_sanity_val_steps": -1},
-        {"val_check_interval": 2},
-        {"val_check_interval": 0.4, "accumulate_grad_batches": 3},
-        {"val_check_interval": 3, "check_val_every_n_epoch": None, "max_epochs": 4},
-        {"check_val_every_n_epoch": 2, "max_epochs": 5},
-        {"inference_mode": False},
-        {"detect_anomaly": True},
-        {"deterministic": True},
-    ],
-    ids=lambda flags: " ".join(f"{name}={value}" for name, value in flags.items()),
-)
-@pytest.mark.parametrize("spy", [False, True], ids=["", "hooks"])
-def test_flags(flags, spy):
+COUNTS = [
+    {"accumulate_grad_batches": 2},
+    {"accumulate_grad_batches": 3},
+    {"accumulate_grad_batches": 9},
+    {"max_epochs": -1, "max_steps": 8},
+    {"max_steps": 3, "accumulate_grad_batches": 2},
+    {"limit_train_batches": 3, "limit_val_batches": 1},
+    {"limit_train_batches": 0.5, "limit_val_batches": 0.7},
+    {"limit_train_batches": 0},
+    {"limit_val_batches": 0},
+    {"overfit_batches": 2},
+    {"fast_dev_run": 2},
+    {"num_sanity_val_steps": 0},
+    {"num_sanity_val_steps": -1},
+    {"val_check_interval": 2},
+    {"val_check_interval": 0.4, "accumulate_grad_batches": 3},
+    {"val_check_interval": 3, "check_val_every_n_epoch": None, "max_epochs": 4},
+    {"check_val_every_n_epoch": 2, "max_epochs": 5},
+]
+OTHERS = [
+    {"gradient_clip_val": 0.05},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 2},
+    {"precision": "bf16-mixed"},
+    {"precision": "bf16-mixed", "gradient_clip_val": 0.05, "accumulate_grad_batches": 2},
+    {"precision": "64-true"},
+    {"precision": "bf16-true"},
+    {"log_every_n_steps": 3},
+    {"log_every_n_steps": 0},
+    {"inference_mode": False},
+    {"detect_anomaly": True},
+    {"deterministic": True},
+]
+
+
+def named(flags):
+    return " ".join(f"{name}={value}" for name, value in flags.items())
+
+
+@pytest.mark.parametrize("flags", COUNTS + OTHERS, ids=named)
+def test_flags(flags):
     try:
-        both(Logging, val=plain, spy=spy, **flags)
+        both(Logging, val=plain, **flags)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-class Logging(Net):
-    """Logs in many ways."""
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("loss", loss, prog_bar=True)
-        self.log("both", loss, on_step=True, on_epoch=True)
-        self.log("epoch", loss.detach() * 2, on_step=False, on_epoch=True, batch_size=3)
-        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
-        self.log("least", loss, on_step=True, on_epoch=True, reduce_fx=torch.min)
-        self.log("sum", batch_idx, on_step=False, on_epoch=True, reduce_fx="sum")
-        self.log("hidden", loss, logger=False, prog_bar=True, on_epoch=True)
-        self.log_dict({"a": 1.5, "b": loss}, on_step=True)
-        return {"loss": loss, "index": torch.tensor(batch_idx)}
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.log("at_start", float(batch_idx))
-
-    def on_before_optimizer_step(self, optimizer):
-        self.log("lr", optimizer.param_groups[0]["lr"])
-
-    def on_train_epoch_start(self):
-        self.log("epoch_start", self.current_epoch)
-
-    def on_train_epoch_end(self):
-        self.log("epoch_end", 3.25, prog_bar=True)
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        loss = self.loss(batch)
-        self.log("val_loss", loss, prog_bar=True)
-        self.log("val_step", loss, on_step=True, on_epoch=True)
-        self.log("val_together", loss, add_dataloader_idx=dataloader_idx != 0, batch_size=batch_idx + 1)
-        return loss
-
-    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
-        self.log("val_out", outputs)
-
-    def on_validation_epoch_end(self):
-        self.log("val_end", 2.0)
+@pytest.mark.parametrize("flags", [{}, *COUNTS, {"gradient_clip_val": 0.05}], ids=named)
+def test_hooks(flags):
+    both(Logging, val=plain, spy=True, **flags)
 
 
 @pytest.mark.parametrize("spy", [False, True], ids=["", "hooks"])
@@ -260,19 +229,21 @@ def test_evaluation(fn):
         assert repr(ours.answer) == repr(theirs.answer)
 
 
+FACTS = """
+estimated_stepping_batches num_training_batches num_val_batches num_sanity_val_batches max_epochs max_steps
+world_size num_devices num_nodes is_global_zero local_rank global_rank training validating sanity_checking
+accumulate_grad_batches gradient_clip_val log_every_n_steps precision val_check_batch limit_train_batches
+check_val_every_n_epoch fast_dev_run interrupted enable_validation default_root_dir
+"""
+
+
 def test_what_a_module_reads_of_its_trainer():
     class Reads(Net):
         facts = None
 
         def on_train_start(self):
             trainer = self.trainer
-            names = (
-                "estimated_stepping_batches num_training_batches num_val_batches num_sanity_val_batches max_epochs"
-                " max_steps world_size num_devices num_nodes is_global_zero local_rank global_rank training validating"
-                " sanity_checking accumulate_grad_batches gradient_clip_val log_every_n_steps precision val_check_batch"
-                " limit_train_batches check_val_every_n_epoch fast_dev_run interrupted enable_validation default_root_dir"
-            ).split()
-            self.facts = {name: getattr(trainer, name) for name in names}
+            self.facts = {name: getattr(trainer, name) for name in FACTS.split()}
             self.facts |= {"state": trainer.state.fn == "fit", "device": str(self.device), "rank": self.global_rank}
             self.facts |= {"train": len(trainer.train_dataloader), "epochs": trainer.fit_loop.max_epochs}
             self.facts |= {"lrs": [type(one.scheduler).__name__ for one in trainer.lr_scheduler_configs]}

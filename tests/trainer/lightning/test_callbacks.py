@@ -188,7 +188,7 @@ def test_progress_bars(kind, capsys):
                     seen.append((bar.n, bar.total, bar.desc, bar.postfix))  # noqa: B023
 
         flags = {"enable_progress_bar": True, "max_epochs": 2, "val_check_interval": 2}
-        run(side, Scheduled, val=plain, callbacks=lambda: [Bar(refresh_rate=1)], **flags)  # noqa: B023
+        run(side, Scheduled, val=plain, callbacks=lambda: [Bar(refresh_rate=1)], **flags)
         out = "".join(capsys.readouterr())
         assert "Epoch 1" in out
         assert "val_loss" in out
@@ -211,7 +211,7 @@ def test_prediction_writers(interval, loaders):
                 kept.append(("epoch", str(predictions), batch_indices))  # noqa: B023
 
         val = lambda: [loader(24), loader(12, shuffle=True)][:loaders] if loaders > 1 else loader(24)  # noqa: E731
-        one = run(side, val=val, fn="predict", callbacks=lambda: [Writer(interval)])  # noqa: B023
+        one = run(side, val=val, fn="predict", callbacks=lambda: [Writer(interval)])
         kept.append(str(one.answer))
     assert written["hasten"] == written["lightning"]
 

@@ -114,6 +114,13 @@ def test_the_torch_format_is_read_without_hasten(tmp_path):
     assert said.stdout.split()[-1] == ours.module.net(torch.ones(1, 4)).item().hex()
 
 
+def test_trainings_of_one_process_save_into_one_folder_when_they_are_over(tmp_path):
+    folds = [run("hasten", made) for _ in range(2)]
+    for index, fold in enumerate(folds):
+        fold.trainer.save_checkpoint(tmp_path / "folds" / f"{index}.ckpt")
+    assert len(list((tmp_path / "folds").glob("*.ckpt"))) == 2
+
+
 class Saves(L.Callback):
     """Saves at one batch of all."""
 
@@ -145,7 +152,7 @@ def test_hasten_goes_on_from_a_checkpoint_of_lightning(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [{}, {"val_check_interval": 2}, {"accumulate_grad_batches": 3}], ids=str)
-@pytest.mark.parametrize("batch", [4, 5, 6, 7])
+@pytest.mark.parametrize("batch", [4, 6])
 def test_a_training_with_metrics_goes_on_within_an_epoch(batch, flags, tmp_path):
     path = tmp_path / "cut.ckpt"
 

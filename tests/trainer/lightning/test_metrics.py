@@ -1,6 +1,7 @@
 """Objects of torchmetrics that are logged: computed and reset as under Lightning."""
 
 import pytest
+
 from tests.trainer.lightning.measured import Measured
 from tests.trainer.lightning.sides import L, Net, both, plain
 from tests.trainer.trainings import loader

@@ -210,7 +210,7 @@ def test_gradient_norms_and_frozen_layers(precision):
     both(Frozen, shuffled, precision=precision)
 
 
-def test_a_restart_of_the_learning_rate_is_warned_of_by_torch_only():
+def test_no_schedule_steps_before_its_optimizer():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         both(shapes("dict, config"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+import uuid
 
 import pytest
 import torch
@@ -182,7 +183,7 @@ def test_after_every_step(nursery, tmp_path, uninterrupted, name):
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_training_killed_at_any_steps(nursery, tmp_path, data):
-    folder = tmp_path / str(random.random())
+    folder = tmp_path / uuid.uuid4().hex  # hypothesis seeds `random` alike before each example
     kind = data.draw(st.sampled_from(["map", "stream", "two"]))
     more = {
         "data": {"kind": kind, "workers": data.draw(st.integers(0, 2)), "val_stays": data.draw(st.booleans())},
