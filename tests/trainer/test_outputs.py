@@ -122,8 +122,10 @@ def test_predict_step_is_forward_by_default():
         def forward(self, x):
             return x * 2
 
-    found = quiet().predict(Forward(), [torch.ones(2), torch.zeros(2)][:1])
+    found = quiet().predict(Forward(), torch.utils.data.DataLoader(torch.ones(2)))
     assert float(sum(x.sum() for x in found)) == 4
+    with pytest.raises(TypeError, match="taken for several loaders"):
+        quiet().predict(Forward(), [torch.ones(2), torch.zeros(2)])
 
 
 def test_a_loss_module_predicts_and_validates():

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
 
+_LOGGER_NEEDS = ("log_hyperparams", "save", "finalize", "after_save_checkpoint")
+
+
 def _is(callback: Any, *names: str) -> bool:
     """Whether a callback is of one of these classes, hasten's or Lightning's."""
     return any(kind.__name__ in names for kind in type(callback).__mro__)
@@ -52,6 +55,11 @@ class Attachments:
                 raise misconfigured(
                     f"logger={logger!r} is no logger", "give one (CSVLogger(...)), several, True or False"
                 )
+            if missing := [name for name in _LOGGER_NEEDS if not hasattr(logger, name)]:
+                raise misconfigured(
+                    f"the logger {type(logger).__name__} has no {', '.join(missing)}",
+                    "derive it from hasten.loggers.Logger",
+                )
         return found
 
     def profiler(self) -> Any:
@@ -60,6 +68,8 @@ class Attachments:
         from hasten.trainer.profiling import PROFILERS, NoProfiler
 
         if given is not None and not isinstance(given, str):
+            if not hasattr(given, "profile"):
+                raise misconfigured(f"profiler={given!r} is no profiler", f"there are: {', '.join(PROFILERS)}")
             return given
         known: dict[str, Any] = PROFILERS
         nothing: Any = NoProfiler
@@ -89,7 +99,7 @@ class Attachments:
         given = self.given_callbacks
         found = [] if given is None else list(given) if isinstance(given, list | tuple | set) else [given]
         for one in found:
-            if isinstance(one, type) or not hasattr(one, "on_train_start"):
+            if isinstance(one, type) or not any(name.startswith(("on_", "setup")) for name in dir(one)):
                 raise misconfigured(
                     f"callbacks has {one!r}, which is no callback",
                     f"give one that is built: {one.__name__}(...)" if isinstance(one, type) else "see hasten.callbacks",

@@ -20,6 +20,10 @@ class BestMissingError(HastenError, ValueError):
     """There is no best checkpoint to go on from."""
 
 
+_NEW_OPTIONS = {"decoupled_weight_decay", "fused", "foreach", "capturable", "differentiable", "maximize", "initial_lr"}
+"""Options that an older torch, or a schedule, may not have put into an optimizer's groups."""
+
+
 class Checkpointing:
     """Saves and restores one Trainer's training."""
 
@@ -145,13 +149,14 @@ class Checkpointing:
     def _callback_states(self) -> dict[str, Any]:
         states = {}
         for callback in self._trainer.callbacks:
-            if kept := callback.state_dict():
+            state_dict = getattr(callback, "state_dict", None)  # a callback may be any object with hooks
+            if kept := state_dict() if callable(state_dict) else None:
                 states[getattr(callback, "state_key", type(callback).__qualname__)] = kept
         return states
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def find(self, path: str | Path | None) -> str | None:
+    def find(self, path: str | Path | None, fn: str = "fit") -> str | None:
         """The file that "last", "best" or a path means.
 
         Raises:
@@ -178,6 +183,10 @@ class Checkpointing:
                 raise BestMissingError(f'ckpt_path="best", but `ModelCheckpoint` {why}.', "give a path, or train first")
             return best
         found = self._latest()
+        if found is None and fn != "fit":
+            raise NoCheckpointError(
+                'ckpt_path="last", but there is no checkpoint yet', "train first, or give the path of a checkpoint"
+            )
         if found is None:
             trainer.warn('ckpt_path="last", but there is none yet. No checkpoint will be loaded')
         return found
@@ -209,9 +218,9 @@ class Checkpointing:
         if path is None:
             return
         trainer = self._trainer
-        trainer.say(f"going on from {path}")
         try:
             self.loaded = read(path)
+            trainer.say(f"going on from {path}")
         except CheckpointError as error:
             folder = Path(path).parent
             if not Path(path).is_file() or trainer.stage.fn != "fit":
@@ -301,7 +310,24 @@ class Checkpointing:
                 "go on with the module that was trained, or load only its weights",
             )
         for owner, kept in zip(owners, states, strict=True):
+            self._check_same(owner, kept)
             owner.load_state_dict(kept)
+
+    def _check_same(self, owner: Any, kept: Any) -> None:
+        """An optimizer of another class would take the state, and fail in the first step; a new rate would be lost."""
+        groups = kept.get("param_groups") if isinstance(kept, dict) else None
+        own = getattr(owner, "param_groups", None)
+        if not groups or not own:
+            return
+        if missing := {name for name in own[0] if name not in groups[0]} - _NEW_OPTIONS:
+            raise self._trainer.misconfigured(
+                f"{self.path} has the state of another optimizer than {type(owner).__name__}: it has no"
+                f" {', '.join(sorted(missing))}",
+                "go on with the optimizer that the training began with, or load only the weights",
+            )
+        before, after = own[0].get("lr"), groups[0].get("lr")
+        if before != after and not self._trainer.lr_scheduler_configs and isinstance(before, float):
+            self._trainer.say(f"the optimizer goes on with lr={after} of the checkpoint, not {before}")
 
     def _check_epochs(self, done: int) -> None:
         limit = self._trainer.max_epochs
@@ -346,3 +372,7 @@ class Checkpointing:
         self.save(path)
         self.saver.wait()
         return path
+
+
+class NoCheckpointError(HastenError, FileNotFoundError):
+    """A checkpoint that is not there is a FileNotFoundError in Python."""

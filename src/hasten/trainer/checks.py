@@ -14,8 +14,37 @@ if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
 
+_OF_LIGHTNING_1 = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+    "training_step_end": "training_step",
+    "validation_step_end": "validation_step",
+    "test_step_end": "test_step",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+}
+"""Hooks of Lightning 1.x that nobody calls any more, and what to define instead."""
+
+
+def _refuse_hooks_of_old(trainer: Trainer) -> None:
+    """A hook that is never called must not look as if it were."""
+    for owner in (trainer.model, trainer.datamodule, *trainer.callbacks):
+        for old, new in _OF_LIGHTNING_1.items():
+            if callable(getattr(type(owner), old, None)):
+                raise NotImplementedError(
+                    f"{type(owner).__name__}.{old} is a hook of Lightning 1.x, which is not called any more: define"
+                    f" {new}; outputs that it needs are kept by yourself in the step"
+                )
+
+
 def check(trainer: Trainer, fn: str) -> None:
     """Raise where the module cannot do what is asked of it."""
+    _refuse_hooks_of_old(trainer)
     module = type(trainer.model).__name__
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
     if fn == "predict":

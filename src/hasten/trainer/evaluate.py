@@ -31,12 +31,11 @@ class _Modes:
     """Which submodules were in train mode, to put them back."""
 
     def __init__(self, module: Any) -> None:
-        self._training = {part: part.training for part in module.modules()}
+        self._training = [(part, part.training) for part in module.modules()]
 
-    def restore(self, module: Any) -> None:
-        for part in module.modules():
-            if part in self._training:
-                part.training = self._training[part]
+    def restore(self) -> None:
+        for part, training in self._training:
+            part.training = training
 
 
 def _check_dataloader_idx(trainer: Trainer, hooks: Hooks, stage: str, several: bool) -> None:
@@ -144,7 +143,7 @@ def evaluate(
     hooks.call(f"on_{stage}_end")
     board.reset()
     own_train = hooks.of_module(f"on_{stage}_model_train")
-    own_train() if own_train is not None else modes.restore(module)
+    own_train() if own_train is not None else modes.restore()
     return results
 
 
@@ -213,7 +212,7 @@ def predict(
     hooks.call("on_predict_epoch_end")
     hooks.call("on_predict_end")
     own_train = hooks.of_module("on_predict_model_train")
-    own_train() if own_train is not None else modes.restore(module)
+    own_train() if own_train is not None else modes.restore()
     returned, trainer.predictions = trainer.predictions, None
     return returned if keep else None
 

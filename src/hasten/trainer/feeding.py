@@ -41,6 +41,7 @@ def setup(trainer: Trainer, kind: str) -> None:
             trainer.world.barrier("loaders")
             if given is None:
                 sources.check_iterable(None, _whence(trainer, kind))
+    sources.refuse_batches(given, f"{kind}_dataloader")
     source = sources.combined(given, mode)
     if kind == "train" and source.mode == "sequential":
         trainer.num_training_batches = source.batches()

@@ -28,6 +28,16 @@ PRECISIONS = {
 
 # Flags of Trainers of earlier years, and of neighbours, with what to say today.
 OF_OLD = {
+    "epochs": "max_epochs=N",
+    "num_epochs": "max_epochs=N",
+    "n_epochs": "max_epochs=N",
+    "steps": "max_steps=N",
+    "gpu": 'accelerator="gpu", devices=N',
+    "device": 'accelerator="cpu" or "gpu"',
+    "grad_clip": "gradient_clip_val=NORM",
+    "clip_grad_norm": "gradient_clip_val=NORM",
+    "amp": 'precision="bf16-mixed" or "16-mixed"',
+    "checkpoint_dir": "callbacks=[ModelCheckpoint(dirpath=PATH)]",
     "gpus": 'devices=N, accelerator="gpu"',
     "num_gpus": 'devices=N, accelerator="gpu"',
     "tpu_cores": "nothing: hasten trains on CPUs and NVIDIA GPUs",
@@ -103,7 +113,7 @@ def refuse_unknown(unknown: Mapping[str, Any], trainer: type) -> None:
     """Raise for arguments that the Trainer does not have, with what was probably meant."""
     for name in unknown:
         if name in OF_OLD:
-            raise _unknown(f"Trainer({name}=...) is of an earlier day", f"today's flag: {OF_OLD[name]}")
+            raise _unknown(f"Trainer({name}=...) is no flag, or one of an earlier day", f"today's: {OF_OLD[name]}")
         if name in _ELSEWHERE:
             raise _unknown(f"Trainer({name}=...) is Lightning's, and not hasten's", _ELSEWHERE[name])
         known = [parameter for parameter in inspect.signature(trainer).parameters if parameter != "unknown"]
@@ -155,6 +165,12 @@ def whole(name: str, value: Any, least: int, optional: bool = True) -> None:
         raise misconfigured(f"`{name}` {count}, not {value!r}", "-1 means no limit" if least == -1 else "")
 
 
+def refuse_class(what: str, given: Any) -> None:
+    """Raise for a class where one of its objects is meant."""
+    if isinstance(given, type):
+        raise NotAModuleError(f"{what} is the class {given.__name__}", f"give one that is built: {given.__name__}(...)")
+
+
 def batches_to_try(given: Any) -> int | bool:
     """`fast_dev_run`: a number of batches; True is one."""
     if not isinstance(given, int) or given < 0:
@@ -183,7 +199,7 @@ def accumulation(given: Any) -> tuple[int, dict[int, int] | None]:
         for epoch, every in schedule.items():
             whole("accumulate_grad_batches: epoch", epoch, 0, optional=False)
             whole(f"accumulate_grad_batches at epoch {epoch}", every, 1, optional=False)
-        return schedule.get(0, 1), schedule
+        return 1, schedule  # the callback that a schedule becomes sets it, epoch by epoch
     whole("accumulate_grad_batches", given, 1, optional=False)
     return given, None
 
@@ -213,7 +229,10 @@ def seconds(name: str, given: Any) -> float | None:
     if isinstance(given, timedelta):
         return given.total_seconds()
     if isinstance(given, Mapping):
-        return timedelta(**given).total_seconds()
+        try:
+            return timedelta(**given).total_seconds()
+        except TypeError as error:
+            raise misconfigured(f"{name}={dict(given)!r}: {error}", 'such as {"hours": 2, "minutes": 30}') from None
     if isinstance(given, str):
         parts = given.strip().split(":")
         if len(parts) == 4 and all(part.isdecimal() for part in parts):
@@ -381,6 +400,10 @@ def val_check(given: Any, every_n_epoch: int | None) -> tuple[int | float, float
     if isinstance(given, str | timedelta | Mapping):
         return 1.0, seconds("val_check_interval", given)
     share_or_count("val_check_interval", given)
+    if not given:
+        raise misconfigured(
+            f"val_check_interval={given!r} never comes", "to switch validation off: limit_val_batches=0"
+        )
     if every_n_epoch is None and isinstance(given, float):
         raise misconfigured(
             "`val_check_interval` should be an integer or a time-based duration (str 'DD:HH:MM:SS', datetime.timedelta,"

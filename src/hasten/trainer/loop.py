@@ -147,6 +147,11 @@ class FitLoop:
             hooks.call("on_train_epoch_start")
         self._begin_pass(source, resumed)
         self._batches(step)
+        if not self.batch_idx and self.ahead is not None and not trainer.should_stop:
+            trainer.warn(
+                f"the training loader gave no batch in epoch {trainer.current_epoch}: it is used up (a generator can be"
+                " read only once; give an object whose __iter__ begins anew)"
+            )
         trainer.collect()  # values of the last step, which are gone once the epoch's are asked for
         board.stepping = False
         trainer.collect()
@@ -258,7 +263,7 @@ class FitLoop:
             if ends:
                 break
             self.point = "batch_end"
-            looks = batch_idx >= look or last
+            looks = batch_idx >= look or last or trainer.should_stop or trainer.global_step == trainer.max_steps
             if on_end or (looks and now_and_then):
                 outputs: dict[str, Any] | None = None if batch is None else outputs_of(output, every)
                 if looks:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hasten.parallel import World
     from hasten.trainer.checkpointing import Checkpointing
     from hasten.trainer.logged import Board
+    from hasten.trainer.loop import FitLoop
     from hasten.trainer.stages import Metrics, Stage
 
 
@@ -39,6 +40,7 @@ class Readable:
     current_epoch: int
     strategy_name: str
     asked_to_stop: int
+    loop: FitLoop | None
     opened: bool
     train_source: Any
     val_source: Any
@@ -144,6 +146,11 @@ class Readable:
     def evaluating(self) -> bool:
         """Whether it validates or tests."""
         return self.stage.stage in ("validate", "test")
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the training batch at hand is the epoch's last."""
+        return bool(self.loop is not None and self.loop.last)
 
     @property
     def received_sigterm(self) -> bool:

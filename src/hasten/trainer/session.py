@@ -27,6 +27,10 @@ _STAGES = {"fit": "train", "validate": "validate", "test": "test", "predict": "p
 
 def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     """Run one stage; whatever happens, callbacks and loggers hear of its end."""
+    if trainer.stage.status == "running":
+        raise trainer.misconfigured(
+            f"{fn}() is called while {trainer.stage.fn}() runs", "use another Trainer for it, or call it afterwards"
+        )
     if strategy := spawned.strategy_of(trainer):
         return spawned.run(trainer, strategy, fn, path, options)
     trainer.stage.fn, trainer.stage.stage, trainer.stage.status = fn, _STAGES[fn], "running"
@@ -318,7 +322,13 @@ def train(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
     loop.resume_between_epochs()
     if loop.done():
         trainer.stage.stage = stage
+        if trainer.current_epoch and resumed is None and trainer.trained is not trainer.model:
+            trainer.warn(
+                f"nothing was trained: this Trainer has done its {trainer.current_epoch} epochs, with another module;"
+                " make a new Trainer for each"
+            )
         return
+    trainer.trained = trainer.model
     _warn_of_eval_mode(trainer)
     trainer.checkpointing.hold_folders()
     loop.run()

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from hasten.data.loader_facts import is_persistent
@@ -233,6 +234,15 @@ def limited(total: float, limit: float | None, flag: str, error: Any = HastenErr
 
 class NotALoaderError(HastenError, TypeError):
     """What is no loader is the wrong type of thing in Python."""
+
+
+def refuse_batches(tree: Any, what: str) -> None:
+    """Raise where a list of batches was given in place of a loader: its tensors would be taken for loaders."""
+    if any(isinstance(leaf, torch.Tensor) for leaf in _leaves(tree)) and _is_collection(tree):
+        raise TypeError(
+            f"{what} is a {type(tree).__name__} of tensors: lists and dicts are taken for several loaders; for ready"
+            " batches give an object that is iterated over, such as DataLoader(batches, batch_size=None)"
+        )
 
 
 def check_iterable(loader: Any, whence: str) -> None:

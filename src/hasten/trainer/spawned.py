@@ -35,8 +35,11 @@ def run(trainer: Trainer, strategy: str, fn: str, path: str | None, options: dic
         setattr(trainer, name, value)
     trainer.stage.fn, trainer.stage.stage, trainer.stage.status = fn, None, "finished"
     for callback, kept in zip(trainer.callbacks, got["callbacks"], strict=True):
-        if kept:
-            callback.load_state_dict(kept)
+        state, folder = kept
+        if folder and getattr(callback, "dirpath", None) is None:
+            callback.dirpath = folder  # where the ranks saved
+        if state:
+            callback.load_state_dict(state)
     return got["answer"]
 
 
@@ -53,7 +56,10 @@ def _in_rank(trainer: Trainer, fn: str, path: str | None, options: dict[str, Any
         "weights": _on_cpu(trainer.model.state_dict()) if fn == "fit" else None,
         "metrics": [_on_cpu(values) for values in (metrics.callback, metrics.logged, metrics.bar)],
         "counters": {name: getattr(trainer, name) for name in _COUNTERS},
-        "callbacks": [_on_cpu(callback.state_dict()) for callback in trainer.callbacks],
+        "callbacks": [
+            (_on_cpu(one.state_dict()) if hasattr(one, "state_dict") else {}, getattr(one, "dirpath", None))
+            for one in trainer.callbacks
+        ],
     }
 
 

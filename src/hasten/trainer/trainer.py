@@ -270,6 +270,7 @@ class Trainer(Readable):
         self.agreement: Agreement | None = None
         self.interrupted = False
         self.model: Any = None
+        self.trained: Any = None  # the module trained last
         self.datamodule: Any = None
         self.optimizers: list[Any] = []
         self.counted_optimizers: list[Any] = []
@@ -356,6 +357,7 @@ class Trainer(Readable):
             SystemExit: After SIGTERM (code 143) and Ctrl-C (130), when the checkpoint is written.
         """
         if loss is not None:
+            say.refuse_class("loss", loss)
             model = LossModule(model, loss, optimizer)
         elif optimizer is not None:
             raise self.misconfigured("fit(optimizer=...) goes with loss=...", "a Module has configure_optimizers")
@@ -517,7 +519,10 @@ class Trainer(Readable):
         self.num_sanity_val_steps, self.val_check_interval, self.check_val_every_n_epoch = 0, 1.0, 1
 
     def _attach(self, model: Any, fn: str, first: Any, datamodule: Any, **loaders: Any) -> None:
-        model = self.model if model is None else model
+        say.refuse_class(f"{fn}(model)", model)
+        say.refuse_class("datamodule", datamodule)
+        trained = self.model
+        model = trained if model is None or (isinstance(trained, LossModule) and model is trained.net) else model
         if model is None:
             raise TypeError(
                 f"`Trainer.{fn}()` requires a `LightningModule` or a `hasten.Module`: none was given, and none was"
@@ -565,7 +570,7 @@ class Trainer(Readable):
     def _weights(self, model: Any, path: str | Path | None) -> str | None:
         """The checkpoint whose weights an evaluation takes."""
         if path is not None or model is not None:
-            return self.checkpointing.find(path)
+            return self.checkpointing.find(path, "evaluate")
         saved = [one for one in self.checkpoint_callbacks if getattr(one, "best_model_path", "")]
         if not saved or self.fast_dev_run:
             return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
@@ -61,10 +63,22 @@ class Progress(Callback):
 
     def print(self, *args: Any, sep: str = " ", end: str = "\n") -> None:
         """Print above the live line."""
-        if self._live is not None:
-            self._live.console.print(sep.join(map(str, args)), end=end, markup=False, highlight=False)
-        elif self._enabled:
-            print(*args, sep=sep, end=end, flush=True)
+        with self._harmless():
+            if self._live is not None:
+                text = sep.join(map(str, args))
+                self._live.console.print(text, end=end, markup=False, highlight=False, soft_wrap=True)
+            elif self._enabled:
+                print(*args, sep=sep, end=end, flush=True)
+
+    @contextlib.contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """A terminal that is gone (`train.py | head`) ends what is shown, not the training."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            self._enabled, self._live = False, None
+            with contextlib.suppress(OSError, ValueError):  # stderr may be gone too
+                print(f"hasten: progress is not shown any more: {error}", file=sys.stderr)
 
     def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
         """What is shown besides the loss: name -> number or tensor. To be overridden to show something else."""
@@ -75,7 +89,7 @@ class Progress(Callback):
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Only rank 0 shows progress; only a terminal gets a live line."""
         self._enabled = self._enabled and trainer.is_global_zero
-        self._on_terminal = self._enabled and sys.stdout.isatty()
+        self._on_terminal = self._enabled and sys.stdout is not None and sys.stdout.isatty()
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """Leave the terminal as it was."""
@@ -130,25 +144,25 @@ class Progress(Callback):
             return
         seconds = perf_counter() - self._began
         total = trainer.num_training_batches
-        done = total if math.isfinite(total) else self._drawn_batch
+        done = trainer.loop.batch_idx
         trained = seconds - self._evaluated
         rate = (done - max(self._first, 0)) / trained if trained > 0 else 0.0
         values = self._values(trainer, module)
         if self._on_terminal:
             line = self._line(_epoch(trainer), done, total, rate) + values
             self._draw(line)
-            if self.leave and self._live is not None:
-                self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if self.leave:
+                self.print(line)
         else:
-            print(
-                f"{_epoch(trainer)}  {_of(done, total)} batches  {rate:.1f} it/s  {_time(seconds)}{values}", flush=True
-            )
+            self.print(f"{_epoch(trainer)}  {_of(done, total)} batches  {rate:.1f} it/s  {_time(seconds)}{values}")
 
     def _values(self, trainer: Any, module: Any) -> str:
         values = self.get_metrics(trainer, module)
         if not any(name in values for name in ("loss", "train_loss", "train/loss")):
             loss = self._outputs.get("loss") if isinstance(self._outputs, dict) else self._outputs
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                if module.automatic_optimization:  # hooks get a batch's share in the step; people know the loss
+                    loss = loss * trainer.accumulate_grad_batches
                 values = {"loss": loss.detach(), **values}
         return "".join(f"  {name} {_number(value)}" for name, value in values.items() if name != "v_num")
 
@@ -224,19 +238,20 @@ class Progress(Callback):
         return line
 
     def _draw(self, lines: str) -> None:
+        from rich.live import Live
         from rich.text import Text
 
-        if self._live is None:
-            from rich.live import Live
-
-            self._live = Live(auto_refresh=False, transient=True)  # no thread of its own
-            self._live.start()
-        self._live.update(Text(lines, no_wrap=True, overflow="ellipsis"), refresh=True)
+        with self._harmless():
+            if self._live is None:
+                self._live = Live(auto_refresh=False, transient=True)  # no thread of its own
+                self._live.start()
+            self._live.update(Text(lines, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def _close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        with self._harmless():
+            if self._live is not None:
+                self._live.stop()
+        self._live = None
         self._train_line = ""
 
 

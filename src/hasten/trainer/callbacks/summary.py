@@ -99,4 +99,4 @@ class ModelSummary(Callback):
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Print it, on rank 0."""
         if self.max_depth and trainer.is_global_zero:
-            print(summarize(module, self.max_depth), flush=True)
+            trainer.print(summarize(module, self.max_depth))
