@@ -42,9 +42,20 @@ def _refuse_hooks_of_old(trainer: Trainer) -> None:
                 )
 
 
+def _refuse_iterators(trainer: Trainer) -> None:
+    """Steps that draw their batches themselves, an experiment of Lightning's, are not called that way here."""
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if trainer.has_step(name) and "dataloader_iter" in inspect.signature(getattr(trainer.model, name)).parameters:
+            raise trainer.misconfigured(
+                f"{type(trainer.model).__name__}.{name} takes a dataloader_iter, which hasten's Trainer does not give",
+                "take (batch, batch_idx)",
+            )
+
+
 def check(trainer: Trainer, fn: str) -> None:
     """Raise where the module cannot do what is asked of it."""
     _refuse_hooks_of_old(trainer)
+    _refuse_iterators(trainer)
     module = type(trainer.model).__name__
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
     if fn == "predict":
