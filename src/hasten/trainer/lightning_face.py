@@ -1,0 +1,162 @@
+"""The face: what Lightning's modules, callbacks and loggers read of a trainer beside its public face."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.trainer.lightning import is_lightning, packages, teach_loading, uploads
+from hasten.trainer.lightning_loops import EvaluationLoop, FitLoop
+from hasten.trainer.lightning_parts import (
+    Accelerator,
+    AcceleratorConnector,
+    CheckpointConnector,
+    LoggerConnector,
+    Nothing,
+    Strategy,
+    precision_of,
+)
+
+if TYPE_CHECKING:
+    from hasten.trainer.trainer import Trainer
+
+
+class Face:
+    """What Lightning's classes read of a trainer beside its public face.
+
+    Args:
+        trainer: hasten's.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.strategy = Strategy(trainer)
+        self.precision_plugin = precision_of(trainer)
+        self.accelerator = Accelerator(trainer)
+        self.fit_loop = FitLoop(trainer)
+        self.validate_loop = EvaluationLoop(trainer, "val")
+        self.test_loop = EvaluationLoop(trainer, "test")
+        self.predict_loop = EvaluationLoop(trainer, "predict")
+        self._logger_connector = LoggerConnector(trainer)
+        self._accelerator_connector = AcceleratorConnector(trainer)
+        self._checkpoint_connector = CheckpointConnector(trainer)
+        self._callback_connector = Nothing()
+        self._data_connector = Nothing()
+        self._signal_connector = Nothing()
+        teach_loading()
+
+    @property
+    def version(self) -> str:
+        """Lightning's version."""
+        return str(getattr(packages()[0], "__version__", ""))
+
+    @property
+    def _results(self) -> Any:
+        return self._trainer.board
+
+    @property
+    def _active_loop(self) -> Any:
+        loops = {"train": self.fit_loop, "sanity_check": self.fit_loop, "test": self.test_loop}
+        if self._trainer.validating:
+            return self.fit_loop if self._trainer.stage.fn == "fit" else self.validate_loop
+        return loops.get(str(self._trainer.stage.stage), self.predict_loop if self._trainer.predicting else None)
+
+    @property
+    def _evaluation_loop(self) -> Any:
+        return self.fit_loop.epoch_loop.val_loop if self._trainer.stage.fn == "fit" else self._active_loop
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether this batch is the epoch's last."""
+        return self.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+    def is_leaving(self, error: BaseException) -> bool:
+        """Whether an exception is the tuner's way to end a run that was only for itself."""
+        rooms = [sys.modules[f"{package.__name__}.utilities.exceptions"] for package in packages()]
+        return isinstance(error, tuple(room._TunerExitException for room in rooms))
+
+    def _of_package(self, room: str, name: str) -> Any:
+        """A class of the Lightning that the module comes from."""
+        package = next(
+            (one for one in packages() if isinstance(self._trainer.model, one.LightningModule)), packages()[0]
+        )
+        return getattr(sys.modules[f"{package.__name__}.{room}"], name)
+
+    def scheduler_configs(self, configs: list[Any]) -> list[Any]:
+        """The schedulers as people who use Lightning know them."""
+        kind = self._of_package("utilities.types", "LRSchedulerConfig")
+        return [kind(**vars(config)) for config in configs]
+
+    def counted(self, optimizers: list[Any]) -> list[Any]:
+        """The optimizers as LightningModules get them."""
+        wrapper = self._of_package("core.optimizer", "LightningOptimizer")
+        wrapped = []
+        self.strategy.before_step = self._trainer.hooks.of("on_before_optimizer_step")
+        for optimizer in optimizers:
+            one = wrapper(optimizer)
+            one._strategy = self.strategy
+            wrapped.append(one)
+        return wrapped
+
+    def before_profiling(self) -> None:
+        """Lightning's profilers ask the module how much there is to do."""
+        if is_lightning(self._trainer.profiler):
+            self._trainer.profiler._lightning_module = weakref.proxy(self._trainer.model)
+
+    def before_setup(self) -> None:
+        """What Lightning's classes take for granted before the first hook.
+
+        A LightningModule knows its device before it is moved there and forgets which torchmetrics it had, checkpoint
+        callbacks and loggers find files at once, and callbacks may say `self.log`.
+        """
+        if any(map(is_lightning, self._trainer.checkpoint_callbacks)) or any(map(uploads, self._trainer.loggers)):
+            self._trainer.checkpointing.write_at_once()
+        for module in self._trainer.model.modules():
+            if hasattr(module, "_device") and is_lightning(module):
+                module._device = self._trainer.device
+                module._metric_attributes = None
+        if hasattr(self._trainer.model, "log"):
+            for callback in filter(is_lightning, self._trainer.callbacks):
+                callback.log, callback.log_dict = self._trainer.model.log, self._trainer.model.log_dict
+
+    def draw_for_reload(self, leaves: list[Any]) -> None:
+        """Lightning begins a pass through reloaded loaders twice: draw what its first one draws, for equal numbers."""
+        for leaf in leaves:
+            if isinstance(leaf, torch.utils.data.DataLoader):
+                torch.empty((), dtype=torch.int64).random_(generator=leaf.generator)
+                # With workers the sampler is drawn from at once; those that persist draw no second seed.
+                if (
+                    leaf.num_workers
+                    and not leaf.persistent_workers
+                    and isinstance(leaf.sampler, torch.utils.data.RandomSampler)
+                ):
+                    torch.empty((), dtype=torch.int64).random_(generator=leaf.sampler.generator)
+
+    def metric_states(self) -> dict[str, Any]:
+        """The states of torchmetrics in the module, which its state_dict leaves out."""
+        return {
+            name: {state: getattr(module, state) for state in module._defaults}
+            for name, module in self._trainer.model.named_modules()
+            if hasattr(module, "_defaults") and hasattr(module, "_update_count") and module._update_count
+        }
+
+    def is_config(self, hparams: Any) -> bool:
+        """Whether hyper-parameters are a config of omegaconf."""
+        omegaconf = sys.modules.get("omegaconf")
+        return omegaconf is not None and isinstance(hparams, omegaconf.Container)
+
+    def plain_config(self, hparams: Any) -> Any:
+        """Such a config as plain dicts and lists, which a checkpoint can hold safely."""
+        return sys.modules["omegaconf"].OmegaConf.to_container(hparams)
+
+    def load_metric_states(self, states: dict[str, Any]) -> None:
+        """Put them back."""
+        modules = dict(self._trainer.model.named_modules())
+        for name, kept in states.items():
+            if name in modules:
+                for state, value in kept.items():
+                    setattr(modules[name], state, value)
+                modules[name]._update_count = 1

@@ -1,0 +1,277 @@
+"""The loops of the face: what Lightning's classes read of `trainer.fit_loop` and the other loops."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from hasten.trainer import checks
+from hasten.trainer import lightning_tuning as tuning
+from hasten.trainer.lightning import packages
+from hasten.trainer.lightning_parts import Nothing, Part
+
+if TYPE_CHECKING:
+    from hasten.trainer.trainer import Trainer
+
+
+class _Count:
+    """A pair of counters as Lightning keeps many of: all are the same here."""
+
+    def __init__(self, value: int) -> None:
+        self.ready = self.started = self.processed = self.completed = value
+
+
+class Progress:
+    """Counters of this epoch and of all."""
+
+    def __init__(self, current: int, total: int, last: bool = False) -> None:
+        self.current, self.total, self.is_last_batch = _Count(current), _Count(total), last
+
+
+class _Reset:
+    """A counter that can only be set back."""
+
+    def __init__(self, reset: Any) -> None:
+        self.reset = reset
+
+
+class _Loop(Part):
+    """What is read of any loop: its loaders, and what the tuner does to it. `_kind`: "train", "val", "test" or
+    "predict"; `_named`: Lightning's class of this name is the one that it is taken for."""
+
+    _kind = "train"
+    _named = "_FitLoop"
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return getattr(sys.modules[f"{packages()[0].__name__}.loops"], self._named)
+
+    @property
+    def _combined_loader(self) -> Any:
+        source = getattr(self._trainer, f"{self._kind}_source")
+        return None if source is None else tuning.Loaders(source)
+
+    @_combined_loader.setter
+    def _combined_loader(self, loaders: None) -> None:
+        tuning.forget_loaders(self._trainer, self._kind)
+
+    def setup_data(self) -> None:
+        if getattr(self._trainer, f"{self._kind}_source") is None:
+            self._trainer.setup_source(self._kind)
+
+    def state_dict(self) -> dict[str, Any]:
+        return tuning.counters(self._trainer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        tuning.restore_counters(self._trainer, state_dict)
+
+    def reset(self) -> None:
+        pass  # each run begins anew
+
+
+class FitLoop(_Loop):
+    """What is read of `trainer.fit_loop`."""
+
+    def run(self) -> None:
+        tuning.fit(self._trainer)
+
+    @property
+    def epoch_loop(self) -> EpochLoop:
+        return EpochLoop(self._trainer)
+
+    @property
+    def max_epochs(self) -> int | None:
+        return self._trainer.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, value: int | None) -> None:
+        self._trainer.max_epochs = value
+
+    @property
+    def min_epochs(self) -> int | None:
+        return self._trainer.min_epochs
+
+    @min_epochs.setter
+    def min_epochs(self, value: int | None) -> None:
+        self._trainer.min_epochs = value
+
+    @property
+    def max_steps(self) -> int:
+        return self._trainer.max_steps
+
+    @property
+    def max_batches(self) -> float:
+        return self._trainer.num_training_batches
+
+    @max_batches.setter
+    def max_batches(self, value: float) -> None:
+        self._trainer.num_training_batches = value
+
+    @property
+    def epoch_progress(self) -> Progress:
+        loop = self._trainer.loop
+        progress = Progress(self._trainer.current_epoch, self._trainer.current_epoch)
+        progress.reset = lambda: setattr(self._trainer, "current_epoch", 0)  # type: ignore[attr-defined]
+        if loop is not None:
+            progress.current.processed = loop.epochs_processed
+        return progress
+
+    @property
+    def total_batch_idx(self) -> int:
+        return self._trainer.total_batches - 1
+
+    @property
+    def batch_idx(self) -> int:
+        return self.epoch_loop.batch_idx
+
+    @property
+    def restarting(self) -> bool:
+        loop = self._trainer.loop
+        return loop is not None and loop.resumed is not None
+
+    @restarting.setter
+    def restarting(self, restarting: bool) -> None:
+        pass  # the tuner says that its trials are none
+
+    @property
+    def _skip_backward(self) -> bool:
+        return self._trainer.skip_backward
+
+    @_skip_backward.setter
+    def _skip_backward(self, skip: bool) -> None:
+        self._trainer.skip_backward = skip
+
+    @property
+    def _can_stop_early(self) -> bool:
+        return self._trainer.loop is None or self._trainer.loop.may_stop()
+
+    def _should_accumulate(self) -> bool:
+        return self._trainer.loop is not None and self._trainer.loop.accumulating()
+
+    @property
+    def _data_source(self) -> DataSource:
+        return DataSource(self._trainer, "train")
+
+
+class DataSource(Part):
+    """Where loaders of a kind come from."""
+
+    def __init__(self, trainer: Trainer, kind: str) -> None:
+        super().__init__(trainer)
+        self._kind = kind
+
+    def is_module(self) -> bool:
+        return self._trainer.loaders.get(self._kind) is None
+
+    def is_defined(self) -> bool:
+        return not self.is_module() or checks.defines(self._trainer, f"{self._kind}_dataloader")
+
+
+class EpochLoop(Part):
+    """What is read of `trainer.fit_loop.epoch_loop`."""
+
+    @property
+    def automatic_optimization(self) -> Any:
+        part = Nothing()
+        part.optim_progress = _Reset(lambda: setattr(self._trainer, "global_step", 0))  # type: ignore[attr-defined]
+        return part
+
+    @property
+    def manual_optimization(self) -> Any:
+        part = Nothing()
+        part.optim_step_progress = self.automatic_optimization.optim_progress  # type: ignore[attr-defined]
+        return part
+
+    @property
+    def batch_progress(self) -> Progress:
+        trainer = self._trainer
+        loop = trainer.loop
+        done, last = (0, False) if loop is None else (loop.batch_idx, loop.last)
+        progress = Progress(done, trainer.total_batches, last)
+        if loop is not None and loop.point == "batch":
+            progress.current.ready, progress.total.ready = done + 1, trainer.total_batches + 1
+        return progress
+
+    @property
+    def global_step(self) -> int:
+        return self._trainer.global_step
+
+    @property
+    def batch_idx(self) -> int:
+        return self.batch_progress.current.ready - 1
+
+    @property
+    def total_batch_idx(self) -> int:
+        return self.batch_progress.total.ready - 1
+
+    @property
+    def min_steps(self) -> int | None:
+        return self._trainer.min_steps
+
+    @property
+    def max_steps(self) -> int:
+        return self._trainer.max_steps
+
+    @max_steps.setter
+    def max_steps(self, value: int) -> None:
+        self._trainer.max_steps = value
+
+    @property
+    def _batches_that_stepped(self) -> int:
+        return self._trainer.logged_steps
+
+    @property
+    def val_loop(self) -> EvaluationLoop:
+        return EvaluationLoop(self._trainer, "val")
+
+    def _should_check_val_epoch(self) -> bool:
+        return self._trainer.validates_this_epoch
+
+    def _should_accumulate(self) -> bool:
+        return self._trainer.loop is not None and self._trainer.loop.accumulating()
+
+
+class EvaluationLoop(_Loop):
+    """What is read of the validation, test and prediction loops."""
+
+    verbose = True
+    restarting = False
+
+    def __init__(self, trainer: Trainer, kind: str) -> None:
+        super().__init__(trainer)
+        self._kind = kind
+        self._data_source = DataSource(trainer, kind)
+        self._named = "_PredictionLoop" if kind == "predict" else "_EvaluationLoop"
+
+    def run(self) -> None:
+        tuning.run_evaluation(self._trainer, self._kind)
+
+    @property
+    def max_batches(self) -> list[float]:
+        batches: list[float] = getattr(self._trainer, f"num_{self._kind}_batches")
+        return self._trainer.num_sanity_val_batches if self._trainer.sanity_checking else batches
+
+    @property
+    def num_dataloaders(self) -> int:
+        source = getattr(self._trainer, f"{self._kind}_source")
+        return 0 if source is None else len(source.leaves)
+
+    @property
+    def batch_progress(self) -> Progress:
+        return Progress(self._trainer.evaluated_batches, self._trainer.evaluated_batches)
+
+    @property
+    def _has_run(self) -> bool:
+        return self._trainer.evaluated_batches > 0 and not self._trainer.sanity_checking
+
+    @property
+    def predictions(self) -> Any:
+        return self._trainer.predictions
+
+    @property
+    def current_batch_indices(self) -> Any:
+        return self._trainer.predict_batch_indices
+
+    @property
+    def epoch_batch_indices(self) -> Any:
+        return self._trainer.predict_indices

@@ -1,0 +1,237 @@
+"""Parts of the face but for the loops: what Lightning's classes read of strategy, precision and connectors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.trainer import lightning_tuning as tuning
+from hasten.trainer.lightning import packages
+from hasten.trainer.optimizing import clip
+from hasten.trainer.steps import after, prepared
+
+if TYPE_CHECKING:
+    from hasten.trainer.trainer import Trainer
+
+
+class Part:
+    """A part of the face."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer."""
+        return self._trainer
+
+
+class Nothing:
+    """A part that hasten has no use for: whatever is called on it does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
+class Strategy(Part):
+    """What is read of `trainer.strategy`."""
+
+    launcher = None
+    checkpoint_io = None
+    handles_gradient_accumulation = False
+    before_step: list[Any] = []  # noqa: RUF012  # hooks; set anew with the optimizers
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._trainer.device
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self._trainer.is_global_zero
+
+    @property
+    def world_size(self) -> int:
+        return self._trainer.world_size
+
+    @property
+    def global_rank(self) -> int:
+        return self._trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        return self._trainer.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return self._trainer.node_rank
+
+    @property
+    def model(self) -> Any:
+        return self._trainer.model
+
+    @property
+    def lightning_module(self) -> Any:
+        return self._trainer.model
+
+    @property
+    def optimizers(self) -> list[Any]:
+        return self._trainer.optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Any]) -> None:
+        self._trainer.optimizers = optimizers
+        if self._trainer.lightning is not None:
+            self._trainer.counted_optimizers = self._trainer.lightning.counted(optimizers)
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        return self._trainer.lr_scheduler_configs
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, configs: list[Any]) -> None:
+        self._trainer.lr_scheduler_configs = configs
+
+    @property
+    def _lightning_optimizers(self) -> list[Any]:
+        return self._trainer.counted_optimizers
+
+    @property
+    def precision_plugin(self) -> Any:
+        return self._trainer.precision_plugin
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        trainer = self._trainer
+        if trainer.model.automatic_optimization:
+            return optimizer.step(closure=prepared(closure, trainer.before_own_step), **kwargs)
+        answer = optimizer.step(closure=after(closure, self.before_step, optimizer), **kwargs)
+        trainer.global_step += 1
+        return answer
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._trainer.backward(closure_loss, *args, **kwargs)
+        return closure_loss
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
+        if self._trainer.world_size == 1 or not isinstance(tensor, torch.Tensor):
+            return tensor
+        return self._trainer.world.reduce(tensor, str(reduce_op).lower().replace("avg", "mean"))
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._trainer.world.broadcast(obj, src)
+
+    def barrier(self, name: str | None = None) -> None:
+        self._trainer.world.barrier(name or "")
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        world = self._trainer.world
+        return bool(world.all(decision) if all else world.any(decision))
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        return self._trainer.world.gather(tensor, sync_grads=sync_grads)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._trainer.remove_checkpoint(filepath)
+
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        from hasten.trainer.checkpoint import write
+
+        if self._trainer.is_global_zero:
+            write(filepath, checkpoint, self._trainer.checkpoint_format)
+
+    def model_sharded_context(self) -> Any:
+        return contextlib.nullcontext()
+
+
+class Precision(Part):
+    """What is read of `trainer.precision_plugin`; see `precision_of`."""
+
+    @property
+    def _desired_input_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision.startswith("bf16") else torch.float16
+
+    @property
+    def precision(self) -> str:
+        return self._trainer.precision
+
+    def clip_gradients(self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = None) -> None:
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        clip(optimizer, clip_val, str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm"))
+
+
+def precision_of(trainer: Trainer) -> Precision:
+    """An object of Lightning's class for the trainer's precision, by which others tell it."""
+    return _precision_kind(packages()[0].__name__, trainer.precision)(trainer)
+
+
+@functools.cache
+def _precision_kind(package: str, precision: str) -> type[Precision]:
+    names = {"64-true": "DoublePrecision", "bf16-true": "HalfPrecision", "16-true": "HalfPrecision"}
+    name = "MixedPrecision" if precision.endswith("-mixed") else names.get(precision, "Precision")
+    kind = getattr(importlib.import_module(f"{package}.plugins.precision"), name)
+    return type(name, (Precision, kind), {})
+
+
+class Accelerator(Part):
+    """What is read of `trainer.accelerator`."""
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        if torch.device(device).type == "cuda":
+            return torch.cuda.memory_stats(device)
+        import psutil
+
+        return {
+            "cpu_percent": psutil.cpu_percent(),
+            "cpu_vm_percent": psutil.virtual_memory().percent,
+            "cpu_swap_percent": psutil.swap_memory().percent,
+        }
+
+
+class LoggerConnector(Part):
+    """What is read of the part that collects logged values."""
+
+    _current_fx: str | None = None
+    _first_loop_iter: bool | None = None
+
+    @property
+    def should_update_logs(self) -> bool:
+        trainer = self._trainer
+        every = trainer.log_every_n_steps
+        return bool(every and (trainer.logged_steps + 1) % every == 0) or (bool(every) and trainer.should_stop)
+
+    def should_reset_tensors(self, fx: str) -> bool:
+        return False
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self._trainer.log(metrics, step)
+
+
+class AcceleratorConnector(Part):
+    """What is read of the part that chose the devices."""
+
+    @property
+    def is_distributed(self) -> bool:
+        return self._trainer.world_size > 1
+
+    @property
+    def use_distributed_sampler(self) -> bool:
+        return self._trainer.use_distributed_sampler
+
+
+class CheckpointConnector(Part):
+    """What is read of the part that saves."""
+
+    def restore(self, path: Any) -> None:
+        tuning.restore(self._trainer, path)
+
+    def dump_checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
+        return self._trainer.checkpointing.collected(weights_only)
+
+    @property
+    def _loaded_checkpoint(self) -> dict[str, Any]:
+        return self._trainer.checkpointing.loaded or {}
