@@ -42,7 +42,9 @@ TRAINER = """## What a Trainer costs per step
 
 `benchmarks/trainer_overhead.py`: a tiny MLP (Linear 32-32-2, batch 32, TensorDataset, SGD), so small that the trainer's
 own cost shows; each trainer in turn with a plain loop, {rounds} rounds of {turns} turns. What happens at the end of an
-epoch, checkpoints included, is in it. `weights`: those of the plain loop, to the last bit. Machine: {machine}; {used}.
+epoch, checkpoints included, is in it. `weights`: those of the plain loop, to the last bit.
+
+Machine: {machine}; {used}.
 
 | trainer | CPU time, ratio | wall time, ratio | weights | goal |
 |---|---|---|---|---|"""
@@ -133,12 +135,16 @@ def trainer_overhead() -> list[str]:
 def import_time() -> list[str]:
     record = read("import_time.json")
     lines = [IMPORTS.format(rounds=record["rounds"])]
-    for name, one in record["imports"].items():
-        more = [took["wall"] - torch["wall"] for took, torch in zip(one["took"], record["torch"])]
-        if name != "torch":
-            ordered = sorted(more)
-            middle = ordered[len(ordered) // 2]
-            lines.append(f"| `{one['code']}` | {middle:+.2f} ({ordered[0]:+.2f} to {ordered[-1]:+.2f}) |")
+    torch, imports = record["torch"], record["imports"]
+    for place, (name, one) in enumerate(imports.items()):
+        if name == "torch":
+            continue
+        more = []
+        for number, took in enumerate(one["took"]):
+            beside = number * len(imports) + place  # torch alone ran just before and just after
+            more.append(took["wall"] - (torch[beside]["wall"] + torch[beside + 1]["wall"]) / 2)
+        more.sort()
+        lines.append(f"| `{one['code']}` | {more[len(more) // 2]:+.2f} ({more[0]:+.2f} to {more[-1]:+.2f}) |")
     took = sorted(one["wall"] for one in record["help"]["took"])
     return [*lines, "", f"`hasten --help`: {took[len(took) // 2]:.2f} s ({took[0]:.2f}-{took[-1]:.2f}).", ""]
 

@@ -87,7 +87,13 @@ def test_a_trainer_that_is_done_says_that_it_trained_nothing(trainer):
         done.fit(Constant(), loader())
 
 
-@pytest.mark.parametrize("hook", ["training_epoch_end", "validation_epoch_end", "on_epoch_end"])
+def test_a_hook_of_old_that_modules_still_carry_is_said(trainer):
+    old = type("Old", (Constant,), {"on_epoch_end": lambda self: None})
+    with pytest.warns(UserWarning, match="define on_train_epoch_end"):
+        trainer().fit(old(), loader())
+
+
+@pytest.mark.parametrize("hook", ["training_epoch_end", "validation_epoch_end", "test_epoch_end"])
 def test_hooks_that_nobody_calls_any_more_are_refused(trainer, hook):
     old = type("Old", (Constant,), {hook: lambda self, *outputs: None})
     with pytest.raises(NotImplementedError, match=hook):

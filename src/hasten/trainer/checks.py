@@ -31,15 +31,22 @@ _OF_LIGHTNING_1 = {
 """Hooks of Lightning 1.x that nobody calls any more, and what to define instead."""
 
 
+_LOST_OUTPUTS = ("training_epoch_end", "validation_epoch_end", "test_epoch_end")
+"""Those among them that compute a training's metrics, as a rule; modules still carry the others about."""
+
+
 def _refuse_hooks_of_old(trainer: Trainer) -> None:
     """A hook that is never called must not look as if it were."""
     for owner in (trainer.model, trainer.datamodule, *trainer.callbacks):
         for old, new in _OF_LIGHTNING_1.items():
-            if callable(getattr(type(owner), old, None)):
-                raise NotImplementedError(
-                    f"{type(owner).__name__}.{old} is a hook of Lightning 1.x, which is not called any more: define"
-                    f" {new}; outputs that it needs are kept by yourself in the step"
-                )
+            if not callable(getattr(type(owner), old, None)):
+                continue
+            text = (
+                f"{type(owner).__name__}.{old} is a hook of Lightning 1.x, which is not called any more: define {new}"
+            )
+            if old in _LOST_OUTPUTS:
+                raise NotImplementedError(f"{text}; outputs that it needs are kept by yourself in the step")
+            trainer.warn(text)
 
 
 def _refuse_iterators(trainer: Trainer) -> None:
