@@ -141,7 +141,7 @@ def import_time() -> list[str]:
             continue
         more = []
         for number, took in enumerate(one["took"]):
-            beside = number * len(imports) + place  # torch alone ran just before and just after
+            beside = number * (len(imports) + 1) + place  # torch alone ran just before and just after
             more.append(took["wall"] - (torch[beside]["wall"] + torch[beside + 1]["wall"]) / 2)
         more.sort()
         lines.append(f"| `{one['code']}` | {more[len(more) // 2]:+.2f} ({more[0]:+.2f} to {more[-1]:+.2f}) |")
