@@ -230,3 +230,58 @@ def test_a_terminal_that_is_gone_does_not_end_the_training(tmp_path, stdout):
         ["bash", "-c", f"'{sys.executable}' train.py {stdout}"], cwd=tmp_path, capture_output=True, timeout=100
     )
     assert (tmp_path / "done").read_text() == "3"
+
+
+class Pictures(hasten.Module):
+    def __init__(self):
+        super().__init__()
+        conv = torch.nn.Conv2d(3, 8, 3)
+        self.net = torch.nn.Sequential(conv, torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 2))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def pictures():
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(
+        TensorDataset(torch.randn(32, 3, 8, 8, generator=generator), torch.arange(32) % 2), batch_size=4, shuffle=True
+    )
+
+
+@pytest.mark.parametrize("flag", ["channels_last", pytest.param("compile", marks=pytest.mark.slow)])
+def test_a_model_that_was_changed_is_changed_before_the_first_resumed_step(trainer, tmp_path, flag):
+    def trained(steps, path=None):
+        hasten.seed_everything(0)
+        module = Pictures()
+        fitted = trainer(max_steps=steps, max_epochs=-1, **{flag: True})
+        fitted.fit(module, pictures(), ckpt_path=path)
+        return fitted, module
+
+    _, whole = trained(12)
+    first, _ = trained(5)
+    first.save_checkpoint(tmp_path / "five.ckpt")
+    _, resumed = trained(12, tmp_path / "five.ckpt")
+    for expected, got in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_the_modules_that_a_step_calls_are_looked_for_once(trainer, monkeypatch):
+    looks = []
+    register = torch.nn.Module.register_forward_pre_hook
+    monkeypatch.setattr(
+        torch.nn.Module, "register_forward_pre_hook", lambda part, hook: looks.append(part) or register(part, hook)
+    )
+    module = Pictures()
+    trainer(max_epochs=3, channels_last=True).fit(module, pictures())
+    assert len(looks) == len(list(module.modules()))
+
+
+def test_a_trainer_that_could_not_begin_may_be_tried_again(trainer):
+    tried = trainer(num_nodes=2)
+    for _ in range(2):
+        with pytest.raises(HastenError, match="no launcher"):
+            tried.fit(Constant(), loader())

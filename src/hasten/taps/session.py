@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from hasten.evidence import Evidence, Validation, this_machine
 from hasten.evidence.facts import global_flags, optimizer_facts
-from hasten.evidence.recorder import OpenPass, Recorder
+from hasten.evidence.recorder import OpenPass, Recorder, read_losses
 from hasten.run import Run
 from hasten.taps.config import RunConfig, TrialOptions
 from hasten.taps.seeds import fix_torch_seeds
@@ -145,7 +145,7 @@ class Session:
 
     def _evidence(self, recorder: Recorder) -> Evidence:
         recorder.close()
-        losses = tuple(_numbers(recorder.step_losses))
+        losses = tuple(read_losses(recorder.step_losses))
         roles = dict.fromkeys({over.loader for over in recorder.passes if over.batches}, "validation")
         roles.update({over.loader: "train" for over in recorder.passes if over.trained})
         return Evidence(
@@ -198,16 +198,6 @@ def _why_not(optimizer: Any) -> str:
     if any(p.grad is not None and p.grad.is_sparse for g in optimizer.param_groups for p in g["params"]):
         return "its gradients are sparse"
     return why_not_fusable(type(optimizer), {"params": list(optimizer.param_groups), **optimizer.defaults})
-
-
-def _numbers(steps: list[list[Any]]) -> list[float | None]:
-    """Sum of each step's losses; one read of the device for all of them."""
-    import torch
-
-    sums = [torch.stack([loss.float().reshape(()) for loss in losses]).sum() if losses else None for losses in steps]
-    present = [value for value in sums if value is not None]
-    values = iter(torch.stack([value.cpu() for value in present]).tolist() if present else ())
-    return [None if value is None else next(values) for value in sums]
 
 
 def _peak_memory() -> int:

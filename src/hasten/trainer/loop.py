@@ -436,5 +436,6 @@ class FitLoop:
             "board": self.board.state_dict({id(part): name for name, part in trainer.model.named_modules()}),
             "stepping": self.board.stepping,
             "gradients": pending,
+            "outermost": trainer.outermost,
             **(self.before_validation or {"rng": rng.state(), **self._of_validation()}),
         }

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.run import Run
-from hasten.trainer.steps import Step
+if TYPE_CHECKING:
+    from hasten.trainer.steps import Step
+    from hasten.trainer.trainer import Trainer
 
 
-def found_in(step: Step, module: torch.nn.Module, run: Run) -> Step:
+def found_in(step: Step, trainer: Trainer) -> Step:
     """A step that looks, once, which modules it calls, and lets the techniques change those behind it.
 
     The first step runs unchanged; what `model(x)` is, the module itself or a part of it, is known only then.
     """
+    module, run = trainer.model, trainer.run
 
     def first(batch: Any, batch_idx: int, opens: bool, closes: bool) -> Any:
         calls: dict[int, tuple[torch.nn.Module, tuple[Any, ...]]] = {}
@@ -38,7 +40,17 @@ def found_in(step: Step, module: torch.nn.Module, run: Run) -> Step:
         finally:
             for handle in handles:
                 handle.remove()
+            names = {id(part): name for name, part in module.named_modules()}
+            trainer.outermost = [names[id(called)] for called, _ in calls.values()]
             for called, args in calls.values():
                 run.model(called, args)
 
     return first
+
+
+def change_again(trainer: Trainer, names: list[str]) -> None:
+    """Change the modules that were changed in the run that goes on, before its next step: that one was changed too."""
+    modules = dict(trainer.model.named_modules())
+    trainer.outermost = [name for name in names if name in modules]
+    for name in trainer.outermost:
+        trainer.run.model(modules[name], ())

@@ -15,6 +15,7 @@ from hasten.trainer import attachments, checks, evaluate, signals, spawned
 from hasten.trainer.hooks import Hooks
 from hasten.trainer.loop import FitLoop
 from hasten.trainer.optimizing import parsed
+from hasten.trainer.outermost import change_again
 from hasten.trainer.profiling import measures
 from hasten.trainer.stages import Function
 from hasten.trainer.steps import CountedOptimizer
@@ -27,13 +28,8 @@ _STAGES = {"fit": "train", "validate": "validate", "test": "test", "predict": "p
 
 def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     """Run one stage; whatever happens, callbacks and loggers hear of its end."""
-    if trainer.stage.status == "running":
-        raise trainer.misconfigured(
-            f"{fn}() is called while {trainer.stage.fn}() runs", "use another Trainer for it, or call it afterwards"
-        )
     if strategy := spawned.strategy_of(trainer):
         return spawned.run(trainer, strategy, fn, path, options)
-    trainer.stage.fn, trainer.stage.stage, trainer.stage.status = fn, _STAGES[fn], "running"
     trainer.should_stop = trainer.interrupted = False
     trainer.asked_to_stop = 0
     with contextlib.ExitStack() as stack:
@@ -45,6 +41,7 @@ def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
             for logger in trainer.loggers:
                 if hasattr(type(logger), "agree"):  # one folder for all processes
                     logger.agree(trainer.world)
+        trainer.stage.fn, trainer.stage.stage, trainer.stage.status = fn, _STAGES[fn], "running"
         stack.enter_context(guard(trainer.world))
         try:
             stack.enter_context(signals.watched(trainer))
@@ -328,7 +325,10 @@ def train(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
                 " make a new Trainer for each"
             )
         return
-    trainer.trained = trainer.model
+    if trainer.trained is not trainer.model:
+        trainer.trained, trainer.outermost = trainer.model, None
+    if resumed is not None and resumed.get("outermost") is not None:
+        change_again(trainer, resumed["outermost"])
     _warn_of_eval_mode(trainer)
     trainer.checkpointing.hold_folders()
     loop.run()

@@ -271,6 +271,7 @@ class Trainer(Readable):
         self.interrupted = False
         self.model: Any = None
         self.trained: Any = None  # the module trained last
+        self.outermost: list[str] | None = None  # names of the modules that its first step called
         self.datamodule: Any = None
         self.optimizers: list[Any] = []
         self.counted_optimizers: list[Any] = []
@@ -519,6 +520,10 @@ class Trainer(Readable):
         self.num_sanity_val_steps, self.val_check_interval, self.check_val_every_n_epoch = 0, 1.0, 1
 
     def _attach(self, model: Any, fn: str, first: Any, datamodule: Any, **loaders: Any) -> None:
+        if self.stage.status == "running":
+            raise self.misconfigured(
+                f"{fn}() is called while {self.stage.fn}() runs", "use another Trainer for it, or call it afterwards"
+            )
         say.refuse_class(f"{fn}(model)", model)
         say.refuse_class("datamodule", datamodule)
         trained = self.model
@@ -664,11 +669,11 @@ class Trainer(Readable):
 
     def first_step(self, step: Step) -> Step:
         """The first step of a training: techniques that change models see what is called in it."""
-        if not self.run.acting("model") or self.run.models.get(id(self.model)):
+        if self.outermost is not None or not self.run.acting("model"):
             return step
         from hasten.trainer.outermost import found_in
 
-        return found_in(step, self.model, self.run)
+        return found_in(step, self)
 
     def validate_within_fit(self) -> None:
         """A validation between two training steps."""

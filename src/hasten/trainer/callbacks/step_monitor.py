@@ -15,7 +15,7 @@ import torch
 
 from hasten.evidence import Evidence, LoaderFacts, Phase, Validation, this_machine
 from hasten.evidence.facts import ModelWatch, batch_bytes, global_flags, loader_facts, optimizer_facts
-from hasten.evidence.recorder import Recorder
+from hasten.evidence.recorder import Recorder, read_losses
 from hasten.techniques.compute.compile import compiler
 from hasten.techniques.compute.fused_optimizer import why_not_fusable
 from hasten.trainer.callbacks.base import Callback
@@ -157,7 +157,7 @@ class StepMonitor(Callback):
 
     def _evidence(self, trainer: Any, recorder: Recorder, error: str) -> Evidence:
         recorder.close()
-        losses = tuple(_sums(recorder.step_losses))
+        losses = tuple(read_losses(recorder.step_losses))
         model = self._model.facts() if self._model is not None else None
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         return Evidence(
@@ -202,11 +202,3 @@ class StepMonitor(Callback):
 
 def _why_not(optimizer: Any) -> str:
     return why_not_fusable(type(optimizer), {"params": list(optimizer.param_groups), **optimizer.defaults})
-
-
-def _sums(steps: list[list[torch.Tensor]]) -> list[float | None]:
-    """Sum of each step's losses; one read of the device for all of them."""
-    sums = [torch.stack([loss.float().mean() for loss in losses]).sum() if losses else None for losses in steps]
-    present = [value for value in sums if value is not None]
-    values = iter(torch.stack(present).tolist() if present else ())
-    return [None if value is None else next(values) for value in sums]
