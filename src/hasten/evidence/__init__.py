@@ -1,6 +1,20 @@
 """What one run leaves behind: plain data, readable without torch."""
 
+from hasten.evidence.finding import Finding, HowKnown, Severity, severity_of, split_place
 from hasten.evidence.machine import Machine, this_machine
+from hasten.evidence.observed import (
+    EVENTS,
+    Event,
+    GpuUse,
+    Inputs,
+    Layer,
+    MemoryPoint,
+    Operator,
+    Sampled,
+    Stages,
+    Surroundings,
+    Use,
+)
 from hasten.evidence.schema import (
     PHASES,
     Evidence,
@@ -16,17 +30,33 @@ from hasten.evidence.schema import (
 )
 
 __all__ = [
+    "EVENTS",
     "PHASES",
+    "Event",
     "Evidence",
+    "Finding",
     "Flags",
+    "GpuUse",
+    "HowKnown",
+    "Inputs",
+    "Layer",
     "LoaderFacts",
     "Machine",
+    "MemoryPoint",
     "ModelFacts",
+    "Operator",
     "OptimizerFacts",
     "Pass",
     "Phase",
     "Probe",
+    "Sampled",
+    "Severity",
+    "Stages",
+    "Surroundings",
+    "Use",
     "Validation",
     "read_evidence",
+    "severity_of",
+    "split_place",
     "this_machine",
 ]

@@ -229,6 +229,10 @@ class Recorder:
             current.step_start = end
             current.phases, current.losses = list(_BLANK), []
 
+    def step_in_progress(self) -> int:
+        """The number (from 0) of the step that is going on, -1 where none is."""
+        return self.steps if self._current.step_start is not None else -1
+
     def validation_loss(self, loss: Any) -> None:
         """A loss was computed in eval mode or without a graph (unread)."""
         self._validation = loss if self._validation is None else self._validation + loss

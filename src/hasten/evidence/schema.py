@@ -16,6 +16,7 @@ from typing import Any
 
 from hasten.errors import HastenError
 from hasten.evidence.machine import Machine
+from hasten.evidence.observed import Event, Inputs, Layer, MemoryPoint, Sampled, Stages, Surroundings, Use
 
 SCHEMA = "hasten-evidence/1"
 
@@ -109,7 +110,15 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """One optimizer. `fusable`: torch has a fused kernel for it and these parameters."""
+    """One optimizer.
+
+    Attributes:
+        fusable: torch has a fused kernel for it and these parameters.
+        options: Of its first group: lr, weight_decay, momentum and the like.
+        schedule: Class of the learning-rate scheduler on it, "" if none was seen.
+        rates: Distinct learning rates its steps were made with, in order (at most 64).
+        shapes: Of its parameters (at most 2000).
+    """
 
     name: str
     where: str
@@ -119,6 +128,10 @@ class OptimizerFacts:
     fusable: bool
     why_not_fusable: str
     steps: int
+    options: dict[str, float | bool | str] = dataclasses.field(default_factory=dict)
+    schedule: str = ""
+    rates: tuple[float, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -181,6 +194,15 @@ class Evidence:
         skipped: What a tap could not do and why; the script went on without it.
         installed: Technique -> what it did ("2 loaders"), of those that found something to act on.
         peak_gpu_bytes: Peak memory torch had allocated on the GPU.
+        origin: The machine's monotonic clock (`time.perf_counter`) when this run's clock stood at 0.
+        pid: Of the process that trained.
+        rank: Of it among `flags.distributed`.
+        listened: Who listened, and how closely: "trial", "run", "trainer" or "doctor".
+        stopped_at: Where the script was (`file:line`) when it was cut before it had trained; "" otherwise.
+        device_clock: Phases are times on the GPU (CUDA events), not of the calls that start its work.
+        disturbed: Numbers of the steps (from 0) whose time does not count, since they were looked into.
+        events, layers, sampled, inputs, stages, use, surroundings, memory: See `hasten.evidence.observed`; `memory` is
+            over time. Empty where nobody looked.
     """
 
     command: tuple[str, ...]
@@ -205,6 +227,21 @@ class Evidence:
     installed: dict[str, str] = dataclasses.field(default_factory=dict)
     peak_memory_bytes: int = 0
     peak_gpu_bytes: int | None = None
+    origin: float = 0.0
+    pid: int = 0
+    rank: int = 0
+    listened: str = ""
+    stopped_at: str = ""
+    device_clock: bool = False
+    disturbed: tuple[int, ...] = ()
+    events: tuple[Event, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    sampled: Sampled | None = None
+    inputs: Inputs | None = None
+    stages: tuple[Stages, ...] = ()
+    use: Use | None = None
+    surroundings: Surroundings | None = None
+    memory: tuple[MemoryPoint, ...] = ()
     schema: str = SCHEMA
 
     @property
@@ -217,6 +254,16 @@ class Evidence:
         steady = self.step_phases[len(self.step_phases) // 2 :]
         total = sum(sum(step) - step[Phase.VALIDATION] - step[Phase.CHECKPOINT] for step in steady)
         return sum(step[phase] for step in steady) / total if total > 0 else 0.0
+
+    def steady(self) -> list[int]:
+        """Indices into `step_phases` of the steps that count: neither the first ten nor those that were disturbed."""
+        first = min(10, len(self.step_phases) // 2)
+        left_out = {step // self.every for step in self.disturbed if step % self.every == 0}
+        return [index for index in range(first, len(self.step_phases)) if index not in left_out]
+
+    def events_of(self, *kinds: str) -> list[Event]:
+        """The events of these kinds, the costliest first."""
+        return sorted((e for e in self.events if e.kind in kinds), key=lambda e: (-e.seconds, -e.count))
 
     @property
     def train_loader(self) -> LoaderFacts | None:

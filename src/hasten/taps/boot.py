@@ -23,6 +23,10 @@ def boot() -> None:
         from hasten.taps.seeds import fix_seeds
 
         fix_seeds(config.trial.seed)
+    elif config.doctor is not None and config.doctor.scratch:
+        from hasten.taps.sandbox import confine
+
+        confine(config.doctor.scratch)
     _hide_our_frames()
 
     def start() -> None:

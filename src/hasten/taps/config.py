@@ -41,22 +41,53 @@ class TrialOptions:
 
 
 @dataclass(frozen=True)
+class DoctorOptions:
+    """How closely `doctor` listens, and when it has heard enough.
+
+    Attributes:
+        steps: Training steps after which the process ends; 0: never.
+        seconds: Seconds from the start after which it ends, however far it got; 0: never.
+        epochs: Passes through the training loader after which it ends; 0: never.
+        scratch: Folder into which everything goes that the script writes; "": nothing is redirected.
+        sample: Look into a few steps with torch's profiler and hooks on every layer.
+        trace: Where to write a Chrome trace of those steps; "": nowhere.
+    """
+
+    steps: int = 200
+    seconds: float = 120.0
+    epochs: int = 0
+    scratch: str = ""
+    sample: bool = True
+    trace: str = ""
+
+
+@dataclass(frozen=True)
 class RunConfig:
-    """The plan to install, and what to leave behind."""
+    """The plan to install, and what to leave behind.
+
+    Attributes:
+        live: File that is rewritten about once a second while the training goes on, for `hasten watch`; "": none.
+    """
 
     techniques: dict[str, Setting] = field(default_factory=dict)
     evidence: str = ""
     command: tuple[str, ...] = ()
     trial: TrialOptions | None = None
     quiet: bool = False
+    doctor: DoctorOptions | None = None
+    live: str = ""
 
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
         """Read what `environment` put into the variable."""
         data = json.loads(text)
-        trial = data.pop("trial")
+        trial, doctor = data.pop("trial"), data.pop("doctor")
         data["command"] = tuple(data["command"])
-        return cls(**data, trial=TrialOptions(**trial) if trial else None)
+        return cls(
+            **data,
+            trial=TrialOptions(**trial) if trial else None,
+            doctor=DoctorOptions(**doctor) if doctor else None,
+        )
 
 
 def environment(config: RunConfig, base: dict[str, str]) -> dict[str, str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import importlib
 import math
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,6 +42,8 @@ class Session:
         self.optimizers: dict[int, tuple[Any, str]] = {}
         self.kept_loaders: list[Any] = []
         self.validating = False  # whether the last outermost forward was in eval mode or without a graph
+        self.observers: list[Any] = []  # what `doctor` listens with; each has `facts()`
+        self.on_each_step: list[Callable[[int], None]] = []  # called when a step is over, with how many there are
         self.unscaled: dict[int, Any] = {}  # id of a loss scaled by the script's GradScaler -> the loss itself
         self.error = ""
         self.ended = ""
@@ -64,7 +68,23 @@ class Session:
                 tap.install(session)
             except Exception as error:  # a tap never breaks a script
                 session.run.skip(f"tap {tap.__name__.rpartition('.')[2]}", error)
+        if config.doctor is not None:
+            session._observe()
         session._watch_the_end()
+
+    def _observe(self) -> None:
+        from hasten.taps import observe
+
+        for name in observe.SUBJECTS:
+            try:
+                importlib.import_module(f"hasten.taps.observe.{name}").install(self)
+            except Exception as error:  # a tap never breaks a script
+                self.run.skip(f"observing {name}", error)
+
+    def in_step(self) -> int:
+        """The number (from 0) of the training step that is going on; -1 outside of one, and during validation."""
+        recorder = self.run.recorder
+        return -1 if recorder is None or self.validating else recorder.step_in_progress()
 
     def _watch_the_end(self) -> None:
         show = sys.excepthook
@@ -101,6 +121,8 @@ class Session:
             self.complete()
 
     def _on_step(self, steps: int) -> None:
+        for told in self.on_each_step:
+            told(steps)
         trial, recorder = self.trial, self.run.recorder
         if trial is None or recorder is None:
             return
@@ -173,11 +195,27 @@ class Session:
             ended=self.ended or ("failed" if self.error else "finished"),
             ended_at=recorder.now() - recorder.origin,
             error=self.error,
-            skipped=tuple(self.run.skipped),
             installed=self.run.installed(),
             peak_memory_bytes=_peak_memory(),
             peak_gpu_bytes=_peak_gpu_memory(),
+            origin=recorder.origin,
+            pid=os.getpid(),
+            listened="trial" if self.trial else "doctor" if self.config.doctor else "run",
+            **self._observed(),
         )
+
+    def _observed(self) -> dict[str, Any]:
+        """What the observers saw; where two fill the same field, one after the other."""
+        seen: dict[str, Any] = {}
+        for observer in self.observers:
+            try:
+                facts = observer.facts()
+            except Exception as error:  # an observer never spoils the rest
+                self.run.skip(f"what {type(observer).__name__} saw", error)
+                continue
+            for name, value in facts.items():
+                seen[name] = seen[name] + value if isinstance(value, tuple) and name in seen else value
+        return {**seen, "skipped": tuple(self.run.skipped)}
 
     def _loader(self, index: int, role: str) -> Any:
         reference, facts, size = self.loaders[index]

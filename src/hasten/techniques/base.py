@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten.errors import HastenError
-from hasten.evidence import Evidence, Machine
+from hasten.evidence import Evidence, Finding, Machine
 from hasten.plan import Setting
 
 if TYPE_CHECKING:
@@ -101,6 +101,11 @@ class Technique:
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
         """What is worth trying on a run that left this evidence."""
         raise NotImplementedError
+
+    @classmethod
+    def finding(cls, evidence: Evidence) -> Finding | None:
+        """What evidence says is missing here; None where nothing is, or where this technique has nothing to say."""
+        return None
 
     # -- the places, in the order in which a run reaches them -----------------------------------------
 

@@ -1,0 +1,1 @@
+"""The checks: small rules, one a class, grouped by what they look at."""

@@ -1,0 +1,141 @@
+"""Diagnosis: what doctor says of a run, as plain data. The views print it, `--json` writes it, `compare` reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hasten.errors import HastenError
+from hasten.evidence import Finding
+
+SCHEMA = "hasten-diagnosis/1"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which resource is saturated.
+
+    Attributes:
+        resource: "data", "cpu", "transfer", "gpu", "sync" (host syncs and launch gaps), "network", "disk", "memory",
+            "validation", "checkpoint", "none" (nothing is: under-parallelised, `title` says at which point), or
+            "untrained" (no step was seen).
+        title: The answer in a few words: "data-bound: the step waits 61 % of its time for batches".
+        details: Sentences that say how that is known, and what would change it.
+    """
+
+    resource: str
+    title: str
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """What is not a steady step. Seconds; NaN or empty where there was none.
+
+    Attributes:
+        start_up: From the process's start to the first step.
+        first_step: Length of the first step (compilation, cuDNN's search, allocator).
+        epoch_starts: Wait for the first batch of each epoch.
+        outliers: Numbers of steps over three times as long as the median, with their seconds (at most 20).
+        trend: Relative change of the steady step from the first quarter to the last; 0.1: 10 % slower.
+    """
+
+    start_up: float = math.nan
+    first_step: float = math.nan
+    epoch_starts: tuple[float, ...] = ()
+    outliers: tuple[tuple[int, float], ...] = ()
+    trend: float = 0.0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What doctor says of one run.
+
+    Attributes:
+        verdict: The answer.
+        phases: Mean seconds of a steady step by phase (`hasten.evidence.PHASES`); they add up to `step`.
+        step: Mean seconds of a steady step; `median` and `spread` (interquartile range) likewise; 0 without steps.
+        steps: How many training steps were seen.
+        findings: Worst first.
+        machine: What the use of CPU, GPU and network says about the machine to rent, in sentences.
+        unseen: What could not be seen here, and why.
+        notes: What was done to the run: cut after 200 steps, writes kept in a scratch folder.
+        ended, error: As in the evidence.
+    """
+
+    command: tuple[str, ...]
+    verdict: Verdict
+    phases: dict[str, float] = field(default_factory=dict)
+    step: float = 0.0
+    median: float = 0.0
+    spread: float = 0.0
+    steps: int = 0
+    pauses: Pauses = field(default_factory=Pauses)
+    findings: tuple[Finding, ...] = ()
+    machine: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    ended: str = ""
+    error: str = ""
+    hasten: str = ""
+    created: str = ""
+    schema: str = SCHEMA
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; what is not finite is null."""
+        plain: dict[str, Any] = _finite(dataclasses.asdict(self))
+        return plain
+
+    def write(self, path: Path) -> None:
+        """Write as JSON, whole or not at all.
+
+        Raises:
+            HastenError: The file cannot be written.
+        """
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            temporary.write_text(json.dumps(self.as_json(), indent=1, allow_nan=False), encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            raise HastenError(
+                f"cannot write the diagnosis {path}: {error.strerror}", "name a folder that exists"
+            ) from None
+
+
+def read_diagnosis(path: Path) -> Diagnosis:
+    """Read what `--json` wrote.
+
+    Raises:
+        HastenError: No such file, or not a diagnosis of this schema.
+    """
+    from pydantic import TypeAdapter
+
+    try:
+        data = json.loads(path.read_bytes())
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise HastenError(f"{path} is not a diagnosis of the schema {SCHEMA}", "run `hasten doctor --json` anew")
+        for name in ("start_up", "first_step"):
+            if data["pauses"][name] is None:
+                data["pauses"][name] = math.nan
+        return TypeAdapter(Diagnosis).validate_python(data)
+    except FileNotFoundError:
+        raise HastenError(f"no diagnosis at {path}") from None
+    except OSError as error:
+        raise HastenError(f"cannot read the diagnosis {path}: {error.strerror}") from None
+    except (ValueError, TypeError, LookupError) as error:  # pydantic's ValidationError is a ValueError
+        raise HastenError(f"{path} is not a diagnosis of the schema {SCHEMA}: {error}") from None
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as null, which is all that JSON has for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,1 @@
+"""Findings read from source code with libcst; nothing is run."""
