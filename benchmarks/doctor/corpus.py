@@ -1,0 +1,114 @@
+"""How often `hasten doctor` finds what is wrong, and how often what it finds is true, on scripts that are known.
+
+    python benchmarks/doctor/corpus.py                    # all of them: about ten minutes on two cores
+    python benchmarks/doctor/corpus.py retained gan       # those whose names hold one of these words
+
+`ill/` holds scripts with one planted illness each (`# plant: name`), `healthy/` scripts without any. What else is true
+of a script is in its line `# also: names`: judged by hand, by making the change. `# how: source` marks scripts for a GPU,
+which are only read here; `# needs: bf16` those that are ill only on a CPU with bf16 instructions.
+
+    recall     planted findings that were given, of all that were planted
+    precision  findings given that were planted or are in `also`, of all that were given
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parent / "results" / "doctor_corpus.json"
+BOUNDS = ["--steps", "150", "--seconds", "60"]
+
+
+def header(text: str, key: str) -> list[str]:
+    found = re.search(rf"^# {key}: (.+)$", text, re.MULTILINE)
+    return re.split(r",\s*", found[1].strip()) if found else []
+
+
+def examine(script: Path, how: str) -> tuple[list[dict[str, object]], str]:
+    """The findings doctor gives for a script, and its verdict."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copy(script, folder)
+        if how == "source":
+            command = ["doctor", "--source", copy, "--format", "json", "--out", "out.json"]
+        else:
+            command = ["doctor", *BOUNDS, "--json", "out.json", copy]
+        done = subprocess.run(
+            [sys.executable, "-m", "hasten", *command], cwd=folder, capture_output=True, text=True, timeout=300
+        )
+        out = Path(folder, "out.json")
+        if not out.is_file():
+            raise SystemExit(f"{script.name}: doctor left nothing (exit code {done.returncode}):\n{done.stderr[-2000:]}")
+        data = json.loads(out.read_text())
+        return data["findings"], data.get("verdict", {}).get("title", "")
+
+
+def bf16() -> bool:
+    return bool(re.search(r"avx512_bf16|amx_bf16", Path("/proc/cpuinfo").read_text()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only scripts whose names hold one of these")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    rows = []
+    for script in sorted(HERE.glob("ill/*.py")) + sorted(HERE.glob("healthy/*.py")):
+        if args.words and not any(word in script.stem for word in args.words):
+            continue
+        text = script.read_text()
+        if "bf16" in header(text, "needs") and not bf16():
+            continue
+        planted, also = header(text, "plant"), header(text, "also")
+        start = time.perf_counter()
+        findings, verdict = examine(script, (header(text, "how") or ["run"])[0])
+        given = list(dict.fromkeys(str(finding["name"]) for finding in findings))
+        row = {
+            "script": f"{script.parent.name}/{script.stem}",
+            "planted": planted,
+            "missed": [name for name in planted if name not in given],
+            "right": [name for name in given if name in planted or name in also],
+            "wrong": [name for name in given if name not in planted and name not in also],
+            "severity": {str(finding["name"]): finding["severity"] for finding in findings},
+            "verdict": verdict,
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+        rows.append(row)
+        mark = "ok   " if not row["missed"] and not row["wrong"] else "WRONG"
+        told = f"missed {row['missed']} wrong {row['wrong']}" if mark == "WRONG" else " ".join(given)
+        print(f"{mark} {row['script']:36} {row['seconds']:5.1f} s  {told}   [{verdict}]", flush=True)
+    summary = summarise(rows)
+    print(json.dumps(summary, indent=1))
+    if not args.words:
+        args.out.write_text(json.dumps({"summary": summary, "scripts": rows}, indent=1) + "\n")
+
+
+def summarise(rows: list[dict[str, object]]) -> dict[str, object]:
+    planted = sum(len(row["planted"]) for row in rows)
+    missed = Counter(name for row in rows for name in row["missed"])
+    right = sum(len(row["right"]) for row in rows)
+    wrong = Counter(name for row in rows for name in row["wrong"])
+    given = right + sum(wrong.values())
+    healthy = [row for row in rows if row["script"].startswith("healthy/")]
+    return {
+        "ill scripts": len(rows) - len(healthy),
+        "healthy scripts": len(healthy),
+        "planted": planted,
+        "recall": round(1 - sum(missed.values()) / planted, 3) if planted else None,
+        "given": given,
+        "precision": round(right / given, 3) if given else None,
+        "healthy scripts with a false finding": sum(1 for row in healthy if row["wrong"]),
+        "missed by finding": dict(missed),
+        "wrong by finding": dict(wrong),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""A recurrent network with its gradients clipped."""
+
+# also: fp32_on_tensor_cores
+import torch
+from torch import nn
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(500, 64), nn.LSTM(64, 128, batch_first=True)
+        self.head = nn.Linear(128, 64)
+
+    def forward(self, tokens):
+        return self.head(self.lstm(self.embed(tokens))[0])
+
+
+torch.manual_seed(0)
+model = Tagger()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 80)
+for step in range(80):
+    tokens, targets = torch.randint(0, 500, (16, 32)), torch.randint(0, 64, (16, 32))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
