@@ -3,9 +3,9 @@
     python benchmarks/doctor/corpus.py                    # all of them: about ten minutes on two cores
     python benchmarks/doctor/corpus.py retained gan       # those whose names hold one of these words
 
-`ill/` holds scripts with one planted illness each (`# plant: name`), `healthy/` scripts without any. What else is true
-of a script is in its line `# also: names`: judged by hand, by making the change. `# how: source` marks scripts for a GPU,
-which are only read here; `# needs: bf16` those that are ill only on a CPU with bf16 instructions.
+`ill/` holds scripts with one planted illness each (`# plant: name`), `healthy/` scripts without any. What else is
+true of a script is in its line `# also: names`: judged by hand, by making the change. `# how: source` marks scripts
+for a GPU, which are only read here; `# needs: bf16` those that are ill only on a CPU with bf16 instructions.
 
     recall     planted findings that were given, of all that were planted
     precision  findings given that were planted or are in `also`, of all that were given
@@ -45,7 +45,7 @@ def examine(script: Path, how: str) -> tuple[list[dict[str, object]], str]:
         )
         out = Path(folder, "out.json")
         if not out.is_file():
-            raise SystemExit(f"{script.name}: doctor left nothing (exit code {done.returncode}):\n{done.stderr[-2000:]}")
+            raise SystemExit(f"{script.name}: no answer from doctor (exit code {done.returncode}):\n{done.stderr}")
         data = json.loads(out.read_text())
         return data["findings"], data.get("verdict", {}).get("title", "")
 
