@@ -127,7 +127,7 @@ def test_kernels_are_kept_between_runs_unless_the_script_says_where() -> None:
         ({"train_calls": 0, "backward_through_eval": True}, {}, ("default",)),
         ({"compiled": True}, {}, "compiles its model already"),
         ({"train_calls": 0}, {}, "no module's forward"),
-        ({"layers": {"Linear": 1}}, {}, "single layers"),
+        ({"name": "Linear", "layers": {"Linear": 1}}, {}, "single layers"),
         ({}, {"anomaly": True}, "see debug_off"),
         ({}, {"compiler": ""}, "no C++ compiler"),
     ],

@@ -5,9 +5,15 @@ from __future__ import annotations
 import typer
 
 import hasten
+from hasten.cli import bench_loader as bench_loader_room
+from hasten.cli import compare as compare_room
+from hasten.cli import doctor as doctor_room
+from hasten.cli import fix as fix_room
 from hasten.cli import run as run_room
 from hasten.cli import techniques as techniques_room
 from hasten.cli import tune as tune_room
+from hasten.cli import watch as watch_room
+from hasten.cli.doctor import DoctorCommand
 from hasten.cli.script import ScriptCommand
 
 app = typer.Typer(
@@ -18,8 +24,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command("doctor", cls=DoctorCommand)(doctor_room.doctor)
 app.command("tune", cls=ScriptCommand)(tune_room.tune)
 app.command("run", cls=ScriptCommand)(run_room.run)
+app.command("compare")(compare_room.compare)
+app.command("watch")(watch_room.watch)
+app.command("bench-loader", cls=ScriptCommand)(bench_loader_room.bench_loader)
+app.command("fix")(fix_room.fix)
 app.command("techniques")(techniques_room.techniques)
 
 

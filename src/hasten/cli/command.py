@@ -25,18 +25,22 @@ def split_line(args: list[str], with_value: set[str]) -> int:
     return position
 
 
-def process_arguments(command: list[str]) -> list[str]:
+def process_arguments(command: list[str], verb: str = "run") -> list[str]:
     """The arguments of the process that runs a training: a script or a module by this Python, or a launcher.
+
+    Args:
+        command: The training's own command line.
+        verb: Which of hasten's commands asks, for the message.
 
     Raises:
         HastenError: There is no such script, or nothing to run was named.
     """
     if not command:
-        raise HastenError("no script was named", "hasten run SCRIPT ARGS, or hasten run -m MODULE ARGS")
+        raise HastenError("no script was named", f"hasten {verb} SCRIPT ARGS, or hasten {verb} -m MODULE ARGS")
     first = command[0]
     if first == "-m":
         if len(command) < 2:
-            raise HastenError("-m needs a module", "hasten run -m pkg.train ARGS")
+            raise HastenError("-m needs a module", f"hasten {verb} -m pkg.train ARGS")
         return [sys.executable, *command]
     path = Path(first)
     if (path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK))) or (path / "__main__.py").is_file():

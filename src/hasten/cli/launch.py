@@ -10,6 +10,7 @@ from pathlib import Path
 from hasten.cli.command import process_arguments, split_line
 from hasten.errors import HastenError
 from hasten.evidence import this_machine
+from hasten.evidence.live import live_path
 from hasten.plan import DEFAULT_NAME, Plan
 from hasten.taps.config import RunConfig, environment
 from hasten.techniques import check, remarks
@@ -55,6 +56,7 @@ def launch(
         evidence=str(evidence.absolute()) if evidence else "",
         command=tuple(command),
         quiet=quiet,
+        live=str(live_path(evidence.absolute())) if evidence else "",
     )
     listens = bool(config.techniques or config.evidence)
     env = environment(config, dict(os.environ)) if listens else dict(os.environ)

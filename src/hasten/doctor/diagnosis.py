@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import HastenError
-from hasten.evidence import Finding
+from hasten.evidence import Finding, Machine
 
 SCHEMA = "hasten-diagnosis/1"
 
@@ -60,11 +60,13 @@ class Diagnosis:
         phases: Mean seconds of a steady step by phase (`hasten.evidence.PHASES`); they add up to `step`.
         step: Mean seconds of a steady step; `median` and `spread` (interquartile range) likewise; 0 without steps.
         steps: How many training steps were seen.
+        blocks: Mean seconds of each of at most 24 stretches of steady steps; their scatter tells how sure `step` is.
         findings: Worst first.
         machine: What the use of CPU, GPU and network says about the machine to rent, in sentences.
         unseen: What could not be seen here, and why.
         notes: What was done to the run: cut after 200 steps, writes kept in a scratch folder.
-        ended, error: As in the evidence.
+        ended, error, peak_memory_bytes, peak_gpu_bytes: As in the evidence.
+        ran_on: The machine; None where it is not known. `torch`: the version that ran there.
     """
 
     command: tuple[str, ...]
@@ -74,6 +76,7 @@ class Diagnosis:
     median: float = 0.0
     spread: float = 0.0
     steps: int = 0
+    blocks: tuple[float, ...] = ()
     pauses: Pauses = field(default_factory=Pauses)
     findings: tuple[Finding, ...] = ()
     machine: tuple[str, ...] = ()
@@ -81,13 +84,17 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
     ended: str = ""
     error: str = ""
+    peak_memory_bytes: int = 0
+    peak_gpu_bytes: int | None = None
+    ran_on: Machine | None = None
+    torch: str = ""
     hasten: str = ""
     created: str = ""
     schema: str = SCHEMA
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; what is not finite is null."""
-        plain: dict[str, Any] = _finite(dataclasses.asdict(self))
+        plain: dict[str, Any] = finite(dataclasses.asdict(self))
         return plain
 
     def write(self, path: Path) -> None:
@@ -130,12 +137,12 @@ def read_diagnosis(path: Path) -> Diagnosis:
         raise HastenError(f"{path} is not a diagnosis of the schema {SCHEMA}: {error}") from None
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """NaN and infinities as null, which is all that JSON has for them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -7,6 +7,7 @@ import sysconfig
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hasten.evidence.schema import Flags, LoaderFacts, ModelFacts, OptimizerFacts
@@ -15,9 +16,13 @@ _OURS = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def caller() -> str:
-    """`file:line` of the script that is calling, past torch, other libraries and hasten."""
-    frame = sys._getframe(1)
+def caller(frame: FrameType | None = None) -> str:
+    """`file:line` of the script that is calling, past torch, other libraries and hasten.
+
+    Args:
+        frame: Where to begin; default: at the function that asks.
+    """
+    frame = frame or sys._getframe(1)
     fallback = ""
     while frame is not None:
         name = frame.f_code.co_filename
@@ -26,7 +31,7 @@ def caller() -> str:
             if not name.startswith(_LIBRARIES):
                 return place
             fallback = place
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return fallback
 
 
@@ -148,19 +153,33 @@ class ModelWatch:
         )
 
 
-def optimizer_facts(optimizer: Any, where: str, steps: int, why_not: str) -> OptimizerFacts:
-    """What an optimizer was built with."""
+def optimizer_facts(optimizer: Any, where: str, steps: int, why_not: str, course: Any = None) -> OptimizerFacts:
+    """What an optimizer was built with; `course` has its `schedule` and the `rates` of its steps, where seen."""
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    parameters = [p for each in optimizer.param_groups for p in each["params"]]
     return OptimizerFacts(
         name=type(optimizer).__name__,
         where=where,
-        parameters=sum(len(group["params"]) for group in optimizer.param_groups),
+        parameters=len(parameters),
         fused=bool(group.get("fused")),
         foreach=group.get("foreach"),
         fusable=not why_not,
         why_not_fusable=why_not,
         steps=steps,
+        options={name: option for name, value in group.items() if (option := _option(value)) is not None},
+        schedule=course.schedule if course else "",
+        rates=tuple(course.rates) if course else (),
+        shapes=tuple(shape for p in parameters[:2000] if (shape := _shape(p)) is not None),
     )
+
+
+def _option(value: Any) -> float | bool | str | None:
+    """An optimizer's option as plain data; None for what is none ("params") or not set."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple) and all(isinstance(part, int | float) for part in value):
+        return ", ".join(map(str, value))
+    return float(value) if getattr(value, "is_cpu", False) and value.numel() == 1 else None
 
 
 def global_flags(seen: dict[str, Any], compiler: str) -> Flags:

@@ -70,15 +70,17 @@ class Layer:
     Attributes:
         path: Module path from the outermost module ("layer1.0.conv1").
         kind: Class name.
-        sizes: in_features, out_features; in_channels, out_channels, groups; num_embeddings, embedding_dim;
-            hidden_size, num_layers; num_heads.
+        sizes: in_features, out_features; in_channels, out_channels, groups, and kernel_size, stride, padding, dilation
+            (of the last dimension); num_embeddings, embedding_dim; input_size, hidden_size, num_layers; num_heads.
         bias: It has a bias.
         shape: Of its first tensor argument.
         dtype: Of that tensor ("float32", "bfloat16").
-        normed_by: Path of the BatchNorm (or like) that takes its output directly, "" if none.
+        normed_by: Path and kind of the layer that takes its output directly and subtracts each channel's mean, so that
+            a bias changes nothing: "layer1.0.bn1 (BatchNorm2d)" (or InstanceNorm); "" if none. Of layers with a bias.
         calls: Per step.
         seconds: Of its forward per step, where that was measured.
         where: `file:line` where its class calls or builds it, if known.
+        channels_last: That tensor is 4-D and lies in memory channels last (and not at the same time contiguous).
     """
 
     path: str
@@ -91,6 +93,7 @@ class Layer:
     calls: float = 0.0
     seconds: float = 0.0
     where: str = ""
+    channels_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,11 @@ class Sampled:
 
     Attributes:
         steps: Numbers (from 0) of the steps that were looked into; their times do not count.
-        operators: Those with the most time, worst first.
+        operators: Those with the most time, worst first; what ran to make a batch, or in a validation, is left out.
         calls: Operators that ran per step, views and the like left out.
         launches: Kernels launched per step; None without a GPU.
-        device_busy: Share of the sampled steps in which the GPU computed, 0 to 1; None without one.
+        device_busy: Share of an ordinary step in which the GPU computed (kernels' time in the sampled steps by the
+            length of the others), 0 to 1; None without one.
         pointwise_seconds: Per step, in pointwise operators (add, mul, relu, dropout...), forward and backward.
         pointwise_calls: Per step, of these.
         graph_breaks: By torch.compile, with the reasons; recompilations likewise.
@@ -218,7 +222,7 @@ class Use:
         main: Of these, the process that trains.
         workers: Of these, its loader's workers.
         worker_count: How many worker processes there were.
-        cores: Per core of the machine, share busy (whoever used it), 0 to 1, averaged over the training.
+        cores: Per core that the training may use, share busy (whoever used it), 0 to 1, averaged over the training.
         rss: Bytes of memory of all the training's processes; `main_rss` of the one that trains.
         shm: Bytes used in /dev/shm.
         disk_read, disk_write, net_in, net_out: Bytes per second (the network's and the disk's are the machine's).
@@ -272,8 +276,56 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Memory at a step: resident bytes of the process, bytes allocated on the GPU (None without one)."""
+    """Memory at a step: resident bytes of the process, bytes allocated on the GPU (None without one).
+
+    `faults` are the pages that the kernel had handed to the process so far (minor page faults), `system` the seconds
+    of CPU it had spent for it so far; None where nobody asked.
+    """
 
     step: int
     rss: int
     gpu: int | None = None
+    faults: int | None = None
+    system: float | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One change tried on the machine itself, on the very shapes of a run: before and after in turn (A B A B).
+
+    Attributes:
+        finding: Name of the rule it is for ("odd_sizes").
+        what: What was changed ("Linear 768 -> 50257: out_features 50257 -> 50264").
+        where: Module path, operator or place.
+        before, after: Median seconds of one forward and backward (or of one optimizer step).
+        wins: Share of the turns in which `after` was the faster, 0 to 1.
+        turns: How many there were.
+        calls: How often this happens in a step.
+        detail: What it was changed to, for the fix ("out_features=50264").
+        failed: Why it could not be measured, or "".
+    """
+
+    finding: str
+    what: str
+    where: str = ""
+    before: float = 0.0
+    after: float = 0.0
+    wins: float = 0.0
+    turns: int = 0
+    calls: float = 1.0
+    detail: str = ""
+    failed: str = ""
+
+    @property
+    def saved(self) -> float:
+        """Seconds saved each time; below 0 where it got slower, 0 where the turns do not agree.
+
+        They do where chance alone would hardly part them so: 6 of 6, 8 of 9, 12 of 15, 19 of 25 (a sign test at 1 %).
+        """
+        sure = abs(2 * self.wins - 1) * self.turns**0.5 >= 2.3
+        return self.before - self.after if sure and not self.failed else 0.0
+
+    @property
+    def gain(self) -> float:
+        """`saved` as a share of `before`."""
+        return self.saved / self.before if self.before > 0 else 0.0

@@ -52,7 +52,7 @@ class OpenPass:
         self.loader = loader
         self.iterator: Callable[[], Any] = weakref.ref(iterator) if iterator is not None else lambda: None
         self.start = start
-        self.first = start
+        self.first = self.opened = start
         self.outer = outer
         self.batches = 0
         self.trained = False
@@ -90,6 +90,9 @@ class Recorder:
         self.steps = 0
         self.every = 1  # every which step is kept
         self.optimizer_steps: dict[int, int] = {}
+        # Told, in the middle of a step, where a part of it begins (True) and ends; see `mark`.
+        self.listeners: list[Callable[[Phase, bool], None]] = []
+        self.on_close: list[Callable[[], None]] = []  # called when the run is over, before the recorder closes
         self.step_of = "batch"
         self._loose = OpenPass(-1, None, self.origin, None)  # what happens outside every loader
         self._current = self._loose
@@ -111,6 +114,7 @@ class Recorder:
         opened = OpenPass(loader, iterator, start, outer)
         self._open[id(iterator)] = opened
         opened.phases[Phase.DATA] = end - start
+        opened.opened = end
         if self.on_pass:
             self.on_pass(opened, True)
 
@@ -130,6 +134,8 @@ class Recorder:
             self._end_step(asked, at)
         self._beside = current if current is not asked and current.trained and asked.outer is not current else None
         self._current = asked
+        if self.listeners:
+            self.mark(Phase.DATA, True)
 
     def got(self, iterator: Any, start: float, end: float) -> None:
         """A batch came; asking for it took from `start` to `end`."""
@@ -143,6 +149,8 @@ class Recorder:
             asked.step_start = start
         asked.batches += 1
         asked.phases[Phase.DATA] += end - start
+        if self.listeners:
+            self.mark(Phase.DATA, False)
         if self._beside is not None and not asked.trained and self._beside.step_start is not None:
             self._beside.phases[Phase.DATA] += end - start  # zip of two loaders: this one belongs to the other's step
 
@@ -173,7 +181,15 @@ class Recorder:
                 del self._open[key]
         origin = self.origin
         self.passes.append(
-            Pass(over.loader, over.start - origin, over.first - origin, at - origin, over.batches, over.trained)
+            Pass(
+                over.loader,
+                over.start - origin,
+                over.first - origin,
+                at - origin,
+                over.batches,
+                over.trained,
+                over.opened - origin,
+            )
         )
         if self._current is over:
             outer = over.outer
@@ -185,6 +201,11 @@ class Recorder:
             self.on_pass(over, False)
 
     # -- parts of a step -----------------------------------------------------------------------------
+
+    def mark(self, phase: Phase, begins: bool) -> None:
+        """A part of a step begins or ends here; for those who need the moment itself. Call only with listeners."""
+        for told in self.listeners:
+            told(phase, begins)
 
     def add(self, phase: Phase, seconds: float) -> None:
         """Some of the current step went to `phase`."""
@@ -233,6 +254,14 @@ class Recorder:
         """The number (from 0) of the step that is going on, -1 where none is."""
         return self.steps if self._current.step_start is not None else -1
 
+    def pass_in_progress(self) -> OpenPass:
+        """The pass whose batch is being worked on; its `loader` is -1 outside every loader."""
+        return self._current
+
+    def within_another(self) -> bool:
+        """Whether the batch that was asked for last belongs to a loader that is iterated within another's step."""
+        return self._current.outer is not None
+
     def validation_loss(self, loss: Any) -> None:
         """A loss was computed in eval mode or without a graph (unread)."""
         self._validation = loss if self._validation is None else self._validation + loss
@@ -262,12 +291,27 @@ class Recorder:
                 del kept[1::2]
             self.every *= 2
 
+    def measured(self, step: int, start: float, phases: list[float]) -> None:
+        """A clock on the device says how long the parts of a step took, which the calls that start its work do not.
+
+        Args:
+            step: Its number, from 0; nothing happens if it was not kept.
+            start: When it began, in seconds on this recorder's clock.
+            phases: Seconds by `Phase`; they add up to the step.
+        """
+        index, rest = divmod(step, self.every)
+        if not rest and index < len(self.step_phases):
+            self.step_start[index] = start - self.origin
+            self.step_phases[index] = phases
+
     def _flush_validation(self) -> None:
         self.validations.append((self.steps, self._validation, self._validated, self.now() - self.origin))
         self._validation, self._validated = None, 0
 
     def close(self) -> None:
         """The run is over: end what is still open."""
+        for told in self.on_close:
+            told()
         at = self.now()
         if self._validated:
             self._flush_validation()

@@ -16,7 +16,17 @@ from typing import Any
 
 from hasten.errors import HastenError
 from hasten.evidence.machine import Machine
-from hasten.evidence.observed import Event, Inputs, Layer, MemoryPoint, Sampled, Stages, Surroundings, Use
+from hasten.evidence.observed import (
+    Event,
+    Inputs,
+    Layer,
+    Measurement,
+    MemoryPoint,
+    Sampled,
+    Stages,
+    Surroundings,
+    Use,
+)
 
 SCHEMA = "hasten-evidence/1"
 
@@ -157,7 +167,13 @@ class Flags:
 
 @dataclass(frozen=True)
 class Pass:
-    """One time through a loader: from `iter(loader)` to its end."""
+    """One time through a loader: from `iter(loader)` to its end.
+
+    Attributes:
+        start: When `iter(loader)` was called, which starts its workers.
+        first: When its first batch came.
+        opened: When `iter(loader)` returned; 0 where that is not known.
+    """
 
     loader: int
     start: float
@@ -165,6 +181,7 @@ class Pass:
     end: float
     batches: int
     trained: bool
+    opened: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -189,7 +206,8 @@ class Evidence:
         every: Every which of them `step_start`, `step_phases` and `losses` hold; more than 1 in a long run.
         bad_losses: How many of the losses were NaN or infinite.
         step_of: "batch" (a step is a batch of the training loader) or "optimizer" (an optimizer step).
-        ended: "finished" (the script ended), "complete" (the trial had what it wanted), "failed".
+        ended: "finished" (the script ended), "complete" (the trial or doctor had what it wanted), "failed",
+            "stopped" (by Ctrl-C or SIGTERM).
         error: The exception that ended the script, and where.
         skipped: What a tap could not do and why; the script went on without it.
         installed: Technique -> what it did ("2 loaders"), of those that found something to act on.
@@ -197,12 +215,15 @@ class Evidence:
         origin: The machine's monotonic clock (`time.perf_counter`) when this run's clock stood at 0.
         pid: Of the process that trained.
         rank: Of it among `flags.distributed`.
-        listened: Who listened, and how closely: "trial", "run", "trainer" or "doctor".
-        stopped_at: Where the script was (`file:line`) when it was cut before it had trained; "" otherwise.
+        listened: Who listened, and how closely: "trial", "run", "trainer" or "doctor"; "live": it was killed, and this
+            is what its live file held.
+        stopped_at: Where the script was (`file:line`) when it was cut before its first step was over, or in the middle
+            of a later one; "" otherwise.
         device_clock: Phases are times on the GPU (CUDA events), not of the calls that start its work.
         disturbed: Numbers of the steps (from 0) whose time does not count, since they were looked into.
         events, layers, sampled, inputs, stages, use, surroundings, memory: See `hasten.evidence.observed`; `memory` is
             over time. Empty where nobody looked.
+        measured: What was tried on the machine after the run (`hasten.doctor.measure`).
     """
 
     command: tuple[str, ...]
@@ -242,6 +263,7 @@ class Evidence:
     use: Use | None = None
     surroundings: Surroundings | None = None
     memory: tuple[MemoryPoint, ...] = ()
+    measured: tuple[Measurement, ...] = ()
     schema: str = SCHEMA
 
     @property
@@ -256,14 +278,23 @@ class Evidence:
         return sum(step[phase] for step in steady) / total if total > 0 else 0.0
 
     def steady(self) -> list[int]:
-        """Indices into `step_phases` of the steps that count: neither the first ten nor those that were disturbed."""
+        """Indices into `step_phases` of the steps that count: neither the first ten nor those that were disturbed.
+
+        Of a run so short that none is left: all that were not disturbed, or else all.
+        """
         first = min(10, len(self.step_phases) // 2)
         left_out = {step // self.every for step in self.disturbed if step % self.every == 0}
-        return [index for index in range(first, len(self.step_phases)) if index not in left_out]
+        undisturbed = [index for index in range(len(self.step_phases)) if index not in left_out]
+        steady = [index for index in undisturbed if index >= first]
+        return steady or undisturbed or list(range(len(self.step_phases)))
 
     def events_of(self, *kinds: str) -> list[Event]:
         """The events of these kinds, the costliest first."""
         return sorted((e for e in self.events if e.kind in kinds), key=lambda e: (-e.seconds, -e.count))
+
+    def measured_for(self, finding: str) -> list[Measurement]:
+        """What was tried for this rule and could be measured."""
+        return [one for one in self.measured if one.finding == finding and not one.failed]
 
     @property
     def train_loader(self) -> LoaderFacts | None:

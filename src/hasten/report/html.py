@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
-from hasten.errors import HastenError
 from hasten.report import charts, verdict, words
+from hasten.report.page import environment, write_whole
 from hasten.tuner.proof import Proof
 
 
 def render(proof: Proof) -> str:
     """The whole page as text."""
     rows = verdict.phases(proof)
-    template = _environment().get_template("report.html.j2")
+    template = environment().get_template("report.html.j2")
     return template.render(
         proof=proof,
         found=verdict.verdict(proof),
@@ -40,28 +36,4 @@ def write(proof: Proof, path: Path) -> None:
     Raises:
         HastenError: The folder cannot be written to.
     """
-    text = render(proof)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        if path.parent.is_dir():
-            temporary.unlink(missing_ok=True)
-        raise HastenError(f"cannot write the report {path}: {error}", "name a folder you can write to") from None
-
-
-def _environment() -> Environment:
-    """Jinja with every value escaped, and cleaned of what could break the page."""
-    return Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("templates")),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_shown,
-    )
-
-
-def _shown(value: Any) -> Any:
-    return words.clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    write_whole(render(proof), path)

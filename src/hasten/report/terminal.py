@@ -12,6 +12,7 @@ from rich.text import Text
 
 from hasten.plan import DEFAULT_NAME
 from hasten.report import verdict, words
+from hasten.report.screen import Screen
 from hasten.report.verdict import phases
 from hasten.tuner.proof import Proof
 
@@ -38,6 +39,8 @@ class _Page:
     def __init__(self, proof: Proof, console: Console) -> None:
         self.proof = proof
         self.console = console
+        self.screen = Screen(console)
+        self._text = self.screen.text
 
     def show(self, plan_path: Path | None, html_path: Path | None) -> None:
         self._verdict()
@@ -48,20 +51,6 @@ class _Page:
         self._skipped()
         self._notes()
         self._next(plan_path, html_path)
-
-    def _text(self, text: str, style: str = "") -> Text:
-        """Text as it is, never as rich's markup, and only letters that this terminal has."""
-        if self.console.options.ascii_only:
-            text = text.replace(words.NONE, "-").replace("µ", "u").encode("ascii", "replace").decode()
-        return Text(text, style)
-
-    def _say(self, text: Text, indent: int = 2) -> None:
-        """Print wrapped text whose later lines are indented like the first."""
-        self.console.print(Padding(text, (0, 0, 0, indent), expand=False))
-
-    def _heading(self, text: str) -> None:
-        self.console.print()
-        self.console.print(self._text(text, "bold"))
 
     def _columns(self, rows: list[tuple[Text, ...]], indent: int = 2) -> None:
         """Borderless columns: the last one wraps, the others keep their width."""
@@ -77,8 +66,8 @@ class _Page:
         found = verdict.verdict(self.proof)
         self.console.print()
         self.console.print(self._text(found.title, _STYLES[found.kind]))
-        self._say(self._text(found.detail))
-        self._say(self._text(f"Training: {words.command(self.proof.command)}", "dim"))
+        self.screen.say(self._text(found.detail))
+        self.screen.say(self._text(f"Training: {words.command(self.proof.command)}", "dim"))
         if not self.proof.techniques:
             return
         self.console.print()
@@ -93,14 +82,14 @@ class _Page:
         line = self._text(found.title, _PARITY_STYLES[found.kind])
         self.console.print(line + self._text(f": {found.detail}."))
         for check in self.proof.parity.checks:
-            self._say(self._text(verdict.check(check), "" if check.ok else "red"))
+            self.screen.say(self._text(verdict.check(check), "" if check.ok else "red"))
         if (note := words.clean(self.proof.parity.note)) and note != found.detail:
-            self._say(self._text(note, "dim"))
+            self.screen.say(self._text(note, "dim"))
 
     def _kept(self) -> None:
         if not self.proof.techniques:
             return
-        self._heading("Kept")
+        self.screen.heading("Kept")
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
         table.add_column("technique", overflow="fold", min_width=12)
         table.add_column("setting", overflow="fold", min_width=7)
@@ -116,15 +105,15 @@ class _Page:
                 self._text(words.interval(one.contribution_low, one.contribution_high)),
             )
         self.console.print(Padding(table, (0, 0, 0, 2), expand=False))
-        self._say(self._text(f"Contribution: {verdict.contributions(self.proof)}.", "dim"))
-        self._say(self._text(f"Effect: {verdict.effects(self.proof)}.", "dim"))
+        self.screen.say(self._text(f"Contribution: {verdict.contributions(self.proof)}.", "dim"))
+        self.screen.say(self._text(f"Effect: {verdict.effects(self.proof)}.", "dim"))
 
     def _phases(self) -> None:
         shown = phases(self.proof)
         if not shown:
             return
         sides = [("before", "dim"), ("after", "green")] if self.proof.techniques else [("before", "dim")]
-        self._heading("Where a step's time goes" + (", baseline -> plan" if len(sides) == 2 else ""))
+        self.screen.heading("Where a step's time goes" + (", baseline -> plan" if len(sides) == 2 else ""))
         longest = max(max(row.before, row.after) for row in shown)
         unit = max(sum(row.before for row in shown), sum(row.after for row in shown))
         room = max(6, min(24, (self.console.width - 44) // 2))
@@ -135,7 +124,8 @@ class _Page:
             cells = [self._text(row.label)]
             for side, style in sides:
                 seconds: float = getattr(row, side)
-                cells += [self._text(words.alike(seconds, unit)), self._bar(seconds / longest, room, style)]
+                bar = self.screen.bar(round(seconds / longest * room), style, seconds > 0)
+                cells += [self._text(words.alike(seconds, unit)), bar]
             table.add_row(*cells)
         total = [self._text("a whole step", "bold")]
         for side, _ in sides:
@@ -143,18 +133,11 @@ class _Page:
         table.add_row(*total)
         self.console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
-    def _bar(self, share: float, room: int, style: str) -> Text:
-        """A text bar; a share too small for one letter gets a thin one, so that it is seen."""
-        mark, thin = ("#", ".") if self.console.options.ascii_only else ("█", "▏")
-        whole = round(share * room)
-        bar = mark * whole if whole else thin if share > 0 else ""
-        return Text(bar.ljust(room), style)
-
     def _lost(self) -> None:
         rows = verdict.lost(self.proof)
         if not rows:
             return
-        self._heading("Tried and not kept")
+        self.screen.heading("Tried and not kept")
         self._columns([self._lost_row(*row) for row in rows[:_MOST_ROWS]])
         self._more(len(rows) - _MOST_ROWS)
 
@@ -165,7 +148,7 @@ class _Page:
         rows = self.proof.skipped
         if not rows:
             return
-        self._heading("Not tried, and why")
+        self.screen.heading("Not tried, and why")
         self._columns(
             [
                 (self._text(words.clean(one.name)), self._text(_short(words.clean(one.reason), 160)))
@@ -176,20 +159,20 @@ class _Page:
 
     def _more(self, left: int) -> None:
         if left > 0:
-            self._say(self._text(f"and {left} more, in the report", "dim"))
+            self.screen.say(self._text(f"and {left} more, in the report", "dim"))
 
     def _notes(self) -> None:
         notes = [*self.proof.notes, *(f"tap skipped: {reason}" for reason in self.proof.taps_skipped)]
         if not notes:
             return
-        self._heading("Notes")
+        self.screen.heading("Notes")
         for note in notes:
             self._columns([(self._text("-"), self._text(words.clean(note)))])
 
     def _next(self, plan_path: Path | None, html_path: Path | None) -> None:
         used, budget = words.duration(self.proof.used_seconds), words.duration(self.proof.budget_seconds)
         trials = words.count(len(self.proof.trials), "trial")
-        self._heading(f"Files ({trials} in {used} of {budget})")
+        self.screen.heading(f"Files ({trials} in {used} of {budget})")
         rows = [("plan", plan_path), ("report", html_path)]
         if html_path is not None and html_path.with_suffix(".json").is_file():
             rows.append(("figures", html_path.with_suffix(".json")))

@@ -32,6 +32,12 @@ def clean(text: str) -> str:
     return "".join("\ufffd" if unicodedata.category(letter) in _HIDDEN else letter for letter in text)
 
 
+def code(line: str) -> str:
+    """A line of source, its spaces kept; what could not be seen becomes a replacement mark."""
+    line = line.expandtabs(4).rstrip()
+    return "".join("\ufffd" if unicodedata.category(letter) in _HIDDEN else letter for letter in line)
+
+
 def known(value: float | None) -> bool:
     """Whether a number can be shown at all."""
     return value is not None and math.isfinite(value)

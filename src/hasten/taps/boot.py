@@ -27,6 +27,8 @@ def boot() -> None:
         from hasten.taps.sandbox import confine
 
         confine(config.doctor.scratch)
+    if config.doctor is not None:
+        _note_an_early_end(f"{config.evidence}.error")
     _hide_our_frames()
 
     def start() -> None:
@@ -83,6 +85,36 @@ class _Finder(importlib.abc.MetaPathFinder):
             self.then()
         except Exception as error:  # the script goes on as if hasten were not there
             print(f"hasten: its taps could not be set, the script runs without them: {error!r}", file=sys.stderr)
+
+
+def describe(error: BaseException) -> str:
+    """The error as one line, with the last place in it that is the script's own."""
+    import sysconfig
+    import traceback
+
+    others = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    others.add(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(("<", *others))]
+    place = "".join(f" ({frame.filename}:{frame.lineno})" for frame in (own or frames)[-1:])
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}{': ' if text else ''}{text[0] if text else ''}{place}"
+
+
+def _note_an_early_end(path: str) -> None:
+    """Leave the error that ends a script before it imports torch (and so before it could leave evidence)."""
+    show = sys.excepthook
+
+    def noted(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if "torch" not in sys.modules:
+            try:
+                with open(path, "w") as file:
+                    file.write(describe(error))
+            except OSError as refused:
+                print(f"hasten: could not note how the script ended: {refused}", file=sys.stderr)
+        show(kind, error, traceback)
+
+    sys.excepthook = noted
 
 
 def _hide_our_frames() -> None:

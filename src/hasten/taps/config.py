@@ -48,17 +48,26 @@ class DoctorOptions:
         steps: Training steps after which the process ends; 0: never.
         seconds: Seconds from the start after which it ends, however far it got; 0: never.
         epochs: Passes through the training loader after which it ends; 0: never.
+        at_least: Seconds of training before `steps` ends it, so that quick steps are seen for long enough.
+        listener: Process id of the doctor: it ends launchers and other ranks once the evidence is there.
         scratch: Folder into which everything goes that the script writes; "": nothing is redirected.
         sample: Look into a few steps with torch's profiler and hooks on every layer.
         trace: Where to write a Chrome trace of those steps; "": nowhere.
+        bench: File to which the training loader's speed is written, a JSON object a line; the training itself then
+            never begins. "": no bench.
+        bench_seconds: Seconds for that.
     """
 
     steps: int = 200
     seconds: float = 120.0
     epochs: int = 0
+    at_least: float = 0.0
+    listener: int = 0
     scratch: str = ""
     sample: bool = True
     trace: str = ""
+    bench: str = ""
+    bench_seconds: float = 60.0
 
 
 @dataclass(frozen=True)

@@ -92,12 +92,17 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
         watch = run.models[id(module)]
         training = module.training or watch.backward_through_eval
         session.validating = not training or not torch.is_grad_enabled()
+        phase = Phase.VALIDATION if session.validating else Phase.FORWARD
+        if recorder.listeners:
+            recorder.mark(phase, True)
         start = perf_counter()
         try:
             output = forward(module, args, kwargs)
         finally:
             _inside = False
-            recorder.add(Phase.VALIDATION if session.validating else Phase.FORWARD, perf_counter() - start)
+            recorder.add(phase, perf_counter() - start)
+            if recorder.listeners:
+                recorder.mark(phase, False)
         if module.training:
             watch.train_calls += 1
         else:
@@ -119,16 +124,23 @@ def _tap_backward(session: Any) -> None:
         torch.autograd.backward = functools.wraps(torch.autograd.backward)(plain)
         return
     looks = [0]
+    watching = session.on_backward
 
     @functools.wraps(torch.autograd.backward)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = run.recorder
         if recorder is None or torch.compiler.is_compiling():
             return plain(tensors, *args, **kwargs)
+        if recorder.listeners:
+            recorder.mark(Phase.BACKWARD, True)
         start = perf_counter()
         result = plain(tensors, *args, **kwargs)
         recorder.backward(perf_counter() - start, _losses(session, tensors, torch))
-        if looks[0] < 5:
+        if recorder.listeners:
+            recorder.mark(Phase.BACKWARD, False)
+        for told in watching:
+            told(tensors, args, kwargs)
+        if looks[0] < 5 and not session.looking:
             looks[0] += 1
             _look_for_debug_tools(run.seen, torch)
         return result

@@ -7,7 +7,7 @@ import weakref
 from time import perf_counter
 from typing import Any
 
-from hasten.evidence import facts
+from hasten.evidence import Phase, facts
 
 
 def install(session: Any) -> None:
@@ -19,7 +19,7 @@ def install(session: Any) -> None:
         _tap_built(torch.optim.Optimizer, session)
     if run.recorder is not None:
         _tap_steps(session)
-        _tap_zero_grad(torch.optim.Optimizer, run.seen)
+        _tap_zero_grad(torch.optim.Optimizer, session)
 
 
 def _tap_built(kind: Any, session: Any) -> None:
@@ -45,6 +45,8 @@ def _tap_steps(session: Any) -> None:
 
     def before(optimizer: Any, *_: Any) -> None:
         if run.recorder is not None:
+            if run.recorder.listeners:
+                run.recorder.mark(Phase.OPTIMIZER, True)
             begun[id(optimizer)] = (perf_counter(), run.recorder.optimizer_begins())
 
     def after(optimizer: Any, *_: Any) -> None:
@@ -55,19 +57,26 @@ def _tap_steps(session: Any) -> None:
             groups = optimizer.param_groups
             if any(p.requires_grad and p.grad is None for group in groups for p in group["params"]):
                 run.seen["missing_gradients"] = True
-        run.recorder.optimizer_step(id(optimizer), start[0], perf_counter(), start[1])
+        end = perf_counter()
+        if run.recorder.listeners:
+            run.recorder.mark(Phase.OPTIMIZER, False)
+        run.recorder.optimizer_step(id(optimizer), start[0], end, start[1])
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
 
 
-def _tap_zero_grad(kind: Any, seen: dict[str, Any]) -> None:
+def _tap_zero_grad(kind: Any, session: Any) -> None:
     clear = kind.zero_grad
+    seen = session.run.seen
 
     @functools.wraps(clear)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        if not set_to_none and "zeroed_gradients" not in seen:
-            seen["zeroed_gradients"] = facts.caller()
+        if not set_to_none:
+            if "zeroed_gradients" not in seen:
+                seen["zeroed_gradients"] = facts.caller()
+            if session.on_zeroed is not None:
+                session.on_zeroed()
         clear(self, set_to_none)
 
     kind.zero_grad = zero_grad

@@ -70,10 +70,10 @@ def _tap_losses(session: Any) -> None:
     plains = {name: getattr(functional, name) for name in taps}
     for name, tapped in taps.items():
         setattr(functional, name, tapped)
-    _untapped_for_script(functional, taps, plains)
+    untapped_for_script(functional, taps, plains)
 
 
-def _untapped_for_script(functional: Any, taps: dict[str, Any], plains: dict[str, Any]) -> None:
+def untapped_for_script(functional: Any, taps: dict[str, Any], plains: dict[str, Any]) -> None:
     """torch.jit.script reads the source of what it compiles: it must find torch's own functions."""
     import torch
 
@@ -137,10 +137,13 @@ def _tap_copies(session: Any) -> None:
         def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or tensor.device.type != "cpu" or session.run.recorder is None:
                 return plain(tensor, *args, **kwargs)
+            recorder = session.run.recorder
             start = perf_counter()
             moved = plain(tensor, *args, **kwargs)
             if moved.device.type != "cpu":
-                session.run.recorder.add(Phase.TRANSFER, perf_counter() - start)
+                recorder.add(Phase.TRANSFER, perf_counter() - start)
+                if recorder.listeners:
+                    recorder.mark(Phase.TRANSFER, False)
             return moved
 
         return copy

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import importlib
 import math
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hasten.evidence import Evidence, Validation, this_machine
+from hasten.evidence import Evidence, Phase, Validation, this_machine
 from hasten.evidence.facts import global_flags, optimizer_facts
+from hasten.evidence.live import LiveFile
 from hasten.evidence.recorder import OpenPass, Recorder, read_losses
 from hasten.run import Run
+from hasten.taps.boot import describe
+from hasten.taps.bounds import Bounds
 from hasten.taps.config import RunConfig, TrialOptions
 from hasten.taps.seeds import fix_torch_seeds
 from hasten.techniques import CATALOGUE, build
@@ -44,10 +49,18 @@ class Session:
         self.validating = False  # whether the last outermost forward was in eval mode or without a graph
         self.observers: list[Any] = []  # what `doctor` listens with; each has `facts()`
         self.on_each_step: list[Callable[[int], None]] = []  # called when a step is over, with how many there are
+        self.on_backward: list[Callable[..., None]] = []  # called after each backward with its arguments
+        self.on_zeroed: Callable[[], None] | None = None  # called when an optimizer sets gradients to zero
+        self.courses: dict[int, Any] = {}  # id of an optimizer -> its schedule and learning rates
+        self.looking = False  # whether hasten itself profiles the step that is going on
         self.unscaled: dict[int, Any] = {}  # id of a loss scaled by the script's GradScaler -> the loss itself
+        self.bounds = Bounds(self, config.doctor) if config.doctor is not None and listens else None
+        self.live = LiveFile(Path(config.live), config.command, config.evidence) if config.live and listens else None
         self.error = ""
         self.ended = ""
+        self.stopped_at = ""
         self._is_fork = False
+        self._leaving = threading.RLock()
         self._since: float | None = None  # when the steps behind compilation began
         self._trained_passes = 0
         self._trained_loaders: set[int] = set()
@@ -63,23 +76,42 @@ class Session:
             if sandbox.unguarded:
                 session.run.skipped.append(f"the kernel's guard behind the sandbox: {sandbox.unguarded}")
         session.run.process()
-        for tap in (data, modules, optimizers, results, unseen):
-            try:
-                tap.install(session)
-            except Exception as error:  # a tap never breaks a script
-                session.run.skip(f"tap {tap.__name__.rpartition('.')[2]}", error)
+        session._tap(data, modules, optimizers, results)
         if config.doctor is not None:
             session._observe()
+        session._tap(unseen)  # last: it marks what the others have loaded
         session._watch_the_end()
+        if session.bounds is not None:
+            session.bounds.start()
+        if session.live is not None and not session.rank:
+            session.live.start(session.run.recorder, session.run.skipped, session.listens_to_training)
+
+    def _tap(self, *taps: Any) -> None:
+        for tap in taps:
+            try:
+                tap.install(self)
+            except Exception as error:  # a tap never breaks a script
+                self.run.skip(f"tap {tap.__name__.rpartition('.')[2]}", error)
 
     def _observe(self) -> None:
         from hasten.taps import observe
 
-        for name in observe.SUBJECTS:
+        benches = self.config.doctor is not None and self.config.doctor.bench
+        for name in ("stages", "bench") if benches else observe.SUBJECTS:
             try:
                 importlib.import_module(f"hasten.taps.observe.{name}").install(self)
             except Exception as error:  # a tap never breaks a script
                 self.run.skip(f"observing {name}", error)
+
+    @property
+    def rank(self) -> int:
+        """Of this process, as its launcher said; only rank 0 leaves evidence."""
+        said = os.environ.get("RANK", "0")
+        return int(said) if said.isdecimal() else 0
+
+    def listens_to_training(self) -> bool:
+        """Whether this process has built what one trains with: a launcher or a worker has not."""
+        return bool(self.loaders or self.optimizers or self.run.models)
 
     def in_step(self) -> int:
         """The number (from 0) of the training step that is going on; -1 outside of one, and during validation."""
@@ -90,14 +122,15 @@ class Session:
         show = sys.excepthook
 
         def crashed(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-            self.error = _describe(error)
+            self.error = describe(error)
             show(kind, error, traceback)
 
         sys.excepthook = crashed
-        atexit.register(self._leave)
+        atexit.register(self.leave)
         if self.run.recorder is not None:
             import multiprocessing.util
 
+            os.register_at_fork(after_in_child=self._forked)
             multiprocessing.util.register_after_fork(self, Session._forked)
 
     def _forked(self) -> None:
@@ -105,14 +138,21 @@ class Session:
         import multiprocessing.util
 
         self._is_fork = True
+        if self.live is not None:
+            self.live.forked()
+        if self.bounds is not None:
+            self.bounds.forked()
+        self._leaving = threading.RLock()
         recorder = self.run.recorder
         if recorder is not None:
             recorder.__init__(recorder.now, recorder.on_step, recorder.on_pass)  # type: ignore[misc]
-            multiprocessing.util.Finalize(None, self._leave, exitpriority=0)
+            multiprocessing.util.Finalize(None, self.leave, exitpriority=0)
 
     # -- the bounds of a trial -------------------------------------------------------------------------
 
     def _on_pass(self, opened: OpenPass, began: bool) -> None:
+        if self.bounds is not None:
+            self.bounds.on_pass(opened, began)
         if not began:
             if opened.trained:
                 self._trained_passes += 1
@@ -123,6 +163,8 @@ class Session:
     def _on_step(self, steps: int) -> None:
         for told in self.on_each_step:
             told(steps)
+        if self._is_fork and steps == 1 and self.live is not None:
+            self.live.start(self.run.recorder, self.run.skipped, self.listens_to_training)
         trial, recorder = self.trial, self.run.recorder
         if trial is None or recorder is None:
             return
@@ -135,14 +177,30 @@ class Session:
             self.complete()
 
     def complete(self) -> None:
-        """The trial has what it wanted: leave the evidence and end the process at once."""
+        """The trial has what it wanted, or doctor has heard enough: leave the evidence, end the process at once."""
         self.ended = "complete"
-        self._leave()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        self.leave()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed by the script, or nobody reads it any more
+                stream.flush()
+        if self.bounds is not None:
+            self.bounds.wait_for_the_others()
         os._exit(0)
 
     # -- the evidence ----------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Write the evidence, once, and remove the live file; this process is about to end."""
+        with self._leaving:
+            if self.bounds is not None:
+                self.bounds.ignore_signals()
+            self._leave()
+            if self.live is not None:
+                self.live.remove()
+
+    def is_helper(self) -> bool:
+        """Whether this process was forked or spawned by one that hasten listens to as well."""
+        return self._is_fork or multiprocessing.parent_process() is not None
 
     def _leave(self) -> None:
         if self.run.recorder is None:
@@ -150,9 +208,10 @@ class Session:
             return
         recorder, self.run.recorder = self.run.recorder, None
         path = Path(self.config.evidence)
-        if not recorder.step_start and (path.exists() or self._is_fork or multiprocessing.parent_process() is not None):
+        stuck = self.stopped_at and self.listens_to_training()
+        if not recorder.step_start and not stuck and (path.exists() or self.is_helper()):
             return  # a launcher, a worker, a helper: the process that trained leaves its own
-        if os.environ.get("RANK", "0").isdecimal() and int(os.environ.get("RANK", "0")) > 0:
+        if self.rank:
             return
         try:
             self._evidence(recorder).write(path)
@@ -167,6 +226,7 @@ class Session:
 
     def _evidence(self, recorder: Recorder) -> Evidence:
         recorder.close()
+        asks = self._asks_datasets(recorder)
         losses = tuple(read_losses(recorder.step_losses))
         roles = dict.fromkeys({over.loader for over in recorder.passes if over.batches}, "validation")
         roles.update({over.loader: "train" for over in recorder.passes if over.trained})
@@ -174,10 +234,16 @@ class Session:
             command=self.config.command,
             machine=this_machine(),
             flags=global_flags(self.run.seen, compiler()),
-            loaders=tuple(self._loader(index, roles.get(index, "unused")) for index in range(len(self.loaders))),
+            loaders=tuple(self._loader(index, roles.get(index, "unused"), asks) for index in range(len(self.loaders))),
             models=tuple(facts for watch in self.run.models.values() if (facts := watch.facts()) is not None),
             optimizers=tuple(
-                optimizer_facts(optimizer, where, recorder.optimizer_steps.get(key, 0), _why_not(optimizer))
+                optimizer_facts(
+                    optimizer,
+                    where,
+                    recorder.optimizer_steps.get(key, 0),
+                    _why_not(optimizer),
+                    course if (course := self.courses.get(key)) and course.held is held else None,
+                )
                 for key, (held, where) in self.optimizers.items()
                 if (optimizer := held()) is not None
             ),
@@ -200,6 +266,8 @@ class Session:
             peak_gpu_bytes=_peak_gpu_memory(),
             origin=recorder.origin,
             pid=os.getpid(),
+            rank=self.rank,
+            stopped_at=self.stopped_at,
             listened="trial" if self.trial else "doctor" if self.config.doctor else "run",
             **self._observed(),
         )
@@ -217,17 +285,23 @@ class Session:
                 seen[name] = seen[name] + value if isinstance(value, tuple) and name in seen else value
         return {**seen, "skipped": tuple(self.run.skipped)}
 
-    def _loader(self, index: int, role: str) -> Any:
+    def _asks_datasets(self, recorder: Recorder) -> bool:
+        """Whether datasets are asked what of them repeats itself, which takes a few samples.
+
+        In a trial that is to; under doctor where the training waited for data and is over in good order.
+        """
+        if self.trial is not None:
+            return self.trial.probe
+        if self.config.doctor is None or self.error or self.stopped_at:
+            return False
+        steps = recorder.step_phases[len(recorder.step_phases) // 2 :]
+        return sum(step[Phase.DATA] for step in steps) > 0.02 * sum(map(sum, steps))
+
+    def _loader(self, index: int, role: str, ask: bool) -> Any:
         reference, facts, size = self.loaders[index]
         loader = reference()
         asked = None
-        if (
-            self.trial is not None
-            and self.trial.probe
-            and loader is not None
-            and not facts.iterable
-            and role != "unused"
-        ):
+        if ask and loader is not None and not facts.iterable and role != "unused":
             asked = probe(loader)
         return dataclasses.replace(facts, role=role, batch_bytes=size, probe=asked)
 
@@ -248,13 +322,3 @@ def _peak_gpu_memory() -> int | None:
     import torch
 
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-
-
-def _describe(error: BaseException) -> str:
-    """The error as one line, with the last place in it that is the script's own."""
-    import traceback
-
-    last = traceback.extract_tb(error.__traceback__)
-    place = f" ({last[-1].filename}:{last[-1].lineno})" if last else ""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}{place}"

@@ -1,6 +1,7 @@
 """LearningRateMonitor, Timer, LambdaCallback, GradientAccumulationScheduler, StepMonitor."""
 
 import csv
+import time
 from datetime import timedelta
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from hasten import HastenError
 from hasten.evidence import Phase, read_evidence
+from hasten.evidence.live import read_live
 from hasten.trainer.callbacks import (
     Callback,
     GradientAccumulationScheduler,
@@ -162,6 +164,24 @@ def test_the_evidence_of_a_training(tmp_path):
     assert [(one.role, one.batches) for one in evidence.loaders] == [("train", BATCHES), ("validation", BATCHES)]
     assert evidence.models[0].parameters == 49
     assert (evidence.optimizers[0].name, evidence.optimizers[0].steps) == ("SGD", 3 * BATCHES)
+
+
+def test_while_it_trains_a_live_file_lies_beside_the_evidence(tmp_path):
+    seen = []
+
+    class Wait(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            for _ in range(1000 * (batch_idx == 3 and not seen)):
+                if (tmp_path / "evidence.live.json").exists():
+                    seen.append(read_live(tmp_path / "evidence.live.json"))
+                    break
+                time.sleep(0.02)
+
+    trained(tmp_path, [StepMonitor(), Wait()], epochs=1)
+    assert seen[0].steps <= 3
+    assert seen[0].evidence == str(tmp_path / "evidence.json")
+    assert read_evidence(tmp_path / "evidence.json").listened == "trainer"
+    assert not (tmp_path / "evidence.live.json").exists()
 
 
 def test_the_evidence_of_a_training_that_fails(tmp_path):

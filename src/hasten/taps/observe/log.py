@@ -14,80 +14,164 @@ from hasten.evidence import Event
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 _TORCH = tuple(os.path.join(folder, "torch") + os.sep for folder in _LIBRARIES)
+_GENERATED = ("<eval_with_key>", "<frozen")  # code that torch or Python made up
 
 
 class _Entry:
-    __slots__ = ("count", "detail", "last", "seconds", "steps")
+    __slots__ = ("count", "detail", "device", "kind", "last", "place", "seconds", "steps")
 
-    def __init__(self, detail: str) -> None:
+    def __init__(self, kind: str, place: str, device: str, detail: str) -> None:
+        self.kind = kind
+        self.place = place
+        self.device = device
+        self.detail = detail
         self.count = 0
         self.steps = 0
         self.last = -1
         self.seconds = 0.0
-        self.detail = detail
 
 
 class EventLog:
-    """Counts events by kind, line and device; a note costs about a microsecond.
+    """Counts events by kind, line and device; a note costs about half a microsecond.
 
     Args:
         in_step: Gives the number of the step that is going on, or -1 outside every step; what happens there
-            is not counted.
+            is not counted, unless it is noted as `anywhere`.
     """
 
     def __init__(self, in_step: Callable[[], int]) -> None:
-        self._in_step = in_step
+        self.in_step = in_step
         self._entries: dict[tuple[str, str, str], _Entry] = {}
-        self._places: dict[tuple[CodeType, int], str | None] = {}
+        # By instruction, which is quicker to tell than a line; the code is kept so that its id stays its own.
+        self._seen: dict[tuple[str, str, int, int], tuple[CodeType, _Entry | None]] = {}
 
-    def note(self, kind: str, seconds: float = 0.0, device: str = "", detail: str = "", depth: int = 2) -> None:
-        """Count one event of the line that called the caller (`depth` frames up), unless torch itself did."""
-        step = self._in_step()
-        if step < 0:
-            return
-        place = self.place(sys._getframe(depth))
-        if place is not None:
-            self.note_at(kind, place, seconds, device, detail)
+    def note(
+        self,
+        kind: str,
+        seconds: float = 0.0,
+        device: str = "",
+        detail: str = "",
+        depth: int = 2,
+        anywhere: bool = False,
+    ) -> None:
+        """Count one event of the line that called the caller (`depth` frames up), unless torch itself did.
 
-    def note_at(self, kind: str, place: str, seconds: float = 0.0, device: str = "", detail: str = "") -> None:
-        """Count one event of a line that is known."""
-        step = self._in_step()
-        if step < 0:
+        Args:
+            kind: One of `hasten.evidence.EVENTS`.
+            seconds: How long it took.
+            device: Type of the tensor's device.
+            detail: What else tells; kept of the first event of a line.
+            depth: How many frames up the line is.
+            anywhere: Count it outside of training steps too.
+        """
+        step = self.in_step()
+        if step < 0 and not anywhere:
             return
+        frame = sys._getframe(depth)
+        key = (kind, device, id(frame.f_code), frame.f_lasti)
+        found = self._seen.get(key)
+        if found is None:
+            place = script_place(frame)
+            entry = None if place is None else self._entry(kind, place, device, detail)
+            if place is None or not is_library(frame):  # a library's line is called from many: not remembered
+                self._seen[key] = (frame.f_code, entry)
+        else:
+            entry = found[1]
+        if entry is not None:
+            _count(entry, step, seconds)
+
+    def note_at(
+        self,
+        kind: str,
+        place: str,
+        seconds: float = 0.0,
+        device: str = "",
+        detail: str = "",
+        step: int | None = None,
+        count: int = 1,
+    ) -> None:
+        """Count events of a line that is known, in `step` (-1: outside of any) or in the one that is going on."""
+        if step is None:
+            step = self.in_step()
+            if step < 0:
+                return
+        entry = self._entry(kind, place, device, detail)
+        _count(entry, step, seconds)
+        entry.count += count - 1
+
+    def _entry(self, kind: str, place: str, device: str, detail: str) -> _Entry:
         entry = self._entries.get((kind, place, device))
         if entry is None:
-            entry = self._entries[kind, place, device] = _Entry(detail)
-        entry.count += 1
-        entry.seconds += seconds
-        if entry.last != step:
-            entry.last = step
-            entry.steps += 1
+            entry = self._entries[kind, place, device] = _Entry(kind, place, device, detail)
+        return entry
 
-    def place(self, frame: FrameType) -> str | None:
-        """`file:line` of the script that this frame belongs to or was called by; None where torch acts by itself."""
-        key = (frame.f_code, frame.f_lineno)
-        if key in self._places:
-            return self._places[key]
-        name = frame.f_code.co_filename
-        if name.startswith(_TORCH):
-            self._places[key] = None
-            return None
-        if not name.startswith(("<", _OURS, *_LIBRARIES)):
-            place = self._places[key] = f"{name}:{frame.f_lineno}"
-            return place
-        above: Any = frame.f_back
-        while above is not None:  # a library's line is called from many places: this is not remembered
-            name = above.f_code.co_filename
-            if not name.startswith(("<", _OURS, *_LIBRARIES)):
-                return f"{name}:{above.f_lineno}"
-            above = above.f_back
-        return None
+    def events(self, scale: float = 1.0) -> tuple[Event, ...]:
+        """The events so far, with counts and times multiplied by `scale`."""
+        return tuple(
+            Event(
+                entry.kind,
+                entry.place,
+                max(1, round(entry.count * scale)),
+                max(entry.steps, round(entry.steps * scale)),
+                entry.seconds * scale,
+                entry.device,
+                entry.detail,
+            )
+            for entry in list(self._entries.values())
+            if entry.count
+        )
 
     def facts(self) -> dict[str, Any]:
         """The events, for the evidence."""
-        return {
-            "events": tuple(
-                Event(kind, place, entry.count, entry.steps, entry.seconds, device, entry.detail)
-                for (kind, place, device), entry in self._entries.items()
-            )
-        }
+        return {"events": self.events()}
+
+
+def _count(entry: _Entry, step: int, seconds: float) -> None:
+    entry.count += 1
+    entry.seconds += seconds
+    if entry.last != step:
+        entry.last = step
+        entry.steps += step >= 0
+
+
+def event_log(session: Any) -> EventLog:
+    """The session's one log of events, made when it is first asked for."""
+    log = next((observer for observer in session.observers if isinstance(observer, EventLog)), None)
+    if log is None:
+        session.observers.append(log := EventLog(session.in_step))
+    return log
+
+
+def is_library(frame: FrameType) -> bool:
+    """Whether the frame is not the script's own: a library's, the standard library's, ours, or generated code."""
+    return frame.f_code.co_filename.startswith((*_GENERATED, _OURS, *_LIBRARIES))
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Whether the frame is hasten's own."""
+    return frame.f_code.co_filename.startswith(_OURS)
+
+
+def script_place(frame: FrameType | None, past_torch: bool = False) -> str | None:
+    """`file:line` of the script that this frame belongs to, or was called by; None where torch acts by itself.
+
+    Args:
+        frame: Where to begin.
+        past_torch: Look above torch's frames too: the frame is in torch since the script called torch there.
+    """
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith((*_TORCH, *_GENERATED)):
+            if not past_torch:
+                return None
+        else:
+            if not name.startswith((_OURS, *_LIBRARIES)) and not _is_made_up(name):
+                return f"{name}:{frame.f_lineno}"
+            past_torch = past_torch or not name.startswith(_OURS)  # another library did it, called by way of a module
+        frame = frame.f_back
+    return None
+
+
+def _is_made_up(name: str) -> bool:
+    """Whether a file's name is that of no file: "<string>" of a dataclass's methods, but not of `python -c`."""
+    return name.startswith("<") and not name.startswith(("<string>", "<stdin>", "<ipython"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hasten.evidence import Evidence
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.weigh import in_words, saved, timed
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
 
 
@@ -27,6 +28,28 @@ class Attention(Technique):
         if any(model.device == "cuda" for model in evidence.models):
             return Refusal("on a GPU the flash kernel is the fast one")
         return Choices(("math",), "the CPU's flash attention has a slow backward")
+
+    @classmethod
+    def finding(cls, evidence: Evidence) -> Finding | None:
+        """Attention made of softmax and products where torch's own is faster for the shape, as tried on the spot.
+
+        This technique does not cure it: the script's code must change.
+        """
+        tried = evidence.measured_for("attention_by_hand")
+        if not tried:
+            return None
+        first = max(tried, key=lambda one: one.saved * one.calls)
+        return timed(
+            "attention_by_hand",
+            f"{first.what} (batch, heads, length, width) is made by hand; scaled_dot_product_attention takes "
+            f"{first.gain:.0%} less time",
+            "call torch.nn.functional.scaled_dot_product_attention(q, k, v), with is_causal=True for a causal mask",
+            saved(evidence, [one for one in tried if one.saved > 0]),
+            HowKnown.MEASURED,
+            place=first.where,
+            details=tuple(map(in_words, tried)),
+            sources=("torch.nn.functional.scaled_dot_product_attention",),
+        )
 
     def process(self) -> None:
         """Switch the flash kernel off; torch uses this one switch for the CPU too."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from hasten.evidence import Evidence
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.weigh import gain_of, in_words, place_of, saved, timed
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
 from hasten.techniques.nested import map_tensors
 
@@ -32,6 +33,24 @@ class ChannelsLast(Technique):
         if not any(len(shape) == 4 for model in models for shape in model.input_shapes):
             return Refusal("no model takes a 4-D tensor")
         return Choices((True,), "2-D convolutions on tensors stored channel by channel")
+
+    @classmethod
+    def finding(cls, evidence: Evidence) -> Finding | None:
+        """Convolutions that are faster on this machine with channels last, which was tried on the spot."""
+        tried = evidence.measured_for("channels_first")
+        if not tried or isinstance(cls.settings(evidence), Refusal):
+            return None
+        return timed(
+            "channels_first",
+            f"{tried[0].what.partition(':')[0]} and the like read images channel by channel; channels last they take "
+            f"{gain_of(tried):.0%} less time",
+            "model.to(memory_format=torch.channels_last), and the same of the images of each batch",
+            saved(evidence, tried), HowKnown.MEASURED,
+            place=place_of(evidence, tried[0]),
+            where=tried[0].where,
+            details=tuple(map(in_words, tried)),
+            technique=cls.name, setting="true", sources=cls.sources,
+        )  # fmt: skip
 
     def model(self, model: Any, args: tuple[Any, ...]) -> None:
         """Change the layout of the weights."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from hasten.evidence import Evidence
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.weigh import COMPUTE, seconds_of, share_of, timed
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+
+_POINTWISE = 0.25  # share of the step in pointwise operators from which on compiling is advised
+_CHAIN = 12  # and so many of them, forward and backward
 
 
 class Compile(Technique):
@@ -34,7 +38,8 @@ class Compile(Technique):
             return Refusal("the script compiles its model already")
         if not models:
             return Refusal("no module's forward was seen in training")
-        if not any(sum(model.layers.values()) > 1 for model in models):
+        # A module that is a layer itself is its own only layer.
+        if not any(sum(model.layers.values()) > 1 or model.name not in model.layers for model in models):
             return Refusal("the outermost modules are single layers: nothing to fuse")
         if evidence.flags.anomaly:
             return Refusal("anomaly detection is on, under which compiled graphs lose their gain; see debug_off")
@@ -43,6 +48,26 @@ class Compile(Technique):
         on_gpu = any(model.device == "cuda" for model in models)
         modes: tuple[Setting, ...] = ("default", "reduce-overhead") if on_gpu else ("default",)
         return Choices(modes, "pointwise operations run one kernel each")
+
+    @classmethod
+    def finding(cls, evidence: Evidence) -> Finding | None:
+        """Much time in pointwise operators that run one kernel each; that fusing saves half of it is an estimate."""
+        sampled = evidence.sampled
+        if sampled is None or sampled.pointwise_calls < _CHAIN or isinstance(cls.settings(evidence), Refusal):
+            return None
+        # A profiled step is longer than others: pointwise work cannot take more than forward and backward do.
+        share = share_of(evidence, min(sampled.pointwise_seconds, seconds_of(evidence, *COMPUTE)))
+        if share < _POINTWISE:
+            return None
+        calls = sampled.pointwise_calls
+        return timed(
+            "unfused_pointwise",
+            f"{calls:.0f} pointwise operators a step, {share:.0%} of its time, each read and write their tensors anew",
+            "compile the model: model = torch.compile(model)",
+            share / 2, HowKnown.ESTIMATED,
+            details=("that fusing them saves half of their time is an estimate; `hasten tune` measures it",),
+            technique=cls.name, setting="default", sources=cls.sources,
+        )  # fmt: skip
 
     def environment(self, env: dict[str, str]) -> None:
         """Keep compiled kernels where the next run finds them, those of tune's trials included."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hasten.evidence import Evidence
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.weigh import in_words, place_of, saved, timed
 from hasten.techniques.base import Choices, CudaOnly, Effect, Refusal, Resource
 
 
@@ -26,6 +27,24 @@ class CudnnBenchmark(CudaOnly):
         if not any(layer.startswith("Conv") for model in evidence.models for layer in model.layers):
             return Refusal("no convolution in the model")
         return Choices((True,), "cuDNN picks its kernels by rule of thumb")
+
+    @classmethod
+    def finding(cls, evidence: Evidence) -> Finding | None:
+        """cuDNN not asked to measure although sizes stay the same: tried on the spot."""
+        tried = evidence.measured_for("cudnn_benchmark_off")
+        sizes = len(evidence.inputs.shapes) if evidence.inputs else 0
+        if not tried or sizes > 2 or isinstance(cls.settings(evidence), Refusal):  # 2: a last, smaller batch
+            return None
+        return timed(
+            "cudnn_benchmark_off",
+            "cuDNN picks the kernels of its convolutions by rule of thumb although their sizes stay the same",
+            "set torch.backends.cudnn.benchmark = True at the start",
+            saved(evidence, tried), HowKnown.MEASURED,
+            place=place_of(evidence, tried[0]),
+            where=tried[0].where,
+            details=tuple(map(in_words, tried)),
+            technique=cls.name, setting="true", sources=cls.sources,
+        )  # fmt: skip
 
     def process(self) -> None:
         """Switch it on."""

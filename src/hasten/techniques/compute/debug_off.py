@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.evidence import Evidence
+from hasten.evidence import Evidence, Finding, HowKnown, Severity, severity_of, split_place
+from hasten.evidence.weigh import in_words, share_of
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
 
 _PROFILED_STEPS = 20
@@ -31,6 +32,42 @@ class DebugOff(Technique):
         if not found:
             return Refusal("no debug tool is on")
         return Choices((True,), f"left on: {', '.join(found)}")
+
+    @classmethod
+    def finding(cls, evidence: Evidence) -> Finding | None:
+        """Anomaly detection or a profiler that is on for most steps, or gradient checks within the training."""
+        steps = max(1, evidence.steps)
+        events = [event for event in evidence.events_of("anomaly", "profiler") if event.steps >= steps / 2]
+        events += [event for event in evidence.events_of("gradcheck") if event.count]
+        found = {event.kind: event.where for event in events}
+        if not evidence.events:  # nobody looked line by line
+            found |= {"anomaly": ""} if evidence.flags.anomaly else {}
+            found |= {"profiler": ""} if evidence.flags.profiler else {}
+        if not found:
+            return None
+        names = {"anomaly": "anomaly detection", "profiler": "a profiler", "gradcheck": "gradcheck"}
+        cures = {
+            "anomaly": "torch.autograd.set_detect_anomaly(True) out",
+            "profiler": "the profiler out, or give it a schedule that ends",
+            "gradcheck": "gradcheck out of the training loop",
+        }
+        tried = [one for one in evidence.measured_for("debug_tools_on") if one.where in found and one.calls]
+        seconds = sum(event.seconds for event in events if event.kind == "gradcheck") / steps
+        # What an operator costs more, for as many operators as a step was seen to run.
+        worth = share_of(evidence, seconds + sum(max(0.0, one.saved) * one.calls for one in tried)) or None
+        first = next((place for place in found.values() if place), "")
+        file, line = split_place(first)
+        return Finding(
+            "debug_tools_on",
+            f"{' and '.join(names[kind] for kind in found)} left on in the training",
+            f"take {' and '.join(cures[kind] for kind in found)}",
+            severity_of(worth) if worth and worth >= 0.05 else Severity.MEDIUM,
+            worth, HowKnown.ESTIMATED, file, line,
+            details=tuple(map(in_words, tried)),
+            technique=cls.name if set(found) != {"gradcheck"} else "",
+            setting="true" if set(found) != {"gradcheck"} else "",
+            sources=cls.sources,
+        )  # fmt: skip
 
     def process(self) -> None:
         """Take the switches out."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hasten.evidence import Evidence, Machine
+from hasten.evidence import Evidence, Finding, HowKnown, Machine
+from hasten.evidence.weigh import in_words, on_gpu, place_of, products, saved, share_of, timed
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
 
@@ -40,6 +41,28 @@ class MatmulPrecision(Technique):
         if why := cls.useless(setting, machine):
             return Refusal(why)
         return Choices((setting,), "float32 matrix products at full width")
+
+    @classmethod
+    def finding(cls, evidence: Evidence) -> Finding | None:
+        """TF32 left off on a GPU: tried on the spot, else estimated. Convolutions have it by default."""
+        if not on_gpu(evidence) or any(model.autocast or model.dtype != "float32" for model in evidence.models):
+            return None
+        if isinstance(cls.settings(evidence), Refusal):
+            return None
+        tried = evidence.measured_for("tf32_off")
+        share = share_of(evidence, products(evidence, convolutions=False))
+        worth, how_known = (saved(evidence, tried), HowKnown.MEASURED) if tried else (share / 2, HowKnown.ESTIMATED)
+        said = f", {share:.0%} of the step," if share else ""
+        return timed(
+            "tf32_off",
+            f"float32 matrix products{said} run without TF32 on {' '.join(evidence.machine.gpus[:1]) or 'a GPU'}",
+            'call torch.set_float32_matmul_precision("high") at the start',
+            worth, how_known,
+            place=place_of(evidence, tried[0]) if tried else "",
+            where=tried[0].where if tried else "",
+            details=tuple(map(in_words, tried)),
+            technique=cls.name, setting="high", sources=cls.sources,
+        )  # fmt: skip
 
     def process(self) -> None:
         """Switch it on, for matrix products and (on a GPU) convolutions."""

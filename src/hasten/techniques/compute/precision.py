@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hasten.evidence import Evidence, Machine
+from hasten.evidence import Evidence, Finding, HowKnown, Machine
+from hasten.evidence.weigh import gain_of, in_words, on_gpu, place_of, products, saved, share_of, timed
 from hasten.plan import Setting
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
 from hasten.techniques.compute.loss_scaling import LossScaler
@@ -94,6 +95,34 @@ class Precision(Technique):
         if reason := cls.useless("bf16-mixed", evidence.machine):
             return Refusal(reason)
         return Choices(("bf16-mixed",), "float32 on a CPU that has bf16 instructions")
+
+    @classmethod
+    def finding(cls, evidence: Evidence) -> Finding | None:
+        """Matrix work in float32 that is faster in 16 bits here: tried on the spot, on a GPU else estimated."""
+        choices = cls.settings(evidence)
+        if isinstance(choices, Refusal):
+            return None
+        setting = str(choices.settings[0])
+        narrow = "bfloat16" if setting.startswith("bf16") else "float16"
+        scaled = "" if narrow == "bfloat16" else " and a torch.amp.GradScaler"
+        device = "cuda" if on_gpu(evidence) else "cpu"
+        fix = f'run the forward and the loss under torch.autocast("{device}", torch.{narrow}){scaled}'
+        tried = evidence.measured_for("fp32_on_tensor_cores")
+        if tried:
+            worth, how_known = saved(evidence, tried), HowKnown.MEASURED
+            layers = tried[0].what.partition(":")[0]
+            what = f"{layers} and the like compute in float32; in {narrow} they take {gain_of(tried):.0%} less time"
+        else:
+            share = share_of(evidence, products(evidence)) if on_gpu(evidence) else 0.0
+            worth, how_known = share / 2, HowKnown.ESTIMATED
+            what = f"matrix products and convolutions, {share:.0%} of the step, compute in float32 on tensor cores"
+        return timed(
+            "fp32_on_tensor_cores", what, fix, worth, how_known,
+            place=place_of(evidence, tried[0]) if tried else "",
+            where=tried[0].where if tried else "",
+            details=tuple(map(in_words, tried)),
+            technique=cls.name, setting=setting, sources=cls.sources,
+        )  # fmt: skip
 
     def prepare(self, model: Any) -> None:
         """With "bf16-true", "16-true" and "64-true": make floating-point parameters and buffers of that type.

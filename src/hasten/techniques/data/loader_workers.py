@@ -10,9 +10,11 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from hasten.evidence import Evidence, LoaderFacts, Machine, Phase
+from hasten.evidence import Evidence, Finding, HowKnown, LoaderFacts, Machine, Phase
+from hasten.evidence.waiting import PASSING, in_ms, mean_during, ordinary_seconds, typical_wait
+from hasten.evidence.weigh import on_gpu, share_of, timed
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique, toml_value
 
 _SHM = Path("/dev/shm")
 _OPEN = {
@@ -115,6 +117,42 @@ class LoaderWorkers(Technique):
             return Refusal(_no_room(loader) if counts else "an iterable dataset that already has its worker")
         return Choices(tuple(settings), f"the step waits {evidence.share(Phase.DATA):.0%} of its time for data")
 
+    @classmethod
+    def finding(cls, evidence: Evidence) -> Finding | None:
+        """Batches made in the training process that workers could make meanwhile.
+
+        Rests on the measured wait, from which `workers_for` works out what is left of it with workers; silent for
+        tensors in memory, whose samples cost less than a batch passed between processes (Falcon, tip 1).
+        """
+        loader = evidence.train_loader
+        if loader is None or loader.num_workers or share_of(evidence, typical_wait(evidence)) < 0.05:
+            return None
+        asked = loader.probe
+        if loader.dataset == "TensorDataset" or (asked is not None and (asked.in_memory or asked.fork_unsafe)):
+            return None
+        workers, seconds = workers_for(evidence, loader)
+        if not workers:
+            return None
+        table: Setting = {"num_workers": workers, "prefetch_factor": 2, "persistent_workers": True}
+        left = ordinary_seconds(evidence) - seconds
+        how = (
+            f"with {workers} of them the step would take {in_ms(left)}: the greatest of its own computation, a batch's "
+            f"making shared by {workers} workers, and all work shared by {evidence.machine.cores} cores"
+        )
+        return timed(
+            "workers_zero",
+            f"the training process makes every batch itself (num_workers=0), {in_ms(typical_wait(evidence))} of each "
+            f"{in_ms(ordinary_seconds(evidence))} step, while the model waits",
+            f"give the loader num_workers={workers}, persistent_workers=True",
+            share_of(evidence, seconds),
+            HowKnown.ESTIMATED,
+            place=loader.where,
+            details=(how,),
+            technique=cls.name,
+            setting=toml_value(table),
+            sources=cls.sources,
+        )
+
     def loader_options(self, options: dict[str, Any]) -> None:
         """Give the loader its workers; what the script chose for itself beyond them stays."""
         import torch
@@ -136,6 +174,37 @@ class LoaderWorkers(Technique):
             options["timeout"] = 0
             options["multiprocessing_context"] = None
         self.did("loader")
+
+
+def workers_for(evidence: Evidence, loader: LoaderFacts) -> tuple[int, float]:
+    """How many workers would do for a loader without any, and the seconds a step they would save; (0, 0.0): none.
+
+    With n workers a step takes the longest of its own computation, a batch's making shared by n, and the CPU's work
+    shared by all cores; a batch that a worker passes on costs something too. The fewest that come within 2 % of the
+    best.
+    """
+    wait, step, cores = typical_wait(evidence), ordinary_seconds(evidence), evidence.machine.cores
+    compute = step - wait
+    used = mean_during(evidence, evidence.use.cpu) if evidence.use is not None else None
+    threads = 1 if on_gpu(evidence) else max(1, min(cores, evidence.flags.threads or cores))
+    work = (used * step if used is not None else wait + compute * threads) + PASSING
+
+    def step_with(workers: int) -> float:
+        return max(compute + PASSING, (wait + PASSING) / workers, work / cores)
+
+    most = 1 if loader.iterable else cores
+    fitting = [count for count in range(1, most + 1) if _fits(evidence.machine, loader, count)]
+    if not fitting:
+        return 0, 0.0
+    best = min(map(step_with, fitting))
+    count = next(count for count in fitting if step_with(count) <= 1.02 * best)
+    seconds = step - step_with(count)
+    return (count, seconds) if seconds > 0 else (0, 0.0)
+
+
+def _fits(machine: Machine, loader: LoaderFacts, workers: int) -> bool:
+    """Whether two batches of each worker fit into half of the machine's /dev/shm."""
+    return not machine.shm_bytes or 2 * workers * loader.batch_bytes <= machine.shm_bytes // 2
 
 
 def draw_base_seed(loader: Any) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 from hasten.data import SampleStore
 from hasten.data.sample_store import pack, room
-from hasten.evidence import Evidence, LoaderFacts, Phase, Probe
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.evidence import Evidence, Finding, HowKnown, LoaderFacts, Phase, Probe
+from hasten.evidence.waiting import data_share, faster_loading
+from hasten.evidence.weigh import timed
+from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique, toml_value
 
 _AUDITED, _AUDIT_EVERY = 16, 1000  # kept samples that are made again and compared: the first, and every n-th
 _FAST = 20e-6  # seconds: what the cache itself takes per sample
@@ -58,6 +60,35 @@ class SampleCache(Technique):
         if evidence.share(Phase.DATA) < 0.02:
             return Refusal(f"the step waits {evidence.share(Phase.DATA):.1%} of its time for data")
         return cls._choose(evidence, loader, loader.probe)
+
+    @classmethod
+    def finding(cls, evidence: Evidence) -> Finding | None:
+        """Samples that are made anew in each epoch although they come out the same.
+
+        Rests on the measured wait and on a probe that asked for the same samples twice (Falcon, tip 1; Lin, tip 1).
+        """
+        loader, choices = evidence.train_loader, cls.settings(evidence)
+        if loader is None or loader.probe is None or isinstance(choices, Refusal):
+            return None
+        (setting,) = choices.settings
+        asked = loader.probe
+        seconds = asked.sample_seconds if setting == "samples" else asked.loader_seconds
+        size = asked.sample_bytes if setting == "samples" else asked.loader_bytes
+        whole = max(asked.sample_seconds, seconds)
+        kept = "samples" if setting == "samples" else f"what `{asked.loader_function}` gives"
+        return timed(
+            "samples_recomputed",
+            f"the step waits {data_share(evidence):.0%} of its time for samples that are made anew in each epoch, "
+            "although the same index gave the same sample each time it was asked",
+            f"keep {kept} in memory ({size * (loader.samples or 0) / 2**20:.0f} MiB in all), or store it decoded",
+            faster_loading(evidence, loader, max(0.0, seconds - _FAST) / whole),
+            HowKnown.ESTIMATED,
+            place=loader.where,
+            details=("counts from the second epoch on",),
+            technique=cls.name,
+            setting=toml_value(setting),
+            sources=cls.sources,
+        )
 
     @classmethod
     def _choose(cls, evidence: Evidence, loader: LoaderFacts, probe: Probe) -> Choices | Refusal:

@@ -7,9 +7,11 @@ import platform
 import subprocess
 from functools import cache
 
-from hasten.evidence import Evidence, Machine
+from hasten.evidence import Evidence, Finding, HowKnown, Machine, MemoryPoint
+from hasten.evidence.waiting import in_ms
+from hasten.evidence.weigh import on_gpu, share_of, timed
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique, toml_value
 
 # Above this size glibc asks the kernel for fresh pages at each malloc and pays a page fault for every 4 KiB of them.
 _GLIBC = {
@@ -17,6 +19,8 @@ _GLIBC = {
     "glibc.malloc.trim_threshold": "1073741824",
     "glibc.malloc.top_pad": "67108864",
 }
+_MANY = 500  # pages a step: 2 MiB
+_PAGE = 3e-6  # seconds a page fault costs at the most: 2.7 us in the virtual machine this was measured in
 _LIBRARIES = {"jemalloc": "libjemalloc.so", "tcmalloc": "libtcmalloc"}
 
 
@@ -53,6 +57,37 @@ class Allocator(Technique):
             return Refusal("neither glibc nor jemalloc nor tcmalloc is on this system")
         return Choices(here, "large tensors are given back to the kernel and faulted in again at each step")
 
+    @classmethod
+    def finding(cls, evidence: Evidence) -> Finding | None:
+        """Memory that is given back to the kernel at each step and faulted in again.
+
+        Rests on the page faults and the kernel's CPU time between two steps behind the warm-up (PyTorch's tuning
+        guide, CPU; glibc manual).
+        """
+        points = [one for one in evidence.memory if one.faults is not None and one.system is not None]
+        points = points[len(points) // 3 :]
+        around = evidence.surroundings
+        if on_gpu(evidence) or len(points) < 2 or (around is not None and around.preload):
+            return None
+        faults, seconds = _per_step(points)
+        # Pages of memory that only grows are no fault of the allocator.
+        grown = (points[-1].rss - points[0].rss) / 4096 / max(1, points[-1].step - points[0].step)
+        if (again := faults - max(0.0, grown)) < _MANY:
+            return None
+        here = next((name for name in ("glibc", "jemalloc", "tcmalloc") if not cls.useless(name, evidence.machine)), "")
+        return timed(
+            "allocator",
+            f"memory is given back to the kernel and faulted in again, {again * 4096 / 2**20:.0f} MiB a step, which "
+            f"takes {in_ms(seconds)} of the kernel's CPU time",
+            "start the training with `hasten run`, or with "
+            "GLIBC_TUNABLES=" + ":".join(f"{key}={value}" for key, value in _GLIBC.items()),
+            share_of(evidence, min(seconds, again * _PAGE)),
+            HowKnown.ESTIMATED,
+            technique=cls.name,
+            setting=toml_value(here or "glibc"),
+            sources=cls.sources,
+        )
+
     def environment(self, env: dict[str, str]) -> None:
         """Set the tunables, or load the library."""
         if self.setting == "glibc":
@@ -63,6 +98,13 @@ class Allocator(Technique):
         else:
             return
         self.did("process")
+
+
+def _per_step(points: list[MemoryPoint]) -> tuple[float, float]:
+    """Page faults, and seconds of the kernel's CPU, per step between the first and the last point."""
+    first, last = points[0], points[-1]
+    steps = max(1, last.step - first.step)
+    return ((last.faults or 0) - (first.faults or 0)) / steps, ((last.system or 0.0) - (first.system or 0.0)) / steps
 
 
 @cache

@@ -15,6 +15,7 @@ import torch
 
 from hasten.evidence import Evidence, LoaderFacts, Phase, Validation, this_machine
 from hasten.evidence.facts import ModelWatch, batch_bytes, global_flags, loader_facts, optimizer_facts
+from hasten.evidence.live import LiveFile, live_path
 from hasten.evidence.recorder import Recorder, read_losses
 from hasten.techniques.compute.compile import compiler
 from hasten.techniques.compute.fused_optimizer import why_not_fusable
@@ -29,9 +30,10 @@ class _Pass:
 class StepMonitor(Callback):
     """Record how long each step waited for data and spent in forward, backward, optimizer and validation.
 
-    Rank 0 writes the evidence when `fit` ends, also when it ends by an exception. Costs tens of microseconds a step and
-    reads nothing from the device until the end. On a GPU, kernels run behind the calls that start them, so a phase is
-    the time its calls took, and waiting shows up where something is read.
+    Rank 0 writes the evidence when `fit` ends, also when it ends by an exception. While it goes on, a live file beside
+    it (`evidence.live.json`) is rewritten about once a second for `hasten watch`, and removed at the end. Costs tens of
+    microseconds a step and reads nothing from the device until the end. On a GPU, kernels run behind the calls that
+    start them, so a phase is the time its calls took, and waiting shows up where something is read.
 
     Args:
         path: File to write; default: `evidence.json` in the Trainer's `log_dir`, else in `default_root_dir`.
@@ -41,6 +43,8 @@ class StepMonitor(Callback):
         self.path = Path(path) if path else None
         self._file = Path()  # where this run's evidence goes
         self._recorder: Recorder | None = None
+        self._live: LiveFile | None = None
+        self.skipped: list[str] = []  # what could not be done, and why
         self._pass: _Pass | None = None
         self._mark = 0.0  # when the loop was last seen to have finished something: the wait for data begins here
         self._since = 0.0  # when the part of the step that goes on now began
@@ -59,6 +63,11 @@ class StepMonitor(Callback):
         self._recorder = Recorder()
         self._model = None
         self._batch_bytes = 0
+        self.skipped = []
+        file = self._file.absolute()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._live = LiveFile(live_path(file), tuple(sys.argv), str(file))
+        self._live.start(self._recorder, self.skipped)
         self._handles = [
             optimizer.register_step_post_hook(self._stepped)
             for optimizer in trainer.optimizers
@@ -151,6 +160,8 @@ class StepMonitor(Callback):
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
+        if self._live is not None:
+            self._live.remove()
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._evidence(trainer, recorder, error).write(self._file)
         say(trainer, f"evidence of {recorder.steps} steps: {self._file}")
@@ -184,6 +195,10 @@ class StepMonitor(Callback):
             ended="failed" if error else "finished",
             ended_at=recorder.now() - recorder.origin,
             error=error,
+            skipped=tuple(self.skipped),
+            origin=recorder.origin,
+            pid=os.getpid(),
+            listened="trainer",
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             peak_gpu_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
         )

@@ -1,0 +1,71 @@
+"""`hasten compare`: two runs side by side; for CI, an exit code when the later one is slower."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import typer
+
+from hasten.errors import HastenError
+
+
+def compare(
+    before: Path = typer.Argument(
+        metavar="BEFORE", help="The earlier run: what `hasten doctor --json` wrote, or evidence."
+    ),
+    after: Path = typer.Argument(metavar="AFTER", help="The later run, likewise."),
+    fail_if_slower: str = typer.Option(
+        "", metavar="PERCENT", help="Exit with 1 if the later run's step is slower by more than this, as 5%."
+    ),
+    json_file: Path | None = typer.Option(None, "--json", help="Write the comparison there, for programs."),
+) -> None:
+    """Compare two runs: the step and its phases, memory, findings that came and went, the verdict.
+
+    With --fail-if-slower 5% the later run counts as slower if its typical step (the median over stretches of steps)
+    or its mean step takes longer by more than 5 % AND the 95 % interval of that ratio, from the scatter over runs and
+    over the stretches of each, lies above 1. One run a side tells little of how much whole runs differ: name folders
+    with three or more runs of each (JSON files) to be sure, or allow for more.
+
+    Exit codes: 0 not slower, or nothing was asked; 1 slower; 2 bad input, or too few steps to tell.
+
+    Example: hasten compare main.json branch.json --fail-if-slower 5%
+    """
+    limit = _limit(fail_if_slower)
+    from rich.console import Console
+
+    from hasten.doctor import compare as doctor
+    from hasten.report import compare_terminal
+
+    found = doctor.compare(doctor.read(before), doctor.read(after))
+    compare_terminal.show(found, Console())
+    if json_file is not None:
+        _write(json_file, json.dumps(found.as_json(), indent=1, allow_nan=False))
+    if limit is None:
+        return
+    slower = found.slower(limit)
+    compare_terminal.judge(found, limit, slower, Console())
+    if slower:
+        raise typer.Exit(1)
+
+
+def _limit(text: str) -> float | None:
+    """`5%` as 0.05."""
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", text.strip())
+    if match is None:
+        raise HastenError(f"--fail-if-slower {text}: not a percentage", "write it as 5%")
+    return float(match[1]) / 100
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise HastenError(
+            f"cannot write the comparison {path}: {error.strerror}", "name a file in a folder that exists"
+        ) from None

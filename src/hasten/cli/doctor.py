@@ -1,0 +1,241 @@
+"""`hasten doctor`: why a training is slow, with file, line and worth."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from hasten.cli.command import process_arguments, script_of, split_line
+from hasten.cli.script import ScriptCommand, training
+from hasten.errors import HastenError
+from hasten.plan import did_you_mean
+
+if TYPE_CHECKING:
+    from hasten.doctor.diagnosis import Diagnosis
+    from hasten.evidence import Evidence, Finding
+
+_SEVERITIES = ("high", "medium", "low", "note")
+_AT_LEAST = 5.0  # seconds of training, where --steps is not given: 200 quick steps show little of the machine
+
+
+class DoctorCommand(ScriptCommand):
+    """As for every script; but paths to read (`--source`) and evidence may have hasten's options behind them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Bring options in front of what is no training."""
+        with_value = {name for option in self.params if not getattr(option, "is_flag", False) for name in option.opts}
+        words = list(args)
+        split = split_line(words, with_value)
+        if "--source" in words[:split] or (split < len(words) and words[split].endswith(".json")):
+            args = _options_first(words, with_value)
+        return super().parse_args(ctx, args)
+
+
+def _options_first(words: Sequence[str], with_value: set[str]) -> list[str]:
+    options, others = [], []
+    left = iter(words)
+    for word in left:
+        if not word.startswith("-"):
+            others.append(word)
+            continue
+        options.append(word)
+        if word in with_value and "=" not in word:
+            options += [value for value in (next(left, None),) if value is not None]
+    return [*options, *others]
+
+
+def doctor(
+    ctx: typer.Context,
+    steps: int | None = typer.Option(
+        None, min=1, help="Training steps to listen to. Default: 200, or as many as 5 s of training hold.", metavar="N"
+    ),
+    seconds: float = typer.Option(120.0, min=0.1, help="Time after which the script is ended, wherever it is."),
+    epochs: int | None = typer.Option(None, min=1, help="Listen to so many epochs instead of steps.", metavar="N"),
+    whole: bool = typer.Option(False, "--whole", help="Let the script run to its end and write where it wants."),
+    json: Path | None = typer.Option(None, help="Write the diagnosis there, for machines.", metavar="FILE"),
+    html: Path | None = typer.Option(None, help="Write a page with charts and source there.", metavar="FILE"),
+    trace: Path | None = typer.Option(None, help="Write a Chrome/Perfetto trace of a few steps there.", metavar="FILE"),
+    evidence: Path | None = typer.Option(None, help="Write there what the run left behind.", metavar="FILE"),
+    no_sample: bool = typer.Option(False, "--no-sample", help="Do not look into single steps with the profiler."),
+    fail_on: str = typer.Option("", help="Exit with 1 at such a finding: high, medium, low, note.", metavar="SEVERITY"),
+    source: bool = typer.Option(False, "--source", help="Read code only: PATHS are files and folders. Runs nothing."),
+    format: str = typer.Option("text", help="With --source: text, json or sarif."),
+    out: Path | None = typer.Option(None, "--out", help="With --source: write there.", metavar="FILE"),
+    select: list[str] = typer.Option([], help="With --source: only this rule (may be repeated).", metavar="NAME"),
+    strict_ignores: bool = typer.Option(False, help="With --source: name ignore comments that silence nothing."),
+) -> None:
+    """Say why a training is slow: which resource is saturated, where a step's time goes, what to mend and where.
+
+    The script runs unchanged, for a bounded time, and what it writes is kept apart and removed (--whole: all of it,
+    as it is). hasten's own options stand before the script; all that follows the script is the script's own. The
+    script's exit code is kept; 0 where hasten ended it.
+
+    Examples: hasten doctor train.py --epochs 1 (the script's --epochs); hasten doctor --steps 500 -m pkg.train;
+    hasten doctor --html page.html torchrun --nproc-per-node 2 train.py; hasten doctor evidence.json (a run that is
+    over); hasten doctor --source train.py src/ (reads code only).
+    """
+    _severity(fail_on)
+    command = training(ctx)
+    if source:
+        from hasten.cli.source import check_source
+
+        raise typer.Exit(check_source(command, format, fail_on, out, select, strict_ignores))
+    for path in (json, html, trace, evidence):
+        _writable(path)
+    kept = _kept_evidence(command)
+    if kept is not None:
+        diagnosis, told, code = *_look_again(kept), 0
+    else:
+        diagnosis, told, code = _run(command, steps, seconds, epochs, whole, trace, evidence, not no_sample)
+    _show(diagnosis, told, html, json)
+    if not code and fail_on:
+        bad = _SEVERITIES[: _SEVERITIES.index(fail_on) + 1]
+        code = int(any(finding.severity in bad for finding in diagnosis.findings))
+    raise typer.Exit(code)
+
+
+def _run(
+    command: list[str],
+    steps: int | None,
+    seconds: float,
+    epochs: int | None,
+    whole: bool,
+    trace: Path | None,
+    evidence: Path | None,
+    sample: bool,
+) -> tuple[Diagnosis, Evidence, int]:
+    """Listen to a run; the diagnosis, the evidence, and the exit code."""
+    from hasten.doctor.diagnose import diagnose
+    from hasten.doctor.listen import listen
+    from hasten.taps.config import DoctorOptions
+
+    arguments = process_arguments(command, "doctor")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, so that the scratch folder is removed in any case
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+    options = DoctorOptions(
+        steps=steps or (0 if epochs else 200),
+        seconds=seconds,
+        epochs=epochs or 0,
+        at_least=0.0 if steps else _AT_LEAST,
+        sample=sample,
+        trace=str(trace) if trace else "",
+    )
+    name = _script(command) or " ".join(command[: 1 + (command[0] == "-m")])
+
+    def say(line: str) -> None:
+        print(f"hasten: {line}", file=sys.stderr, flush=True)
+
+    say(f"listening to {name}, {_bounds(options, whole)}")
+    heard = listen(arguments, command, options, whole, evidence, say)
+    diagnosis = _heeding_comments(diagnose(heard.evidence, _read_source(command), heard.unseen, heard.notes))
+    return diagnosis, heard.evidence, 128 + heard.stopped if heard.stopped else heard.code
+
+
+def _bounds(options: Any, whole: bool) -> str:
+    if whole:
+        return "to its end; what it writes stays"
+    many = f"{options.epochs} epochs" if options.epochs else f"{options.steps} steps"
+    return f"{many} or {options.seconds:g} s; what it writes is kept apart and removed"
+
+
+def _script(command: list[str]) -> Path | None:
+    """The script's file, a module's, or that of the script that a launcher is told to start."""
+    if command[0] == "-m" and len(command) > 1:
+        module = Path(*command[1].split("."))
+        here = [path for path in (module.with_suffix(".py"), module / "__main__.py") if path.is_file()]
+        if here:
+            return here[0]
+    return next((path for word in command if (path := script_of([word]))), None)
+
+
+def _read_source(command: list[str]) -> Sequence[Finding]:
+    """What the script's code says; a fault there must not spoil what was measured."""
+    script = _script(command)
+    if script is None:
+        return ()
+    from hasten.doctor.source import findings_in
+
+    try:
+        return findings_in(script)
+    except Exception as error:  # said, and the measured findings stand by themselves
+        print(f"hasten: could not read the code of {script}: {error!r}", file=sys.stderr)
+        return ()
+
+
+def _heeding_comments(diagnosis: Diagnosis) -> Diagnosis:
+    """Without the findings that a comment `# hasten: ignore[name]` in the script silences."""
+    from hasten.doctor.source import silenced
+
+    try:
+        return dataclasses.replace(diagnosis, findings=tuple(silenced(diagnosis.findings)))
+    except Exception as error:  # a comment that cannot be read silences nothing
+        return dataclasses.replace(diagnosis, notes=(*diagnosis.notes, f"comments in the script: {error!r}"))
+
+
+def _kept_evidence(command: list[str]) -> Path | None:
+    """Where a run's evidence lies, if that is what was named: a JSON file, or the folder of one."""
+    if not command:
+        raise HastenError("no script was named", "hasten doctor SCRIPT ARGS, or hasten doctor evidence.json")
+    path = Path(command[0])
+    if path.suffix == ".json" and not os.access(path, os.X_OK):
+        return path
+    if path.is_dir() and not (path / "__main__.py").is_file() and (path / "evidence.json").is_file():
+        return path / "evidence.json"
+    return None
+
+
+def _look_again(path: Path) -> tuple[Diagnosis, Evidence]:
+    from hasten.doctor.diagnose import diagnose
+    from hasten.evidence import read_evidence
+
+    evidence = read_evidence(path)
+    return _heeding_comments(diagnose(evidence)), evidence
+
+
+def _show(diagnosis: Diagnosis, evidence: Evidence | None, html: Path | None, json: Path | None) -> None:
+    """Write what was asked for, and print the page."""
+    from rich.console import Console
+
+    from hasten.report import doctor_terminal
+
+    if json is not None:
+        diagnosis.write(json)
+    if html is not None:
+        from hasten.report import doctor_html
+
+        doctor_html.write(diagnosis, evidence, html)
+    doctor_terminal.show(diagnosis, evidence, Console(), html, json)
+
+
+def _severity(name: str) -> None:
+    if name and name not in _SEVERITIES:
+        raise HastenError(
+            f"--fail-on {name}: no such severity",
+            did_you_mean(name, _SEVERITIES) or f"it takes: {', '.join(_SEVERITIES)}",
+        )
+
+
+def _writable(path: Path | None) -> None:
+    """A file that cannot be written is said before the run, not after it."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        why = "it is a folder" if path.is_dir() else f"no such folder {folder}"
+        raise HastenError(f"cannot write {path}: {why}", "name another file")
+    if path.exists() and not path.is_file():
+        return  # a pipe or a device
+    probe = folder / f".hasten-{os.getpid()}.tmp"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise HastenError(f"cannot write {path}: {error.strerror}", "name another file") from None

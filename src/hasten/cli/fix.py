@@ -1,0 +1,69 @@
+"""`hasten fix`: mend in source what can be mended safely."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from hasten.cli.source import known_rules, named, put
+from hasten.errors import HastenError
+
+if TYPE_CHECKING:
+    from hasten.doctor.source.mend import Mended
+
+
+def fix(
+    paths: list[Path] = typer.Argument(..., help="Files of Python, and folders of them."),
+    write: bool = typer.Option(False, "--write", help="Write the files instead of showing the diff."),
+    select: list[str] = typer.Option([], help="Mend only what this rule finds (may be repeated).", metavar="NAME"),
+) -> None:
+    """Show a diff of what can be mended safely in the source of a training; with --write, make the change.
+
+    Formatting and comments stay. What cannot be mended for certain is named and left alone, as is all under a
+    `# hasten: ignore` comment. The diff is what `patch -p1` takes.
+
+    Exit code: 0 nothing to mend, or written; 1 there is a diff; 2 a file could not be looked at or written.
+
+    Examples: hasten fix train.py; hasten fix src/ --select blocking_copy --write
+    """
+    from hasten.doctor.source.formats import shown
+    from hasten.doctor.source.mend import mend
+    from hasten.doctor.source.mend import write as write_file
+    from hasten.doctor.source.read import UnreadableError, python_files, read_text
+
+    files = named(paths, "hasten fix PATHS")
+    chosen = known_rules(select)
+    failed, changed = False, 0
+    for path in python_files(files):
+        try:
+            mended = mend(read_text(path), chosen)
+            if mended.after != mended.before.text:
+                if write:
+                    write_file(mended)
+                    print(f"hasten: mended {shown(path)}", file=sys.stderr)
+                else:
+                    put(mended.diff(shown(path)), None)
+                changed += 1
+            _tell(shown(path), mended)
+        except UnreadableError as error:
+            failed = True
+            print(f"hasten: {shown(path)}{f':{error.line}' if error.line else ''}: {error.message}", file=sys.stderr)
+        except (HastenError, RecursionError) as error:
+            failed = True
+            print(f"hasten: {shown(path)}: {error}", file=sys.stderr)
+    if not changed and not failed:
+        print("hasten: nothing to mend", file=sys.stderr)
+    elif changed and not write:
+        print("hasten: nothing was written; --write makes these changes", file=sys.stderr)
+    raise typer.Exit(2 if failed else int(bool(changed) and not write))
+
+
+def _tell(name: str, mended: Mended) -> None:
+    """What a mend may do to the results, and what was left alone and why."""
+    for rule, effect in mended.changes.items():
+        print(f"hasten: {name}: {rule}: {effect}", file=sys.stderr)
+    for line, rule, reason in mended.left:
+        print(f"hasten: {name}:{line}: {rule} left alone: {reason}", file=sys.stderr)

@@ -1,0 +1,112 @@
+"""`hasten doctor --source`: findings read from code, for people, editors and CI."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import hasten
+from hasten.errors import HastenError
+from hasten.plan import did_you_mean
+
+_WORST_FIRST = ("high", "medium", "low", "note")
+
+
+def check_source(
+    paths: Sequence[str | Path],
+    format: str = "text",
+    fail_on: str = "",
+    out: Path | None = None,
+    select: Collection[str] = (),
+    strict_ignores: bool = False,
+) -> int:
+    """Print what the code of files and folders shows.
+
+    Args:
+        paths: Files of Python and folders of them.
+        format: text, json or sarif.
+        fail_on: Severity from which findings make the exit code 1; "": any finding does.
+        out: Write there instead of printing.
+        select: Only these rules.
+        strict_ignores: Also name ignore comments that silence nothing.
+
+    Returns:
+        Exit code: 0 nothing found, 1 findings, 2 a file could not be looked at.
+
+    Raises:
+        HastenError: No path, an unknown format or rule, or `out` cannot be written.
+    """
+    from hasten.doctor.source.check import check
+    from hasten.doctor.source.formats import FORMATS, as_json, as_sarif, as_text, shown
+
+    if format not in FORMATS:
+        raise HastenError(
+            f"--format {format}: unknown", did_you_mean(format, FORMATS) or f"it takes: {', '.join(FORMATS)}"
+        )
+    files = named(paths, "hasten doctor --source PATHS")
+    checked = check(files, known_rules(select), strict_ignores)
+    if format == "text":
+        text = as_text(checked)
+    else:
+        plain = as_json(checked, hasten.__version__) if format == "json" else as_sarif(checked, hasten.__version__)
+        text = json.dumps(plain, indent=1) + "\n"
+    put(text, out)
+    for error in checked.errors:
+        print(f"hasten: {shown(error.path)}{f':{error.line}' if error.line else ''}: {error.message}", file=sys.stderr)
+    if checked.errors:
+        return 2
+    bad = _WORST_FIRST[: _WORST_FIRST.index(fail_on) + 1] if fail_on else _WORST_FIRST
+    return int(any(one.finding.severity in bad for one in checked.found))
+
+
+def named(paths: Sequence[str | Path], usage: str) -> list[Path]:
+    """The paths of a command line.
+
+    Raises:
+        HastenError: There is none.
+    """
+    if not paths:
+        raise HastenError("no path was named", usage)
+    return [Path(path) for path in paths]
+
+
+def known_rules(names: Collection[str]) -> frozenset[str]:
+    """Names of rules, also several with commas between them.
+
+    Raises:
+        HastenError: There is no such rule.
+    """
+    from hasten.doctor.source.rules import NAMES
+
+    chosen = [name.strip() for word in names for name in word.split(",") if name.strip()]
+    for name in chosen:
+        if name not in NAMES:
+            raise HastenError(
+                f"--select {name}: no such rule", did_you_mean(name, NAMES) or f"rules: {', '.join(NAMES)}"
+            )
+    return frozenset(chosen)
+
+
+def put(text: str, out: Path | None) -> None:
+    """Print, or write whole or not at all.
+
+    Raises:
+        HastenError: It cannot be written.
+    """
+    if out is None:
+        stream = sys.stdout
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+        stream.write(text)
+        stream.flush()
+        return
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(out)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise HastenError(f"cannot write {out}: {error.strerror}", "name a file in a folder that exists") from None

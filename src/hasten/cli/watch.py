@@ -1,0 +1,38 @@
+"""`hasten watch`: a run that is going on, live, in the browser."""
+
+from __future__ import annotations
+
+import sys
+import webbrowser
+from pathlib import Path
+
+import typer
+
+
+def watch(
+    place: Path = typer.Argument(Path(), help="The folder the run leaves its evidence in, or one of its files."),
+    port: int = typer.Option(0, min=0, max=65535, help="Port on 127.0.0.1; 0: one that is free."),
+    open_page: bool = typer.Option(False, "--open", help="Open the page in the browser."),
+) -> None:
+    """Show a run that is going on, as `hasten doctor` would, on a local web page; Ctrl-C ends it, not the run.
+
+    The run is one started by `hasten run --evidence`, `hasten doctor --evidence`, or a Trainer with a StepMonitor. The
+    page is on 127.0.0.1 only, needs the token in the printed address, and can change nothing.
+
+    From afar: ssh -L 8800:127.0.0.1:8800 HOST hasten watch --port 8800 FOLDER
+
+    Example: hasten watch runs/today
+    """
+    from hasten.report.following import Followed
+    from hasten.report.watch import Watch
+
+    followed = Followed(place)
+    served = Watch(followed.body, followed.state, followed.page, port)
+    print(served.url, flush=True)
+    print(f"hasten: watching {place.resolve()}; Ctrl-C ends this page, not the run", file=sys.stderr, flush=True)
+    if open_page:
+        webbrowser.open(served.url)
+    try:
+        served.serve()
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None

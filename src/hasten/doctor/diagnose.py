@@ -1,0 +1,186 @@
+"""Evidence -> diagnosis: the verdict, the steady step by phase, the pauses, the findings, and what was not seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from hasten.doctor.checks.base import Check
+from hasten.doctor.diagnosis import Diagnosis
+from hasten.doctor.machine_advice import advice
+from hasten.doctor.pauses import pauses
+from hasten.doctor.unseen import unseen
+from hasten.doctor.verdict import on_gpu, verdict
+from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Severity
+from hasten.techniques import CATALOGUE
+
+ROOMS = (
+    "data",
+    "transfer",
+    "memory",
+    "system",
+    "parallel",
+    "compute",
+    "shapes",
+    "optimization",
+    "convergence",
+    "safety",
+)
+_MOST_BLOCKS = 24
+_ON_GPUS = {
+    "blocking_copy",
+    "cache_emptied",
+    "cudnn_benchmark_off",
+    "cudnn_benchmark_varying",
+    "device_prefetch",
+    "fp32_on_tensor_cores",
+    "host_sync",
+    "launch_bound",
+    "moved_from_cpu",
+    "pageable_memory",
+    "synchronize_in_loop",
+    "tf32_off",
+}
+_ORDER = (Severity.HIGH, Severity.MEDIUM, Severity.LOW, Severity.NOTE)
+
+
+def diagnose(
+    evidence: Evidence,
+    source_findings: Sequence[Finding] = (),
+    unseen_besides: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> Diagnosis:
+    """Say what a run's evidence shows.
+
+    Args:
+        evidence: What it left behind; any evidence gives a diagnosis, an empty one too.
+        source_findings: What was read from the script's code.
+        unseen_besides: What could not be listened to, and why.
+        notes: What was done to the run.
+    """
+    failed: list[str] = []
+    findings = merged(list(_findings(evidence, failed)), _true_here(source_findings, evidence))
+    phases = mean_phases(evidence)
+    lengths = [sum(evidence.step_phases[index]) for index in evidence.steady()]
+    return Diagnosis(
+        command=evidence.command,
+        verdict=verdict(evidence, phases),
+        phases=phases,
+        step=sum(phases.values()),
+        median=statistics.median(lengths) if lengths else 0.0,
+        spread=_spread(lengths),
+        steps=evidence.steps or len(evidence.step_phases),
+        blocks=_blocks(lengths),
+        pauses=pauses(evidence),
+        findings=tuple(findings),
+        machine=advice(evidence, phases),
+        unseen=(*unseen_besides, *unseen(evidence)),
+        notes=(*notes, *failed),
+        ended=evidence.ended,
+        error=evidence.error,
+        peak_memory_bytes=evidence.peak_memory_bytes,
+        peak_gpu_bytes=evidence.peak_gpu_bytes,
+        ran_on=evidence.machine,
+        torch=evidence.flags.torch,
+        hasten=_version(),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def mean_phases(evidence: Evidence) -> dict[str, float]:
+    """Mean seconds of a steady step by phase; nothing without steps. They add up to the mean step."""
+    steady = evidence.steady()
+    if not steady:
+        return {}
+    return {
+        name: sum(evidence.step_phases[index][number] for index in steady) / len(steady)
+        for number, name in enumerate(PHASES)
+    }
+
+
+def _spread(lengths: Sequence[float]) -> float:
+    if len(lengths) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(lengths, n=4, method="inclusive")
+    return high - low
+
+
+def _blocks(lengths: Sequence[float]) -> tuple[float, ...]:
+    """Means of stretches of equally many steps: neighbours are alike, so single steps would seem to tell more."""
+    count = min(_MOST_BLOCKS, len(lengths))
+    ends = [len(lengths) * number // count for number in range(count + 1)] if count else []
+    return tuple(statistics.fmean(lengths[begin:end]) for begin, end in itertools.pairwise(ends))
+
+
+def checks(failed: list[str]) -> list[type[Check]]:
+    """Every check of `hasten.doctor.checks`; a room that cannot be opened is named in `failed`."""
+    found: list[type[Check]] = []
+    for room in ROOMS:
+        try:
+            found += importlib.import_module(f"hasten.doctor.checks.{room}").CHECKS
+        except Exception as error:  # one broken room must not hide the others
+            failed.append(_failure(f"the checks of {room}", error))
+    return found
+
+
+def _findings(evidence: Evidence, failed: list[str]) -> Iterable[Finding]:
+    """What every technique and check says; one that fails is named in `failed`."""
+    for name, technique in CATALOGUE.items():
+        try:
+            finding = technique.finding(evidence)
+        except Exception as error:  # a check that raises must not hide the rest
+            failed.append(_failure(f"the finding of {name}", error))
+        else:
+            if finding is not None:
+                yield finding
+    for check in checks(failed):
+        try:
+            yield from check.findings(evidence)
+        except Exception as error:  # as above
+            failed.append(_failure(f"the check {check.name}", error))
+
+
+def _failure(what: str, error: Exception) -> str:
+    return f"{what} failed, which is a fault of hasten's: {type(error).__name__}: {error}".splitlines()[0]
+
+
+def _true_here(read: Sequence[Finding], evidence: Evidence) -> list[Finding]:
+    """What was read from the source, without what only a GPU makes true if the run trained without one."""
+    trained_without = evidence.step_phases and not on_gpu(evidence)
+    return [finding for finding in read if not (trained_without and finding.name in _ON_GPUS)]
+
+
+def merged(measured: Sequence[Finding], read: Sequence[Finding]) -> list[Finding]:
+    """Findings of the run and of its source, each once, worst first.
+
+    Of one that is in both the measured one is kept, and takes its place from the source where it has none itself. One
+    that is only in the source stays as a note: whether it costs anything was not measured.
+    """
+    findings = []
+    used: set[int] = set()
+    for finding in measured:
+        here = [(number, other) for number, other in enumerate(read) if other.name == finding.name]
+        used.update(number for number, other in here if not finding.file or _same_place(finding, other))
+        if not finding.file and here:
+            finding = dataclasses.replace(finding, file=here[0][1].file, line=here[0][1].line)
+        findings.append(finding)
+    for number, finding in enumerate(read):
+        if number not in used:
+            findings.append(dataclasses.replace(finding, severity=Severity.NOTE, how_known=HowKnown.READ))
+    return sorted(findings, key=lambda one: (_ORDER.index(one.severity), -(one.worth or 0.0), one.name))
+
+
+def _same_place(one: Finding, other: Finding) -> bool:
+    return abs(one.line - other.line) <= 3 and one.file.rpartition("/")[2] == other.file.rpartition("/")[2]
+
+
+def _version() -> str:
+    try:
+        return version("hasten")
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,63 @@
+"""Stacks of a running Python process by py-spy, an optional tool (`pip install 'hasten[flame]'`)."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+_RATE = 200  # samples per second
+_GRACE = 10.0
+_BEGINS = re.compile(r"(_worker_loop \(torch|_Bench\._burn \(hasten)")  # below these, batches are made
+_WAITS = re.compile(r"^[\w.]*\b_?(wait|accept|select|poll) \((threading|socket|selectors|multiprocessing/\w+)\.py")
+
+
+def record(pid: int, seconds: float, out: Path) -> tuple[str, str]:
+    """Stacks of a process, folded ("outer;inner 12" a line), and whose they are; or "" and why there are none.
+
+    Args:
+        pid: The process.
+        seconds: For how long it is watched, at least one.
+        out: A file for py-spy to write to.
+    """
+    spy = Path(sys.executable).with_name("py-spy")
+    program = str(spy) if spy.is_file() else shutil.which("py-spy")
+    if program is None:
+        return "", "no flame graph: py-spy is not there; pip install 'hasten[flame]'"
+    duration = str(max(1, round(seconds)))
+    line = [program, "record", "-f", "raw", "-r", str(_RATE), "-d", duration, "-o", str(out), "-p", str(pid)]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=seconds + _GRACE, check=False)
+    except subprocess.TimeoutExpired:
+        return "", f"no flame graph: py-spy did not end within {seconds + _GRACE:.0f} s"
+    except OSError as error:
+        return "", f"no flame graph: {program}: {error.strerror}"
+    stacks = loading(out.read_text(errors="replace")) if out.is_file() else ""
+    if stacks:
+        return stacks, f"{_RATE} samples per second of a process that only loads, while it was not waiting (py-spy)"
+    said = " ".join((done.stderr or done.stdout).split())
+    if any(word in said.lower() for word in ("permission", "operation not permitted", "ptrace", "root")):
+        return "", (
+            "no flame graph: this system does not let py-spy look into another process (ptrace). In a container: "
+            "docker run --cap-add SYS_PTRACE; else sysctl kernel.yama.ptrace_scope=0, or run hasten as root"
+        )
+    return "", f"no flame graph: py-spy saw nothing{f': {said[-200:]}' if said else ''}"
+
+
+def loading(stacks: str) -> str:
+    """Of folded stacks, what makes batches and passes them on: without what started the process, and without waits.
+
+    >>> loading("main (a.py:1);_worker_loop (torch/utils/data/_utils/worker.py:3);fetch (b.py:2) 7")
+    'fetch (b.py:2) 7'
+    """
+    kept = []
+    for line in stacks.splitlines():
+        stack, _, count = line.rpartition(" ")
+        frames = stack.split(";")
+        if not frames[-1] or _WAITS.match(frames[-1]):
+            continue
+        begins = max((index for index, frame in enumerate(frames[:-1]) if _BEGINS.search(frame)), default=-1)
+        kept.append(f"{';'.join(frames[begins + 1 :])} {count}")
+    return "\n".join(kept)

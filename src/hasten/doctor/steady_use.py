@@ -1,0 +1,88 @@
+"""What was used of the machine while the steady steps ran, as means."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hasten.evidence import Evidence, Use
+
+
+@dataclass(frozen=True)
+class SteadyUse:
+    """Means over the steady steps; all in the units of `hasten.evidence.Use`.
+
+    Attributes:
+        samples: How many there were.
+        cpu, main, workers: Cores' worth of CPU.
+        high_cpu: What `cpu` reached or exceeded in one sample of twenty.
+        worker_count: Loader workers.
+        machine: Share of all cores of the machine that was busy, whoever used them; `others`: cores' worth of CPU that
+            other processes used. Both over the whole run.
+        waiting: Share of time in which the CPUs waited for disks.
+        gpus: How many GPUs worked at all; `gpu`: their mean share busy.
+    """
+
+    samples: int
+    cpu: float
+    high_cpu: float
+    main: float
+    workers: float
+    worker_count: float
+    machine: float
+    others: float
+    waiting: float
+    disk_read: float
+    disk_write: float
+    net_in: float
+    net_out: float
+    gpus: int
+    gpu: float
+
+
+def steady_use(evidence: Evidence) -> SteadyUse | None:
+    """The use during the steady steps; None where nobody sampled, or no sample fell into them."""
+    use, steady = evidence.use, evidence.steady()
+    if use is None or not use.at or not steady:
+        return None
+    first = evidence.step_start[steady[0]]
+    last = evidence.step_start[steady[-1]] + sum(evidence.step_phases[steady[-1]])
+    within = [index for index, at in enumerate(use.at) if first < at <= last]
+    if not within:
+        return None
+    busy = [_mean(gpu.busy, within) for gpu in use.gpus]
+    working = [share for share in busy if share > 0.01]
+    cpu = sorted(_picked(use.cpu, within)) or [0.0]
+    return SteadyUse(
+        samples=len(within),
+        cpu=statistics.fmean(cpu),
+        high_cpu=cpu[min(len(cpu) - 1, int(0.95 * len(cpu)))],
+        main=_mean(use.main, within),
+        workers=_mean(use.workers, within),
+        worker_count=_mean(use.worker_count, within),
+        machine=statistics.fmean(use.cores) if use.cores else 0.0,
+        others=max(0.0, sum(use.cores) - statistics.fmean(use.cpu)) if use.cores and use.cpu else 0.0,
+        waiting=_mean(use.waiting, within),
+        disk_read=_mean(use.disk_read, within),
+        disk_write=_mean(use.disk_write, within),
+        net_in=_mean(use.net_in, within),
+        net_out=_mean(use.net_out, within),
+        gpus=len(working),
+        gpu=statistics.fmean(working) if working else 0.0,
+    )
+
+
+def peak_memory(evidence: Evidence) -> int:
+    """Bytes of memory the training took at its highest, as far as anybody saw."""
+    use = evidence.use or Use()
+    return max([evidence.peak_memory_bytes, *use.rss])
+
+
+def _picked(column: Sequence[float], within: Sequence[int]) -> list[float]:
+    return [float(column[index]) for index in within if index < len(column)]
+
+
+def _mean(column: Sequence[float], within: Sequence[int]) -> float:
+    picked = _picked(column, within)
+    return statistics.fmean(picked) if picked else 0.0

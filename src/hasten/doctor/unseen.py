@@ -1,0 +1,62 @@
+"""What could not be seen of a run, and why."""
+
+from __future__ import annotations
+
+from hasten.doctor.steady_use import steady_use
+from hasten.doctor.verdict import on_gpu
+from hasten.evidence import Evidence
+
+_FEW_SAMPLES = 4
+
+
+def unseen(evidence: Evidence) -> tuple[str, ...]:
+    """Sentences, the most important first."""
+    return tuple(
+        line for line in (*_who_listened(evidence), *_gpu(evidence), *_machine(evidence), *_rest(evidence)) if line
+    )
+
+
+def _who_listened(evidence: Evidence) -> list[str]:
+    by = {"run": "`hasten run`", "trainer": "the Trainer", "": "the Trainer", "trial": "a trial of `hasten tune`"}
+    who = by.get(evidence.listened)
+    if who is not None:
+        return [
+            f"lines, layers, inputs and use of the machine: {who} listens to steps only; `hasten doctor SCRIPT` looks"
+        ]
+    sampled = evidence.sampled
+    if not evidence.step_phases or evidence.listened == "live":
+        return []
+    if sampled is None:
+        return ["layers and operators: no step was looked into"]
+    return [f"layers and operators: {sampled.skipped}"] if sampled.skipped else []
+
+
+def _gpu(evidence: Evidence) -> list[str]:
+    if evidence.machine.device != "cuda":
+        return ["the GPU: this machine has none, so nothing is said of copies, host syncs, kernels or precision there"]
+    if on_gpu(evidence) and not evidence.device_clock:
+        return ["the GPU's own clock: phases are times of the calls that start its work"]
+    return []
+
+
+def _machine(evidence: Evidence) -> list[str]:
+    if evidence.listened not in ("doctor", "live") or not evidence.step_phases:
+        return []
+    use = steady_use(evidence)
+    if use is None:
+        why = "its steady steps were over before a sample was taken" if evidence.use is not None else "none was taken"
+        return [f"use of the machine: {why}; more --steps show it"]
+    if use.samples < _FEW_SAMPLES:
+        return [
+            f"use of the machine: only {use.samples} samples fell into the steady steps; more --steps show it better"
+        ]
+    return []
+
+
+def _rest(evidence: Evidence) -> list[str]:
+    lines = []
+    if evidence.flags.distributed > 1:
+        lines.append(f"ranks other than {evidence.rank} of {evidence.flags.distributed}: one is listened to")
+    if evidence.every > 1:
+        lines.append(f"every step: of {evidence.steps} steps every {evidence.every}th was kept")
+    return [*lines, *evidence.skipped]

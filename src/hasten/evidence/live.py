@@ -1,0 +1,220 @@
+"""A run that is going on, in a small file that is rewritten about once a second. Reads no device; no torch.
+
+`hasten watch` reads it, and `doctor` falls back on it where a run was killed before it could leave its evidence. The
+file lies beside the evidence that is to come: `evidence.live.json` beside `evidence.json` (`live_path`). It is
+replaced whole, so a reader never sees half of one, and it is removed once the evidence itself is written. One that
+stays behind is that of a run that was killed: its `pid` is gone, or `updated` is long past.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hasten.errors import HastenError
+from hasten.evidence.machine import this_machine
+from hasten.evidence.schema import Evidence, Flags, Pass
+
+SCHEMA = "hasten-live/1"
+_STEPS = 600  # of the last steps kept; the file stays below 100 kB
+_PASSES = 50
+_SHARE = 0.001  # of a core that the writer may take at the most: where a snapshot is dear, it comes more rarely
+
+
+@dataclass(frozen=True)
+class Live:
+    """A run that is going on.
+
+    Attributes:
+        pid: Of the process that trains.
+        command: The script and its arguments.
+        evidence: Where the evidence will be when the run is over, "" if nowhere.
+        started, updated: Seconds since 1970, by the wall clock: the run's clock at 0, and this snapshot.
+        clock: The run's own clock at this snapshot: seconds since `started`; `origin` as in the evidence.
+        steps: How many training steps are over; `step`: the number of the one that goes on, -1 between steps.
+        step_of: "batch" or "optimizer", as in the evidence.
+        every: Every which of the steps is listed here.
+        numbers: Number (from 0) of each listed step; the last 600 at the most.
+        step_start, step_phases: Of the listed steps, as in the evidence.
+        passes: The last 50 passes through loaders that are over.
+        skipped: What a tap could not do and why.
+    """
+
+    pid: int
+    command: tuple[str, ...]
+    started: float
+    updated: float
+    clock: float
+    origin: float
+    steps: int
+    step: int
+    step_of: str
+    every: int
+    numbers: tuple[int, ...]
+    step_start: tuple[float, ...]
+    step_phases: tuple[tuple[float, ...], ...]
+    passes: tuple[Pass, ...]
+    skipped: tuple[str, ...]
+    evidence: str = ""
+    schema: str = SCHEMA
+
+    def as_evidence(self, error: str) -> Evidence:
+        """What it tells, in the shape of evidence: for a run that left nothing else.
+
+        Args:
+            error: What ended the run: "killed by SIGKILL".
+        """
+        first = self.numbers[0] if self.numbers else 0
+        return Evidence(
+            command=self.command,
+            machine=this_machine(),
+            flags=Flags(),
+            loaders=(),
+            models=(),
+            optimizers=(),
+            step_start=self.step_start,
+            step_phases=self.step_phases,
+            losses=(None,) * len(self.step_start),
+            validations=(),
+            passes=self.passes,
+            step_of=self.step_of,
+            ended="failed",
+            ended_at=self.clock,
+            steps=self.steps,
+            every=self.every,
+            error=error,
+            skipped=(*self.skipped, f"steps before {first}: killed before it left its evidence")
+            if first
+            else self.skipped,
+            origin=self.origin,
+            pid=self.pid,
+            listened="live",
+        )
+
+
+def live_path(evidence: Path) -> Path:
+    """Where the live file of a run lies that will leave this evidence.
+
+    >>> live_path(Path("runs/today/evidence.json")).as_posix()
+    'runs/today/evidence.live.json'
+    """
+    return evidence.with_name(f"{evidence.stem}.live.json")
+
+
+def read_live(path: Path) -> Live:
+    """Read the snapshot of a run.
+
+    Raises:
+        HastenError: No such file (the run is over, or has not begun to train), or not a live file of this schema.
+    """
+    from pydantic import TypeAdapter
+
+    try:
+        data = json.loads(path.read_bytes())
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise HastenError(f"{path} is not a live file of the schema {SCHEMA}", "start the run with this hasten")
+        return TypeAdapter(Live).validate_python(data)
+    except FileNotFoundError:
+        raise HastenError(f"no run is going on at {path}") from None
+    except OSError as error:
+        raise HastenError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, TypeError, LookupError) as error:  # pydantic's ValidationError is a ValueError
+        raise HastenError(f"{path} is not a live file of the schema {SCHEMA}: {error}") from None
+
+
+class LiveFile:
+    """Rewrites a run's live file from a thread of its own, about once a second and for at most 0.1 % of a core.
+
+    Args:
+        path: The file.
+        command: The script and its arguments.
+        evidence: Where the evidence will be.
+        interval: Seconds between two snapshots.
+    """
+
+    def __init__(self, path: Path, command: tuple[str, ...], evidence: str = "", interval: float = 1.0) -> None:
+        self.path = path
+        self._command = command
+        self._evidence = evidence
+        self._interval = interval
+        self.forked()
+
+    def forked(self) -> None:
+        """In a forked child the thread is gone, and the file is its parent's."""
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._written = False
+
+    def start(self, recorder: Any, skipped: list[str], trains: Callable[[], bool] = lambda: True) -> None:
+        """Begin to write.
+
+        Args:
+            recorder: The run's phase clock.
+            skipped: Where it is noted what could not be done: here, if the file cannot be written.
+            trains: Whether this process has anything to do with training; nothing is written before it does.
+        """
+        threading.Thread(target=self._go_on, args=(recorder, skipped, trains), name="hasten-live", daemon=True).start()
+
+    def remove(self) -> None:
+        """The evidence is written, or will never be: end the thread and remove the file."""
+        self._over.set()
+        with self._lock:
+            if self._written:
+                self._written = False
+                self.path.unlink(missing_ok=True)
+
+    def _go_on(self, recorder: Any, skipped: list[str], trains: Callable[[], bool]) -> None:
+        pause, over, lock = self._interval, self._over, self._lock
+        while not over.wait(pause):
+            began = time.thread_time()
+            try:
+                if trains():
+                    text = json.dumps(self._snapshot(recorder, skipped))
+                    with lock:
+                        if not over.is_set():
+                            self._write(text)
+            except Exception as error:  # a convenience: the run goes on without it
+                skipped.append(f"the live file: {type(error).__name__}: {error}".splitlines()[0])
+                return
+            pause = max(self._interval, (time.thread_time() - began) / _SHARE)
+
+    def _write(self, text: str) -> None:
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        temporary.write_text(text)
+        temporary.replace(self.path)
+        self._written = True
+
+    def _snapshot(self, recorder: Any, skipped: list[str]) -> dict[str, Any]:
+        while True:  # the training goes on meanwhile, and may thin out what it keeps
+            every, kept = recorder.every, len(recorder.step_start)
+            first = max(0, kept - _STEPS)
+            start, phases = recorder.step_start[first:kept], recorder.step_phases[first:kept]
+            if recorder.every == every and len(start) == len(phases) == kept - first:
+                break
+        clock = recorder.now() - recorder.origin
+        now = time.time()
+        return {
+            "schema": SCHEMA,
+            "pid": os.getpid(),
+            "command": self._command,
+            "evidence": self._evidence,
+            "started": now - clock,
+            "updated": now,
+            "clock": clock,
+            "origin": recorder.origin,
+            "steps": recorder.steps,
+            "step": recorder.step_in_progress(),
+            "step_of": recorder.step_of,
+            "every": every,
+            "numbers": [index * every for index in range(first, kept)],
+            "step_start": start,
+            "step_phases": phases,
+            "passes": [vars(over) for over in recorder.passes[-_PASSES:]],
+            "skipped": list(skipped),
+        }

@@ -1,0 +1,131 @@
+"""What something is worth: seconds as a share of the steady step."""
+
+from __future__ import annotations
+
+from hasten.evidence.finding import Finding, HowKnown, severity_of, split_place
+from hasten.evidence.observed import Layer, Measurement
+from hasten.evidence.schema import Evidence, Phase
+
+COMPUTE = (Phase.FORWARD, Phase.BACKWARD)
+LEAST = 0.01
+"""What a finding about time must be worth to be given."""
+
+
+def steady_steps(evidence: Evidence) -> list[int]:
+    """The steps that count; all of them where a run was too short to leave any out."""
+    return evidence.steady() or list(range(len(evidence.step_phases)))
+
+
+def seconds_of(evidence: Evidence, *phases: Phase) -> float:
+    """Mean seconds of these phases in a steady step."""
+    steps = steady_steps(evidence)
+    return sum(evidence.step_phases[step][phase] for step in steps for phase in phases) / len(steps) if steps else 0.0
+
+
+def steady_seconds(evidence: Evidence) -> float:
+    """Mean length of a steady step in seconds, without validation and checkpoints; 0 without steps."""
+    left_out = (Phase.VALIDATION, Phase.CHECKPOINT)
+    return seconds_of(evidence, *(phase for phase in Phase if phase not in left_out))
+
+
+def share_of(evidence: Evidence, seconds: float) -> float:
+    """Seconds per step as a share of the steady step, 0 to 1; 0 where no step is known."""
+    step = steady_seconds(evidence)
+    return min(1.0, max(0.0, seconds / step)) if step > 0 and seconds == seconds else 0.0
+
+
+def on_gpu(evidence: Evidence) -> bool:
+    """Whether the model was trained on an NVIDIA GPU."""
+    return evidence.machine.device == "cuda" and any(model.device == "cuda" for model in evidence.models)
+
+
+def timed(
+    name: str,
+    what: str,
+    fix: str,
+    worth: float,
+    how_known: HowKnown,
+    *,
+    place: str = "",
+    where: str = "",
+    details: tuple[str, ...] = (),
+    technique: str = "",
+    setting: str = "",
+    sources: tuple[str, ...] = (),
+) -> Finding | None:
+    """A finding about time; None where it is worth less than 1 % of the step. `place` is `file:line`, or ""."""
+    if not worth >= LEAST:
+        return None
+    worth = min(1.0, worth)
+    file, line = split_place(place)
+    return Finding(
+        name, what, fix, severity_of(worth), worth, how_known, file, line, where, details, technique, setting, sources
+    )
+
+
+def saved(evidence: Evidence, tried: list[Measurement]) -> float:
+    """Share of the step that a change saves, from what it did to these layers: what some lose counts against it.
+
+    Only what was beyond the noise counts. Layers by themselves may be slower than they were within the run: together
+    they are taken to be no more than its forward and backward.
+    """
+    taken = sum(one.before * one.calls for one in tried)
+    compute = seconds_of(evidence, *COMPUTE)
+    scale = min(1.0, compute / taken) if taken > 0 else 0.0
+    return share_of(evidence, scale * sum(one.saved * one.calls for one in tried))
+
+
+def gain_of(tried: list[Measurement]) -> float:
+    """How much less time these take together, as a share of what they took."""
+    before = sum(one.before * one.calls for one in tried)
+    return 1 - sum(one.after * one.calls for one in tried) / before if before > 0 else 0.0
+
+
+def place_of(evidence: Evidence, tried: Measurement) -> str:
+    """`file:line` of the layer that a measurement was about, "" if it is not known."""
+    path = tried.where.partition(" and ")[0]
+    return next((layer.where for layer in evidence.layers if layer.path == path), "")
+
+
+def in_words(tried: Measurement) -> str:
+    """A measurement as a line of a finding's details."""
+    times = f"{short(tried.before)} -> {short(tried.after)}, faster in {tried.wins:.0%} of {tried.turns} turns"
+    return f"{tried.where}: {tried.what}: {times}" if tried.where else f"{tried.what}: {times}"
+
+
+def short(seconds: float) -> str:
+    """Seconds in the unit that suits them.
+
+    >>> short(0.00123), short(2.5e-5), short(3.0)
+    ('1.23 ms', '25 us', '3 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def products(evidence: Evidence, convolutions: bool = True) -> float:
+    """Seconds per step in what tensor cores are for, in the sampled steps: matrix products and convolutions."""
+    if evidence.sampled is None:
+        return 0.0
+    telling = ("mm", "linear", "matmul", "lstm", "gru", "rnn", *(("conv",) if convolutions else ()))
+    return sum(
+        one.device_seconds or one.seconds
+        for one in evidence.sampled.operators
+        if any(word in one.name.rpartition("::")[2].lower() for word in telling)
+    )
+
+
+def size_of(layer: Layer) -> str:
+    """A layer in words: "Linear 768 -> 3072", "Conv2d 3 -> 64, 7x7".
+
+    >>> size_of(Layer("head", "Linear", {"in_features": 768, "out_features": 50257}))
+    'Linear 768 -> 50257'
+    """
+    sizes = layer.sizes
+    for left, right in (("in_features", "out_features"), ("in_channels", "out_channels")):
+        if left in sizes and right in sizes:
+            kernel = f", {sizes['kernel_size']}x{sizes['kernel_size']}" if "kernel_size" in sizes else ""
+            return f"{layer.kind} {sizes[left]} -> {sizes[right]}{kernel}"
+    return " ".join([layer.kind, *(f"{name}={size}" for name, size in sizes.items())])

@@ -1,0 +1,214 @@
+"""What a diagnosis says, in sentences and figures; the terminal and the page print the same ones."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hasten.doctor.diagnosis import Diagnosis
+from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Severity, Stages, Use
+from hasten.report import words
+
+NOTHING = "Nothing found that costs more than 1 % of a step."
+_ORDER = {Severity.HIGH: 0, Severity.MEDIUM: 1, Severity.LOW: 2, Severity.NOTE: 3}
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """One phase of a steady step: seconds, and whole percent; the percents of all rows add up to 100."""
+
+    name: str
+    label: str
+    seconds: float
+    percent: int
+
+    @property
+    def share(self) -> str:
+        """In words."""
+        return f"{self.percent} %" if self.percent else "<1 %"
+
+
+def phase_rows(diagnosis: Diagnosis) -> list[PhaseRow]:
+    """The phases that took any time, in the order of a step."""
+    names = [name for name in dict.fromkeys([*PHASES, *diagnosis.phases]) if _positive(diagnosis.phases.get(name))]
+    seconds = [diagnosis.phases[name] for name in names]
+    return [
+        PhaseRow(name, words.phase(name), amount, percent)
+        for name, amount, percent in zip(names, seconds, _percents(seconds), strict=True)
+    ]
+
+
+def _positive(value: float | None) -> bool:
+    return value is not None and words.known(value) and value > 0
+
+
+def _percents(amounts: Sequence[float]) -> list[int]:
+    """Whole percents that add up to 100: what rounding down leaves goes to those cut most."""
+    whole = sum(amounts)
+    exact = [amount / whole * 100 for amount in amounts]
+    percents = [int(value) for value in exact]
+    cut_most = sorted(range(len(exact)), key=lambda index: percents[index] - exact[index])
+    for index in cut_most[: 100 - sum(percents)]:
+        percents[index] += 1
+    return percents
+
+
+def worst_first(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings by severity, then by worth."""
+    return sorted(findings, key=lambda one: (_ORDER[one.severity], -(one.worth or 0.0)))
+
+
+def place(finding: Finding) -> str:
+    """`file:line`, relative to the current folder where that is shorter; else the module path; else ""."""
+    if not finding.file:
+        return words.clean(finding.where)
+    path = shorter(finding.file)
+    return words.clean(f"{path}:{finding.line}" if finding.line else path)
+
+
+def shorter(path: str) -> str:
+    """A path relative to the current folder, where that is shorter."""
+    try:
+        relative = os.path.relpath(path)
+    except (ValueError, OSError):  # a null byte, or the current folder is gone
+        return path
+    return relative if len(relative) < len(path) else path
+
+
+def worth(finding: Finding) -> str:
+    """What it may be worth, and how that is known."""
+    if finding.how_known is HowKnown.READ:
+        return "read from code, not measured"
+    if finding.worth is None or not words.known(finding.worth):
+        return ""
+    share = f"up to {finding.worth * 100:.0f} %" if finding.worth >= 0.01 else "less than 1 %"
+    return f"{share} of the step, {finding.how_known.value}"
+
+
+def listened_to(diagnosis: Diagnosis) -> str:
+    """The training, and how much of it was seen."""
+    text = words.command(diagnosis.command) or "a run"
+    return f"{text} ({words.count(diagnosis.steps, 'training step')} seen)"
+
+
+def step_line(diagnosis: Diagnosis) -> str:
+    """The steady step in one line; "" without steps."""
+    if not _positive(diagnosis.step):
+        return ""
+    parts = [f"mean {words.duration(diagnosis.step)}"]
+    if _positive(diagnosis.median):
+        parts.append(f"median {words.duration(diagnosis.median)}")
+        if _positive(diagnosis.spread):
+            parts.append(f"middle half within {words.duration(diagnosis.spread)}")
+    return ", ".join(parts)
+
+
+def asides(diagnosis: Diagnosis, evidence: Evidence | None) -> list[tuple[str, str]]:
+    """What belongs beside the phases, each with a word for it: the steady step, pauses, a batch's stages, use."""
+    lines = [
+        ("steady", step_line(diagnosis)),
+        ("pauses", _pauses(diagnosis)),
+        ("outliers", _outliers(diagnosis)),
+        ("trend", _trend(diagnosis)),
+        ("batch", stage_line(evidence)),
+        ("used", use_line(evidence)),
+    ]
+    return [(label, line) for label, line in lines if line]
+
+
+def _pauses(diagnosis: Diagnosis) -> str:
+    seen, parts = diagnosis.pauses, []
+    if _positive(seen.start_up):
+        parts.append(f"start-up {words.duration(seen.start_up)}")
+    if _positive(seen.first_step):
+        parts.append(f"first step {words.duration(seen.first_step)}{_as_often(seen.first_step, diagnosis.median)}")
+    waits = [wait for wait in seen.epoch_starts if _positive(wait)]
+    if waits:
+        epochs = f"{len(waits)} epochs" if len(waits) > 1 else "the epoch"
+        parts.append(f"{words.duration(statistics.fmean(waits))} of waiting as {epochs} began")
+    return ", ".join(parts)
+
+
+def _outliers(diagnosis: Diagnosis) -> str:
+    """Steps far longer than the others."""
+    outliers = [(step, seconds) for step, seconds in diagnosis.pauses.outliers if _positive(seconds)]
+    if not outliers:
+        return ""
+    step, longest = max(outliers, key=lambda one: one[1])
+    total = words.duration(sum(seconds for _, seconds in outliers))
+    if len(outliers) == 1:
+        return f"step {step} took {total}, over three times the median"
+    return f"{len(outliers)} steps over three times the median, {total} in all; step {step}: {words.duration(longest)}"
+
+
+def _trend(diagnosis: Diagnosis) -> str:
+    trend = diagnosis.pauses.trend
+    if not words.known(trend) or abs(trend) < 0.05:
+        return ""
+    return f"steps became {abs(trend) * 100:.0f} % {'slower' if trend > 0 else 'faster'} from first quarter to last"
+
+
+def _as_often(seconds: float, median: float) -> str:
+    return f" (as {seconds / median:,.0f} others)" if _positive(median) and seconds >= 3 * median else ""
+
+
+def stage_line(evidence: Evidence | None) -> str:
+    """What the training loader's batch is made of, in one process; "" where nobody looked."""
+    if evidence is None:
+        return ""
+    train = [index for index, loader in enumerate(evidence.loaders) if loader.role == "train"]
+    stages = next((one for one in evidence.stages if not train or one.loader in train), None)
+    if stages is None or not _positive(stages.seconds):
+        return ""
+    timed = stage_parts(stages)
+    percents = _percents([seconds for _, seconds in timed])
+    parts = [f"{name} {percent} %" for (name, _), percent in zip(timed, percents, strict=True) if percent]
+    return f"{words.duration(stages.seconds)} in one process: {', '.join(parts)}"
+
+
+def stage_parts(stages: Stages) -> list[tuple[str, float]]:
+    """The stages that took any time, in seconds per batch."""
+    parts = {
+        "read": stages.read,
+        "decode": stages.decode,
+        "transform": stages.transform,
+        "collate": stages.collate,
+        "own code": stages.other,
+    }
+    return [(name, seconds) for name, seconds in parts.items() if _positive(seconds)]
+
+
+def use_line(evidence: Evidence | None) -> str:
+    """What was used of the machine, in one line; "" where nobody looked."""
+    if evidence is None:
+        return ""
+    use, parts = evidence.use or Use(), []
+    if cpu := finite(use.cpu):
+        parts.append(f"{statistics.fmean(cpu):.1f} of {words.count(evidence.machine.cores, 'core')}")
+    if peak := peak_memory(evidence):
+        parts.append(f"at most {words.size(peak)} of {words.size(evidence.machine.memory_bytes)} memory")
+    for number, gpu in enumerate(use.gpus):
+        name = f"GPU {number}" if len(use.gpus) > 1 else "GPU"
+        if busy := finite(gpu.busy):
+            parts.append(f"{name} {statistics.fmean(busy) * 100:.0f} % busy")
+        if memory := finite(gpu.memory):
+            parts.append(f"{name} memory at most {words.size(int(max(memory)))} of {words.size(gpu.memory_total)}")
+    return ", ".join(parts)
+
+
+def peak_memory(evidence: Evidence) -> int:
+    """Most bytes of memory that the training's processes were seen to take."""
+    return int(max([*finite(evidence.use.rss if evidence.use else ()), evidence.peak_memory_bytes]))
+
+
+def finite(values: Sequence[float] | Sequence[int]) -> list[float]:
+    """The values that can be shown."""
+    return [float(value) for value in values if words.known(value)]
+
+
+def techniques(diagnosis: Diagnosis) -> list[str]:
+    """Techniques that bring cures of findings that cost time, the worst first."""
+    costly = [one for one in worst_first(diagnosis.findings) if one.technique and one.severity is not Severity.NOTE]
+    return list(dict.fromkeys(words.clean(one.technique) for one in costly))

@@ -1,0 +1,44 @@
+"""What every HTML page is made with: templates in which all text is escaped, and a file written whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from hasten.errors import HastenError
+from hasten.report import words
+
+
+def environment() -> Environment:
+    """Jinja with every value escaped, and cleaned of what could break the page."""
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
+    )
+
+
+def _shown(value: Any) -> Any:
+    return words.clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def write_whole(text: str, path: Path) -> None:
+    """Write a page, whole or not at all.
+
+    Raises:
+        HastenError: The folder cannot be written to.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        if path.parent.is_dir():
+            temporary.unlink(missing_ok=True)
+        raise HastenError(f"cannot write the report {path}: {error}", "name a folder you can write to") from None

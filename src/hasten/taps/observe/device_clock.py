@@ -1,0 +1,238 @@
+"""Phases by the GPU's own clock: CUDA events at their boundaries, polled at later steps, never waited for.
+
+A call that starts work on a GPU returns before the work is done, so the CPU's clock shows who queued it, not what it
+took. Events mark the boundaries in the GPU's stream. Between two of them it worked for that phase or waited for it to
+be queued: where the script waits for data, the GPU's time between "asked" and "got" is what it stood still. So the
+phases add up to the GPU's time from step to step, which over a training is the wall's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hasten.evidence import Phase
+from hasten.evidence.recorder import Recorder
+
+_MOST = 64  # boundaries in a step; one with more (a validation inside) keeps the CPU's times
+_BEHIND = 64  # steps that may be queued and not done; older ones keep the CPU's times
+_PATIENCE = 3  # steps within which a training has put its model on the GPU
+
+
+class Event(Protocol):
+    """What the clock needs of `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether all the work queued before it is done."""
+
+    def elapsed_time(self, later: Any) -> float:
+        """Milliseconds from this event to a later one; both are done."""
+
+
+class Stream(Protocol):
+    """Where events are put."""
+
+    def event(self) -> Event:
+        """A new event, not yet put anywhere."""
+
+    def record(self, event: Any) -> None:
+        """Put it behind all the work queued so far."""
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured, into which no event may get."""
+
+
+class CudaStream:
+    """The current stream of one GPU.
+
+    Args:
+        device: Its index.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def event(self) -> Any:
+        """A new event."""
+        import torch
+
+        return torch.cuda.Event(enable_timing=True)
+
+    def record(self, event: Any) -> None:
+        """Put it into the stream that is current on the GPU now."""
+        import torch
+
+        if torch.cuda.current_device() == self._device:
+            event.record()
+        else:
+            event.record(torch.cuda.current_stream(self._device))
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        import torch
+
+        return torch.cuda.is_current_stream_capturing()
+
+
+def install(session: Any) -> None:
+    """Begin as soon as a model trains on a GPU; nothing is done, and torch.cuda is not touched, where none does."""
+    recorder = session.run.recorder
+    if recorder is None:
+        return
+    waiting = True
+
+    def on_step(steps: int) -> None:
+        nonlocal waiting
+        if not waiting:
+            return
+        import torch
+
+        waiting = steps < _PATIENCE
+        if torch.cuda.is_initialized() and (device := _device_of(session)) is not None:
+            waiting = False
+            watch(session, recorder, CudaStream(device))
+
+    session.on_each_step.append(on_step)
+
+
+def watch(session: Any, recorder: Recorder, stream: Stream) -> None:
+    """Let a clock on `stream` correct the recorder's steps from the next one on."""
+    clock = DeviceClock(recorder, stream)
+
+    def guarded(call: Any) -> Any:
+        def told(*args: Any) -> None:
+            if clock.works:
+                try:
+                    call(*args)
+                except Exception as error:  # a tap never breaks a script
+                    clock.works = False
+                    session.run.skip("the GPU's clock", error)
+
+        return told
+
+    recorder.listeners.append(guarded(clock.mark))
+    recorder.on_close.append(guarded(clock.read))
+    session.on_each_step.append(guarded(clock.step_over))
+    session.observers.append(clock)
+
+
+def _device_of(session: Any) -> int | None:
+    """Index of the GPU on which an outermost module's parameters are."""
+    for watched in session.run.models.values():
+        module = watched._module()
+        parameter = next(module.parameters(), None) if module is not None else None
+        if parameter is not None and parameter.device.type == "cuda":
+            return int(parameter.device.index or 0)
+    return None
+
+
+@dataclass
+class _Step:
+    """A step with the boundaries in it: each with the phase that begins there."""
+
+    at: float  # on the recorder's clock, when its first event was put into the stream
+    marks: list[tuple[Phase, Event]]
+    follows: bool  # its first event is the end of the step before
+    number: int = -1
+
+
+class DeviceClock:
+    """Puts events into a stream at the boundaries of phases, and reads them once they are done.
+
+    Args:
+        recorder: Whose steps are corrected.
+        stream: Where the events go.
+    """
+
+    def __init__(self, recorder: Recorder, stream: Stream) -> None:
+        self.works = True
+        self._recorder = recorder
+        self._stream = stream
+        self._pool: list[Event] = []
+        self._inside: list[Phase] = []
+        self._step: _Step | None = None
+        self._untouched = False  # nothing was marked since the step began
+        self._queued: deque[tuple[_Step, Event]] = deque()  # steps that are over on the CPU, with their last event
+        self._last_end = 0.0  # of the last step that was read, on the recorder's clock
+        self._last = -2  # its number
+        self._read = 0
+
+    def mark(self, phase: Phase, begins: bool) -> None:
+        """A phase begins or ends (see `Recorder.listeners`)."""
+        if phase == Phase.DATA and begins and not self._recorder.within_another():
+            self._begin()
+            return
+        if begins:
+            self._inside.append(phase)
+        elif self._inside and self._inside[-1] == phase:
+            self._inside.pop()
+        step = self._step
+        if step is None:
+            return
+        if self._stream.capturing() or len(step.marks) >= _MOST:
+            self._step = None
+            return
+        if phase == Phase.TRANSFER and step.marks[-1][0] == Phase.OTHER:  # of a copy only its end is told
+            step.marks[-1] = (Phase.TRANSFER, step.marks[-1][1])
+        self._untouched = False
+        step.marks.append((self._inside[-1] if self._inside else Phase.OTHER, self._now()))
+
+    def step_over(self, steps: int) -> None:
+        """So many steps are over; the next one begins with the event that ends this one."""
+        end = self._now()
+        step = self._step
+        if step is not None:
+            step.number = steps - 1
+            self._queued.append((step, end))
+        self._inside.clear()
+        self._step = _Step(self._recorder.now(), [(Phase.OTHER, end)], step is not None)
+        self._untouched = True
+        if len(self._queued) > _BEHIND:
+            self._queued.popleft()
+        self.read()
+
+    def read(self) -> None:
+        """Read the steps whose events are done."""
+        while self._queued and self._queued[0][1].query():
+            self._correct(*self._queued.popleft())
+
+    def _begin(self) -> None:
+        """A batch is asked for: a step begins, with the end of the last one if nothing lies between."""
+        self._inside[:] = [Phase.DATA]
+        if self._untouched and self._step is not None:
+            self._step.marks[0] = (Phase.DATA, self._step.marks[0][1])
+        else:
+            self._step = _Step(self._recorder.now(), [(Phase.DATA, self._now())], False)
+        self._untouched = False
+
+    def _now(self) -> Event:
+        event = self._pool.pop() if self._pool else self._stream.event()
+        self._stream.record(event)
+        return event
+
+    def _correct(self, step: _Step, end: Event) -> None:
+        recorder = self._recorder
+        index, rest = divmod(step.number, recorder.every)
+        if rest or index >= len(recorder.step_phases):
+            before: list[float] = []
+        else:
+            before = recorder.step_phases[index]
+        if before and not before[Phase.VALIDATION] and not before[Phase.CHECKPOINT]:
+            phases = [0.0] * len(Phase)
+            events = [event for _, event in step.marks] + [end]
+            for (phase, event), following in zip(step.marks, events[1:], strict=True):
+                phases[phase] += max(0.0, event.elapsed_time(following)) / 1000
+            if step.follows and self._last == step.number - 1:
+                start = self._last_end
+            else:  # the first of a pass: its loader was set up before the first event
+                start = max(recorder.step_start[index] + recorder.origin, self._last_end)
+                phases[Phase.DATA] += max(0.0, step.at - start)
+            recorder.measured(step.number, start, phases)
+            self._last, self._last_end = step.number, start + sum(phases)
+            self._read += 1
+        self._pool += [event for _, event in step.marks]
+
+    def facts(self) -> dict[str, Any]:
+        """`device_clock`, if steps were read."""
+        return {"device_clock": True} if self._read else {}

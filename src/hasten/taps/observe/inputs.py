@@ -1,0 +1,185 @@
+"""What the training loader's first batches hold, and which sizes came later."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from hasten.evidence import Inputs
+from hasten.evidence.recorder import Recorder
+
+_ALL = 64  # batches of a loader whose shapes are all looked at
+_EVERY = 16  # later only every so many
+_SHAPES = 64  # distinct shapes that are told apart
+_KEPT = 4  # first batches that are looked into
+_NUMBERS = 65_536  # of a batch that is looked into, at the most (about)
+_STEPS_DISTURBED = 4
+
+
+def install(session: Any) -> None:
+    """Look at what loaders give, behind the tap that times them."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    recorder = session.run.recorder
+    if recorder is None:
+        return
+    watch = InputWatch(recorder)
+    session.observers.append(watch)
+    kind: Any = _BaseDataLoaderIter
+    plain = kind.__next__
+    seen, skip = watch.seen, session.run.skip
+
+    @functools.wraps(plain)
+    def __next__(self: Any) -> Any:
+        batch = plain(self)
+        try:
+            seen(self.__dict__["_hasten_loader"], batch)
+        except KeyError:  # a loader that was built before the taps were set
+            pass
+        except Exception as error:  # a batch like no other
+            skip("looking at a batch", error)
+        return batch
+
+    kind.__next__ = __next__
+
+
+class _Loader:
+    """What one loader gave."""
+
+    __slots__ = ("at", "batches", "dtype", "kept", "looked", "shapes")
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.at = 0  # the batch to look at next
+        self.looked = 0
+        self.shapes: dict[tuple[int, ...], int] = {}
+        self.dtype = ""
+        self.kept: list[Any] = []  # copies of parts of the first batches
+
+
+def inputs_of(seen: list[tuple[tuple[int, ...], Any]]) -> Inputs:
+    """What some batches hold that no loader gave: of each its shape, and the part that was kept."""
+    shapes = Counter(shape for shape, _ in seen)
+    kind = str(seen[0][1].dtype).removeprefix("torch.")
+    return Inputs(tuple(shapes.most_common()), len(seen), kind, **statistics([part for _, part in seen]))
+
+
+class InputWatch:
+    """Keeps shapes, and copies of a part of the first batches; they are read when the training is over.
+
+    Args:
+        recorder: Knows, when the training is over, which loader was trained on.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._loaders: dict[int, _Loader] = {}
+
+    def seen(self, index: int, batch: Any) -> None:
+        """A loader gave a batch."""
+        loader = self._loaders.get(index)
+        if loader is None:
+            loader = self._loaders[index] = _Loader()
+        loader.batches += 1
+        if loader.batches <= loader.at:
+            return
+        loader.at = loader.batches + (_EVERY - 1 if loader.batches >= _ALL else 0)
+        tensor = first_tensor(batch)
+        if tensor is None:
+            return
+        loader.looked += 1
+        shape = tuple(tensor.shape)
+        if shape in loader.shapes or len(loader.shapes) < _SHAPES:
+            loader.shapes[shape] = loader.shapes.get(shape, 0) + 1
+        if len(loader.kept) < _KEPT:
+            loader.dtype = str(tensor.dtype).removeprefix("torch.")
+            loader.kept.append(part_of(tensor))
+
+    def facts(self) -> dict[str, Any]:
+        """`inputs` of the loader that was trained on most, and the steps in which parts were copied."""
+        trained: dict[int, int] = {}
+        for over in self._recorder.passes:
+            if over.trained:
+                trained[over.loader] = trained.get(over.loader, 0) + over.batches
+        most = max((index for index in trained if index in self._loaders), key=lambda i: trained[i], default=None)
+        if most is None or not self._loaders[most].looked:
+            return {}
+        loader = self._loaders[most]
+        shapes = sorted(loader.shapes.items(), key=lambda one: -one[1])
+        inputs = Inputs(shapes=tuple(shapes), batches=loader.looked, dtype=loader.dtype, **statistics(loader.kept))
+        return {"inputs": inputs, "disturbed": tuple(range(min(_STEPS_DISTURBED, self._recorder.steps)))}
+
+
+def first_tensor(batch: Any, depth: int = 4) -> Any:
+    """The first tensor in a batch, as it is built of lists, tuples and mappings; None if there is none."""
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        return None if batch.is_nested or batch.layout != torch.strided else batch
+    if depth:
+        parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+        for part in parts:
+            if (found := first_tensor(part, depth - 1)) is not None:
+                return found
+    return None
+
+
+def part_of(tensor: Any) -> Any:
+    """A copy of a part of a batch: some of the samples and, in images, some of the rows and columns."""
+    tensor = tensor.detach()
+    while tensor.dim() > 2 and tensor.numel() > 8 * _NUMBERS and max(tensor.shape[2:]) > 16:
+        tensor = tensor[(slice(None), slice(None), *(slice(None, None, 2) for _ in tensor.shape[2:]))]
+    if tensor.dim() and tensor.numel() > _NUMBERS:
+        tensor = tensor[: max(1, tensor.shape[0] * _NUMBERS // tensor.numel())]
+    if tensor.dim() > 1 and tensor.numel() > 8 * _NUMBERS:  # samples of very many numbers
+        tensor = tensor[..., :: tensor.numel() // (4 * _NUMBERS)]
+    return tensor.clone()
+
+
+def statistics(parts: list[Any]) -> dict[str, Any]:
+    """Mean, spread, bounds and padding of some batches of one kind, as fields of `Inputs`."""
+    import torch
+
+    parts = [part.cpu() for part in parts if part.numel()]
+    if not parts:
+        return {}
+    kind = parts[0].dtype
+    parts = [part for part in parts if part.dtype == kind]
+    if kind.is_floating_point or kind == torch.uint8:
+        return _spread([part.float() for part in parts])
+    if not kind.is_complex and kind != torch.bool and parts[0].dim() == 2:
+        shares = [padding(part) for part in parts if part.dim() == 2]
+        return {"padding": sum(shares) / len(shares)}
+    return {}
+
+
+def _spread(parts: list[Any]) -> dict[str, Any]:
+    import torch
+
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    found = {"mean": flat.mean(), "std": flat.std(correction=0), "low": flat.min(), "high": flat.max()}
+    width = {2: 1, 4: 1}.get(parts[0].dim())  # features of 2-D inputs, channels of images
+    if width is not None and all(part.dim() == parts[0].dim() for part in parts):
+        same = [part for part in parts if part.shape[width] == parts[0].shape[width]]
+        columns = torch.cat([part.movedim(width, -1).reshape(-1, part.shape[width]) for part in same])
+        found["last_mean"] = columns.mean(0).abs().max()
+        found["last_std"] = columns.std(0, correction=0).max()
+    return {name: float(value) for name, value in found.items()}
+
+
+def padding(tensor: Any) -> float:
+    """Share of a 2-D integer tensor that lies in runs of one value at the ends of its rows, 0 to 1.
+
+    The value is the one that most rows end with; a row that ends with it once is not taken to be padded.
+    """
+    import torch
+
+    ends = tensor[:, -1].tolist()
+    value = max(set(ends), key=ends.count)
+    same = torch.flip(tensor == value, [1]).long()
+    runs = torch.cumprod(same, 1).sum(1)
+    runs[runs < 2] = 0
+    share: float = runs.sum().item() / tensor.numel()
+    return share

@@ -1,0 +1,307 @@
+"""Findings on the wait for batches, on evidence made up; and that no evidence at all breaks one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+
+from hasten.doctor.checks.data import (
+    CHECKS,
+    DataBound,
+    EpochStartStall,
+    PythonGetitem,
+    SlowDecode,
+    TooManyWorkers,
+    WorkersRecreated,
+)
+from hasten.evidence import Evidence, HowKnown, Pass, Probe, Severity, Stages, Surroundings
+from hasten.techniques.data.batched_fetch import BatchedFetch
+from hasten.techniques.data.loader_workers import LoaderWorkers
+from hasten.techniques.data.sample_cache import SampleCache
+from tests.doctor.checks.made import evidence, evidences, only, use
+
+SLOW = {"data": 0.020, "forward": 0.003, "backward": 0.006, "optimizer": 0.001, "other": 0.0}  # waits 20 of 30 ms
+NO_WORKERS = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+
+
+def epochs(
+    *, opening: float, waiting: float, length: int = 50, step: float = 0.010, count: int = 4, **changes: object
+) -> Evidence:
+    """Passes of `length` steps that begin with `opening` seconds in iter() and `waiting` for the first batch."""
+    made = evidence(steps=length * count, epochs=count, first_batch=opening + waiting, **changes)  # type: ignore[arg-type]
+    passes = [dataclasses.replace(one, opened=one.start + opening) for one in made.passes]
+    return dataclasses.replace(made, passes=tuple(passes))
+
+
+# -- data_bound -------------------------------------------------------------------------------------------
+
+
+def test_a_wait_for_data_is_said_with_its_share_and_place() -> None:
+    """Two thirds of the step are waited for: that is the worth, and it was measured."""
+    finding = only(DataBound.findings(evidence(phases=SLOW, loader=NO_WORKERS)), "data_bound")
+    assert finding.worth == pytest.approx(2 / 3)
+    assert (finding.severity, finding.how_known) == (Severity.HIGH, HowKnown.MEASURED)
+    assert (finding.file, finding.line) == ("/home/me/train.py", 7)
+    assert "67 %" in finding.what.replace("%", " %").replace("  ", " ")
+    assert any("num_workers=0" in cause for cause in finding.details)
+
+
+def test_a_healthy_step_is_not_data_bound() -> None:
+    """One per cent of waiting is no finding."""
+    assert not [*DataBound.findings(evidence())]
+    assert not [*DataBound.findings(evidence(loaders=()))]
+
+
+def test_it_says_how_many_workers_would_do() -> None:
+    """Two workers make a batch each 30 ms; to make one each 10 ms takes six."""
+    finding = only(DataBound.findings(evidence(phases=SLOW, machine={"cores": 16}, use=use(cpu=3.0))), "data_bound")
+    assert finding.fix == "raise num_workers from 2 to 6"
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        ({"cpu": 3.9, "workers": 2.0}, "more workers will not help"),
+        ({"cpu": 2.2, "workers": 1.9}, "busy all the time"),
+        ({"cpu": 0.4, "workers": 0.1}, "wait for a disk or a network"),
+    ],
+)
+def test_it_says_why_batches_come_late(seen: dict[str, float], said: str) -> None:
+    """By what the CPU did meanwhile."""
+    finding = only(DataBound.findings(evidence(phases=SLOW, use=use(**seen))), "data_bound")
+    assert any(said in cause for cause in finding.details)
+    assert ("cheaper" in finding.fix) == (seen["cpu"] > 3)
+
+
+def test_it_names_the_dearest_stage() -> None:
+    """Where the loader was looked into."""
+    stages = (Stages(0, 4, read=0.002, decode=0.015, transform=0.003),)
+    finding = only(DataBound.findings(evidence(phases=SLOW, stages=stages)), "data_bound")
+    assert any("20 ms" in cause and "75% of it decode" in cause for cause in finding.details)
+
+
+# -- workers_zero -----------------------------------------------------------------------------------------
+
+
+def test_workers_are_proposed_with_what_they_would_bring() -> None:
+    """20 of 30 ms are waited for; four cores bring the step down to its own 10 ms and a batch's passing."""
+    made = evidence(phases=SLOW, loader=NO_WORKERS, use=use(cpu=1.0))
+    finding = LoaderWorkers.finding(made)
+    assert finding is not None
+    assert (finding.name, finding.technique) == ("workers_zero", "loader_workers")
+    assert finding.worth == pytest.approx((0.030 - 0.0105) / 0.030, rel=0.03)
+    assert finding.fix == "give the loader num_workers=2, persistent_workers=True"
+    assert finding.setting == "{num_workers = 2, prefetch_factor = 2, persistent_workers = true}"
+    assert finding.how_known is HowKnown.ESTIMATED
+
+
+def test_a_saturated_machine_gains_less_from_workers() -> None:
+    """All of four cores are busy already: nothing can be saved."""
+    assert LoaderWorkers.finding(evidence(phases=SLOW, loader=NO_WORKERS, use=use(cpu=4.0))) is None
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        {**NO_WORKERS, "dataset": "TensorDataset"},
+        {**NO_WORKERS, "probe": Probe(in_memory=True)},
+        {**NO_WORKERS, "probe": Probe(fork_unsafe="holds an open sqlite3.Connection (.db)")},
+        {**NO_WORKERS, "batch_bytes": 4 << 30},  # not even two batches fit into /dev/shm
+        {"num_workers": 1},
+        {**NO_WORKERS, "role": "validation"},
+    ],
+)
+def test_no_workers_are_proposed_where_they_would_not_help(loader: dict[str, object]) -> None:
+    """In memory, unsafe, too big, there already, or not trained on."""
+    assert LoaderWorkers.finding(evidence(phases=SLOW, loader=loader)) is None
+
+
+def test_cheap_batches_stay_without_workers() -> None:
+    """0.4 ms of a 1 ms step are waited for, but to pass a batch between processes costs as much."""
+    cheap = {"data": 0.0004, "forward": 0.0002, "backward": 0.0004, "optimizer": 0.0, "other": 0.0}
+    assert LoaderWorkers.finding(evidence(phases=cheap, loader=NO_WORKERS)) is None
+    assert LoaderWorkers.finding(evidence(loader=NO_WORKERS)) is None
+
+
+def test_an_iterable_dataset_gets_one_worker() -> None:
+    """Each further one would read the whole stream again."""
+    finding = LoaderWorkers.finding(evidence(phases=SLOW, loader={**NO_WORKERS, "iterable": True}, use=use(cpu=1.0)))
+    assert finding is not None
+    assert "num_workers=1" in finding.fix
+    assert finding.worth == pytest.approx((0.030 - 0.0205) / 0.030, rel=0.03)
+
+
+# -- too_many_workers, workers_recreated, epoch_start_stall -----------------------------------------------
+
+
+def test_more_workers_than_cores_that_start_anew_are_too_many() -> None:
+    """16 workers on 4 cores take 400 ms to start, in each epoch of 0.9 s; a quarter of them would do."""
+    made = epochs(opening=0.4, waiting=0.02, loader={"num_workers": 16, "persistent_workers": False})
+    finding = only(TooManyWorkers.findings(made), "too_many_workers")
+    assert finding.fix == "give the loader num_workers=3"
+    assert finding.worth == pytest.approx(0.4 / 0.91 * 0.75, rel=0.05)
+
+
+def test_many_workers_that_keep_every_core_busy_are_a_note() -> None:
+    """Fewer would make as many batches: nothing is known to be saved."""
+    made = evidence(phases=SLOW, loader={"num_workers": 8}, use=use(cpu=3.9))
+    finding = only(TooManyWorkers.findings(made), "too_many_workers")
+    assert (finding.worth, finding.severity) == (None, Severity.NOTE)
+
+
+def test_enough_workers_are_not_too_many() -> None:
+    """As many as cores; or more of them, that cost nothing that was measured."""
+    assert not [*TooManyWorkers.findings(epochs(opening=0.4, waiting=0.02, loader={"num_workers": 4}))]
+    assert not [*TooManyWorkers.findings(epochs(opening=0.0, waiting=0.001, loader={"num_workers": 8}))]
+    assert not [*TooManyWorkers.findings(evidence(loader={"num_workers": 8}, use=use(cpu=3.9)))]
+
+
+def test_workers_started_anew_each_epoch_cost_their_start() -> None:
+    """100 ms of each 0.61 s are spent in iter()."""
+    made = epochs(opening=0.1, waiting=0.02, loader={"persistent_workers": False})
+    finding = only(WorkersRecreated.findings(made), "workers_recreated")
+    assert finding.worth == pytest.approx(0.1 / 0.61, rel=0.03)
+    assert finding.how_known is HowKnown.MEASURED
+    assert finding.setting == "{num_workers = 2, persistent_workers = true}"
+
+
+def test_spawned_workers_come_up_after_iter() -> None:
+    """What a batch takes to make is left out of what they cost; the rest is their start."""
+    loader = {"persistent_workers": False, "start_method": "spawn"}
+    made = epochs(opening=0.01, waiting=2.0, loader=loader, stages=(Stages(0, 4, other=0.5),))
+    finding = only(WorkersRecreated.findings(made), "workers_recreated")
+    assert finding.worth == pytest.approx(1.51 / 2.5, rel=0.03)
+    assert finding.how_known is HowKnown.ESTIMATED
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        epochs(opening=0.1, waiting=0.02),  # they stay
+        epochs(opening=0.1, waiting=0.02, count=1, loader={"persistent_workers": False}),  # one epoch
+        epochs(opening=0.1, waiting=0.0, length=5000, count=2, loader={"persistent_workers": False}),  # long ones
+        epochs(opening=0.0, waiting=0.02, loader=NO_WORKERS),
+    ],
+)
+def test_workers_that_stay_or_that_start_rarely_are_well(made: Evidence) -> None:
+    """Persistent, a single epoch, epochs of 50 s, none."""
+    assert not [*WorkersRecreated.findings(made)]
+
+
+def test_the_first_batch_of_an_epoch_is_made_by_one_worker_alone() -> None:
+    """Eight workers make a batch in 80 ms, one each 10 ms; each epoch of 50 begins with 80 ms of waiting."""
+    made = epochs(opening=0.0, waiting=0.08, loader={"num_workers": 8}, phases={"data": 0.001})
+    finding = only(EpochStartStall.findings(made), "epoch_start_stall")
+    assert finding.worth == pytest.approx(0.079 / 0.6, rel=0.05)
+    assert "of 8 workers" in finding.what
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        epochs(opening=0.0, waiting=0.012, loader={"num_workers": 8}),  # hardly longer than a step
+        epochs(opening=0.3, waiting=0.1, loader={"num_workers": 8, "persistent_workers": False}),  # their start
+        epochs(opening=0.0, waiting=0.08, loader={"num_workers": 1}),
+        epochs(opening=0.0, waiting=0.08, count=1, loader={"num_workers": 8}),
+    ],
+)
+def test_a_quick_start_is_no_stall(made: Evidence) -> None:
+    """A wait of a step, the start of workers, a single worker, a single epoch."""
+    assert not [*EpochStartStall.findings(made)]
+
+
+# -- what a batch is made of ------------------------------------------------------------------------------
+
+
+def test_decoding_with_pil_is_named_where_it_is_waited_for() -> None:
+    """Decoding is 15 of 20 ms; half of it would go."""
+    stages = (Stages(0, 4, read=0.002, decode=0.015, transform=0.003, decoder="PIL", hottest="/home/me/data.py:12"),)
+    made = evidence(phases=SLOW, stages=stages, loader=NO_WORKERS)
+    finding = only(SlowDecode.findings(made), "slow_decode")
+    assert finding.worth == pytest.approx(0.375 * 2 / 3)
+    assert (finding.file, finding.line) == ("/home/me/data.py", 12)
+    assert "draft" in finding.fix
+    plain = dataclasses.replace(made, surroundings=Surroundings(jpeg="libjpeg"))
+    assert "libjpeg-turbo" in only(SlowDecode.findings(plain), "slow_decode").fix
+
+
+@pytest.mark.parametrize(
+    ("stages", "phases"),
+    [
+        (Stages(0, 4, read=0.015, decode=0.002, decoder="PIL"), SLOW),  # it is the reading
+        (Stages(0, 4, decode=0.015, decoder="simplejpeg"), SLOW),
+        (Stages(0, 4, decode=0.015, decoder="PIL"), {}),  # nobody waits for it
+        (Stages(1, 4, decode=0.015, decoder="PIL"), SLOW),  # another loader
+        (Stages(0, 0, decode=0.015, decoder="PIL"), SLOW),  # not looked into
+    ],
+)
+def test_decoding_that_is_quick_or_not_waited_for_is_well(stages: Stages, phases: dict[str, float]) -> None:
+    """Nothing to be gained."""
+    assert not [*SlowDecode.findings(evidence(phases=phases, stages=(stages,)))]
+
+
+def test_samples_made_by_python_code_are_named() -> None:
+    """80 % of a batch is the dataset's Python; workers are the bottleneck, so the step gets shorter by the wait, less a passing."""
+    stages = (Stages(0, 4, other=0.040, python=0.8, hottest="/home/me/data.py:31"),)
+    finding = only(PythonGetitem.findings(evidence(phases=SLOW, stages=stages)), "python_getitem")
+    assert finding.worth == pytest.approx(2 / 3 - 0.0005 / 0.030)
+    assert (finding.file, finding.line) == ("/home/me/data.py", 31)
+
+
+def test_python_that_is_little_or_not_waited_for_is_well() -> None:
+    """A tenth of a batch; or all of it, in a healthy step."""
+    assert not [*PythonGetitem.findings(evidence(phases=SLOW, stages=(Stages(0, 4, decode=0.04, python=0.1),)))]
+    assert not [*PythonGetitem.findings(evidence(stages=(Stages(0, 4, other=0.04, python=0.9),)))]
+
+
+def test_tensors_fetched_one_by_one_are_named() -> None:
+    """0.4 of 1 ms go to fetching; gathering would cost 0.15 ms and the bytes."""
+    cheap = {"data": 0.0004, "forward": 0.0002, "backward": 0.0004, "optimizer": 0.0, "other": 0.0}
+    loader = {**NO_WORKERS, "dataset": "TensorDataset", "batch_bytes": 100_000}
+    finding = BatchedFetch.finding(evidence(phases=cheap, loader=loader))
+    assert finding is not None
+    assert (finding.name, finding.technique, finding.setting) == ("sample_by_sample", "batched_fetch", "true")
+    assert finding.worth == pytest.approx(0.0002 / 0.001)
+    assert BatchedFetch.finding(evidence(phases=cheap, loader=NO_WORKERS)) is None  # not in memory
+    assert BatchedFetch.finding(evidence(phases=cheap, loader={**loader, "default_collate": False})) is None
+    assert BatchedFetch.finding(evidence(loader=loader)) is None  # 0.1 of 10 ms
+
+
+def test_samples_made_anew_are_named_where_a_probe_saw_them_repeat() -> None:
+    """1 ms each, the same every time; not where they differ, or nobody asked."""
+    asked = Probe(repeatable=True, sample_seconds=1e-3, sample_bytes=4096)
+    finding = SampleCache.finding(evidence(phases=SLOW, loader={**NO_WORKERS, "probe": asked}))
+    assert finding is not None
+    assert (finding.name, finding.setting) == ("samples_recomputed", '"samples"')
+    assert finding.worth == pytest.approx(0.98 * 2 / 3)
+    other = dataclasses.replace(asked, repeatable=False)
+    assert SampleCache.finding(evidence(phases=SLOW, loader={**NO_WORKERS, "probe": other})) is None
+    assert SampleCache.finding(evidence(phases=SLOW, loader=NO_WORKERS)) is None
+    assert SampleCache.finding(evidence(loader={"probe": asked})) is None
+    little = {"data": 0.0005}  # 5 %, with workers that are no bottleneck
+    assert SampleCache.finding(evidence(phases=little, loader={"probe": asked})) is None
+
+
+# -- any evidence -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(evidences())
+def test_no_evidence_breaks_a_finding(made: Evidence) -> None:
+    """Whatever a run left: no error, and a worth between 0 and 1."""
+    found = [finding for check in CHECKS for finding in check.findings(made)]
+    found += [one for kind in (LoaderWorkers, BatchedFetch, SampleCache) if (one := kind.finding(made)) is not None]
+    for finding in found:
+        assert finding.worth is None or 0.01 <= finding.worth <= 1.0
+        assert finding.what
+        assert finding.fix
+        assert finding.sources
+
+
+def test_a_pass_that_is_used_by_nobody_begins_no_epoch() -> None:
+    """Passes without a batch, as `next(iter(loader))` that failed leaves them, are not counted."""
+    made = epochs(opening=0.1, waiting=0.02, count=1, loader={"persistent_workers": False})
+    empty = Pass(0, 0.1, 0.1, 0.2, 0, False, 0.2)
+    assert not [*WorkersRecreated.findings(dataclasses.replace(made, passes=(empty, *made.passes)))]

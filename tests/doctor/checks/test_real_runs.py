@@ -1,0 +1,138 @@
+"""Findings of real runs: scripts with planted illnesses and a healthy one, through `hasten doctor --json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).with_name("scripts")
+RUN = {
+    "data_bound",
+    "workers_zero",
+    "too_many_workers",
+    "workers_recreated",
+    "epoch_start_stall",
+    "pageable_memory",
+    "blocking_copy",
+    "device_prefetch",
+    "slow_disk",
+    "slow_decode",
+    "python_getitem",
+    "sample_by_sample",
+    "samples_recomputed",
+    "remote_read_ahead",
+    "small_shm",
+    "host_sync",
+    "moved_from_cpu",
+    "tensor_copy",
+    "cache_emptied",
+    "garbage_collected",
+    "synchronize_in_loop",
+    "retained_graph",
+    "memory_creep",
+    "memory_underused",
+    "memory_nearly_full",
+    "validation_graphs",
+    "zeroed_gradients",
+    "threads_oversubscribed",
+    "data_parallel",
+    "unbalanced_gpus",
+    "accumulation_syncs",
+    "unused_parameters",
+    "blocking_checkpoint",
+    "blocking_log",
+}
+
+
+@cache
+def examined(name: str) -> dict[str, dict[str, Any]]:
+    """The findings of a script by name, of those that this room tests and that rest on a run. It is run once."""
+    with TemporaryDirectory() as folder:
+        script = Path(folder, name)
+        script.write_text((SCRIPTS / name).read_text())
+        out = Path(folder, "out.json")
+        command = [sys.executable, "-m", "hasten", "doctor", "--no-sample", "--steps", "60", "--json", str(out)]
+        env = {key: value for key, value in os.environ.items() if not key.startswith(("HASTEN_", "PYTEST_", "COV_"))}
+        done = subprocess.run(
+            [*command, str(script)],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            cwd=folder,
+            env=env | {"OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+        assert out.is_file(), done.stderr
+        found = json.loads(out.read_text())["findings"]
+    return {one["name"]: one for one in found if one["name"] in RUN and one["how_known"] != "read"}
+
+
+def marked(name: str, finding: str) -> int:
+    """The line that a script marks as a finding's."""
+    for number, line in enumerate((SCRIPTS / name).read_text().splitlines(), 1):
+        if re.search(rf"# line: {finding}$", line):
+            return number
+    raise AssertionError(f"{name} has no line marked {finding}")
+
+
+@pytest.mark.parametrize(
+    "finding",
+    [
+        "workers_zero",
+        "python_getitem",
+        "tensor_copy",
+        "retained_graph",
+        "garbage_collected",
+        "blocking_checkpoint",
+        "blocking_log",
+    ],
+)
+def test_what_is_planted_is_found_at_its_line(finding: str) -> None:
+    """Each slow line of one script."""
+    found = examined("stone_age.py")
+    assert finding in found, sorted(found)
+    assert found[finding]["line"] == marked("stone_age.py", finding)
+
+
+def test_validation_with_graphs_is_found() -> None:
+    """Its worth is not known."""
+    assert examined("stone_age.py")["validation_graphs"]["worth"] is None
+
+
+def test_a_healthy_training_has_no_findings() -> None:
+    """The same training with none of them."""
+    assert not examined("healthy.py")
+
+
+@pytest.mark.slow
+def test_tensors_in_memory_get_no_workers() -> None:
+    """They are fetched one by one: that is their illness."""
+    found = examined("in_memory.py")
+    assert found["sample_by_sample"]["line"] == marked("in_memory.py", "sample_by_sample")
+    assert "workers_zero" not in found
+
+
+@pytest.mark.slow
+def test_workers_of_short_epochs_should_stay() -> None:
+    """From the second epoch on, the time in iter() is theirs."""
+    found = examined("short_epochs.py")
+    assert found["workers_recreated"]["line"] == marked("short_epochs.py", "workers_recreated")
+    assert found["workers_recreated"]["worth"] > 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("finding", ["accumulation_syncs", "unused_parameters"])
+def test_replicas_that_exchange_too_much_are_found(finding: str) -> None:
+    """Three of four exchanges are for nothing, and every parameter is used."""
+    found = examined("replicas.py")
+    assert finding in found, sorted(found)
+    assert found[finding]["line"] == marked("replicas.py", finding)

@@ -1,0 +1,82 @@
+"""Findings of the run and of the source come together, and one broken check hides no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from hasten.doctor import diagnose as room
+from hasten.doctor.checks import data
+from hasten.doctor.checks.base import Check
+from hasten.doctor.diagnose import diagnose, merged
+from hasten.evidence import Evidence, Finding, HowKnown, Severity
+from tests.doctor.made import GPU_MACHINE, model, run
+
+
+def finding(name: str, worth: float | None = 0.3, line: int = 0, how: HowKnown = HowKnown.MEASURED) -> Finding:
+    severity = Severity.HIGH if worth else Severity.NOTE
+    return Finding(name, "it is so", "mend it", severity, worth, how, "/x/train.py" if line else "", line)
+
+
+def read(name: str, line: int) -> Finding:
+    return Finding(name, "it reads so", "mend it", Severity.MEDIUM, None, HowKnown.READ, "train.py", line)
+
+
+def test_a_measured_finding_takes_its_place_from_the_source() -> None:
+    (found,) = merged([finding("workers_zero")], [read("workers_zero", 14)])
+    assert (found.line, found.file, found.worth, found.how_known) == (14, "train.py", 0.3, HowKnown.MEASURED)
+
+
+def test_a_measured_place_is_kept_and_swallows_what_was_read_there() -> None:
+    found = merged([finding("host_sync", line=20)], [read("host_sync", 20), read("host_sync", 90)])
+    assert [(one.line, one.severity) for one in found] == [(20, Severity.HIGH), (90, Severity.NOTE)]
+
+
+def test_what_is_only_in_the_source_stays_a_note() -> None:
+    (found,) = merged([], [read("no_gradient_clipping", 3)])
+    assert (found.severity, found.how_known) == (Severity.NOTE, HowKnown.READ)
+
+
+def test_what_only_a_gpu_makes_true_is_not_read_into_a_run_without_one() -> None:
+    source = [read("host_sync", 3), read("no_gradient_clipping", 4)]
+    assert [one.name for one in diagnose(run(), source).findings if one.how_known is HowKnown.READ] == [
+        "no_gradient_clipping"
+    ]
+    on_gpu = diagnose(run(machine=GPU_MACHINE, models=(model("cuda"),)), source)
+    assert "host_sync" in [one.name for one in on_gpu.findings]
+
+
+def test_the_worst_come_first() -> None:
+    found = merged([finding("a", 0.25), finding("b", None), finding("c", 0.6)], [])
+    assert [one.name for one in found] == ["c", "a", "b"]
+
+
+def test_a_check_that_fails_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Check):
+        name = "broken"
+
+        @classmethod
+        def findings(cls, evidence: Evidence) -> Iterable[Finding]:
+            raise ZeroDivisionError("of its own")
+
+    class Sound(Check):
+        name = "sound"
+
+        @classmethod
+        def findings(cls, evidence: Evidence) -> Iterable[Finding]:
+            yield finding("sound")
+
+    monkeypatch.setattr(data, "CHECKS", (Broken, Sound))
+    monkeypatch.setattr(room, "ROOMS", ("data", "no_such_room"))
+    seen = diagnose(run())
+    assert "sound" in [one.name for one in seen.findings]
+    assert any("the check broken failed" in note and "ZeroDivisionError" in note for note in seen.notes)
+    assert any("the checks of no_such_room" in note for note in seen.notes)
+
+
+def test_every_check_has_a_name_of_its_own_and_none_is_broken() -> None:
+    failed: list[str] = []
+    names = [check.name for check in room.checks(failed)]
+    assert failed == []
+    assert len(names) == len(set(names))
