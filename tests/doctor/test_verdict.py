@@ -83,6 +83,7 @@ def busy(share: float) -> Sampled:
         (run(0), "untrained", "no training step was seen"),
         (run(0, error="ValueError: no luck (train.py:3)"), "untrained", "ended before a training step was over"),
         (run(0, stopped_at="/home/me/train.py:7"), "untrained", "when the time was up"),
+        (run(0, stopped_at="/home/me/train.py:7", unfinished=(0, 0, 1, 1, 0, 0, 8, 0, 0)), "validation", "80 %"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -122,6 +123,13 @@ def test_two_steps_give_an_answer_with_its_caveat() -> None:
     answer = found(run(2, shares={"data": 0.9}))
     assert answer.resource == "data"
     assert any("rough answer" in line for line in answer.details)
+
+
+def test_a_first_step_that_is_not_over_gives_one_too() -> None:
+    so_far = (0.0, 0.0, 20.0, 60.0, 0.0, 0.0, 0.0, 0.0, 10.0)
+    answer = found(run(0, stopped_at="/home/me/train.py:7", unfinished=so_far, ended_at=100.0))
+    assert answer.resource == "cpu"
+    assert any("90 s of the first step" in line and "train.py, line 7" in line for line in answer.details)
 
 
 def test_a_run_of_which_every_step_was_disturbed_gives_one_too() -> None:

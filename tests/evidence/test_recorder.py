@@ -220,6 +220,50 @@ def test_accumulated_batches_are_steps_some_without_an_optimizer(script: Script)
     assert ["optimizer" in step for step in script.steps()] == [False, True, False, True]
 
 
+def test_a_script_without_a_loader_and_an_optimizer_steps_by_its_backward(script: Script) -> None:
+    for number in range(4):
+        script.part(Phase.FORWARD, 3.0)
+        script.backward(float(number))
+        script.recorder.stepped_by_hand()
+        script.time += 2.0
+    script.recorder.close()
+    assert script.steps() == [{"forward": 3.0, "backward": 4.0, "other": 2.0}] * 3
+    assert script.recorder.step_losses == [[1.0], [2.0], [3.0]]
+
+
+def test_a_backward_by_hand_within_a_batch_ends_no_step(script: Script) -> None:
+    for _ in script.batches(2):
+        for _ in range(2):
+            script.backward()
+            script.recorder.stepped_by_hand()
+    assert script.steps() == [{"data": 1.25, "backward": 8.0}, {"data": 1.0, "backward": 8.0}]
+
+
+def test_the_first_step_is_told_where_none_was_over(script: Script) -> None:
+    def so_far() -> dict[str, float]:
+        script.recorder.close()
+        return {name: part for name, part in zip(PHASES, script.recorder.unfinished, strict=False) if part}
+
+    training = script.begin()
+    script.next(training)
+    script.train()
+    validation = script.begin(1)
+    script.next(validation)
+    script.part(Phase.VALIDATION, 50.0)
+    assert so_far() == {**FIRST, "validation": 51.25}
+    script = Script()
+    script.step(closures=2)
+    assert so_far() == {"forward": 6.0, "backward": 8.0, "optimizer": 2.0}
+    script = Script()
+    script.part(Phase.FORWARD)
+    assert so_far() == {}
+    script = Script()
+    training = script.begin()
+    script.next(training)
+    script.train()
+    assert so_far() == FIRST
+
+
 @pytest.mark.parametrize("loader", [True, False])
 def test_a_closures_forward_and_backward_are_not_the_optimizers_time(script: Script, loader: bool) -> None:
     if loader:

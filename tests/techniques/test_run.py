@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from hasten.cli.findings import findings_page
 from hasten.cli.techniques import catalogue_page
 from hasten.run import Run
 from hasten.techniques import CATALOGUE, Effect, Resource, Technique, build, overrides, toml_value
@@ -190,6 +191,11 @@ def test_every_technique_says_what_it_is() -> None:
         assert "settings" in vars(kind)
         values = kind.values if isinstance(kind.values, tuple) else (2,)
         assert any(overrides(kind(values[0]), place) for place in acting)
+
+
+def test_the_page_of_findings_is_up_to_date() -> None:
+    page = Path(__file__).parents[2] / "docs" / "findings.md"
+    assert page.read_text() == findings_page(), "make it anew: hasten findings --markdown > docs/findings.md"
 
 
 def test_the_catalogue_page_is_up_to_date() -> None:

@@ -1,6 +1,6 @@
 """An autoencoder on images that are scaled to [-1, 1], convolutions without biases in front of norms."""
 
-# also: fp32_on_tensor_cores
+# also: full_precision
 import torch
 from torch import nn
 

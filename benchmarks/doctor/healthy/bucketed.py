@@ -1,6 +1,6 @@
 """Sentences of different lengths, in batches of like ones."""
 
-# also: fp32_on_tensor_cores, launch_bound
+# also: full_precision, launch_bound
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence

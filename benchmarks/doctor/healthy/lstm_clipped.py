@@ -1,6 +1,6 @@
 """A recurrent network with its gradients clipped."""
 
-# also: fp32_on_tensor_cores
+# also: full_precision
 import torch
 from torch import nn
 

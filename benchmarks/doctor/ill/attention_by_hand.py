@@ -1,7 +1,7 @@
 """Attention written out: the whole matrix of weights is made and kept."""
 
 # plant: attention_by_hand
-# also: fp32_on_tensor_cores, unfused_pointwise
+# also: full_precision, unfused_pointwise
 import torch
 from torch import nn
 

@@ -1,7 +1,7 @@
 """Convolutions on images stored channel by channel."""
 
 # plant: channels_first
-# also: fp32_on_tensor_cores, unfused_pointwise
+# also: full_precision, unfused_pointwise
 import torch
 from torch import nn
 

@@ -1,6 +1,6 @@
 """Large float32 matrix products on a CPU that multiplies bfloat16 faster (silent where it does not)."""
 
-# plant: fp32_on_tensor_cores
+# plant: full_precision
 # also: unfused_pointwise
 # needs: bf16
 import torch

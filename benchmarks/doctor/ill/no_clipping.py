@@ -1,7 +1,7 @@
 """A recurrent network whose gradients nobody bounds."""
 
 # plant: no_gradient_clipping
-# also: fp32_on_tensor_cores
+# also: full_precision
 import torch
 from torch import nn
 

@@ -8,6 +8,7 @@ import hasten
 from hasten.cli import bench_loader as bench_loader_room
 from hasten.cli import compare as compare_room
 from hasten.cli import doctor as doctor_room
+from hasten.cli import findings as findings_room
 from hasten.cli import fix as fix_room
 from hasten.cli import run as run_room
 from hasten.cli import techniques as techniques_room
@@ -29,6 +30,7 @@ app.command("tune", cls=ScriptCommand)(tune_room.tune)
 app.command("run", cls=ScriptCommand)(run_room.run)
 app.command("compare")(compare_room.compare)
 app.command("watch")(watch_room.watch)
+app.command("findings")(findings_room.findings)
 app.command("bench-loader", cls=ScriptCommand)(bench_loader_room.bench_loader)
 app.command("fix")(fix_room.fix)
 app.command("techniques")(techniques_room.techniques)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from hasten.doctor.checks.base import Check
+from hasten.doctor.checks import ALL
 from hasten.doctor.diagnosis import Diagnosis
 from hasten.doctor.machine_advice import advice
 from hasten.doctor.pauses import pauses
@@ -19,32 +18,14 @@ from hasten.doctor.verdict import on_gpu, verdict
 from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Severity
 from hasten.techniques import CATALOGUE
 
-ROOMS = (
-    "data",
-    "transfer",
-    "memory",
-    "system",
-    "parallel",
-    "compute",
-    "shapes",
-    "optimization",
-    "convergence",
-    "safety",
-)
 _MOST_BLOCKS = 24
-_ON_GPUS = {
+_ON_GPUS = {  # read from code, they are true on a GPU only
     "blocking_copy",
     "cache_emptied",
-    "cudnn_benchmark_off",
-    "cudnn_benchmark_varying",
-    "device_prefetch",
-    "fp32_on_tensor_cores",
     "host_sync",
-    "launch_bound",
     "moved_from_cpu",
     "pageable_memory",
     "synchronize_in_loop",
-    "tf32_off",
 }
 _ORDER = (Severity.HIGH, Severity.MEDIUM, Severity.LOW, Severity.NOTE)
 
@@ -117,17 +98,6 @@ def _blocks(lengths: Sequence[float]) -> tuple[float, ...]:
     return tuple(statistics.fmean(lengths[begin:end]) for begin, end in itertools.pairwise(ends))
 
 
-def checks(failed: list[str]) -> list[type[Check]]:
-    """Every check of `hasten.doctor.checks`; a room that cannot be opened is named in `failed`."""
-    found: list[type[Check]] = []
-    for room in ROOMS:
-        try:
-            found += importlib.import_module(f"hasten.doctor.checks.{room}").CHECKS
-        except Exception as error:  # one broken room must not hide the others
-            failed.append(_failure(f"the checks of {room}", error))
-    return found
-
-
 def _findings(evidence: Evidence, failed: list[str]) -> Iterable[Finding]:
     """What every technique and check says; one that fails is named in `failed`."""
     for name, technique in CATALOGUE.items():
@@ -138,7 +108,7 @@ def _findings(evidence: Evidence, failed: list[str]) -> Iterable[Finding]:
         else:
             if finding is not None:
                 yield finding
-    for check in checks(failed):
+    for check in ALL:
         try:
             yield from check.findings(evidence)
         except Exception as error:  # as above

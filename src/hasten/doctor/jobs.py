@@ -60,7 +60,7 @@ def _precision(evidence: Evidence) -> Iterator[Job]:
             continue
         before = case_of(evidence, group.layer)
         after = dataclasses.replace(before, autocast=narrow)
-        yield _job("fp32_on_tensor_cores", f"computed in {narrow}", group, before, after, narrow)
+        yield _job("full_precision", f"computed in {narrow}", group, before, after, narrow)
         if gpu and evidence.flags.matmul_precision == "highest" and group.layer.kind == "Linear":
             after = dataclasses.replace(before, matmul_precision="high")
             yield _job("tf32_off", "computed in TF32", group, before, after)

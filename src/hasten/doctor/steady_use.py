@@ -42,12 +42,15 @@ class SteadyUse:
 
 
 def steady_use(evidence: Evidence) -> SteadyUse | None:
-    """The use during the steady steps; None where nobody sampled, or no sample fell into them."""
+    """The use during the steady steps, or an only one that was cut short; None where nobody sampled, or no sample fell into them."""
     use, steady = evidence.use, evidence.steady()
-    if use is None or not use.at or not steady:
+    if use is None or not use.at or not (steady or evidence.unfinished):
         return None
-    first = evidence.step_start[steady[0]]
-    last = evidence.step_start[steady[-1]] + sum(evidence.step_phases[steady[-1]])
+    if steady:
+        first = evidence.step_start[steady[0]]
+        last = evidence.step_start[steady[-1]] + sum(evidence.step_phases[steady[-1]])
+    else:
+        first, last = evidence.ended_at - sum(evidence.unfinished), evidence.ended_at
     within = [index for index, at in enumerate(use.at) if first < at <= last]
     if not within:
         return None

@@ -47,7 +47,7 @@ def stands_still(evidence: Evidence) -> float:
 
 def stuck(evidence: Evidence) -> str:
     """A step that was going on when the time was up; "" without one."""
-    if not evidence.stopped_at:
+    if not evidence.stopped_at or not evidence.step_phases:
         return ""
     return (
         f"a step was going on for {stands_still(evidence):.0f} s when the time was up, at {_place(evidence.stopped_at)}"
@@ -59,11 +59,18 @@ def _place(where: str) -> str:
     return f"{file}, line {line}" if file else where
 
 
+def _one_so_far(evidence: Evidence) -> str:
+    cut = f", which was not over when the time was up, at {_place(evidence.stopped_at)}" if evidence.stopped_at else ""
+    return f"a rough answer: it rests on {sum(evidence.unfinished):.3g} s of the first step{cut}"
+
+
 def caveats(evidence: Evidence, use: SteadyUse | None) -> list[str]:
     """What makes an answer less sure than it sounds."""
     said = []
     steady = evidence.steady()
-    if len(steady) < _FEW:
+    if not steady:
+        said.append(_one_so_far(evidence))
+    elif len(steady) < _FEW:
         seen = f"{len(steady)} step{'s' * (len(steady) != 1)}"
         disturbed = {index * evidence.every for index in steady} & set(evidence.disturbed)
         besides = ", slowed by the look into them" if disturbed else ""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hasten.doctor.diagnosis import Verdict
 from hasten.doctor.steady_use import SteadyUse, steady_use
 from hasten.doctor.untrained import OUT_OF_MEMORY, caveats, out_of_memory, stands_still, stuck, untrained
-from hasten.evidence import Evidence, LoaderFacts, Stages
+from hasten.evidence import PHASES, Evidence, LoaderFacts, Stages
 
 # Share of the step from which a part of it is the answer; the one furthest beyond its bound is.
 _BOUNDS = {"data": 0.30, "transfer": 0.25, "sync": 0.25, "validation": 0.40, "checkpoint": 0.25, "other": 0.40}
@@ -28,6 +28,8 @@ def verdict(evidence: Evidence, phases: Mapping[str, float]) -> Verdict:
     """
     if any(word in evidence.error for word in OUT_OF_MEMORY):
         return out_of_memory(evidence)
+    so_far = dict(zip(PHASES, evidence.unfinished, strict=False))
+    phases = phases if sum(phases.values()) > 0 or evidence.error else so_far
     step = sum(phases.values())
     if step <= 0:
         return untrained(evidence)

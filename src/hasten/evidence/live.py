@@ -8,6 +8,7 @@ stays behind is that of a run that was killed: its `pid` is gone, or `updated` i
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import threading
@@ -19,11 +20,13 @@ from typing import Any
 
 from hasten.errors import HastenError
 from hasten.evidence.machine import this_machine
-from hasten.evidence.schema import Evidence, Flags, Pass
+from hasten.evidence.schema import Evidence, Flags, LoaderFacts, ModelFacts, OptimizerFacts, Pass, finite
 
 SCHEMA = "hasten-live/1"
 _STEPS = 600  # of the last steps kept; the file stays below 100 kB
 _PASSES = 50
+_LOOKS = 5  # snapshots between two looks at what has been built, which is dearer than the steps
+_PATIENCE = 5.0  # seconds to wait for the thread's last write
 _SHARE = 0.001  # of a core that the writer may take at the most: where a snapshot is dear, it comes more rarely
 
 
@@ -44,6 +47,7 @@ class Live:
         step_start, step_phases: Of the listed steps, as in the evidence.
         passes: The last 50 passes through loaders that are over.
         skipped: What a tap could not do and why.
+        flags, loaders, models, optimizers: What has been built so far, as in the evidence; empty at first.
     """
 
     pid: int
@@ -62,6 +66,10 @@ class Live:
     passes: tuple[Pass, ...]
     skipped: tuple[str, ...]
     evidence: str = ""
+    flags: Flags = dataclasses.field(default_factory=Flags)
+    loaders: tuple[LoaderFacts, ...] = ()
+    models: tuple[ModelFacts, ...] = ()
+    optimizers: tuple[OptimizerFacts, ...] = ()
     schema: str = SCHEMA
 
     def as_evidence(self, error: str) -> Evidence:
@@ -74,10 +82,10 @@ class Live:
         return Evidence(
             command=self.command,
             machine=this_machine(),
-            flags=Flags(),
-            loaders=(),
-            models=(),
-            optimizers=(),
+            flags=self.flags,
+            loaders=self.loaders,
+            models=self.models,
+            optimizers=self.optimizers,
             step_start=self.step_start,
             step_phases=self.step_phases,
             losses=(None,) * len(self.step_start),
@@ -128,6 +136,11 @@ def read_live(path: Path) -> Live:
         raise HastenError(f"{path} is not a live file of the schema {SCHEMA}: {error}") from None
 
 
+def plain(facts: Any) -> Any:
+    """Facts, or a tuple of them, as JSON has them."""
+    return finite([dataclasses.asdict(one) for one in facts] if isinstance(facts, tuple) else dataclasses.asdict(facts))
+
+
 class LiveFile:
     """Rewrites a run's live file from a thread of its own, about once a second and for at most 0.1 % of a core.
 
@@ -147,35 +160,56 @@ class LiveFile:
 
     def forked(self) -> None:
         """In a forked child the thread is gone, and the file is its parent's."""
+        self._thread: threading.Thread | None = None
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._written = False
 
-    def start(self, recorder: Any, skipped: list[str], trains: Callable[[], bool] = lambda: True) -> None:
+    def start(
+        self,
+        recorder: Any,
+        skipped: list[str],
+        trains: Callable[[], bool] = lambda: True,
+        built: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
         """Begin to write.
 
         Args:
             recorder: The run's phase clock.
             skipped: Where it is noted what could not be done: here, if the file cannot be written.
             trains: Whether this process has anything to do with training; nothing is written before it does.
+            built: Gives `flags`, `loaders`, `models` and `optimizers` as far as they are there; must read no device.
         """
-        threading.Thread(target=self._go_on, args=(recorder, skipped, trains), name="hasten-live", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._go_on, args=(recorder, skipped, trains, built), name="hasten-live", daemon=True
+        )
+        self._thread.start()
 
     def remove(self) -> None:
         """The evidence is written, or will never be: end the thread and remove the file."""
         self._over.set()
+        if self._thread is not None:
+            # A daemon thread that Python's end meets in the middle of its work is unwound by force; behind torch's C++
+            # frames that is std::terminate, and the script's exit code is lost.
+            self._thread.join(_PATIENCE)
         with self._lock:
             if self._written:
                 self._written = False
                 self.path.unlink(missing_ok=True)
 
-    def _go_on(self, recorder: Any, skipped: list[str], trains: Callable[[], bool]) -> None:
-        pause, over, lock = self._interval, self._over, self._lock
+    def _go_on(
+        self, recorder: Any, skipped: list[str], trains: Callable[[], bool], built: Callable[[], dict[str, Any]]
+    ) -> None:
+        pause, over, lock, looks = self._interval, self._over, self._lock, 0
+        structure: dict[str, Any] = {}
         while not over.wait(pause):
             began = time.thread_time()
             try:
                 if trains():
-                    text = json.dumps(self._snapshot(recorder, skipped))
+                    if looks % _LOOKS == 0:
+                        structure = {name: plain(facts) for name, facts in built().items()}
+                    looks += 1
+                    text = json.dumps({**self._snapshot(recorder, skipped), **structure}, allow_nan=False)
                     with lock:
                         if not over.is_set():
                             self._write(text)

@@ -2,7 +2,8 @@
 
 A step is one batch of the training loader: from the call that asks for the batch to the next such call. A
 loader trains when `backward` is seen between two of its batches, so nobody has to say which loader it is.
-Without such a loader a step is one step of the first optimizer seen. Nothing here reads a tensor.
+Without such a loader a step is one step of the first optimizer seen, and without any optimizer it is one backward.
+Nothing here reads a tensor.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class Recorder:
         self.listeners: list[Callable[[Phase, bool], None]] = []
         self.on_close: list[Callable[[], None]] = []  # called when the run is over, before the recorder closes
         self.step_of = "batch"
+        self.unfinished: list[float] = []  # phases of the first step, in a run that closed before one was counted
         self._loose = OpenPass(-1, None, self.origin, None)  # what happens outside every loader
         self._current = self._loose
         self._open: dict[int, OpenPass] = {}
@@ -243,12 +245,31 @@ class Recorder:
         if self._marker is None:
             self._marker = optimizer
         if self._marker == optimizer:
-            if not self.step_start or self.step_of == "optimizer":
-                self.step_of = "optimizer"
-                if current.step_start is not None:
-                    self._end_step(current, end)
-            current.step_start = end
-            current.phases, current.losses = list(_BLANK), []
+            self._loose_step(end)
+
+    def stepped_by_hand(self) -> None:
+        """A backward is over in a script without an optimizer, which changes its parameters itself."""
+        if self._current is self._loose and self._marker is None:
+            self._loose_step(self.now())
+
+    def _loose_step(self, at: float) -> None:
+        """Outside every loader a step goes from one step of an optimizer, or one backward, to the next."""
+        loose = self._loose
+        if not self.step_start or self.step_of == "optimizer":
+            self.step_of = "optimizer"
+            if loose.step_start is not None:
+                self._end_step(loose, at)
+            elif not self.steps:
+                self.unfinished = list(loose.phases)  # nobody knows when it began: it is no step, but better than none
+        loose.step_start = at
+        loose.phases, loose.losses = list(_BLANK), []
+
+    def roles(self) -> dict[int, str]:
+        """What each loader that was asked is for: "train" where a backward was seen between its batches."""
+        passes: list[Pass | OpenPass] = [*self.passes, *list(self._open.values())]
+        roles = dict.fromkeys({one.loader for one in passes if one.batches}, "validation")
+        roles.update({one.loader: "train" for one in passes if one.trained})
+        return roles
 
     def step_in_progress(self) -> int:
         """The number (from 0) of the step that is going on, -1 where none is."""
@@ -315,7 +336,22 @@ class Recorder:
         at = self.now()
         if self._validated:
             self._flush_validation()
+        if not self.steps:
+            self.unfinished = self._first_step_so_far(at) or self.unfinished
         for opened in list(self._open.values()):
             if opened.step_start is not None and opened.trained:
                 opened.step_start = None  # a step cut short would be measured wrong
             self._end_pass(opened, at)
+
+    def _first_step_so_far(self, at: float) -> list[float]:
+        """Phases of a step that trained and is not over; nothing where none did."""
+        inner = self._current
+        opened: OpenPass | None = inner
+        while opened is not None and not opened.phases[Phase.BACKWARD]:
+            opened = opened.outer
+        if opened is None:
+            return []
+        phases = list(opened.phases)
+        if inner.outer is opened and not inner.trained:
+            phases[Phase.VALIDATION] += at - inner.start
+        return phases if opened.step_start is None else _adding_up(phases, at - opened.step_start)

@@ -205,7 +205,8 @@ class Evidence:
         steps: How many training steps there were.
         every: Every which of them `step_start`, `step_phases` and `losses` hold; more than 1 in a long run.
         bad_losses: How many of the losses were NaN or infinite.
-        step_of: "batch" (a step is a batch of the training loader) or "optimizer" (an optimizer step).
+        step_of: "batch" (a step is a batch of the training loader) or "optimizer" (an optimizer step, or a
+            backward in a script that has no optimizer).
         ended: "finished" (the script ended), "complete" (the trial or doctor had what it wanted), "failed",
             "stopped" (by Ctrl-C or SIGTERM).
         error: The exception that ended the script, and where.
@@ -219,6 +220,7 @@ class Evidence:
             is what its live file held.
         stopped_at: Where the script was (`file:line`) when it was cut before its first step was over, or in the middle
             of a later one; "" otherwise.
+        unfinished: Where no whole step was seen although the run trained: seconds of the first so far, by `PHASES`.
         device_clock: Phases are times on the GPU (CUDA events), not of the calls that start its work.
         disturbed: Numbers of the steps (from 0) whose time does not count, since they were looked into.
         events, layers, sampled, inputs, stages, use, surroundings, memory: See `hasten.evidence.observed`; `memory` is
@@ -253,6 +255,7 @@ class Evidence:
     rank: int = 0
     listened: str = ""
     stopped_at: str = ""
+    unfinished: tuple[float, ...] = ()
     device_clock: bool = False
     disturbed: tuple[int, ...] = ()
     events: tuple[Event, ...] = ()
@@ -305,10 +308,10 @@ class Evidence:
         """Write as JSON, whole or not at all (a pipe or a device is written to as it is)."""
         path = path.resolve()
         if path.exists() and not path.is_file():
-            path.write_text(json.dumps(_finite(dataclasses.asdict(self)), allow_nan=False))
+            path.write_text(json.dumps(finite(dataclasses.asdict(self)), allow_nan=False))
             return
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(_finite(dataclasses.asdict(self)), allow_nan=False))
+        temporary.write_text(json.dumps(finite(dataclasses.asdict(self)), allow_nan=False))
         temporary.replace(path)
 
 
@@ -336,12 +339,12 @@ def read_evidence(path: Path) -> Evidence:
         raise HastenError(f"{path} is not evidence of the schema {SCHEMA}: {error}") from None
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """NaN and infinities as null, which is all that JSON has for them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

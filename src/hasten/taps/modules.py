@@ -140,6 +140,8 @@ def _tap_backward(session: Any) -> None:
             recorder.mark(Phase.BACKWARD, False)
         for told in watching:
             told(tensors, args, kwargs)
+        if not session.optimizers:
+            recorder.stepped_by_hand()
         if looks[0] < 5 and not session.looking:
             looks[0] += 1
             _look_for_debug_tools(run.seen, torch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import importlib
 import math
 import multiprocessing
@@ -83,8 +84,14 @@ class Session:
         session._watch_the_end()
         if session.bounds is not None:
             session.bounds.start()
-        if session.live is not None and not session.rank:
-            session.live.start(session.run.recorder, session.run.skipped, session.listens_to_training)
+        if not session.rank:
+            session._begin_live()
+
+    def _begin_live(self) -> None:
+        recorder = self.run.recorder
+        if self.live is not None and recorder is not None:
+            built = functools.partial(self._built, recorder)
+            self.live.start(recorder, self.run.skipped, self.listens_to_training, built)
 
     def _tap(self, *taps: Any) -> None:
         for tap in taps:
@@ -163,8 +170,8 @@ class Session:
     def _on_step(self, steps: int) -> None:
         for told in self.on_each_step:
             told(steps)
-        if self._is_fork and steps == 1 and self.live is not None:
-            self.live.start(self.run.recorder, self.run.skipped, self.listens_to_training)
+        if self._is_fork and steps == 1:
+            self._begin_live()
         trial, recorder = self.trial, self.run.recorder
         if trial is None or recorder is None:
             return
@@ -226,27 +233,11 @@ class Session:
 
     def _evidence(self, recorder: Recorder) -> Evidence:
         recorder.close()
-        asks = self._asks_datasets(recorder)
         losses = tuple(read_losses(recorder.step_losses))
-        roles = dict.fromkeys({over.loader for over in recorder.passes if over.batches}, "validation")
-        roles.update({over.loader: "train" for over in recorder.passes if over.trained})
         return Evidence(
             command=self.config.command,
             machine=this_machine(),
-            flags=global_flags(self.run.seen, compiler()),
-            loaders=tuple(self._loader(index, roles.get(index, "unused"), asks) for index in range(len(self.loaders))),
-            models=tuple(facts for watch in self.run.models.values() if (facts := watch.facts()) is not None),
-            optimizers=tuple(
-                optimizer_facts(
-                    optimizer,
-                    where,
-                    recorder.optimizer_steps.get(key, 0),
-                    _why_not(optimizer),
-                    course if (course := self.courses.get(key)) and course.held is held else None,
-                )
-                for key, (held, where) in self.optimizers.items()
-                if (optimizer := held()) is not None
-            ),
+            **self._built(recorder, self._asks_datasets(recorder)),
             step_start=tuple(recorder.step_start),
             step_phases=tuple(map(tuple, recorder.step_phases)),
             losses=losses,
@@ -268,9 +259,30 @@ class Session:
             pid=os.getpid(),
             rank=self.rank,
             stopped_at=self.stopped_at,
+            unfinished=tuple(recorder.unfinished),
             listened="trial" if self.trial else "doctor" if self.config.doctor else "run",
             **self._observed(),
         )
+
+    def _built(self, recorder: Recorder, ask: bool = False) -> dict[str, Any]:
+        """What the script has built so far; `ask`: ask datasets what of them repeats itself."""
+        roles = recorder.roles()
+        return {
+            "flags": global_flags(self.run.seen, compiler()),
+            "loaders": tuple(self._loader(i, roles.get(i, "unused"), ask) for i in range(len(self.loaders))),
+            "models": tuple(facts for watch in list(self.run.models.values()) if (facts := watch.facts()) is not None),
+            "optimizers": tuple(
+                optimizer_facts(
+                    optimizer,
+                    where,
+                    recorder.optimizer_steps.get(key, 0),
+                    _why_not(optimizer),
+                    course if (course := self.courses.get(key)) and course.held is held else None,
+                )
+                for key, (held, where) in list(self.optimizers.items())
+                if (optimizer := held()) is not None
+            ),
+        }
 
     def _observed(self) -> dict[str, Any]:
         """What the observers saw; where two fill the same field, one after the other."""

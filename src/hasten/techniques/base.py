@@ -65,6 +65,7 @@ class Technique:
         relieves: What it takes load off.
         sources: The guide or paper it comes from.
         values: The settings allowed, or the type they must be of.
+        finds: Name of its finding, as in `# hasten: ignore[name]`; "" if it has none.
         acts_on: What it must find to have any effect ("DataLoader"); named when it finds none.
     """
 
@@ -73,6 +74,7 @@ class Technique:
     relieves: ClassVar[Resource]
     sources: ClassVar[tuple[str, ...]] = ()
     values: ClassVar[tuple[Setting, ...] | type] = (True,)
+    finds: ClassVar[str] = ""
     acts_on: ClassVar[str] = ""
 
     def __init__(self, setting: Setting) -> None:

@@ -35,10 +35,10 @@ BF16: dict[str, Any] = {"machine": {"cpu_flags": ("avx512_bf16",)}}
 
 class TestPrecision:
     def test_worth_is_what_was_measured(self) -> None:
-        seen = evidence(**BF16, measured=measured("fp32_on_tensor_cores", CONV))
+        seen = evidence(**BF16, measured=measured("full_precision", CONV))
         finding = of("precision", seen)
         assert finding is not None
-        assert (finding.name, finding.how_known) == ("fp32_on_tensor_cores", HowKnown.MEASURED)
+        assert (finding.name, finding.how_known) == ("full_precision", HowKnown.MEASURED)
         assert finding.worth == pytest.approx(0.3, rel=0.01)  # 3 ms of a step of 10 ms
         assert finding.severity is Severity.HIGH
         assert "50%" in finding.what
@@ -46,11 +46,11 @@ class TestPrecision:
 
     @pytest.mark.parametrize("one", [SLOWER, UNSURE])
     def test_silent_where_it_brought_nothing(self, one: Measurement) -> None:
-        assert of("precision", evidence(**BF16, measured=measured("fp32_on_tensor_cores", one))) is None
+        assert of("precision", evidence(**BF16, measured=measured("full_precision", one))) is None
 
     def test_what_one_layer_loses_counts_against_what_another_gains(self) -> None:
         loses = dataclasses.replace(SLOWER, before=0.002, after=0.005, where="b")
-        seen = evidence(**BF16, measured=measured("fp32_on_tensor_cores", CONV, loses))
+        seen = evidence(**BF16, measured=measured("full_precision", CONV, loses))
         assert of("precision", seen) is None
 
     def test_a_cpu_is_not_guessed_at(self) -> None:

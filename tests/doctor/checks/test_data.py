@@ -243,7 +243,7 @@ def test_decoding_that_is_quick_or_not_waited_for_is_well(stages: Stages, phases
 
 
 def test_samples_made_by_python_code_are_named() -> None:
-    """80 % of a batch is the dataset's Python; workers are the bottleneck, so the step gets shorter by the wait, less a passing."""
+    """80 % of a batch is the dataset's Python; workers are the bottleneck, so the step is shorter by the wait."""
     stages = (Stages(0, 4, other=0.040, python=0.8, hottest="/home/me/data.py:31"),)
     finding = only(PythonGetitem.findings(evidence(phases=SLOW, stages=stages)), "python_getitem")
     assert finding.worth == pytest.approx(2 / 3 - 0.0005 / 0.030)

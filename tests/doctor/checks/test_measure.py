@@ -42,7 +42,7 @@ class TestWhatIsTried:
             sampled=Sampled((3,), calls=2000.0),
         )
         assert set(names(seen)) == {
-            "per_tensor_optimizer", "fp32_on_tensor_cores", "channels_first", "attention_by_hand", "odd_sizes",
+            "per_tensor_optimizer", "full_precision", "channels_first", "attention_by_hand", "odd_sizes",
             "bias_before_norm", "debug_tools_on", "launch_bound",
         }  # fmt: skip
         odd = next(job for job in jobs(seen) if job.detail == "in_features=64")
@@ -83,7 +83,7 @@ class TestWhatIsTried:
 
     def test_on_a_gpu(self) -> None:
         seen = evidence(on_gpu=True, layers=(LINEAR, CONV), flags={"bf16": True})
-        assert {"tf32_off", "cudnn_benchmark_off", "fp32_on_tensor_cores"} <= set(names(seen))
+        assert {"tf32_off", "cudnn_benchmark_off", "full_precision"} <= set(names(seen))
 
     @pytest.mark.parametrize(
         ("changes", "dtype", "multiples"),

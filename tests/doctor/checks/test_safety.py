@@ -21,7 +21,7 @@ TECHNIQUES = (
     "attention",
 )  # fmt: skip
 NAMES = {
-    "bias_before_norm", "odd_sizes", "fp32_on_tensor_cores", "tf32_off", "channels_first", "unfused_pointwise",
+    "bias_before_norm", "odd_sizes", "full_precision", "tf32_off", "channels_first", "unfused_pointwise",
     "launch_bound", "recompilations", "graph_breaks", "cudnn_benchmark_off", "cudnn_benchmark_varying",
     "per_tensor_optimizer", "debug_tools_on", "attention_by_hand", "ragged_batches", "no_gradient_clipping",
     "constant_rate", "unnormalised_inputs", "adam_with_l2", "unsafe_load", "bad_losses",

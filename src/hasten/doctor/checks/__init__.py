@@ -1,1 +1,30 @@
 """The checks: small rules, one a class, grouped by what they look at."""
+
+from hasten.doctor.checks import (
+    compute,
+    convergence,
+    data,
+    memory,
+    optimization,
+    parallel,
+    safety,
+    shapes,
+    system,
+    transfer,
+)
+from hasten.doctor.checks.base import Check
+
+ALL: tuple[type[Check], ...] = (
+    *data.CHECKS,
+    *transfer.CHECKS,
+    *memory.CHECKS,
+    *system.CHECKS,
+    *parallel.CHECKS,
+    *compute.CHECKS,
+    *shapes.CHECKS,
+    *optimization.CHECKS,
+    *convergence.CHECKS,
+    *safety.CHECKS,
+)
+
+__all__ = ["ALL", "Check"]

@@ -14,6 +14,7 @@ from hasten.evidence.weigh import on_gpu, share_of, timed
 
 _GRAPHS = 5  # that are alive at once before they count as kept
 _POINTS = 6  # that a line is fitted through, at the least
+_SPAN = 100  # steps that the line must cover: heaps of several threads settle over some dozens
 _GROWN = 32 << 20  # bytes: below this a growth may be an allocator's
 _STEADY = 0.9  # of the variance that a straight line must explain
 _FAR = 100_000  # steps within which a growth must fill the memory to matter
@@ -30,9 +31,12 @@ class _Growth:
     full_at: float
 
 
-def _growth(steps: list[int], held: list[int], limit: int) -> _Growth | None:
-    """The growth of a series; None unless it rises along a line, does not slow down, and would fill `limit` soon."""
-    if len(steps) < _POINTS or steps[-1] <= steps[0] or held[-1] - held[0] < _GROWN:
+def _growth(steps: list[int], held: list[int], limit: int, span: int) -> _Growth | None:
+    """The growth of a series over at least `span` steps.
+
+    None unless it rises along a line, does not slow down, and would fill `limit` soon.
+    """
+    if len(steps) < _POINTS or steps[-1] - steps[0] < span or held[-1] - held[0] < _GROWN:
         return None
     if len(set(held)) < len(held) // 2:  # a few jumps are no line
         return None
@@ -56,8 +60,7 @@ def _settled(evidence: Evidence) -> list[MemoryPoint]:
     points = [point for point in evidence.memory if point.step >= 10]
     loader = evidence.train_loader
     first = next((over for over in evidence.passes if over.trained and over.batches), None)
-    kept = any(_kept(event.count, event.detail, event.steps) for event in evidence.events_of("retained_graph"))
-    if loader is None or loader.num_workers or kept or first is None:
+    if loader is None or loader.num_workers or _graphs_kept(evidence) or first is None:
         return points[len(points) // 4 :]
     return [point for point in points if point.step >= first.batches]
 
@@ -83,8 +86,9 @@ class MemoryCreep(Check):
             ("the GPU", [step for step, _ in gpu], [held for _, held in gpu], total or 80 << 30),
             ("the process", [p.step for p in points], [p.rss for p in points], evidence.machine.memory_bytes),
         ]
+        span = 1 if _graphs_kept(evidence) else _SPAN
         for whose, steps, held, limit in series:
-            growth = _growth(steps, held, limit)
+            growth = _growth(steps, held, limit, span)
             if growth is None:
                 continue
             kept = next((e for e in evidence.events_of("retained_graph") if e.count >= _GRAPHS and e.where), None)
@@ -109,6 +113,10 @@ def _kept(count: int, detail: str, steps: int) -> bool:
     said = re.search(r"of (\d+)", detail)
     watched = int(said[1]) if said else steps
     return count >= _GRAPHS and 2 * count >= watched
+
+
+def _graphs_kept(evidence: Evidence) -> bool:
+    return any(_kept(event.count, event.detail, event.steps) for event in evidence.events_of("retained_graph"))
 
 
 class RetainedGraph(Check):

@@ -15,6 +15,7 @@ class Attention(Technique):
     """
 
     name = "attention"
+    finds = "attention_by_hand"
     effect = Effect.ROUNDING
     relieves = Resource.COMPUTE
     sources = ("measured here: CPU flash backward in bf16, 9 -> 24 ms a layer",)
@@ -35,12 +36,12 @@ class Attention(Technique):
 
         This technique does not cure it: the script's code must change.
         """
-        tried = evidence.measured_for("attention_by_hand")
+        tried = evidence.measured_for(cls.finds)
         if not tried:
             return None
         first = max(tried, key=lambda one: one.saved * one.calls)
         return timed(
-            "attention_by_hand",
+            cls.finds,
             f"{first.what} (batch, heads, length, width) is made by hand; scaled_dot_product_attention takes "
             f"{first.gain:.0%} less time",
             "call torch.nn.functional.scaled_dot_product_attention(q, k, v), with is_causal=True for a causal mask",

@@ -19,6 +19,7 @@ class ChannelsLast(Technique):
     """
 
     name = "channels_last"
+    finds = "channels_first"
     effect = Effect.ROUNDING
     relieves = Resource.COMPUTE
     sources = ("Lin, tip 16", "PyTorch performance tuning guide")
@@ -37,11 +38,11 @@ class ChannelsLast(Technique):
     @classmethod
     def finding(cls, evidence: Evidence) -> Finding | None:
         """Convolutions that are faster on this machine with channels last, which was tried on the spot."""
-        tried = evidence.measured_for("channels_first")
+        tried = evidence.measured_for(cls.finds)
         if not tried or isinstance(cls.settings(evidence), Refusal):
             return None
         return timed(
-            "channels_first",
+            cls.finds,
             f"{tried[0].what.partition(':')[0]} and the like read images channel by channel; channels last they take "
             f"{gain_of(tried):.0%} less time",
             "model.to(memory_format=torch.channels_last), and the same of the images of each batch",

@@ -24,6 +24,7 @@ class Compile(Technique):
     """
 
     name = "compile"
+    finds = "unfused_pointwise"
     effect = Effect.ROUNDING
     relieves = Resource.COMPUTE
     sources = ("torch.compile tutorial", "Lin, tip 10")
@@ -61,7 +62,7 @@ class Compile(Technique):
             return None
         calls = sampled.pointwise_calls
         return timed(
-            "unfused_pointwise",
+            cls.finds,
             f"{calls:.0f} pointwise operators a step, {share:.0%} of its time, each read and write their tensors anew",
             "compile the model: model = torch.compile(model)",
             share / 2, HowKnown.ESTIMATED,

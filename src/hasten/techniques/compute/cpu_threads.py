@@ -19,6 +19,7 @@ class CpuThreads(Technique):
     """
 
     name = "cpu_threads"
+    finds = "threads_oversubscribed"
     effect = Effect.ROUNDING
     relieves = Resource.COMPUTE
     sources = ("PyTorch performance tuning guide, CPU",)
@@ -65,7 +66,7 @@ class CpuThreads(Technique):
         of = f" in {processes} processes" if processes > 1 else ""
         beside = f" beside loader workers that keep {working:.1f} busy" if working >= 0.5 else ""
         return Finding(
-            name="threads_oversubscribed",
+            name=cls.finds,
             what=f"{threads} threads compute{of} on {cores} cores{beside}, and no core is idle: threads wait for each "
             "other",
             fix=f"set OMP_NUM_THREADS={each} (or torch.set_num_threads({each}) at the start)",

@@ -11,6 +11,7 @@ class CudnnBenchmark(CudaOnly):
     """`torch.backends.cudnn.benchmark = True`: pays where input sizes stay the same."""
 
     name = "cudnn_benchmark"
+    finds = "cudnn_benchmark_off"
     effect = Effect.ROUNDING
     relieves = Resource.COMPUTE
     sources = ("Lin, tip 15", "Kuhn, tip 6")
@@ -31,12 +32,12 @@ class CudnnBenchmark(CudaOnly):
     @classmethod
     def finding(cls, evidence: Evidence) -> Finding | None:
         """cuDNN not asked to measure although sizes stay the same: tried on the spot."""
-        tried = evidence.measured_for("cudnn_benchmark_off")
+        tried = evidence.measured_for(cls.finds)
         sizes = len(evidence.inputs.shapes) if evidence.inputs else 0
         if not tried or sizes > 2 or isinstance(cls.settings(evidence), Refusal):  # 2: a last, smaller batch
             return None
         return timed(
-            "cudnn_benchmark_off",
+            cls.finds,
             "cuDNN picks the kernels of its convolutions by rule of thumb although their sizes stay the same",
             "set torch.backends.cudnn.benchmark = True at the start",
             saved(evidence, tried), HowKnown.MEASURED,

@@ -19,6 +19,7 @@ class DebugOff(Technique):
     """
 
     name = "debug_off"
+    finds = "debug_tools_on"
     effect = Effect.EXACT
     relieves = Resource.COMPUTE
     sources = ("Lin, tip 18", "Kuhn, tip 12")
@@ -51,14 +52,14 @@ class DebugOff(Technique):
             "profiler": "the profiler out, or give it a schedule that ends",
             "gradcheck": "gradcheck out of the training loop",
         }
-        tried = [one for one in evidence.measured_for("debug_tools_on") if one.where in found and one.calls]
+        tried = [one for one in evidence.measured_for(cls.finds) if one.where in found and one.calls]
         seconds = sum(event.seconds for event in events if event.kind == "gradcheck") / steps
         # What an operator costs more, for as many operators as a step was seen to run.
         worth = share_of(evidence, seconds + sum(max(0.0, one.saved) * one.calls for one in tried)) or None
         first = next((place for place in found.values() if place), "")
         file, line = split_place(first)
         return Finding(
-            "debug_tools_on",
+            cls.finds,
             f"{' and '.join(names[kind] for kind in found)} left on in the training",
             f"take {' and '.join(cures[kind] for kind in found)}",
             severity_of(worth) if worth and worth >= 0.05 else Severity.MEDIUM,

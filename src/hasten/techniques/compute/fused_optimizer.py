@@ -20,6 +20,7 @@ class FusedOptimizer(Technique):
     """
 
     name = "fused_optimizer"
+    finds = "per_tensor_optimizer"
     effect = Effect.ROUNDING
     relieves = Resource.OPTIMIZER
     sources = ("PyTorch performance tuning guide", "Kuhn, tip 4")
@@ -41,7 +42,7 @@ class FusedOptimizer(Technique):
     @classmethod
     def finding(cls, evidence: Evidence) -> Finding | None:
         """The share of the optimizer's step that its fused kernel saves, tried on parameters of the same shapes."""
-        tried = evidence.measured_for("per_tensor_optimizer")
+        tried = evidence.measured_for(cls.finds)
         taken = sum(one.before * one.calls for one in tried)
         if not tried or taken <= 0 or isinstance(cls.settings(evidence), Refusal):
             return None
@@ -49,7 +50,7 @@ class FusedOptimizer(Technique):
         first = max(tried, key=lambda one: one.saved * one.calls)
         worth = phase * sum(one.saved * one.calls for one in tried) / taken
         return timed(
-            "per_tensor_optimizer",
+            cls.finds,
             f"the optimizer takes {phase:.0%} of the step; {first.what}, it takes {first.gain:.0%} less",
             "build it with fused=True",
             worth, HowKnown.MEASURED,

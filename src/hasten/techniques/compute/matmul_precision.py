@@ -15,6 +15,7 @@ class MatmulPrecision(Technique):
     """
 
     name = "matmul_precision"
+    finds = "tf32_off"
     effect = Effect.ROUNDING
     relieves = Resource.COMPUTE
     sources = ("NVIDIA Ampere tuning guide", "torch.set_float32_matmul_precision")
@@ -49,12 +50,12 @@ class MatmulPrecision(Technique):
             return None
         if isinstance(cls.settings(evidence), Refusal):
             return None
-        tried = evidence.measured_for("tf32_off")
+        tried = evidence.measured_for(cls.finds)
         share = share_of(evidence, products(evidence, convolutions=False))
         worth, how_known = (saved(evidence, tried), HowKnown.MEASURED) if tried else (share / 2, HowKnown.ESTIMATED)
         said = f", {share:.0%} of the step," if share else ""
         return timed(
-            "tf32_off",
+            cls.finds,
             f"float32 matrix products{said} run without TF32 on {' '.join(evidence.machine.gpus[:1]) or 'a GPU'}",
             'call torch.set_float32_matmul_precision("high") at the start',
             worth, how_known,

@@ -53,6 +53,7 @@ class Precision(Technique):
     """
 
     name = "precision"
+    finds = "full_precision"
     effect = Effect.ROUNDING
     relieves = Resource.COMPUTE
     sources = ("Falcon, tip 6", "Wolf", "Lin, tip 8", "Kuhn, tip 5")
@@ -107,7 +108,7 @@ class Precision(Technique):
         scaled = "" if narrow == "bfloat16" else " and a torch.amp.GradScaler"
         device = "cuda" if on_gpu(evidence) else "cpu"
         fix = f'run the forward and the loss under torch.autocast("{device}", torch.{narrow}){scaled}'
-        tried = evidence.measured_for("fp32_on_tensor_cores")
+        tried = evidence.measured_for(cls.finds)
         if tried:
             worth, how_known = saved(evidence, tried), HowKnown.MEASURED
             layers = tried[0].what.partition(":")[0]
@@ -117,7 +118,7 @@ class Precision(Technique):
             worth, how_known = share / 2, HowKnown.ESTIMATED
             what = f"matrix products and convolutions, {share:.0%} of the step, compute in float32 on tensor cores"
         return timed(
-            "fp32_on_tensor_cores", what, fix, worth, how_known,
+            cls.finds, what, fix, worth, how_known,
             place=place_of(evidence, tried[0]) if tried else "",
             where=tried[0].where if tried else "",
             details=tuple(map(in_words, tried)),

@@ -21,6 +21,7 @@ class BatchedFetch(Technique):
     """
 
     name = "batched_fetch"
+    finds = "sample_by_sample"
     effect = Effect.EXACT
     relieves = Resource.DATA
     sources = ("Lin, tip 3", "fastai #3949")
@@ -51,7 +52,7 @@ class BatchedFetch(Technique):
         wait = ordinary_wait(evidence)
         workers = " and passed on by workers" if loader.num_workers else ""
         return timed(
-            "sample_by_sample",
+            cls.finds,
             f"tensors that lie in memory are fetched sample by sample and stacked{workers}: {in_ms(wait)} for each "
             f"batch of {loader.batch_size or 'so many'}",
             "gather each batch at once: `for rows in torch.randperm(len(x)).split(batch_size): batch = x[rows], "

@@ -53,6 +53,7 @@ class LoaderWorkers(Technique):
     """
 
     name = "loader_workers"
+    finds = "workers_zero"
     effect = Effect.SAMPLING
     relieves = Resource.DATA
     sources = ("Falcon, tip 1", "Lin, tip 1", "Kuhn, tip 2")
@@ -140,7 +141,7 @@ class LoaderWorkers(Technique):
             f"making shared by {workers} workers, and all work shared by {evidence.machine.cores} cores"
         )
         return timed(
-            "workers_zero",
+            cls.finds,
             f"the training process makes every batch itself (num_workers=0), {in_ms(typical_wait(evidence))} of each "
             f"{in_ms(ordinary_seconds(evidence))} step, while the model waits",
             f"give the loader num_workers={workers}, persistent_workers=True",

@@ -32,6 +32,7 @@ class SampleCache(Technique):
     """
 
     name = "sample_cache"
+    finds = "samples_recomputed"
     effect = Effect.EXACT
     relieves = Resource.DATA
     sources = ("Falcon, tip 1", "Lin, tip 1", "Lin, tip 3")
@@ -77,7 +78,7 @@ class SampleCache(Technique):
         whole = max(asked.sample_seconds, seconds)
         kept = "samples" if setting == "samples" else f"what `{asked.loader_function}` gives"
         return timed(
-            "samples_recomputed",
+            cls.finds,
             f"the step waits {data_share(evidence):.0%} of its time for samples that are made anew in each epoch, "
             "although the same index gave the same sample each time it was asked",
             f"keep {kept} in memory ({size * (loader.samples or 0) / 2**20:.0f} MiB in all), or store it decoded",

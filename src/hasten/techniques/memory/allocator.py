@@ -20,6 +20,7 @@ _GLIBC = {
     "glibc.malloc.top_pad": "67108864",
 }
 _MANY = 500  # pages a step: 2 MiB
+_CERTAIN = 0.02  # share of the step from which it is more than the noise of such counts
 _PAGE = 3e-6  # seconds a page fault costs at the most: 2.7 us in the virtual machine this was measured in
 _LIBRARIES = {"jemalloc": "libjemalloc.so", "tcmalloc": "libtcmalloc"}
 
@@ -33,6 +34,7 @@ class Allocator(Technique):
     """
 
     name = "allocator"
+    finds = "allocator"
     effect = Effect.EXACT
     relieves = Resource.MEMORY
     sources = ("PyTorch performance tuning guide, CPU", "glibc manual, Memory Allocation Tunables")
@@ -75,13 +77,16 @@ class Allocator(Technique):
         if (again := faults - max(0.0, grown)) < _MANY:
             return None
         here = next((name for name in ("glibc", "jemalloc", "tcmalloc") if not cls.useless(name, evidence.machine)), "")
+        worth = share_of(evidence, min(seconds, again * _PAGE))
+        if worth < _CERTAIN:
+            return None
         return timed(
-            "allocator",
+            cls.finds,
             f"memory is given back to the kernel and faulted in again, {again * 4096 / 2**20:.0f} MiB a step, which "
             f"takes {in_ms(seconds)} of the kernel's CPU time",
             "start the training with `hasten run`, or with "
             "GLIBC_TUNABLES=" + ":".join(f"{key}={value}" for key, value in _GLIBC.items()),
-            share_of(evidence, min(seconds, again * _PAGE)),
+            worth,
             HowKnown.ESTIMATED,
             technique=cls.name,
             setting=toml_value(here or "glibc"),

@@ -21,6 +21,7 @@ class NoGradValidation(Technique):
     """
 
     name = "no_grad_validation"
+    finds = "validation_graphs"
     effect = Effect.EXACT
     relieves = Resource.VALIDATION
     sources = ("Falcon, tip 3", "Lin, tip 12", "Kuhn, tip 17")
@@ -58,7 +59,7 @@ class NoGradValidation(Technique):
         loader = next((one for one in evidence.loaders if one.role == "validation"), None)
         time = f"; validation takes {share:.0%} of the time" if share >= 0.01 else ""
         return Finding(
-            name="validation_graphs",
+            name=cls.finds,
             what=f"{count} of {all_calls} forwards in eval mode kept a graph and its activations, which no backward "
             f"used{time}",
             fix="validate under `with torch.no_grad():` (or @torch.inference_mode())",

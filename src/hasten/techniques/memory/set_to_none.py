@@ -23,6 +23,7 @@ class SetToNone(Technique):
     """
 
     name = "set_to_none"
+    finds = "zeroed_gradients"
     effect = Effect.EXACT
     relieves = Resource.OPTIMIZER
     sources = ("Lin, tip 14", "Kuhn, tip 10")
@@ -52,13 +53,14 @@ class SetToNone(Technique):
         times = min(1.0, max(event.steps for event in events) / evidence.steps) if evidence.steps else 0.0
         seconds = measured or times * moved / (_GPU_BYTES if on_gpu(evidence) else _BYTES)
         return timed(
-            "zeroed_gradients",
+            cls.finds,
             f"gradients of {moved / 12 / 1e6:.1f} M parameters are filled with zeros instead of dropped, "
             f"{'' if measured else 'about '}{in_ms(seconds)} a step",
             "call `optimizer.zero_grad()` without set_to_none=False",
             share_of(evidence, seconds),
             HowKnown.MEASURED if measured else HowKnown.ESTIMATED,
             place=events[0].where or evidence.flags.zeroed_gradients,
+            details=("the result stays the same as long as every parameter gets a gradient in every step",),
             technique=cls.name,
             setting="true",
             sources=cls.sources,

@@ -21,6 +21,7 @@ class DevicePrefetch(CudaOnly):
     """
 
     name = "device_prefetch"
+    finds = "device_prefetch"
     effect = Effect.EXACT
     relieves = Resource.TRANSFER
     sources = ("NVIDIA data prefetcher (apex imagenet example)", "Lightning #4803")
@@ -54,7 +55,7 @@ class DevicePrefetch(CudaOnly):
             return None
         copying = seconds_of(evidence, Phase.TRANSFER)
         return timed(
-            "device_prefetch",
+            cls.finds,
             f"each step begins with {in_ms(copying)} in which the GPU only copies its batch",
             "copy the next batch on a stream of its own while this one is computed: the technique device_prefetch",
             share_of(evidence, copying),

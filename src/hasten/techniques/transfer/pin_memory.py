@@ -25,6 +25,7 @@ class PinMemory(CudaOnly):
     """
 
     name = "pin_memory"
+    finds = "pageable_memory"
     effect = Effect.EXACT
     relieves = Resource.TRANSFER
     sources = ("Falcon, tip 2", "Lin, tip 2", "Kuhn, tip 2")
@@ -59,7 +60,7 @@ class PinMemory(CudaOnly):
         faster = share_of(evidence, copying - loader.batch_bytes / _PINNED) if copying else 0.0
         spent = max(copying, per_step(evidence, copies))
         return timed(
-            "pageable_memory",
+            cls.finds,
             f"each batch of {loader.batch_bytes / 2**20:.1f} MiB is copied to the GPU from pageable memory, for which "
             f"the CPU waits {in_ms(spent)}",
             "give the loader pin_memory=True and copy with `.to(device, non_blocking=True)`",
