@@ -84,7 +84,6 @@ def main() -> None:
         print(f"that is {cost / 30:.2f} % of a 3 ms step; by the least of all turns {least(index) - least(0):.1f} us")
         figures = {"pairs_seconds": [(each[0], each[index]) for each in rounds], "microseconds": cost}
         record.update(figures if who == "run" else {who: figures})
-    record["percent_of_5_ms"] = statistics.median(each[1] - each[0] for each in rounds) / 0.005 * 100
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

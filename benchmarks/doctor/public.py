@@ -68,15 +68,16 @@ def examine(workplace: Workplace, script: Script) -> dict[str, Any]:
     row["seconds"] = round(time.perf_counter() - start, 1)
     if not out.is_file():
         return row | {"verdict": None, "findings": []}
-    return row | said(json.loads(out.read_text()), cwd, workplace.folder)
+    root = workplace.folder / "scratch" / script.name / "doctor"
+    return row | said(json.loads(out.read_text()), (cwd, root, workplace.folder))
 
 
-def said(diagnosis: dict[str, Any], cwd: Path, folder: Path) -> dict[str, Any]:
+def said(diagnosis: dict[str, Any], folders: tuple[Path, ...]) -> dict[str, Any]:
     """What is kept of a diagnosis: nothing of this machine's folders."""
-    findings = []
-    for finding in diagnosis["findings"]:
-        place = finding["file"].replace(f"{cwd}/", "").replace(f"{folder}/", "")
-        findings.append({"file": place} | {key: finding[key] for key in KEPT if finding[key] not in ("", 0, [], None)})
+    findings = [
+        {"file": finding["file"]} | {key: finding[key] for key in KEPT if finding[key] not in ("", 0, [], None)}
+        for finding in diagnosis["findings"]
+    ]
     words = {
         "verdict": diagnosis["verdict"],
         "steps": diagnosis["steps"],
@@ -86,7 +87,10 @@ def said(diagnosis: dict[str, Any], cwd: Path, folder: Path) -> dict[str, Any]:
         "notes": diagnosis["notes"],
         "findings": findings,
     }
-    plain: dict[str, Any] = json.loads(json.dumps(words).replace(f"{cwd}/", "").replace(f"{folder}/", ""))
+    text = json.dumps(words)
+    for folder in folders:
+        text = text.replace(f"{folder}/", "")
+    plain: dict[str, Any] = json.loads(text)
     return plain
 
 
@@ -106,7 +110,9 @@ def judge(rows: list[dict[str, Any]]) -> list[str]:
             finding["judged"] = {k: v for k, v in (found or {}).items() if k not in ("name", "line")}
             if found is None:
                 open_ones.append(f"{row['script']}: {finding['name']} {finding['file']}:{finding.get('line', 0)}")
-        row["missed"] = [one for one in entry.get("missed", []) if one["name"] not in {f["name"] for f in row["findings"]}]
+        row["missed"] = [
+            one for one in entry.get("missed", []) if one["name"] not in {f["name"] for f in row["findings"]}
+        ]
     return open_ones
 
 
@@ -154,7 +160,9 @@ def main() -> None:
 
 
 def write(rows: dict[str, dict[str, Any]], out: Path) -> dict[str, Any]:
-    ordered = sorted(rows.values(), key=lambda row: NAMES.index(row["script"]) if row["script"] in NAMES else len(NAMES))
+    ordered = sorted(
+        rows.values(), key=lambda row: NAMES.index(row["script"]) if row["script"] in NAMES else len(NAMES)
+    )
     summary = summarise(ordered, judge(ordered))
     out.write_text(json.dumps({"summary": summary, "scripts": ordered}, indent=1) + "\n")
     return summary

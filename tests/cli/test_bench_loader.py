@@ -213,6 +213,25 @@ def test_where_there_is_no_loader_to_measure(tmp_path: Path, kind: str, says: st
     assert "Traceback" not in done.err.partition("\n")[0]
 
 
+def test_a_loader_that_only_its_loop_holds(tmp_path: Path) -> None:
+    """`for batch in DataLoader(...)`: the iterator lives on, the loader does not."""
+    write(
+        tmp_path,
+        "train.py",
+        """
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        model = torch.nn.Linear(4, 1)
+        for (rows,) in DataLoader(TensorDataset(torch.zeros(640, 4)), 8):
+            model(rows).sum().backward()
+        """,
+    )
+    done = bench(tmp_path, "--no-flame", "--json", "b.json", "train.py", seconds=1)
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "b.json").read_text())["loader"]["dataset"] == "TensorDataset"
+
+
 def test_a_dataset_that_fails_later(tmp_path: Path) -> None:
     script = write(tmp_path, "train.py", BAD)
     done = bench(tmp_path, "--no-flame", "train.py", "late", seconds=1)

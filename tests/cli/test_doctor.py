@@ -310,7 +310,37 @@ def test_torchrun(tmp_path: Path) -> None:
     done = execute(HASTEN, "doctor", "--steps", "40", "--json", "d.json", *arguments, cwd=tmp_path)
     assert done.code == 0, done.err
     assert "Traceback" not in done.err
-    assert read_diagnosis(tmp_path / "d.json").steps == 40
+    diagnosis = read_diagnosis(tmp_path / "d.json")
+    assert diagnosis.steps == 40
+    assert "backward contains the gradient sync of 2 processes" in diagnosis.verdict.details
+
+
+@pytest.mark.slow
+def test_a_process_group_that_is_gone_at_the_end_is_not_forgotten(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "train.py",
+        """
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(30):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        dist.destroy_process_group()
+        """,
+    )
+    arguments = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29633", "train.py"]
+    done = execute(HASTEN, "doctor", "--json", "d.json", *arguments, cwd=tmp_path)
+    assert done.code == 0, done.err
+    diagnosis = read_diagnosis(tmp_path / "d.json")
+    assert "backward contains the gradient sync of 2 processes" in diagnosis.verdict.details
+    assert any("ranks other than 0 of 2" in line for line in diagnosis.unseen)
 
 
 # -- signals ---------------------------------------------------------------------------------------------------

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from hasten.doctor import diagnose as room
+from hasten.doctor.cases import NO_TIME
 from hasten.doctor.checks import ALL, Check
 from hasten.doctor.diagnose import diagnose, merged
-from hasten.evidence import Evidence, Finding, HowKnown, Severity
+from hasten.evidence import Event, Evidence, Finding, HowKnown, Measurement, OptimizerFacts, Severity
 from hasten.techniques import CATALOGUE
 from tests.doctor.made import GPU_MACHINE, model, run
+
+
+def optimizer(where: str) -> OptimizerFacts:
+    return OptimizerFacts("SGD", where, 4, fused=True, foreach=None, fusable=True, why_not_fusable="", steps=100)
 
 
 def finding(name: str, worth: float | None = 0.3, line: int = 0, how: HowKnown = HowKnown.MEASURED) -> Finding:
@@ -45,6 +52,34 @@ def test_what_only_a_gpu_makes_true_is_not_read_into_a_run_without_one() -> None
     ]
     on_gpu = diagnose(run(machine=GPU_MACHINE, models=(model("cuda"),)), source)
     assert "host_sync" in [one.name for one in on_gpu.findings]
+
+
+@pytest.mark.parametrize("name", ["constant_rate", "data_parallel"])
+def test_what_a_run_did_not_come_to_is_not_read_into_it(name: str) -> None:
+    def told(**changes: Any) -> list[str]:
+        listened = run(listened="doctor", ended="complete", **changes)
+        return [one.name for one in diagnose(listened, [read(name, 30)]).findings if one.name == name]
+
+    assert told(optimizers=(optimizer("/x/train.py:99"),)) == []
+    built = {"optimizers": (optimizer("/x/train.py:30"),), "events": (Event("data_parallel", "/x/train.py:30", 1),)}
+    assert told(**built) == [name]
+
+
+def test_a_wait_that_was_measured_to_be_short_is_not_read_to_be_one() -> None:
+    def told(share: float) -> list[str]:
+        source = [read("workers_zero", 30)]
+        return [one.name for one in diagnose(run(shares={"data": share}), source).findings if one.line == 30]
+
+    assert told(0.02) == []
+    assert told(0.08) == ["workers_zero"]
+
+
+def test_changes_that_were_hardly_tried_are_named() -> None:
+    tried = Measurement("odd_sizes", "batch 65 -> 72", before=2.0, after=1.0, wins=1.0, turns=20)
+    hasty = dataclasses.replace(tried, turns=2)
+    late = dataclasses.replace(tried, turns=0, failed=NO_TIME)
+    assert any("2 of 3 changes" in line for line in diagnose(run(measured=(tried, hasty, late))).unseen)
+    assert not any("changes" in line for line in diagnose(run(measured=(tried,))).unseen)
 
 
 def test_the_worst_come_first() -> None:

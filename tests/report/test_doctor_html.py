@@ -144,7 +144,7 @@ def test_a_run_that_never_trained_has_a_page_too():
     source = render(found, None)
     text = Page(source).text
     assert "The script failed: ValueError: x" in text
-    assert "No findings: no training step was seen." in text
+    assert "No findings: no whole training step was seen." in text
     calm(Page(source), source)
 
 

@@ -108,6 +108,47 @@ tell(batches=batches, validations=validations, weights=digest(model))
     assert [one.step for one in evidence.validations] == pytest.approx([v[0] for v in said["validations"]], abs=1)
 
 
+def test_what_a_function_built_is_known_when_it_is_gone(tmp_path: Path) -> None:
+    evidence, _ = heard(
+        tmp_path,
+        """
+def main():
+    loader = DataLoader(TensorDataset(torch.randn(48, 4)), batch_size=8)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    for (rows,) in loader:
+        optimizer.zero_grad()
+        loss = model(rows).square().mean()
+        loss.backward()
+        optimizer.step()
+main()
+tell()
+""",
+    )
+    assert [(model.name, model.train_calls, model.device) for model in evidence.models] == [("Linear", 6, "cpu")]
+    assert [(one.name, one.steps, one.options["lr"]) for one in evidence.optimizers] == [("AdamW", 6, 0.25)]
+
+
+def test_a_training_by_hand_steps_by_its_backward(tmp_path: Path) -> None:
+    """Neither a DataLoader nor an optimizer."""
+    evidence, _ = heard(
+        tmp_path,
+        """
+model = nn.Linear(4, 1)
+for step in range(12):
+    loss = model(torch.randn(8, 4)).square().mean()
+    model.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight -= 0.1 * weight.grad
+tell(weights=digest(model))
+""",
+    )
+    assert evidence.steps == len(evidence.step_phases) == 11
+    assert all(step[Phase.FORWARD] > 0 and step[Phase.BACKWARD] > 0 for step in evidence.step_phases)
+
+
 def test_two_models_two_optimizers(tmp_path: Path) -> None:
     """A GAN: two backwards and two optimizer steps a batch, one step each."""
     evidence, said = heard(
@@ -210,6 +251,31 @@ tell(weights=digest(model))
     assert evidence.losses == pytest.approx(said["losses"][1:], rel=1e-6)
     assert [one.step for one in evidence.validations] == [0, 9, 19]
     assert evidence.optimizers[0].steps == 30
+
+
+def test_what_else_a_closure_does_is_not_the_optimizers_time(tmp_path: Path) -> None:
+    """As in Lightning, whose hooks and logging run in the closure that it hands to the optimizer."""
+    evidence, _ = heard(
+        tmp_path,
+        """
+import time
+model = nn.Linear(5, 1)
+for given in (lambda optimizer, closure: optimizer.step(closure),
+              lambda optimizer, closure: optimizer.step(closure=closure)):
+    optimizer = torch.optim.Adam(model.parameters())
+    for (x,) in DataLoader(TensorDataset(torch.ones(8, 5)), 2):
+        def closure():
+            time.sleep(0.05)
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+        told.append(given(optimizer, closure).item())
+tell(weights=digest(model))
+""",
+    )
+    assert len(evidence.step_phases) == 8
+    assert all(step[Phase.OTHER] >= 0.05 for step in evidence.step_phases)
 
 
 def test_workers_closures_scaled_losses_and_a_stateful_loader(tmp_path: Path) -> None:

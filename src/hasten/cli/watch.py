@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import webbrowser
 from pathlib import Path
@@ -32,6 +33,8 @@ def watch(
     print(f"hasten: watching {place.resolve()}; Ctrl-C ends this page, not the run", file=sys.stderr, flush=True)
     if open_page:
         webbrowser.open(served.url)
+    for asked in (signal.SIGINT, signal.SIGTERM):  # a shell's background job is born deaf to Ctrl-C
+        signal.signal(asked, signal.default_int_handler)
     try:
         served.serve()
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hasten.evidence import Evidence, Layer
 from hasten.evidence.weigh import on_gpu, share_of
 
+NO_TIME = "no time was left for it"  # why a change was not tried
 TINY_OPERATORS = 120  # that one call of the case "tiny" runs: forward and backward
 
 

@@ -15,7 +15,8 @@ from hasten.doctor.machine_advice import advice
 from hasten.doctor.pauses import pauses
 from hasten.doctor.unseen import unseen
 from hasten.doctor.verdict import on_gpu, verdict
-from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Severity
+from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Phase, Severity, split_place
+from hasten.evidence.weigh import seconds_of, share_of
 from hasten.techniques import CATALOGUE
 
 _MOST_BLOCKS = 24
@@ -27,6 +28,8 @@ _ON_GPUS = {  # read from code, they are true on a GPU only
     "pageable_memory",
     "synchronize_in_loop",
 }
+_LEAST_WAIT = 0.05  # share of the step that must be spent waiting for workers to be worth a word
+_OF_OPTIMIZERS = ("constant_rate", "adam_with_l2", "per_tensor_optimizer")
 _ORDER = (Severity.HIGH, Severity.MEDIUM, Severity.LOW, Severity.NOTE)
 
 
@@ -121,8 +124,28 @@ def _failure(what: str, error: Exception) -> str:
 
 def _true_here(read: Sequence[Finding], evidence: Evidence) -> list[Finding]:
     """What was read from the source, without what only a GPU makes true if the run trained without one."""
-    trained_without = evidence.step_phases and not on_gpu(evidence)
-    return [finding for finding in read if not (trained_without and finding.name in _ON_GPUS)]
+    trained_without = (evidence.step_phases or evidence.unfinished) and not on_gpu(evidence)
+    here = [finding for finding in read if not (trained_without and finding.name in _ON_GPUS)]
+    return [one for one in here if not _never_ran(one, evidence) and not _measured_away(one, evidence)]
+
+
+def _measured_away(finding: Finding, evidence: Evidence) -> bool:
+    """Whether the run showed that what was read costs it next to nothing."""
+    waits = share_of(evidence, seconds_of(evidence, Phase.DATA))
+    return finding.name == "workers_zero" and bool(evidence.step_phases) and waits < _LEAST_WAIT
+
+
+def _never_ran(finding: Finding, evidence: Evidence) -> bool:
+    """Whether what was read lies in a part of the code that this run did not come to."""
+    if not evidence.step_phases or evidence.listened != "doctor":
+        return False
+    if finding.name == "data_parallel":
+        wrapped = any(model.name == "DataParallel" for model in evidence.models)
+        return not wrapped and not evidence.events_of("data_parallel")
+    if finding.name in _OF_OPTIMIZERS and evidence.ended == "complete":  # cut: what it had built was still there
+        places = [split_place(optimizer.where) for optimizer in evidence.optimizers]
+        return not any(_same_place(finding, dataclasses.replace(finding, file=f, line=n)) for f, n in places)
+    return False
 
 
 def merged(measured: Sequence[Finding], read: Sequence[Finding]) -> list[Finding]:

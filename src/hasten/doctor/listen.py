@@ -246,7 +246,10 @@ class _Listening:
             return told, f"losses, layers and what else is asked for at the end: it was {ended or 'gone'} before"
         except HastenError:
             blank = nothing_heard(self.command, ended, began, seconds)
-            return blank, "the training: no process of it imported torch, or none lived long enough to say what it did"
+            why = "no process of it imported torch, or none lived long enough to say what it did"
+            if ended.startswith("killed by"):
+                why = f"it was {ended}, which leaves no time to say what it did; what is said comes once a second"
+            return blank, f"the training: {why}"
 
     def _notes(self, evidence: Evidence, cut: bool, seconds: float) -> list[str]:
         notes = []

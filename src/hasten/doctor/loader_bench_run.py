@@ -242,6 +242,8 @@ class _Bench:
                     f"the script ended without a training step on a DataLoader's batch; it built: {built}",
                     "does it train with these arguments? A loader counts from the first backward on",
                 )
+        for failed in self._of("failed"):
+            return HastenError(f"the training loader could not be measured: {_at(failed)}", said)
         if self.ended == "cut":
             return HastenError(f"no training step began within {self.patience:.0f} s", "--patience gives it longer")
         how = f" ({_how(self.code)})" if self.code else ""

@@ -42,7 +42,7 @@ class SteadyUse:
 
 
 def steady_use(evidence: Evidence) -> SteadyUse | None:
-    """The use during the steady steps, or an only one that was cut short; None where nobody sampled, or no sample fell into them."""
+    """The use during the steady steps, or the only one so far; None where no sample fell into them."""
     use, steady = evidence.use, evidence.steady()
     if use is None or not use.at or not (steady or evidence.unfinished):
         return None

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hasten.doctor.cases import TINY_OPERATORS, Case, Job
+from hasten.doctor.cases import NO_TIME, TINY_OPERATORS, Case, Job
 from hasten.evidence import Measurement
 
 _TURN = 0.004  # seconds a turn takes at least
@@ -47,7 +47,7 @@ def main() -> None:
 def _try(job: Job, device: str, limit: float) -> Measurement:
     about = Measurement(job.finding, job.what, job.where, calls=job.calls, detail=job.detail)
     if limit < 0.05:
-        return dataclasses.replace(about, failed="no time was left for it")
+        return dataclasses.replace(about, failed=NO_TIME)
     try:
         befores, afters = take_turns(job.before, job.after, device, limit)
     except Exception as error:  # whatever a layer or kernel makes of these sizes: said, and the next one is tried

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from hasten.doctor.cases import NO_TIME
 from hasten.doctor.steady_use import steady_use
 from hasten.doctor.verdict import on_gpu
 from hasten.evidence import Evidence
 
 _FEW_SAMPLES = 4
+_TURNS = 6  # below which no number of wins makes a change sure (`Measurement.saved`)
 
 
 def unseen(evidence: Evidence) -> tuple[str, ...]:
@@ -59,4 +61,8 @@ def _rest(evidence: Evidence) -> list[str]:
         lines.append(f"ranks other than {evidence.rank} of {evidence.flags.distributed}: one is listened to")
     if evidence.every > 1:
         lines.append(f"every step: of {evidence.steps} steps every {evidence.every}th was kept")
+    hasty = [one for one in evidence.measured if one.failed == NO_TIME or (not one.failed and one.turns < _TURNS)]
+    if hasty:
+        few = f"{len(hasty)} of {len(evidence.measured)}"
+        lines.append(f"what {few} changes would bring: this machine had no time to try them often enough")
     return [*lines, *evidence.skipped]

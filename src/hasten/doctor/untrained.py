@@ -25,7 +25,9 @@ def untrained(evidence: Evidence) -> Verdict:
         details.append(f"after {evidence.ended_at:.0f} s, when it was cut, the script was at {place}")
         title = "no training step was over when the time was up"
     elif evidence.error:
-        title = "the script ended before a training step was over"
+        # The first word of a run that is killed comes a second after it began to train.
+        heard = not evidence.error.startswith("killed by") or evidence.loaders or evidence.models or evidence.optimizers
+        title = "the script ended before a training step was " + ("over" if heard else "heard of")
         details.append(evidence.error)
     else:
         title = "no training step was seen"

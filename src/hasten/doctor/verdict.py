@@ -226,6 +226,9 @@ def _computing(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse |
     uses = f"the training used {_cores(use.cpu)} of {cores} cores"
     if use.cpu >= _BUSY * cores:
         return Verdict("cpu", f"CPU-bound: {fills}, and {uses}", _idle_gpu(evidence))
+    if use.machine >= _FULL_MACHINE and use.others >= max(use.cpu, cores / 2):
+        title = f"short of CPU: others fill the machine, and the training got {_cores(use.cpu)} of {cores} cores"
+        return Verdict("cpu", title, (fills, *_idle_gpu(evidence)))
     if use.machine >= _FULL_MACHINE:
         return Verdict("cpu", f"CPU-bound: {fills}, and no core is idle", (uses, *_idle_gpu(evidence)))
     return _too_few_threads(evidence, shares, use, uses, threads)

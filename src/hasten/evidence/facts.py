@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import sysconfig
 import weakref
@@ -104,6 +105,7 @@ class ModelWatch:
         self.backward_through_eval = False
         self.autocast = ""
         self.input_shapes = tuple(shape for arg in args if (shape := _shape(arg)) is not None)
+        self._last: ModelFacts | None = None  # what was found when somebody asked before
 
     def called(self, training: bool, output: Any) -> None:
         """One forward is over. In eval mode with a graph: listen whether a backward goes through it."""
@@ -124,19 +126,25 @@ class ModelWatch:
         self.backward_through_eval = True
 
     def facts(self) -> ModelFacts | None:
-        """The facts so far; None where the module is gone."""
+        """The facts so far; of a module that is gone as it was when somebody asked last, None if nobody did."""
         from torch.nn.parameter import is_lazy
 
         module = self._module()
         if module is None:
-            return None
+            return self._last and dataclasses.replace(
+                self._last,
+                train_calls=self.train_calls,
+                eval_calls=self.eval_calls,
+                eval_calls_with_graph=self.eval_calls_with_graph,
+                backward_through_eval=self.backward_through_eval,
+            )
         parameters = [p for p in module.parameters() if not is_lazy(p)]  # a lazy one has no size yet
         layers = Counter(type(layer).__name__ for layer in module.modules() if not any(True for _ in layer.children()))
         compiled = type(module).__name__ == "OptimizedModule" or any(
             getattr(layer, "_compiled_call_impl", None) is not None or type(layer).__name__ == "OptimizedModule"
             for layer in module.modules()
         )
-        return ModelFacts(
+        self._last = ModelFacts(
             name=type(module).__name__,
             parameters=sum(p.numel() for p in parameters),
             trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
@@ -151,6 +159,7 @@ class ModelWatch:
             backward_through_eval=self.backward_through_eval,
             input_shapes=self.input_shapes,
         )
+        return self._last
 
 
 def optimizer_facts(optimizer: Any, where: str, steps: int, why_not: str, course: Any = None) -> OptimizerFacts:

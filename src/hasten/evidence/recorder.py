@@ -18,6 +18,9 @@ from hasten.evidence.schema import Pass, Phase
 _STALE_AFTER = 50  # optimizer steps on one batch before its loader is taken to be over (a batch kept by hand)
 _KEPT = 20_000  # steps kept at the most
 _BLANK = (0.0,) * len(Phase)
+# What runs in every step does not look members up in an enum class.
+_DATA, _BACKWARD, _OPTIMIZER = int(Phase.DATA), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
+_VALIDATION, _OTHER = int(Phase.VALIDATION), int(Phase.OTHER)
 
 
 def _adding_up(phases: list[float], total: float) -> list[float]:
@@ -28,7 +31,7 @@ def _adding_up(phases: list[float], total: float) -> list[float]:
     """
     over = sum(phases) - total
     if over <= 0:
-        phases[Phase.OTHER] -= over
+        phases[_OTHER] -= over
         return phases
     given = min(over, phases[Phase.VALIDATION])
     phases[Phase.VALIDATION] -= given
@@ -126,18 +129,25 @@ class Recorder:
         if asked is None:
             return
         current = self._current
-        if current is not asked and current.outer is asked:
+        if current is not asked:
+            self._changes(current, asked, at)
+        elif self._beside is not None:
+            self._beside = None
+        if asked.step_start is not None:
+            self._end_step(asked, at)
+        if self.listeners:
+            self.mark(Phase.DATA, True)
+
+    def _changes(self, current: OpenPass, asked: OpenPass, at: float) -> None:
+        """Another loader is asked than before."""
+        if current.outer is asked:
             if not current.trained:
-                asked.phases[Phase.VALIDATION] += at - current.start  # a validation loop left before its end
+                asked.phases[_VALIDATION] += at - current.start  # a validation loop left before its end
                 self._end_pass(current, at)
             elif current.batches == 1:
                 self._fold(current, asked, at)
-        if asked.step_start is not None:
-            self._end_step(asked, at)
-        self._beside = current if current is not asked and current.trained and asked.outer is not current else None
+        self._beside = current if current.trained and asked.outer is not current else None
         self._current = asked
-        if self.listeners:
-            self.mark(Phase.DATA, True)
 
     def got(self, iterator: Any, start: float, end: float) -> None:
         """A batch came; asking for it took from `start` to `end`."""
@@ -150,7 +160,7 @@ class Recorder:
         else:
             asked.step_start = start
         asked.batches += 1
-        asked.phases[Phase.DATA] += end - start
+        asked.phases[_DATA] += end - start
         if self.listeners:
             self.mark(Phase.DATA, False)
         if self._beside is not None and not asked.trained and self._beside.step_start is not None:
@@ -218,8 +228,9 @@ class Recorder:
         current = self._current
         if self._validated:
             self._flush_validation()
-        current.phases[Phase.BACKWARD] += seconds
-        current.losses += losses
+        current.phases[_BACKWARD] += seconds
+        if losses:
+            current.losses += losses
         if not current.trained and current is not self._loose:
             current.trained = True
             self.step_of = "batch"
@@ -230,16 +241,17 @@ class Recorder:
 
     def optimizer_step(self, optimizer: int, start: float, end: float, before: float) -> None:
         """An optimizer stepped. `before` is what `optimizer_begins` gave: a closure's forward and backward inside
-        the step have been counted already."""
+        the step have been counted already; -1 for a step without a closure."""
         self.optimizer_steps[optimizer] = self.optimizer_steps.get(optimizer, 0) + 1
         current = self._current
-        current.phases[Phase.OPTIMIZER] += max(0.0, end - start - (sum(current.phases) - before))
+        inside = sum(current.phases) - before if before >= 0 else 0.0
+        current.phases[_OPTIMIZER] += max(0.0, end - start - inside)
         if current is not self._loose:
             current.optimizer_steps += 1
-            outer = current.outer
-            if current.iterator() is None and outer is not None and outer.step_start is not None:
-                self._fold(current, outer, end)
-            elif current.optimizer_steps > _STALE_AFTER or current.iterator() is None:
+            gone = current.iterator() is None
+            if gone and current.outer is not None and current.outer.step_start is not None:
+                self._fold(current, current.outer, end)
+            elif gone or current.optimizer_steps > _STALE_AFTER:
                 self._end_pass(current, end)
             return
         if self._marker is None:
@@ -294,23 +306,27 @@ class Recorder:
         over.step_start = None
         over.optimizer_steps = 0
         if over.trained or over is self._loose:
-            phases = _adding_up(phases, at - started)
-            if self.steps % self.every == 0:
-                self._keep(started - self.origin, phases, over.losses)
+            spare = at - started - sum(phases)
+            if spare >= 0:
+                phases[_OTHER] += spare
+            else:
+                phases = _adding_up(phases, at - started)
+            if self.every == 1 or not self.steps % self.every:
+                self.step_start.append(started - self.origin)
+                self.step_phases.append(phases)
+                self.step_losses.append(over.losses)
+                if len(self.step_start) >= _KEPT:
+                    self._thin_out()
             self.steps += 1
             if self.on_step:
                 self.on_step(self.steps)
-        over.phases, over.losses = list(_BLANK), []
+        over.phases, over.losses = [*_BLANK], []
 
-    def _keep(self, start: float, phases: list[float], losses: list[Any]) -> None:
-        """Keep a step; of a long run every second, then every fourth, so that memory stays bounded."""
-        self.step_start.append(start)
-        self.step_phases.append(phases)
-        self.step_losses.append(losses)
-        if len(self.step_start) >= _KEPT:
-            for kept in (self.step_start, self.step_phases, self.step_losses):
-                del kept[1::2]
-            self.every *= 2
+    def _thin_out(self) -> None:
+        """Of a long run every second step is kept, then every fourth, so that memory stays bounded."""
+        for kept in (self.step_start, self.step_phases, self.step_losses):
+            del kept[1::2]
+        self.every *= 2
 
     def measured(self, step: int, start: float, phases: list[float]) -> None:
         """A clock on the device says how long the parts of a step took, which the calls that start its work do not.

@@ -201,7 +201,8 @@ class Evidence:
     Attributes:
         step_start: When each training step began.
         step_phases: Per step, seconds by `PHASES`; they add up to the step.
-        losses: Per step, the sum of the losses that `backward` was called on; None where there is no finite one.
+        losses: Per step, the sum of the losses that `backward` was called on; None where there is no finite one or it
+            was not kept (a trial keeps all, other runs those of 200 steps, then of every eighth).
         steps: How many training steps there were.
         every: Every which of them `step_start`, `step_phases` and `losses` hold; more than 1 in a long run.
         bad_losses: How many of the losses were NaN or infinite.

@@ -100,7 +100,7 @@ class _Page:
             if self.diagnosis.steps:
                 self.console.print(self.screen.text(doctor_words.NOTHING, "bold"))
             elif not notes:
-                self.console.print(self.screen.text("No findings: no training step was seen.", "bold"))
+                self.console.print(self.screen.text("No findings: no whole training step was seen.", "bold"))
         else:
             self.screen.heading("Findings, worst first")
             height = self.console.height if self.console.is_terminal else 40

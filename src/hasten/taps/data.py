@@ -82,8 +82,9 @@ def _register(loader: Any, options: dict[str, Any], session: Any) -> None:
         loader.__dict__["_hasten_index"] = len(session.loaders) - 1
     except Exception as error:  # facts are a convenience; the script goes on without them
         session.run.skip("facts of a DataLoader", error)
-    if session.trial is not None and session.trial.probe:
-        session.kept_loaders.append(loader)  # alive until they are probed
+    benches = session.config.doctor is not None and session.config.doctor.bench
+    if benches or (session.trial is not None and session.trial.probe):
+        session.kept_loaders.append(loader)  # alive until they are measured; `for batch in DataLoader(...)` keeps none
 
 
 def _tap_iter(kind: Any, session: Any, stay: str) -> None:
@@ -132,18 +133,19 @@ def _tap_iterator(kind: Any, session: Any) -> None:
 
     @functools.wraps(plain)
     def __next__(self: Any) -> Any:
-        recorder = run.recorder
-        if recorder is None or "_hasten_loader" not in self.__dict__:
+        recorder, loader = run.recorder, self.__dict__.get("_hasten_loader")
+        if recorder is None or loader is None:
             return give(self)
-        start = recorder.now()
+        now = recorder.now
+        start = now()
         recorder.asks(self, start)
         try:
             batch = give(self)
         except StopIteration:
-            recorder.exhausted(self, recorder.now())
+            recorder.exhausted(self, now())
             raise
-        recorder.got(self, start, recorder.now())
-        entry = session.loaders[self._hasten_loader]
+        recorder.got(self, start, now())
+        entry = session.loaders[loader]
         if not entry[2]:
             try:
                 entry[2] = facts.batch_bytes(batch)

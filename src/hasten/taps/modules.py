@@ -10,6 +10,8 @@ from typing import Any
 from hasten.evidence import Phase
 from hasten.evidence.facts import ModelWatch
 
+_ALL_LOSSES = 200  # steps whose losses are all kept
+_LOSSES_EVERY = 8  # steps after these of which one keeps its losses, where they are only shown: one kept costs 8 us
 _inside = False  # whether an outermost module's forward is going on
 
 
@@ -49,7 +51,10 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
     def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plain(module, *args, **kwargs)
 
+    wraps = bool(run.acting("forward"))
     forward = run.wrapped("forward", call)
+    grad_enabled = torch.is_grad_enabled
+    training_phase, validation_phase = Phase.FORWARD, Phase.VALIDATION
 
     def first_time(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         # Losses look like outermost modules too; what owns parameters is a model.
@@ -91,13 +96,13 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
                 _inside = False
         watch = run.models[id(module)]
         training = module.training or watch.backward_through_eval
-        session.validating = not training or not torch.is_grad_enabled()
-        phase = Phase.VALIDATION if session.validating else Phase.FORWARD
+        session.validating = not training or not grad_enabled()
+        phase = validation_phase if session.validating else training_phase
         if recorder.listeners:
             recorder.mark(phase, True)
         start = perf_counter()
         try:
-            output = forward(module, args, kwargs)
+            output = forward(module, args, kwargs) if wraps else plain(module, *args, **kwargs)
         finally:
             _inside = False
             recorder.add(phase, perf_counter() - start)
@@ -125,17 +130,21 @@ def _tap_backward(session: Any) -> None:
         return
     looks = [0]
     watching = session.on_backward
+    tensor, compiling = torch.Tensor, torch.compiler.is_compiling
+    every = 1 if session.trial is not None else _LOSSES_EVERY  # a trial compares losses step by step
 
     @functools.wraps(torch.autograd.backward)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = run.recorder
-        if recorder is None or torch.compiler.is_compiling():
+        if recorder is None or compiling():
             return plain(tensors, *args, **kwargs)
         if recorder.listeners:
             recorder.mark(Phase.BACKWARD, True)
         start = perf_counter()
         result = plain(tensors, *args, **kwargs)
-        recorder.backward(perf_counter() - start, _losses(session, tensors, torch))
+        seconds = perf_counter() - start
+        thinned = recorder.steps % every and recorder.steps >= _ALL_LOSSES
+        recorder.backward(seconds, () if thinned else _losses(session, tensors, tensor))
         if recorder.listeners:
             recorder.mark(Phase.BACKWARD, False)
         for told in watching:
@@ -150,12 +159,12 @@ def _tap_backward(session: Any) -> None:
     torch.autograd.backward = backward
 
 
-def _losses(session: Any, tensors: Any, torch: Any) -> list[Any]:
+def _losses(session: Any, tensors: Any, tensor: Any) -> list[Any]:
     """The single numbers that `backward` was called on, unread and without what a GradScaler multiplied them by."""
-    roots = (tensors,) if isinstance(tensors, torch.Tensor) else tensors if isinstance(tensors, list | tuple) else ()
+    roots = (tensors,) if isinstance(tensors, tensor) else tensors if isinstance(tensors, list | tuple) else ()
     losses = []
     for root in roots:
-        if isinstance(root, torch.Tensor) and root.numel() == 1:
+        if isinstance(root, tensor) and root.numel() == 1:
             unscaled = session.unscaled.pop(id(root), None)
             losses.append(root.detach() if unscaled is None else unscaled)
     return losses

@@ -9,6 +9,8 @@ from typing import Any
 
 from hasten.evidence import Phase, facts
 
+_NOTHING: list[float] = []  # what a closure did in a step that has none
+
 
 def install(session: Any) -> None:
     """Set the taps."""
@@ -40,30 +42,60 @@ def _tap_steps(session: Any) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     run = session.run
-    begun: dict[int, tuple[float, float]] = {}
+    begun: dict[int, tuple[float, float, list[float]]] = {}
     probes = session.trial is not None and session.trial.probe
 
-    def before(optimizer: Any, *_: Any) -> None:
-        if run.recorder is not None:
-            if run.recorder.listeners:
-                run.recorder.mark(Phase.OPTIMIZER, True)
-            begun[id(optimizer)] = (perf_counter(), run.recorder.optimizer_begins())
+    def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder = run.recorder
+        if recorder is None:
+            return None
+        if recorder.listeners:
+            recorder.mark(Phase.OPTIMIZER, True)
+        if len(args) < 2 and not kwargs:  # no closure: what nearly every optimizer step of the world is
+            begun[id(optimizer)] = (perf_counter(), -1.0, _NOTHING)
+            return None
+        inside: list[float] = []
+        begun[id(optimizer)] = (perf_counter(), recorder.optimizer_begins(), inside)
+        return _with_timed_closure(args, kwargs, inside)
 
     def after(optimizer: Any, *_: Any) -> None:
-        start = begun.pop(id(optimizer), None)
-        if run.recorder is None or start is None:
+        start, recorder = begun.pop(id(optimizer), None), run.recorder
+        if recorder is None or start is None:
             return
         if probes and not run.seen.get("missing_gradients"):
             groups = optimizer.param_groups
             if any(p.requires_grad and p.grad is None for group in groups for p in group["params"]):
                 run.seen["missing_gradients"] = True
         end = perf_counter()
-        if run.recorder.listeners:
-            run.recorder.mark(Phase.OPTIMIZER, False)
-        run.recorder.optimizer_step(id(optimizer), start[0], end, start[1])
+        if recorder.listeners:
+            recorder.mark(Phase.OPTIMIZER, False)
+        if start[2] is _NOTHING:
+            recorder.optimizer_step(id(optimizer), start[0], end, -1.0)
+            return
+        counted, inside = recorder.optimizer_begins() - start[1], sum(start[2])
+        # What a closure did beside forward and backward is the script's, or its trainer's, and not the optimizer's.
+        recorder.optimizer_step(id(optimizer), start[0] + max(0.0, inside - counted), end, start[1])
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+def _with_timed_closure(args: tuple[Any, ...], kwargs: dict[str, Any], inside: list[float]) -> Any:
+    """The arguments of an optimizer's step with a closure that notes its seconds in `inside`; None without one."""
+    named = callable(kwargs.get("closure"))
+    closure = kwargs["closure"] if named else args[1] if len(args) == 2 and callable(args[1]) else None
+    if closure is None:
+        return None
+
+    @functools.wraps(closure, updated=())
+    def timed(*given: Any, **named_too: Any) -> Any:
+        start = perf_counter()
+        try:
+            return closure(*given, **named_too)
+        finally:
+            inside.append(perf_counter() - start)
+
+    return (args, {**kwargs, "closure": timed}) if named else ((args[0], timed), kwargs)
 
 
 def _tap_zero_grad(kind: Any, session: Any) -> None:

@@ -50,7 +50,7 @@ def _tap_losses(session: Any) -> None:
         @functools.wraps(plain)
         def loss(*args: Any, **kwargs: Any) -> Any:
             value = plain(*args, **kwargs)
-            if not is_compiling() and session.validating and session.run.recorder is not None:
+            if session.validating and not is_compiling() and session.run.recorder is not None:
                 if isinstance(value, torch.Tensor):
                     session.run.recorder.validation_loss(value.detach().float().mean())
             return value

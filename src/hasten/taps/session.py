@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hasten.evidence import Evidence, Phase, Validation, this_machine
+from hasten.evidence import Evidence, OptimizerFacts, Phase, Validation, this_machine
 from hasten.evidence.facts import global_flags, optimizer_facts
 from hasten.evidence.live import LiveFile
 from hasten.evidence.recorder import OpenPass, Recorder, read_losses
@@ -30,6 +30,7 @@ from hasten.techniques.compute.compile import compiler
 from hasten.techniques.compute.fused_optimizer import why_not_fusable
 from hasten.techniques.data.probe import probe
 
+_LOOKS = (1, 10)  # steps after which what was built is looked at, lest it be gone when the script is over
 _COMPILED_BY = 5  # steps after which compilation is over and a trial's seconds count
 
 
@@ -46,6 +47,7 @@ class Session:
         self.run = Run(build(config.techniques, CATALOGUE), recorder)
         self.loaders: list[Any] = []  # (weak reference to the loader, facts, its biggest batch in bytes)
         self.optimizers: dict[int, tuple[Any, str]] = {}
+        self._seen_optimizers: dict[int, tuple[Any, Any]] = {}  # id -> weak reference, facts
         self.kept_loaders: list[Any] = []
         self.validating = False  # whether the last outermost forward was in eval mode or without a graph
         self.observers: list[Any] = []  # what `doctor` listens with; each has `facts()`
@@ -170,6 +172,8 @@ class Session:
     def _on_step(self, steps: int) -> None:
         for told in self.on_each_step:
             told(steps)
+        if steps in _LOOKS:
+            self._look_at_what_was_built()
         if self._is_fork and steps == 1:
             self._begin_live()
         trial, recorder = self.trial, self.run.recorder
@@ -272,17 +276,35 @@ class Session:
             "loaders": tuple(self._loader(i, roles.get(i, "unused"), ask) for i in range(len(self.loaders))),
             "models": tuple(facts for watch in list(self.run.models.values()) if (facts := watch.facts()) is not None),
             "optimizers": tuple(
-                optimizer_facts(
-                    optimizer,
-                    where,
-                    recorder.optimizer_steps.get(key, 0),
-                    _why_not(optimizer),
-                    course if (course := self.courses.get(key)) and course.held is held else None,
-                )
+                known
                 for key, (held, where) in list(self.optimizers.items())
-                if (optimizer := held()) is not None
+                if (known := self._optimizer(recorder, key, held, where)) is not None
             ),
         }
+
+    def _optimizer(self, recorder: Recorder, key: int, held: Any, where: str) -> OptimizerFacts | None:
+        """The facts of an optimizer; of one that is gone, as it was when it was looked at, if it was."""
+        course = self.courses.get(key)
+        course = course if course and course.held is held else None
+        steps, optimizer = recorder.optimizer_steps.get(key, 0), held()
+        if optimizer is not None:
+            return optimizer_facts(optimizer, where, steps, _why_not(optimizer), course)
+        seen, facts = self._seen_optimizers.get(key, (None, None))
+        if seen is not held or facts is None:
+            return None
+        kept: OptimizerFacts = dataclasses.replace(facts, steps=steps)
+        return dataclasses.replace(kept, schedule=course.schedule, rates=tuple(course.rates)) if course else kept
+
+    def _look_at_what_was_built(self) -> None:
+        """What a script builds within a function is gone when the evidence is written at its end."""
+        try:
+            for watch in list(self.run.models.values()):
+                watch.facts()
+            for key, (held, where) in list(self.optimizers.items()):
+                if (optimizer := held()) is not None:
+                    self._seen_optimizers[key] = (held, optimizer_facts(optimizer, where, 0, _why_not(optimizer)))
+        except Exception as error:  # an optimizer or a module like no other
+            self.run.skip("looking at what was built", error)
 
     def _observed(self) -> dict[str, Any]:
         """What the observers saw; where two fill the same field, one after the other."""

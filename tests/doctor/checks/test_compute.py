@@ -202,6 +202,11 @@ class TestLaunchBound:
         (finding,) = found(compute.LaunchBound, seen)
         assert finding.worth == pytest.approx(0.375, rel=0.01)  # half of 2500 x 3 us of 10 ms
         assert "2500 operators" in finding.what
+        assert "compile the model" in finding.fix
+
+    def test_what_is_compiled_is_not_to_be_compiled(self) -> None:
+        (finding,) = found(compute.LaunchBound, evidence(model={"compiled": True}, sampled=Sampled((3,), calls=2500.0)))
+        assert "compile" not in finding.fix
 
     def test_a_busy_machine_does_not_make_operators_small(self) -> None:
         tried = Measurement("launch_bound", "an operator on 64 numbers", "", 40e-6, 50e-6, 0.5, 9)

@@ -146,9 +146,13 @@ def test_more_workers_than_cores_that_start_anew_are_too_many() -> None:
 
 def test_many_workers_that_keep_every_core_busy_are_a_note() -> None:
     """Fewer would make as many batches: nothing is known to be saved."""
-    made = evidence(phases=SLOW, loader={"num_workers": 8}, use=use(cpu=3.9))
+    made = evidence(phases=SLOW, loader={"num_workers": 8}, use=use(cpu=3.9, workers=3.0))
     finding = only(TooManyWorkers.findings(made), "too_many_workers")
     assert (finding.worth, finding.severity) == (None, Severity.NOTE)
+    assert "wait for each other" in finding.what
+    made = evidence(phases=SLOW, loader={"num_workers": 8}, use=use(cpu=3.9, workers=0.1))
+    finding = only(TooManyWorkers.findings(made), "too_many_workers")
+    assert "each other" not in finding.what  # the cores are full of something else
 
 
 def test_enough_workers_are_not_too_many() -> None:

@@ -85,7 +85,7 @@ def test_graphs_that_are_kept_are_named_with_their_growth() -> None:
     """30 of the 32 that were watched are alive."""
     finding = only(RetainedGraph.findings(evidence(events=(KEPT,), memory=RISING)), "retained_graph")
     assert (finding.file, finding.line) == ("/home/me/train.py", 33)
-    assert "30 earlier losses" in finding.what
+    assert "30 of the 32 earlier losses that were looked at" in finding.what
     assert "370 MiB in 185 steps" in finding.what
     assert finding.severity is Severity.MEDIUM
 

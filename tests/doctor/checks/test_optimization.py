@@ -33,6 +33,10 @@ class TestNoGradientClipping:
     def test_silent_with_clipping_or_where_nobody_could_see_it(self, changes: dict[str, Any]) -> None:
         assert not found(optimization.NoGradientClipping, evidence(**RECURRENT, **changes))
 
+    def test_silent_for_an_optimizer_by_curvature(self) -> None:
+        by_curvature = evidence(**RECURRENT, optimizer={"name": "LBFGS"})
+        assert not found(optimization.NoGradientClipping, by_curvature)
+
     def test_silent_without_recurrent_layers(self) -> None:
         assert not found(optimization.NoGradientClipping, evidence())
 

@@ -328,6 +328,12 @@ SILENT = [
         "no_gradient_clipping",
         training("nn.utils.clip_grad_norm_(rnn.parameters(), 1.0)", before="rnn = nn.LSTM(2, 3)"),
     ),
+    (
+        "no_gradient_clipping",
+        training("", before="rnn = nn.LSTM(2, 3)").replace(
+            "optimizer = torch.optim.SGD", "optimizer = torch.optim.LBFGS"
+        ),
+    ),
     ("constant_rate", training("")),
     ("constant_rate", script("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)").replace("scheduler", "other")),
 ]

@@ -173,6 +173,7 @@ def test_only_workers_pass_batches_on(ill: dict[str, Stages]) -> None:
     assert ill["own"].copies == 0
 
 
+@pytest.mark.slow
 def test_every_kind_of_loader_gives_what_it_gives_without_us(tmp_path: Path) -> None:
     """Same batches, same random numbers, same types of files; and after the samples nothing hangs any more."""
     done, evidence = heard(
@@ -268,6 +269,7 @@ train(DataLoader(Bad(), 8))
     assert "no sample 20" in evidence.error
 
 
+@pytest.mark.slow
 def test_workers_that_are_not_forked(tmp_path: Path) -> None:
     done, evidence = heard(
         tmp_path,

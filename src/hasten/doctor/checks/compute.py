@@ -71,11 +71,12 @@ def _small_operators(evidence: Evidence) -> Finding | None:
     if overhead < 0.3:
         return None
     measured = f"; one on 64 numbers takes {short(least)}" if tried and least < seconds / sampled.calls else ""
+    compiling = "" if any(model.compiled for model in evidence.models) else ", or compile the model"
     return timed(
         LaunchBound.name,
         f"{sampled.calls:.0f} operators in {short(seconds)}, {short(seconds / sampled.calls)} each: "
         f"{overhead:.0%} of the step goes into starting them{measured}",
-        "use a bigger batch (with twice the batch a sample costs half of that), or compile the model",
+        f"use a bigger batch (with twice the batch a sample costs half of that){compiling}",
         overhead / 2,
         HowKnown.ESTIMATED,
         sources=LaunchBound.sources,

@@ -103,6 +103,9 @@ def _remedy(evidence: Evidence, loader: LoaderFacts) -> str:
     return "make samples cheaper: keep them decoded, decode them smaller, or move work from the dataset to the GPU"
 
 
+_CROWD = 0.25  # share of the cores that workers use when they are in each other's way
+
+
 class TooManyWorkers(Check):
     """More workers than cores, whose start the training waits for at every epoch.
 
@@ -122,6 +125,7 @@ class TooManyWorkers(Check):
                 continue
             start = epoch_start(evidence, loader)
             worth = _opening(evidence, loader, start) * (1 - cores / loader.num_workers) if start is not None else 0.0
+            working = mean_during(evidence, evidence.use.workers) if evidence.use is not None else None
             full = busy is not None and data_share(evidence) >= 0.02
             if worth < 0.01 and not (full and loader.num_workers >= 2 * cores):
                 continue
@@ -129,7 +133,8 @@ class TooManyWorkers(Check):
             pause = (
                 f"; each epoch begins with {in_ms(start.pause)} of waiting for them" if worth >= 0.01 and start else ""
             )
-            crowd = "; no core is idle, and they wait for each other" if full else ""
+            each_other = ", and they wait for each other" if (working or 0.0) >= _CROWD * cores else ""
+            crowd = f"; no core is idle{each_other}" if full else ""
             severity = Severity.MEDIUM if worth >= 0.05 else Severity.LOW if worth >= 0.01 else Severity.NOTE
             yield Finding(
                 name=cls.name,

@@ -119,6 +119,14 @@ def _graphs_kept(evidence: Evidence) -> bool:
     return any(_kept(event.count, event.detail, event.steps) for event in evidence.events_of("retained_graph"))
 
 
+def _how_many(count: int, detail: str, steps: int) -> str:
+    """In words; of many steps only some are watched."""
+    said = re.search(r"of (\d+)", detail)
+    if said is None or int(said[1]) >= steps:
+        return f"{count} earlier losses"
+    return f"{count} of the {said[1]} earlier losses that were looked at"
+
+
 class RetainedGraph(Check):
     """Losses that are kept with their graphs, and so with every activation of their step.
 
@@ -144,8 +152,8 @@ class RetainedGraph(Check):
             file, line = split_place(event.where)
             yield Finding(
                 cls.name,
-                f"the graphs of {event.count} earlier losses are still alive, each with the activations of its "
-                f"step{grown}",
+                f"the graphs of {_how_many(event.count, event.detail, event.steps)} are still alive, each with the "
+                f"activations of its step{grown}",
                 "add up or append `loss.detach()` (or `loss.item()` every so often), never the loss itself; leave out "
                 "retain_graph=True where no second backward follows",
                 Severity.MEDIUM,

@@ -26,6 +26,9 @@ class NoGradientClipping(Check):
         """Only of a run in which clipping would have been seen."""
         if evidence.listened != "doctor" or not evidence.steps or evidence.events_of("clip"):
             return
+        stepping = [optimizer for optimizer in evidence.optimizers if optimizer.steps]
+        if stepping and all(optimizer.name == "LBFGS" for optimizer in stepping):
+            return  # it takes the loss's curvature from gradients as they are
         kinds = [kind for kind in _RECURRENT for model in evidence.models if kind in model.layers]
         if not kinds:
             return

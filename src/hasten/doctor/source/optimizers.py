@@ -105,7 +105,8 @@ class NoGradientClipping(Rule):
         """Recurrent nets that are trained in this file without clipping."""
         clips = any("clip" in node.value for node in code.script.nodes if isinstance(node, cst.Name))
         recurrent = next((call for call in code.script.calls if code.script.qualified(call.func) in _RECURRENT), None)
-        if clips or recurrent is None:
+        by_curvature = {last_name(call.func) for call in code.script.optimizers} == {"LBFGS"}
+        if clips or recurrent is None or by_curvature:
             return
         for call in code.script.calls:
             if code.training.goes_backward(call) and code.training.in_step(call):

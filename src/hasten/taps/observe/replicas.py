@@ -91,6 +91,8 @@ class Replicas:
 
     def built(self, module: Any, place: str) -> None:
         """One was built; from the first on, backwards and steps are listened to."""
+        # By the end of the run the process group may be gone.
+        self._session.run.seen["distributed"] = max(module.process_group.size(), 1)
         if not self._all:
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
