@@ -14,7 +14,7 @@ from hasten.doctor.checks import ALL, Check
 from hasten.doctor.diagnose import diagnose, merged
 from hasten.evidence import Event, Evidence, Finding, HowKnown, Measurement, OptimizerFacts, Severity
 from hasten.techniques import CATALOGUE
-from tests.doctor.made import GPU_MACHINE, model, run
+from tests.doctor.made import GPU_MACHINE, model, run, use
 
 
 def optimizer(where: str) -> OptimizerFacts:
@@ -80,6 +80,8 @@ def test_changes_that_were_hardly_tried_are_named() -> None:
     late = dataclasses.replace(tried, turns=0, failed=NO_TIME)
     assert any("2 of 3 changes" in line for line in diagnose(run(measured=(tried, hasty, late))).unseen)
     assert not any("changes" in line for line in diagnose(run(measured=(tried,))).unseen)
+    crowded = run(measured=(tried,), use=use(1.2, cores=(0.99,) * 8))
+    assert any("others computed here" in line for line in diagnose(crowded).unseen)
 
 
 def test_the_worst_come_first() -> None:
@@ -112,3 +114,11 @@ def test_every_finding_has_a_name_of_its_own() -> None:
     names = [check.name for check in ALL] + [technique.finds for technique in CATALOGUE.values() if technique.finds]
     assert len(names) == len(set(names))
     assert len(names) >= 50
+
+
+def test_kept_graphs_are_placed_where_the_loss_is_kept() -> None:
+    shown = finding("retained_graph", None, line=12, how=HowKnown.MEASURED)
+    kept = dataclasses.replace(read("retained_graph", 20), file="/x/train.py")
+    (one,) = merged([shown], [kept])
+    assert (one.file, one.line, one.how_known) == ("/x/train.py", 20, HowKnown.MEASURED)
+    assert any("line 12" in detail for detail in one.details)

@@ -45,12 +45,13 @@ def process_arguments(command: list[str], verb: str = "run") -> list[str]:
     path = Path(first)
     if (path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK))) or (path / "__main__.py").is_file():
         return [sys.executable, *command]
-    if ("/" not in first and first.endswith(".py")) or not shutil.which(first):
+    found = shutil.which(first) or shutil.which(first, path=str(Path(sys.executable).parent))  # torchrun of this venv
+    if ("/" not in first and first.endswith(".py")) or not found:
         if path.is_dir():
             raise HastenError(f"{first} is a folder without a __main__.py", "name the script in it")
         near = [str(found) for found in Path(path.parent).glob("*.py")] if path.parent.is_dir() else []
         raise HastenError(f"no such script: {first}", did_you_mean(first, near) or f"looked in {Path.cwd()}")
-    return [str(shutil.which(first)), *command[1:]]
+    return [found, *command[1:]]
 
 
 def script_of(command: list[str]) -> Path | None:

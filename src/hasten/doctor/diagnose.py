@@ -30,6 +30,7 @@ _ON_GPUS = {  # read from code, they are true on a GPU only
 }
 _LEAST_WAIT = 0.05  # share of the step that must be spent waiting for workers to be worth a word
 _OF_OPTIMIZERS = ("constant_rate", "adam_with_l2", "per_tensor_optimizer")
+_PLACED_BY_SOURCE = {"retained_graph"}
 _ORDER = (Severity.HIGH, Severity.MEDIUM, Severity.LOW, Severity.NOTE)
 
 
@@ -159,7 +160,13 @@ def merged(measured: Sequence[Finding], read: Sequence[Finding]) -> list[Finding
     for finding in measured:
         here = [(number, other) for number, other in enumerate(read) if other.name == finding.name]
         used.update(number for number, other in here if not finding.file or _same_place(finding, other))
-        if not finding.file and here:
+        if finding.name in _PLACED_BY_SOURCE:  # the run knows where it showed, the source where it was made
+            same = [(number, other) for number, other in here if other.file.rpartition("/")[2] in finding.file]
+            used.update(number for number, _ in same)
+            if same:
+                showed = f"it showed at the backward in line {finding.line}"
+                finding = dataclasses.replace(finding, line=same[0][1].line, details=(*finding.details, showed))
+        elif not finding.file and here:
             finding = dataclasses.replace(finding, file=here[0][1].file, line=here[0][1].line)
         findings.append(finding)
     for number, finding in enumerate(read):

@@ -65,4 +65,10 @@ def _rest(evidence: Evidence) -> list[str]:
     if hasty:
         few = f"{len(hasty)} of {len(evidence.measured)}"
         lines.append(f"what {few} changes would bring: this machine had no time to try them often enough")
+    use = steady_use(evidence)
+    if evidence.measured and use is not None and not on_gpu(evidence) and use.others >= evidence.machine.cores / 2:
+        lines.append(
+            "what changes are worth on a machine of one's own: others computed here while they were tried, and threads "
+            "that wait for a core make small operators seem slow"
+        )
     return [*lines, *evidence.skipped]

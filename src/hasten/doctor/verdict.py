@@ -13,6 +13,7 @@ from hasten.evidence import PHASES, Evidence, LoaderFacts, Stages
 _BOUNDS = {"data": 0.30, "transfer": 0.25, "sync": 0.25, "validation": 0.40, "checkpoint": 0.25, "other": 0.40}
 _COMPUTING = ("forward", "backward", "optimizer")
 _BUSY = 0.75  # share of the cores, or of a GPU's time, from which it is saturated
+_TELLING = 0.1  # share of the time in a part of the step from which one line of it is worth a word
 _FULL_MACHINE = 0.85  # share of the cores that is busy, whoever uses them
 _NVML_BUSY = 0.95  # NVML calls a GPU busy while one kernel runs, however small: its word weighs less
 _HOST_SYNCS = ("item", "tolist", "cpu", "numpy", "nonzero", "mask", "print", "synchronize")
@@ -203,8 +204,10 @@ def _other(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | Non
         return _gpu_waits(evidence, shares, use)
     share = _percent(shares["other"])
     details = []
-    seen = [event for event in evidence.events_of(*(event.kind for event in evidence.events)) if event.seconds > 0]
-    if seen:
+    lengths = evidence.step_seconds
+    there = shares["other"] * sum(lengths) / len(lengths) * evidence.steps if lengths else 0.0
+    seen = evidence.events_of(*{event.kind for event in evidence.events} - {"save"})  # that is counted as checkpoint
+    if seen and seen[0].seconds >= _TELLING * there:
         details.append(f"of what was timed there, most went to {seen[0].kind} at {seen[0].where}")
     details.append("it is neither loading, forward, backward nor optimizer, and runs on one core")
     return Verdict(

@@ -12,6 +12,7 @@ from hasten.evidence.weigh import share_of, steady_seconds, steady_steps
 
 PASSING = 0.5e-3
 """Seconds that a batch costs which a worker made and passed on: 0.55 to 0.75 ms measured here, on both sides."""
+_FULL = 0.95  # share of the cores that is busy in a machine that has none left
 SYNCS = ("item", "tolist", "cpu", "numpy", "nonzero", "mask", "print", "moved", "blocking_copy", "synchronize")
 """Events in which the CPU waits until the GPU has done all that was asked of it so far."""
 
@@ -116,7 +117,16 @@ def saturated(evidence: Evidence) -> float | None:
         return None
     cores, shares = evidence.machine.cores, evidence.use.cores
     whole = sum(shares) / len(shares) if shares else 0.0
-    return used if used >= 0.85 * cores or (whole >= 0.95 and used >= 0.2 * cores) else None
+    return used if used >= 0.85 * cores or (whole >= _FULL and used >= 0.2 * cores) else None
+
+
+def stretch(evidence: Evidence) -> float:
+    """Wall seconds that a second of the training's CPU took at the least, where others filled the machine; else 1."""
+    used = mean_during(evidence, evidence.use.cpu) if evidence.use is not None else None
+    shares = evidence.use.cores if evidence.use is not None else ()
+    if not used or not shares or sum(shares) / len(shares) < _FULL:
+        return 1.0
+    return max(1.0, 1.0 / used)
 
 
 def epoch_start(evidence: Evidence, loader: LoaderFacts) -> EpochStart | None:

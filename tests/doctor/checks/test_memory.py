@@ -219,6 +219,14 @@ def test_memory_faulted_in_at_each_step_is_named() -> None:
     assert "GLIBC_TUNABLES" in finding.fix
 
 
+def test_the_kernels_seconds_are_longer_where_others_fill_the_machine() -> None:
+    """With half a core given, 1 ms of the kernel's is 2 ms of the 10 ms step."""
+    made = evidence(memory=faulting(2000, 0.001), use=use(cpu=0.5, cores=(1.0, 1.0, 1.0, 1.0)))
+    finding = Allocator.finding(made)
+    assert finding is not None
+    assert finding.worth == pytest.approx(0.2, rel=0.05)
+
+
 @pytest.mark.parametrize(
     "made",
     [

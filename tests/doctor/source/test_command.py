@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.doctor.source.check import check, findings_in, silenced
+from hasten.doctor.source.check import check, check_paths, silenced
 from hasten.evidence import Finding, Severity
 from tests.doctor.source.scripts import training
 
@@ -176,18 +176,18 @@ def test_ignore_comments(comment: str, silent: bool, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     for line in (f"losses.append(loss)  {comment}", f"losses.append(  {comment}\n    loss\n)"):
         path.write_text(training(line, before="losses = []"))
-        assert [one.name for one in findings_in(path) if one.name == "retained_graph"] == [] if silent else True
-        assert bool([one for one in findings_in(path) if one.name == "retained_graph"]) is not silent
+        assert [one.name for one in check_paths([path]) if one.name == "retained_graph"] == [] if silent else True
+        assert bool([one for one in check_paths([path]) if one.name == "retained_graph"]) is not silent
 
 
 def test_a_whole_file_a_string_and_a_comment_that_silences_nothing(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(f"# hasten: ignore-file\n{ILL}")
-    assert findings_in(path) == []
+    assert check_paths([path]) == []
     path.write_text(training("losses.append(loss); s = '# hasten: ignore'", before="losses = []"))
-    assert "retained_graph" in {one.name for one in findings_in(path)}
+    assert "retained_graph" in {one.name for one in check_paths([path])}
     path.write_text("import torch\nx = 1  # hasten: ignore[host_sync]\n")
-    assert findings_in(path) == []
+    assert check_paths([path]) == []
     strict = check([path], strict_ignores=True).found
     assert [(one.finding.name, one.finding.line) for one in strict] == [("unused_ignore", 2)]
 

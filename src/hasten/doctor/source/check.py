@@ -70,8 +70,10 @@ def lines_of(script: Script, node: cst.CSTNode) -> tuple[int, ...]:
     return (place.start.line, whole.start.line, end)
 
 
-def check_text(text: Text, select: Collection[str] = (), strict_ignores: bool = False) -> list[Found]:
-    """The findings of one file, by line.
+def check_text(
+    text: Text, select: Collection[str] = (), strict_ignores: bool = False, heed: bool = True
+) -> list[Found]:
+    """The findings of one file, by line; with `heed=False` also those that a comment silences.
 
     Raises:
         UnreadableError: It is not Python.
@@ -79,7 +81,7 @@ def check_text(text: Text, select: Collection[str] = (), strict_ignores: bool = 
     script = parse(text)
     if script is None:
         return []
-    ignores = ignores_in(text.text)
+    ignores = ignores_in(text.text) if heed else Ignores()
     if ignores.whole:
         return []
     lines = text.text.splitlines()
@@ -134,8 +136,14 @@ def check_paths(paths: Sequence[Path]) -> list[Finding]:
 
 
 def findings_in(path: Path) -> list[Finding]:
-    """The findings of one script, for the diagnosis of its run; none where it cannot be read as Python."""
-    return check_paths([path])
+    """The findings of one script, for the diagnosis of its run; none where it cannot be read as Python.
+
+    Comments are not heeded yet: they also silence what the run shows at the same place (`silenced`).
+    """
+    try:
+        return [one.finding for one in check_text(read_text(path), heed=False)]
+    except (UnreadableError, RecursionError):
+        return []
 
 
 def silenced(findings: Sequence[Finding]) -> list[Finding]:

@@ -9,7 +9,7 @@ from hasten.evidence.waiting import in_ms, ordinary_wait
 from hasten.evidence.weigh import share_of, timed
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
 
-_GATHERED = 150e-6  # seconds: a loader's own cost of a batch, and one index_select a tensor (26 us here)
+_GATHERED = 80e-6  # seconds: a loader's own cost of a batch, and one index_select a tensor (26 us here)
 _BYTES = 2e9  # copied a second by one core
 
 

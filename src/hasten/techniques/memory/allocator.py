@@ -8,7 +8,7 @@ import subprocess
 from functools import cache
 
 from hasten.evidence import Evidence, Finding, HowKnown, Machine, MemoryPoint
-from hasten.evidence.waiting import in_ms
+from hasten.evidence.waiting import in_ms, stretch
 from hasten.evidence.weigh import on_gpu, share_of, timed
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique, toml_value
@@ -77,7 +77,7 @@ class Allocator(Technique):
         if (again := faults - max(0.0, grown)) < _MANY:
             return None
         here = next((name for name in ("glibc", "jemalloc", "tcmalloc") if not cls.useless(name, evidence.machine)), "")
-        worth = share_of(evidence, min(seconds, again * _PAGE))
+        worth = share_of(evidence, min(seconds, again * _PAGE) * stretch(evidence))
         if worth < _CERTAIN:
             return None
         return timed(
