@@ -110,6 +110,9 @@ def judge(rows: list[dict[str, Any]]) -> list[str]:
             finding["judged"] = {k: v for k, v in (found or {}).items() if k not in ("name", "line")}
             if found is None:
                 open_ones.append(f"{row['script']}: {finding['name']} {finding['file']}:{finding.get('line', 0)}")
+        row["given_before"] = [
+            one for one in entry.get("finding", []) if not any(belongs(one, finding) for finding in row["findings"])
+        ]
         row["missed"] = [
             one for one in entry.get("missed", []) if one["name"] not in {f["name"] for f in row["findings"]}
         ]

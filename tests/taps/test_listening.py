@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from hasten.evidence import Evidence, Phase
+from hasten.techniques import CATALOGUE
+from hasten.techniques.base import Refusal
 from tests.taps.scripts import Done, listened, plain, write
 
 HEAD = """
@@ -127,6 +129,26 @@ tell()
     )
     assert [(model.name, model.train_calls, model.device) for model in evidence.models] == [("Linear", 6, "cpu")]
     assert [(one.name, one.steps, one.options["lr"]) for one in evidence.optimizers] == [("AdamW", 6, 0.25)]
+
+
+def test_gradients_that_are_differentiated_again_are_noticed(tmp_path: Path) -> None:
+    """A gradient penalty: torch.compile cannot do it."""
+    evidence, _ = heard(
+        tmp_path,
+        """
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for (rows,) in DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=8):
+    rows.requires_grad_()
+    (slope,) = torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
+    optimizer.zero_grad()
+    slope.square().mean().backward()
+    optimizer.step()
+tell(weights=digest(model))
+""",
+    )
+    assert evidence.flags.double_backward
+    assert isinstance(CATALOGUE["compile"].settings(evidence), Refusal)
 
 
 def test_a_training_by_hand_steps_by_its_backward(tmp_path: Path) -> None:

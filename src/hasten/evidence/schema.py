@@ -163,6 +163,7 @@ class Flags:
     cuda: str = ""
     missing_gradients: bool = False
     attention: bool = False
+    double_backward: bool = False
 
 
 @dataclass(frozen=True)

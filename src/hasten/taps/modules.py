@@ -157,6 +157,20 @@ def _tap_backward(session: Any) -> None:
         return result
 
     torch.autograd.backward = backward
+    _tap_grad(run, torch)
+
+
+def _tap_grad(run: Any, torch: Any) -> None:
+    """Notice gradients that are differentiated again (a gradient penalty), which compiled code cannot do."""
+    plain = torch.autograd.grad
+
+    @functools.wraps(plain)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("create_graph") and not torch.compiler.is_compiling():
+            run.seen["double_backward"] = True
+        return plain(*args, **kwargs)
+
+    torch.autograd.grad = grad
 
 
 def _losses(session: Any, tensors: Any, tensor: Any) -> list[Any]:

@@ -42,6 +42,8 @@ class Compile(Technique):
         # A module that is a layer itself is its own only layer.
         if not any(sum(model.layers.values()) > 1 or model.name not in model.layers for model in models):
             return Refusal("the outermost modules are single layers: nothing to fuse")
+        if evidence.flags.double_backward:
+            return Refusal("gradients are differentiated again (create_graph=True), which compiled graphs cannot do")
         if evidence.flags.anomaly:
             return Refusal("anomaly detection is on, under which compiled graphs lose their gain; see debug_off")
         if not evidence.flags.compiler:
