@@ -50,6 +50,18 @@ def examine(script: Path, how: str) -> tuple[list[dict[str, object]], str]:
         return data["findings"], data.get("verdict", {}).get("title", "")
 
 
+def judged(script: Path, given: list[str]) -> dict[str, list[str]]:
+    """What was given for a script, by its labels."""
+    text = script.read_text()
+    planted, true = header(text, "plant"), header(text, "plant") + header(text, "also")
+    return {
+        "planted": planted,
+        "missed": [name for name in planted if name not in given],
+        "right": [name for name in given if name in true],
+        "wrong": [name for name in given if name not in true],
+    }
+
+
 def bf16() -> bool:
     return bool(re.search(r"avx512_bf16|amx_bf16", Path("/proc/cpuinfo").read_text()))
 
@@ -58,7 +70,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only scripts whose names hold one of these")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--labels", action="store_true", help="run nothing: judge the last run by the labels of now")
     args = parser.parse_args()
+    if args.labels:
+        kept = json.loads(args.out.read_text())["scripts"]
+        rows = [{**row, **judged(HERE / f"{row['script']}.py", list(row["severity"]))} for row in kept]
+        args.out.write_text(json.dumps({"summary": summarise(rows), "scripts": rows}, indent=1) + "\n")
+        print(json.dumps(summarise(rows), indent=1))
+        return
     rows = []
     for script in sorted(HERE.glob("ill/*.py")) + sorted(HERE.glob("healthy/*.py")):
         if args.words and not any(word in script.stem for word in args.words):
@@ -66,16 +85,12 @@ def main() -> None:
         text = script.read_text()
         if "bf16" in header(text, "needs") and not bf16():
             continue
-        planted, also = header(text, "plant"), header(text, "also")
         start = time.perf_counter()
         findings, verdict = examine(script, (header(text, "how") or ["run"])[0])
         given = list(dict.fromkeys(str(finding["name"]) for finding in findings))
         row = {
             "script": f"{script.parent.name}/{script.stem}",
-            "planted": planted,
-            "missed": [name for name in planted if name not in given],
-            "right": [name for name in given if name in planted or name in also],
-            "wrong": [name for name in given if name not in planted and name not in also],
+            **judged(script, given),
             "severity": {str(finding["name"]): finding["severity"] for finding in findings},
             "verdict": verdict,
             "seconds": round(time.perf_counter() - start, 1),

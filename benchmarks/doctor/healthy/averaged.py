@@ -1,4 +1,5 @@
 """Weights averaged over the steps, losses logged now and then."""
+# also: full_precision
 
 import torch
 from torch import nn

@@ -1,4 +1,5 @@
 """Small pictures decoded in a worker while the network learns."""
+# also: allocator
 
 import io
 

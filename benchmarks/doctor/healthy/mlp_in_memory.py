@@ -1,4 +1,5 @@
 """A table in memory whose batches are cut out whole."""
+# also: allocator
 
 import torch
 from torch import nn

@@ -1,4 +1,5 @@
 """A checkpoint at the end of each of a few epochs, none within."""
+# also: blocking_checkpoint
 
 import torch
 from torch import nn

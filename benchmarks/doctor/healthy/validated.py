@@ -1,4 +1,5 @@
 """Training and validation in turn, the latter without graphs."""
+# also: data_bound
 
 import torch
 from torch import nn

@@ -1,6 +1,7 @@
 """Gradients summed over all processes at every one of eight backward passes of an optimizer step."""
 
 # plant: accumulation_syncs
+# also: full_precision
 import os
 
 import torch

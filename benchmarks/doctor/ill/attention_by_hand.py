@@ -1,7 +1,7 @@
 """Attention written out: the whole matrix of weights is made and kept."""
 
 # plant: attention_by_hand
-# also: full_precision, unfused_pointwise
+# also: full_precision, unfused_pointwise, allocator
 import torch
 from torch import nn
 

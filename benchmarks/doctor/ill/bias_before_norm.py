@@ -1,6 +1,7 @@
 """Biases that the batch normalisation behind them takes out again."""
 
 # plant: bias_before_norm
+# also: allocator
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """A whole checkpoint every ten steps, while the training stands still."""
 
 # plant: blocking_checkpoint
+# also: full_precision
 import torch
 from torch import nn
 

@@ -1,7 +1,7 @@
 """Convolutions on images stored channel by channel."""
 
 # plant: channels_first
-# also: full_precision, unfused_pointwise
+# also: full_precision, unfused_pointwise, allocator
 import torch
 from torch import nn
 

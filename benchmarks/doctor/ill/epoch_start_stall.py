@@ -1,7 +1,7 @@
 """Big batches of slow samples: at each epoch's start every worker makes a whole batch before the first one comes."""
 
 # plant: epoch_start_stall
-# also: data_bound, samples_recomputed
+# also: data_bound, samples_recomputed, allocator
 import time
 
 import torch

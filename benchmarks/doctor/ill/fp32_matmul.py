@@ -1,7 +1,7 @@
 """Large float32 matrix products on a CPU that multiplies bfloat16 faster (silent where it does not)."""
 
 # plant: full_precision
-# also: unfused_pointwise
+# also: unfused_pointwise, allocator
 # needs: bf16
 import torch
 from torch import nn

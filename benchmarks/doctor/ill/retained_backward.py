@@ -1,7 +1,7 @@
 """retain_graph=True where nothing goes through the graph a second time, and the losses are kept."""
 
 # plant: retained_graph
-# also: memory_creep
+# also: memory_creep, full_precision
 import torch
 from torch import nn
 

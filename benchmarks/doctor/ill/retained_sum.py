@@ -1,7 +1,7 @@
 """Losses added up with their graphs."""
 
 # plant: retained_graph
-# also: memory_creep
+# also: memory_creep, data_bound
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset

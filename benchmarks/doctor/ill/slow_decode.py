@@ -1,7 +1,7 @@
 """Large JPEGs decoded whole by PIL, to be shrunk to 64 pixels."""
 
 # plant: slow_decode
-# also: data_bound, workers_zero, samples_recomputed
+# also: data_bound, workers_zero, samples_recomputed, allocator
 import tempfile
 from pathlib import Path
 

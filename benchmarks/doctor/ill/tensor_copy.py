@@ -1,7 +1,7 @@
 """torch.tensor() of an array that is big, in every step: each time a copy."""
 
 # plant: tensor_copy
-# also: data_bound
+# also: data_bound, full_precision
 import numpy as np
 import torch
 from torch import nn

@@ -1,6 +1,7 @@
 """A long chain of pointwise operations, each of which reads and writes all of a large tensor."""
 
 # plant: unfused_pointwise
+# also: allocator
 import torch
 from torch import nn
 

@@ -1,7 +1,7 @@
 """Short epochs whose workers are started anew each time."""
 
 # plant: workers_recreated
-# also: data_bound, epoch_start_stall
+# also: data_bound, epoch_start_stall, full_precision
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
