@@ -197,3 +197,26 @@ atexit.register(lambda: (saver.save(sys.argv[1], {"i": 1}), saver.wait()))
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.ckpt")], check=True, timeout=60)
     assert read(tmp_path / "a.ckpt") == {"i": 1}
     assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_error_of_a_signal_while_the_thread_begins_is_not_taken_for_the_end(tmp_path, monkeypatch, begun):
+    """A DataLoader whose worker was killed raises wherever the main thread happens to be."""
+    real, calls = threading.Thread.start, []
+
+    def interrupted(thread):
+        calls.append(thread.name)
+        if calls.count("hasten-saver") == 1:
+            if begun:
+                real(thread)
+            raise RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed.")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    saver = Saver()
+    with pytest.raises(RuntimeError, match="worker"):
+        saver.save(tmp_path / "a.ckpt", {"w": torch.ones(3)})
+    saver.save(tmp_path / "b.ckpt", {"w": torch.zeros(3)})
+    saver.wait()
+    assert torch.equal(read(tmp_path / "a.ckpt")["w"], torch.ones(3))
+    assert torch.equal(read(tmp_path / "b.ckpt")["w"], torch.zeros(3))

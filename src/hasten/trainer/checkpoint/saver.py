@@ -149,23 +149,30 @@ class Saver:
         return replace(packed, tensors=dict(copies))
 
     def _add(self, task: Callable[[], None], writes: bool = False) -> None:
+        interrupted: BaseException | None = None
         with self._changed:
             self._tasks.append((task, writes))
             alone = False
-            if self._thread is None:
+            while self._thread is None and not alone:
                 # Not a daemon, so that the interpreter waits for it; it ends with its work, so it does so only then.
                 self._thread = threading.Thread(target=self._work, name="hasten-saver")
                 try:
                     self._thread.start()
-                except RuntimeError:  # the interpreter is on its way out: work here
-                    self._thread = None
-                    alone = True
-        if alone:
+                except BaseException as error:
+                    self._thread = None  # if it did begin, it sees that another works, and ends
+                    alone = isinstance(error, RuntimeError) and "new thread" in str(error)
+                    if not alone:  # a signal's handler raised it, as a DataLoader's does when a worker was killed
+                        interrupted = error
+        if alone:  # the interpreter is on its way out: work here
             self._work()
+        if interrupted is not None:
+            raise interrupted
 
     def _work(self) -> None:
         while True:
             with self._changed:
+                if self._thread not in (None, threading.current_thread()):
+                    return
                 if not self._tasks:
                     self._thread = None
                     return

@@ -33,9 +33,9 @@ for _epoch in range(2):
         weights = torch.tensor(table)  # line: tensor_copy
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(rows), targets) + 0 * weights[0, 0]
-        loss.backward()  # line: retained_graph
+        loss.backward()
         optimizer.step()
-        losses.append(loss)
+        losses.append(loss)  # line: retained_graph
         if step % 30 == 0:
             gc.collect()  # line: garbage_collected
         if step % 5 == 0:
