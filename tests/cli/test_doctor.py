@@ -174,6 +174,7 @@ def test_what_it_writes_is_kept_apart_and_removed(examine: Callable[[str], Seen]
     assert names == {"train.py", "training.py", "d.json", "e.json"}
 
 
+@pytest.mark.slow
 def test_the_use_of_the_machine_is_on_the_evidences_clock(examine: Callable[[str], Seen]) -> None:
     use = examine("killed by -9").evidence.use
     assert use is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+pytestmark = pytest.mark.slow  # whole trainings, with trials of what was found
 
 ILL = """
 import torch
