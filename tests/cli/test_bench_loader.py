@@ -138,6 +138,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Benched:
     return Benched(folder, done, json.loads((folder / "b.json").read_text()), (folder / "b.html").read_text())
 
 
+@pytest.mark.slow  # sets times against each other
 def test_it_measures_the_training_loader_by_workers(images: Benched) -> None:
     found = images.found
     assert found["schema"] == SCHEMA
@@ -166,6 +167,7 @@ def test_the_script_does_not_train_and_leaves_nothing(images: Benched) -> None:
     assert sorted(os.listdir(images.folder)) == ["b.html", "b.json", "e.json", "train.py"]
 
 
+@pytest.mark.slow  # sets times against each other
 def test_it_says_what_was_found_in_one_line(images: Benched) -> None:
     said = " ".join(images.done.out.split())
     assert re.search(
