@@ -45,6 +45,8 @@ def _machine(evidence: Evidence) -> list[str]:
     if evidence.listened not in ("doctor", "live") or not evidence.step_phases:
         return []
     use = steady_use(evidence)
+    if use is None and evidence.listened == "live":
+        return ["use of the machine: it is sampled from now on, the steps shown are from before"]
     if use is None:
         why = "its steady steps were over before a sample was taken" if evidence.use is not None else "none was taken"
         return [f"use of the machine: {why}; more --steps show it"]

@@ -97,7 +97,7 @@ class Live:
             steps=self.steps,
             every=self.every,
             error=error,
-            skipped=(*self.skipped, f"steps before {first}: killed before it left its evidence")
+            skipped=(*self.skipped, f"steps before {first}: the live file holds the last {_STEPS} only")
             if first
             else self.skipped,
             origin=self.origin,
