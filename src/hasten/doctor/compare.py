@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from hasten.doctor.diagnosis import SCHEMA as DIAGNOSIS
-from hasten.doctor.diagnosis import Diagnosis, finite, read_diagnosis
+from hasten.doctor.diagnosis import Diagnosis, read_diagnosis
 from hasten.errors import HastenError
 from hasten.evidence import PHASES, Finding, read_evidence
+from hasten.evidence.plain import finite
 from hasten.evidence.schema import SCHEMA as EVIDENCE
 
 SCHEMA = "hasten-comparison/1"

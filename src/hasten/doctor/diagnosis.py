@@ -11,6 +11,7 @@ from typing import Any
 
 from hasten.errors import HastenError
 from hasten.evidence import Finding, Machine
+from hasten.evidence.plain import finite, read_plain
 
 SCHEMA = "hasten-diagnosis/1"
 
@@ -119,30 +120,10 @@ def read_diagnosis(path: Path) -> Diagnosis:
     Raises:
         HastenError: No such file, or not a diagnosis of this schema.
     """
-    from pydantic import TypeAdapter
-
-    try:
-        data = json.loads(path.read_bytes())
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise HastenError(f"{path} is not a diagnosis of the schema {SCHEMA}", "run `hasten doctor --json` anew")
-        for name in ("start_up", "first_step"):
-            if data["pauses"][name] is None:
-                data["pauses"][name] = math.nan
-        return TypeAdapter(Diagnosis).validate_python(data)
-    except FileNotFoundError:
-        raise HastenError(f"no diagnosis at {path}") from None
-    except OSError as error:
-        raise HastenError(f"cannot read the diagnosis {path}: {error.strerror}") from None
-    except (ValueError, TypeError, LookupError) as error:  # pydantic's ValidationError is a ValueError
-        raise HastenError(f"{path} is not a diagnosis of the schema {SCHEMA}: {error}") from None
+    return read_plain(Diagnosis, path, SCHEMA, "a diagnosis", "run `hasten doctor --json` anew", mend=_without_pauses)
 
 
-def finite(value: Any) -> Any:
-    """NaN and infinities as null, which is all that JSON has for them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
+def _without_pauses(data: dict[str, Any]) -> None:
+    for name in ("start_up", "first_step"):
+        if data["pauses"][name] is None:
+            data["pauses"][name] = math.nan

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.errors import HastenError
 from hasten.evidence.machine import this_machine
-from hasten.evidence.schema import Evidence, Flags, LoaderFacts, ModelFacts, OptimizerFacts, Pass, finite
+from hasten.evidence.plain import finite, read_plain
+from hasten.evidence.schema import Evidence, Flags, LoaderFacts, ModelFacts, OptimizerFacts, Pass
 
 SCHEMA = "hasten-live/1"
 _STEPS = 600  # of the last steps kept; the file stays below 100 kB
@@ -121,19 +121,9 @@ def read_live(path: Path) -> Live:
     Raises:
         HastenError: No such file (the run is over, or has not begun to train), or not a live file of this schema.
     """
-    from pydantic import TypeAdapter
-
-    try:
-        data = json.loads(path.read_bytes())
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise HastenError(f"{path} is not a live file of the schema {SCHEMA}", "start the run with this hasten")
-        return TypeAdapter(Live).validate_python(data)
-    except FileNotFoundError:
-        raise HastenError(f"no run is going on at {path}") from None
-    except OSError as error:
-        raise HastenError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, TypeError, LookupError) as error:  # pydantic's ValidationError is a ValueError
-        raise HastenError(f"{path} is not a live file of the schema {SCHEMA}: {error}") from None
+    return read_plain(
+        Live, path, SCHEMA, "a live file", "start the run with this hasten", missing="no run is going on at"
+    )
 
 
 def plain(facts: Any) -> Any:

@@ -14,7 +14,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from hasten.errors import HastenError
 from hasten.evidence.machine import Machine
 from hasten.evidence.observed import (
     Event,
@@ -27,6 +26,7 @@ from hasten.evidence.observed import (
     Surroundings,
     Use,
 )
+from hasten.evidence.plain import finite, read_plain
 
 SCHEMA = "hasten-evidence/1"
 
@@ -323,30 +323,10 @@ def read_evidence(path: Path) -> Evidence:
     Raises:
         HastenError: No such file, not readable, not JSON, or another schema.
     """
-    from pydantic import TypeAdapter
-
-    try:
-        data = json.loads(path.read_bytes())
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise HastenError(f"{path} is not evidence of the schema {SCHEMA}", "listen anew with this hasten")
-        for validation in data.get("validations", ()):
-            if validation["loss"] is None:  # it diverged: not the same as having had no validation
-                validation["loss"] = math.nan
-        return TypeAdapter(Evidence).validate_python(data)
-    except FileNotFoundError:
-        raise HastenError(f"no evidence at {path}") from None
-    except OSError as error:
-        raise HastenError(f"cannot read the evidence {path}: {error.strerror}") from None
-    except (ValueError, TypeError, LookupError) as error:  # pydantic's ValidationError is a ValueError
-        raise HastenError(f"{path} is not evidence of the schema {SCHEMA}: {error}") from None
+    return read_plain(Evidence, path, SCHEMA, "evidence", "listen anew with this hasten", mend=_diverged)
 
 
-def finite(value: Any) -> Any:
-    """NaN and infinities as null, which is all that JSON has for them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
+def _diverged(data: dict[str, Any]) -> None:
+    for validation in data.get("validations", ()):
+        if validation["loss"] is None:  # it diverged: not the same as having had no validation
+            validation["loss"] = math.nan

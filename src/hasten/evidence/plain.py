@@ -1,0 +1,65 @@
+"""Plain data in JSON files: what is not finite is null, and a file is read only if it is of the schema it should be."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hasten.errors import HastenError
+
+Kind = TypeVar("Kind")
+
+
+def read_plain(
+    kind: type[Kind],
+    path: Path,
+    schema: str,
+    what: str,
+    anew: str,
+    missing: str = "",
+    mend: Callable[[dict[str, Any]], None] | None = None,
+) -> Kind:
+    """Read a dataclass from a JSON file.
+
+    Args:
+        kind: The dataclass.
+        path: The file.
+        schema: What its field `schema` must be.
+        what: What it should be, for messages: "a diagnosis".
+        anew: What to do about one of another schema.
+        missing: What to say where there is none; default: "no diagnosis at".
+        mend: Changes the data before it is read, where null stands for something.
+
+    Raises:
+        HastenError: No such file, not readable, not JSON, or another schema.
+    """
+    from pydantic import TypeAdapter
+
+    name = what.removeprefix("a ")
+    try:
+        data = json.loads(path.read_bytes())
+        if not isinstance(data, dict) or data.get("schema") != schema:
+            raise HastenError(f"{path} is not {what} of the schema {schema}", anew)
+        if mend is not None:
+            mend(data)
+        return TypeAdapter(kind).validate_python(data)
+    except FileNotFoundError:
+        raise HastenError(f"{missing or f'no {name} at'} {path}") from None
+    except OSError as error:
+        raise HastenError(f"cannot read the {name} {path}: {error.strerror}") from None
+    except (ValueError, TypeError, LookupError) as error:  # pydantic's ValidationError is a ValueError
+        raise HastenError(f"{path} is not {what} of the schema {schema}: {error}") from None
+
+
+def finite(value: Any) -> Any:
+    """NaN and infinities as null, which is all that JSON has for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
