@@ -27,7 +27,7 @@ OTHER_TORCHES = {
     "tap optimizers": "import torch.optim.optimizer as room; del room.register_optimizer_step_pre_hook",
     "tap data": "import torch.utils.data.dataloader as room; room._BaseDataLoaderIter = None",
     "tap results": "import torch.amp; del torch.amp.GradScaler",
-    "tap modules": "import torch.jit; del torch.jit.is_tracing",
+    "tap modules": "import torch; del torch._C._is_tracing",
 }
 
 

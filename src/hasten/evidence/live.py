@@ -88,6 +88,7 @@ class Live:
             optimizers=self.optimizers,
             step_start=self.step_start,
             step_phases=self.step_phases,
+            numbers=self.numbers,
             losses=(None,) * len(self.step_start),
             validations=(),
             passes=self.passes,
@@ -216,10 +217,11 @@ class LiveFile:
 
     def _snapshot(self, recorder: Any, skipped: list[str]) -> dict[str, Any]:
         while True:  # the training goes on meanwhile, and may thin out what it keeps
-            every, kept = recorder.every, len(recorder.step_start)
-            first = max(0, kept - _STEPS)
-            start, phases = recorder.step_start[first:kept], recorder.step_phases[first:kept]
-            if recorder.every == every and len(start) == len(phases) == kept - first:
+            kept = recorder.kept
+            every, last = kept.every, len(kept.losses)  # what is appended to last
+            first = max(0, last - _STEPS)
+            numbers, start, phases = kept.numbers[first:last], kept.start[first:last], kept.phases[first:last]
+            if kept.every == every and len(numbers) == len(start) == len(phases) == last - first:
                 break
         clock = recorder.now() - recorder.origin
         now = time.time()
@@ -236,7 +238,7 @@ class LiveFile:
             "step": recorder.step_in_progress(),
             "step_of": recorder.step_of,
             "every": every,
-            "numbers": [index * every for index in range(first, kept)],
+            "numbers": numbers,
             "step_start": start,
             "step_phases": phases,
             "passes": [vars(over) for over in recorder.passes[-_PASSES:]],

@@ -4,6 +4,10 @@ A step is one batch of the training loader: from the call that asks for the batc
 loader trains when `backward` is seen between two of its batches, so nobody has to say which loader it is.
 Without such a loader a step is one step of the first optimizer seen, and without any optimizer it is one backward.
 Nothing here reads a tensor.
+
+Listening costs some 30 us a step. Of a long run not all steps are kept (see `KeptSteps`), and in those that are not
+the clock may rest: it counts them, and the taps let calls pass. A forward in eval mode, another loader or another
+pass wakes it.
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from hasten.evidence.kept import KeptSteps
 from hasten.evidence.schema import Pass, Phase
 
 _STALE_AFTER = 50  # optimizer steps on one batch before its loader is taken to be over (a batch kept by hand)
 _KEPT = 20_000  # steps kept at the most
+_KEPT_RESTING = 1024  # the same where the clock may rest
 _BLANK = (0.0,) * len(Phase)
 # What runs in every step does not look members up in an enum class.
 _DATA, _BACKWARD, _OPTIMIZER = int(Phase.DATA), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
@@ -65,6 +71,8 @@ class OpenPass:
         self.phases = list(_BLANK)
         self.losses: list[Any] = []
         self.optimizer_steps = 0
+        self.rests_for = 0  # steps, when the clock rests
+        self.rest = 0  # of them not yet begun
 
 
 class Recorder:
@@ -74,6 +82,12 @@ class Recorder:
         now: The clock, in seconds.
         on_step: Called after each finished step with how many there are.
         on_pass: Called when a pass begins or ends, with the pass and whether it began.
+        may_rest: Rest in steps that are not kept; there `on_step` is called for some steps at once.
+
+    Attributes:
+        kept: The steps that are kept.
+        steps: How many are over, but for those of a rest that goes on; see `step_in_progress`.
+        resting: In which pass the clock rests.
     """
 
     def __init__(
@@ -81,18 +95,18 @@ class Recorder:
         now: Callable[[], float] = time.perf_counter,
         on_step: Callable[[int], None] | None = None,
         on_pass: Callable[[OpenPass, bool], None] | None = None,
+        may_rest: bool = False,
     ) -> None:
         self.now = now
         self.origin = now()
         self.on_step = on_step
         self.on_pass = on_pass
-        self.step_start: list[float] = []
-        self.step_phases: list[list[float]] = []
-        self.step_losses: list[list[Any]] = []
+        self.may_rest = may_rest
+        self.kept = KeptSteps(_KEPT_RESTING if may_rest else _KEPT)
+        self.resting: OpenPass | None = None
         self.passes: list[Pass] = []
         self.validations: list[tuple[int, Any, int, float]] = []  # step, sum of losses, how many, when
         self.steps = 0
-        self.every = 1  # every which step is kept
         self.optimizer_steps: dict[int, int] = {}
         # Told, in the middle of a step, where a part of it begins (True) and ends; see `mark`.
         self.listeners: list[Callable[[Phase, bool], None]] = []
@@ -111,6 +125,7 @@ class Recorder:
 
     def pass_begins(self, loader: int, iterator: Any, start: float, end: float) -> None:
         """`iter(loader)` took from `start` to `end`."""
+        self.wake()
         if (left := self._open.get(id(iterator))) is not None:
             self._end_pass(left, start)  # it was left early: the same iterator again, or another in its place
         if (before := self._open.get(id(iterator))) is not None:
@@ -128,6 +143,8 @@ class Recorder:
         asked = self._open.get(id(iterator))
         if asked is None:
             return
+        if self.resting is not None:
+            self.wake(over=self.resting is asked)
         current = self._current
         if current is not asked:
             self._changes(current, asked, at)
@@ -163,6 +180,8 @@ class Recorder:
         asked.phases[_DATA] += end - start
         if self.listeners:
             self.mark(Phase.DATA, False)
+        if self.may_rest and asked.trained and self.kept.next > self.steps:
+            self._rest(asked)
         if self._beside is not None and not asked.trained and self._beside.step_start is not None:
             self._beside.phases[Phase.DATA] += end - start  # zip of two loaders: this one belongs to the other's step
 
@@ -171,6 +190,8 @@ class Recorder:
         asked = self._open.get(id(iterator))
         if asked is None:
             return
+        if self.resting is not None:
+            self.wake(over=self.resting is asked)
         outer = asked.outer
         if outer is not None and not asked.trained and outer.step_start is not None:
             outer.phases[Phase.VALIDATION] += at - asked.start
@@ -211,6 +232,49 @@ class Recorder:
                 self._loose.step_start = None
         if self.on_pass:
             self.on_pass(over, False)
+
+    # -- rest ----------------------------------------------------------------------------------------
+
+    def _rest(self, one: OpenPass) -> None:
+        """Rest in the step that begins, and in the next ones of this pass, until one is to be kept."""
+        one.rests_for = self.kept.next - self.steps
+        one.rest = one.rests_for - 1
+        self.resting = one
+
+    def wake(self, over: bool = False) -> None:
+        """End the rest, if there is one; `over`: the step it is in is over as well, otherwise it is not kept."""
+        one, self.resting = self.resting, None
+        if one is None:
+            return
+        begun = one.rests_for - one.rest
+        one.rest = 0
+        one.batches += begun - 1
+        if over:
+            one.step_start = None
+        if ended := begun if over else begun - 1:
+            self.kept.put_aside(one.phases)
+            one.phases, one.losses, one.optimizer_steps = [*_BLANK], [], 0
+            self.steps += ended
+            if self.on_step:
+                self.on_step(self.steps)
+
+    def rested_optimizer_step(self, optimizer: int) -> None:
+        """An optimizer stepped while the clock rests."""
+        self.optimizer_steps[optimizer] = self.optimizer_steps.get(optimizer, 0) + 1
+        one = self.resting
+        if one is None:
+            return
+        if one is self._loose:
+            if optimizer == self._marker:
+                if one.rest:
+                    one.rest -= 1
+                else:
+                    self.wake(over=True)
+                    one.step_start = self.now()
+            return
+        one.optimizer_steps += 1
+        if one.optimizer_steps > _STALE_AFTER * (one.rests_for - one.rest):
+            self.wake()  # the loader is asked no more
 
     # -- parts of a step -----------------------------------------------------------------------------
 
@@ -267,7 +331,7 @@ class Recorder:
     def _loose_step(self, at: float) -> None:
         """Outside every loader a step goes from one step of an optimizer, or one backward, to the next."""
         loose = self._loose
-        if not self.step_start or self.step_of == "optimizer":
+        if not self.kept.numbers or self.step_of == "optimizer":
             self.step_of = "optimizer"
             if loose.step_start is not None:
                 self._end_step(loose, at)
@@ -275,6 +339,8 @@ class Recorder:
                 self.unfinished = list(loose.phases)  # nobody knows when it began: it is no step, but better than none
         loose.step_start = at
         loose.phases, loose.losses = list(_BLANK), []
+        if self.may_rest and self.step_of == "optimizer" and self._marker is not None and self.kept.next > self.steps:
+            self._rest(loose)
 
     def roles(self) -> dict[int, str]:
         """What each loader that was asked is for: "train" where a backward was seen between its batches."""
@@ -285,7 +351,10 @@ class Recorder:
 
     def step_in_progress(self) -> int:
         """The number (from 0) of the step that is going on, -1 where none is."""
-        return self.steps if self._current.step_start is not None else -1
+        if self._current.step_start is None:
+            return -1
+        one = self.resting
+        return self.steps if one is None else self.steps + one.rests_for - one.rest - 1
 
     def pass_in_progress(self) -> OpenPass:
         """The pass whose batch is being worked on; its `loader` is -1 outside every loader."""
@@ -311,22 +380,11 @@ class Recorder:
                 phases[_OTHER] += spare
             else:
                 phases = _adding_up(phases, at - started)
-            if self.every == 1 or not self.steps % self.every:
-                self.step_start.append(started - self.origin)
-                self.step_phases.append(phases)
-                self.step_losses.append(over.losses)
-                if len(self.step_start) >= _KEPT:
-                    self._thin_out()
+            self.kept.add(self.steps, started - self.origin, phases, over.losses)
             self.steps += 1
             if self.on_step:
                 self.on_step(self.steps)
         over.phases, over.losses = [*_BLANK], []
-
-    def _thin_out(self) -> None:
-        """Of a long run every second step is kept, then every fourth, so that memory stays bounded."""
-        for kept in (self.step_start, self.step_phases, self.step_losses):
-            del kept[1::2]
-        self.every *= 2
 
     def measured(self, step: int, start: float, phases: list[float]) -> None:
         """A clock on the device says how long the parts of a step took, which the calls that start its work do not.
@@ -336,10 +394,7 @@ class Recorder:
             start: When it began, in seconds on this recorder's clock.
             phases: Seconds by `Phase`; they add up to the step.
         """
-        index, rest = divmod(step, self.every)
-        if not rest and index < len(self.step_phases):
-            self.step_start[index] = start - self.origin
-            self.step_phases[index] = phases
+        self.kept.measured(step, start - self.origin, phases)
 
     def _flush_validation(self) -> None:
         self.validations.append((self.steps, self._validation, self._validated, self.now() - self.origin))
@@ -350,6 +405,7 @@ class Recorder:
         for told in self.on_close:
             told()
         at = self.now()
+        self.wake()
         if self._validated:
             self._flush_validation()
         if not self.steps:

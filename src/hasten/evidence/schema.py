@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
 from hasten.evidence.machine import Machine
 from hasten.evidence.observed import (
@@ -205,7 +203,9 @@ class Evidence:
         losses: Per step, the sum of the losses that `backward` was called on; None where there is no finite one or it
             was not kept (a trial keeps all, other runs those of 200 steps, then of every eighth).
         steps: How many training steps there were.
-        every: Every which of them `step_start`, `step_phases` and `losses` hold; more than 1 in a long run.
+        every: Of so many steps one is kept, in `step_start`, `step_phases` and `losses`; more than 1 in a long run.
+        numbers: Number (from 0) of each step that is kept; empty: see `number`.
+        aside: Seconds by `PHASES` of validation and checkpoints in the steps that are not kept; empty: none.
         bad_losses: How many of the losses were NaN or infinite.
         step_of: "batch" (a step is a batch of the training loader) or "optimizer" (an optimizer step, or a
             backward in a script that has no optimizer).
@@ -246,6 +246,8 @@ class Evidence:
     ended_at: float
     steps: int = 0
     every: int = 1
+    numbers: tuple[int, ...] = ()
+    aside: tuple[float, ...] = ()
     bad_losses: int = 0
     error: str = ""
     skipped: tuple[str, ...] = ()
@@ -271,6 +273,10 @@ class Evidence:
     measured: tuple[Measurement, ...] = ()
     schema: str = SCHEMA
 
+    def number(self, index: int) -> int:
+        """Number (from 0) of a step that is kept."""
+        return self.numbers[index] if self.numbers else index * self.every
+
     @property
     def step_seconds(self) -> list[float]:
         """Length of each step."""
@@ -285,13 +291,25 @@ class Evidence:
     def steady(self) -> list[int]:
         """Indices into `step_phases` of the steps that count: neither the first ten nor those that were disturbed.
 
-        Of a run so short that none is left: all that were not disturbed, or else all.
+        Of a run so short that none is left: all that were not disturbed, without the first if there is another; or
+        else all.
         """
         first = min(10, len(self.step_phases) // 2)
-        left_out = {step // self.every for step in self.disturbed if step % self.every == 0}
-        undisturbed = [index for index in range(len(self.step_phases)) if index not in left_out]
+        left_out = set(self.disturbed)
+        undisturbed = [index for index in range(len(self.step_phases)) if self.number(index) not in left_out]
         steady = [index for index in undisturbed if index >= first]
-        return steady or undisturbed or list(range(len(self.step_phases)))
+        return steady or undisturbed[1:] or undisturbed or list(range(len(self.step_phases)))
+
+    def mean(self, phase: Phase) -> float:
+        """Mean seconds of a steady step that went to `phase`; 0 without steps.
+
+        Where not all steps are kept, validation and checkpoints are counted in all of them all the same.
+        """
+        if self.every > 1 and self.steps and phase in (Phase.VALIDATION, Phase.CHECKPOINT):
+            aside = self.aside[phase] if self.aside else 0.0
+            return (sum(phases[phase] for phases in self.step_phases) + aside) / self.steps
+        steady = self.steady()
+        return sum(self.step_phases[index][phase] for index in steady) / len(steady) if steady else 0.0
 
     def events_of(self, *kinds: str) -> list[Event]:
         """The events of these kinds, the costliest first."""
@@ -323,10 +341,4 @@ def read_evidence(path: Path) -> Evidence:
     Raises:
         HastenError: No such file, not readable, not JSON, or another schema.
     """
-    return read_plain(Evidence, path, SCHEMA, "evidence", "listen anew with this hasten", mend=_diverged)
-
-
-def _diverged(data: dict[str, Any]) -> None:
-    for validation in data.get("validations", ()):
-        if validation["loss"] is None:  # it diverged: not the same as having had no validation
-            validation["loss"] = math.nan
+    return read_plain(Evidence, path, SCHEMA, "evidence", "listen anew with this hasten")

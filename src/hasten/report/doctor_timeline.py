@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -45,7 +46,6 @@ def step_columns(evidence: Evidence, most: int = MOST) -> list[Column]:
         if words.known(start) and all(map(words.known, phases))
     ]
     each = max(1, math.ceil(len(steps) / most))
-    missing = _missing(evidence)
     found: list[Column] = []
     for begin in range(0, len(steps), each):
         group = steps[begin : begin + each]
@@ -53,14 +53,9 @@ def step_columns(evidence: Evidence, most: int = MOST) -> list[Column]:
         after = steps[begin + each][1] if begin + each < len(steps) else math.inf
         end = max(start, min(after, start + sum(phases) * max(1, evidence.every)))
         means = tuple(statistics.fmean(times) for times in zip(*(phases for _, _, phases in group), strict=False))
-        first, last = (missing + number * evidence.every for number in (group[0][0], index))
+        first, last = evidence.number(group[0][0]), evidence.number(index)
         found.append(Column(first, last, group[0][1], end, means))
     return found
-
-
-def _missing(evidence: Evidence) -> int:
-    """How many steps came before the first that is there: of a run that goes on, only the last may be."""
-    return max(0, evidence.steps - len(evidence.step_phases) * evidence.every)
 
 
 def time_scale(evidence: Evidence) -> Scale:
@@ -166,13 +161,14 @@ def _epoch_marks(evidence: Evidence, across: Scale) -> list[Markup]:
 
 
 def _disturbed_marks(evidence: Evidence, across: Scale) -> list[Markup]:
-    starts, missing, parts = dict(enumerate(evidence.step_start)), _missing(evidence), []
+    starts, parts = evidence.step_start, []
+    numbers = [evidence.number(index) for index in range(len(starts))]
     for first, last in runs(sorted(set(evidence.disturbed)))[:MOST]:
-        begin = starts.get((first - missing) // evidence.every)
-        end = starts.get((last - missing) // evidence.every + 1)
-        if begin is None or not _inside(begin, across):
-            continue
-        after = end if end is not None and words.known(end) else begin
+        at, after_it = bisect_left(numbers, first), bisect_right(numbers, last)
+        if at == after_it or not _inside(starts[at], across):
+            continue  # none of them is kept
+        begin = starts[at]
+        after = starts[after_it] if after_it < len(starts) and words.known(starts[after_it]) else begin
         told = f"step {first}" if first == last else f"steps {first} to {last}"
         ends = (across(begin), max(across(after), across(begin) + 0.4))
         parts.append(rect("mark-disturbed", ends, _TALL + 1, 4, f"{told}: looked into, not counted"))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.evidence.facts import caller
 from hasten.evidence.recorder import OpenPass
 from hasten.taps.config import DoctorOptions
+from hasten.taps.steps_over import NEVER
 
 if TYPE_CHECKING:
     from hasten.taps.session import Session
@@ -51,12 +52,12 @@ class Bounds:
         self._catch_sigterm()
         self._leave_before_exit()
         if self._session.rank == 0:
-            self._session.on_each_step.append(self._on_step)
+            self._session.steps_over.tell(self._on_step, 1)
             self._start_the_clock()
 
     # -- steps and passes --------------------------------------------------------------------------------
 
-    def _on_step(self, steps: int) -> None:
+    def _on_step(self, steps: int) -> int:
         if self._first_step_at is None:
             self._first_step_at = time.perf_counter()
             self._thread = threading.current_thread()
@@ -66,6 +67,7 @@ class Bounds:
             enough = time.perf_counter() - self._first_step_at >= self._options.at_least
         if enough or self._time_is_up:
             self._session.complete()
+        return max(steps + 1, self._options.steps) if self._options.steps > 0 else NEVER
 
     def on_pass(self, opened: OpenPass, began: bool) -> None:
         """A pass through a loader begins or is over: the one after the last that was asked for is not begun."""
@@ -97,13 +99,14 @@ class Bounds:
                 # Doctor was killed: nobody will read what is written here, nor end this process.
                 shutil.rmtree(self._options.scratch, ignore_errors=True)
                 os._exit(1)
-        self._time_is_up = True  # a process that trains ends at its next step
         session = self._session
+        self._time_is_up = True  # a process that trains ends at its next step
+        session.steps_over.hurry(self._on_step)
         recorder = session.run.recorder
         if recorder is None:
             return
         if recorder.steps:
-            time.sleep(_patience(recorder.step_phases))
+            time.sleep(_patience(recorder.kept.phases))
         elif not session.listens_to_training() and self._others_leave_evidence():
             return
         if session.run.recorder is None:

@@ -118,6 +118,8 @@ def _tap_iterator(kind: Any, session: Any) -> None:
     plain = kind.__next__
     run = session.run
     changes = bool(run.acting("batches"))
+    on_batch = session.on_batch
+    on_batch.append(functools.partial(_weigh, session.loaders))
 
     def fetch(iterator: Any) -> Any:
         wrapped = iterator.__dict__.get("_hasten_fetch")
@@ -136,6 +138,14 @@ def _tap_iterator(kind: Any, session: Any) -> None:
         recorder, loader = run.recorder, self.__dict__.get("_hasten_loader")
         if recorder is None or loader is None:
             return give(self)
+        if (resting := recorder.resting) is not None and resting.rest and resting.iterator() is self:
+            resting.rest -= 1
+            try:
+                return give(self)
+            except StopIteration:
+                resting.rest += 1
+                recorder.exhausted(self, recorder.now())
+                raise
         now = recorder.now
         start = now()
         recorder.asks(self, start)
@@ -145,16 +155,22 @@ def _tap_iterator(kind: Any, session: Any) -> None:
             recorder.exhausted(self, now())
             raise
         recorder.got(self, start, now())
-        entry = session.loaders[loader]
-        if not entry[2]:
+        for told in on_batch:
             try:
-                entry[2] = facts.batch_bytes(batch)
+                told(loader, batch)
             except Exception as error:  # a batch like no other
-                entry[2] = 1
-                session.run.skip("size of a batch", error)
+                session.run.skip("looking at a batch", error)
         return batch
 
     kind.__next__ = __next__
+
+
+def _weigh(loaders: list[Any], index: int, batch: Any) -> None:
+    """Note the size of a loader's first batch."""
+    entry = loaders[index]
+    if not entry[2]:
+        entry[2] = 1  # should it be a batch like no other
+        entry[2] = facts.batch_bytes(batch)
 
 
 def _tap_fetcher(room: Any, session: Any) -> None:

@@ -26,8 +26,8 @@ def install(session: Any) -> None:
 
 def _tap_forward(session: Any) -> None:
     import torch
+    from torch._C import _is_tracing as is_tracing  # torch.jit's is three times as dear
     from torch.compiler import is_compiling
-    from torch.jit import is_tracing  # type: ignore[attr-defined]
     from torch.nn import Module
 
     plain = Module.__call__
@@ -88,10 +88,12 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
         if not owner:
             return plain(module, *args, **kwargs)
         recorder = run.recorder
+        if recorder is not None and recorder.resting is not None and not module.training:
+            recorder.wake()
         _inside = True
-        if recorder is None:
+        if recorder is None or recorder.resting is not None:
             try:
-                return forward(module, args, kwargs)
+                return forward(module, args, kwargs) if wraps else plain(module, *args, **kwargs)
             finally:
                 _inside = False
         watch = run.models[id(module)]
@@ -136,14 +138,14 @@ def _tap_backward(session: Any) -> None:
     @functools.wraps(torch.autograd.backward)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = run.recorder
-        if recorder is None or compiling():
+        if recorder is None or recorder.resting is not None or compiling():
             return plain(tensors, *args, **kwargs)
         if recorder.listeners:
             recorder.mark(Phase.BACKWARD, True)
         start = perf_counter()
         result = plain(tensors, *args, **kwargs)
         seconds = perf_counter() - start
-        thinned = recorder.steps % every and recorder.steps >= _ALL_LOSSES
+        thinned = recorder.steps % every and recorder.steps >= _ALL_LOSSES and recorder.kept.every == 1
         recorder.backward(seconds, () if thinned else _losses(session, tensors, tensor))
         if recorder.listeners:
             recorder.mark(Phase.BACKWARD, False)

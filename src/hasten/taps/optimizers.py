@@ -47,7 +47,7 @@ def _tap_steps(session: Any) -> None:
 
     def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = run.recorder
-        if recorder is None:
+        if recorder is None or recorder.resting is not None:
             return None
         if recorder.listeners:
             recorder.mark(Phase.OPTIMIZER, True)
@@ -60,7 +60,10 @@ def _tap_steps(session: Any) -> None:
 
     def after(optimizer: Any, *_: Any) -> None:
         start, recorder = begun.pop(id(optimizer), None), run.recorder
-        if recorder is None or start is None:
+        if recorder is None:
+            return
+        if start is None:
+            recorder.rested_optimizer_step(id(optimizer))
             return
         if probes and not run.seen.get("missing_gradients"):
             groups = optimizer.param_groups

@@ -25,12 +25,13 @@ from hasten.taps.boot import describe
 from hasten.taps.bounds import Bounds
 from hasten.taps.config import RunConfig, TrialOptions
 from hasten.taps.seeds import fix_torch_seeds
+from hasten.taps.steps_over import NEVER, StepsOver
 from hasten.techniques import CATALOGUE, build
 from hasten.techniques.compute.compile import compiler
 from hasten.techniques.compute.fused_optimizer import why_not_fusable
 from hasten.techniques.data.probe import probe
 
-_LOOKS = (1, 10)  # steps after which what was built is looked at, lest it be gone when the script is over
+_SECOND_LOOK = 10  # steps after which what was built is looked at again, lest it be gone when the script is over
 _COMPILED_BY = 5  # steps after which compilation is over and a trial's seconds count
 
 
@@ -43,7 +44,10 @@ class Session:
         self.config = config
         self.trial: TrialOptions | None = config.trial
         listens = bool(config.evidence)
-        recorder = Recorder(on_step=self._on_step, on_pass=self._on_pass) if listens else None
+        # A trial compares each step's loss, and a bounded run ends after a certain step.
+        may_rest = config.trial is None and (config.doctor is None or not config.doctor.steps)
+        self.steps_over = StepsOver()
+        recorder = Recorder(on_step=self.steps_over, on_pass=self._on_pass, may_rest=may_rest) if listens else None
         self.run = Run(build(config.techniques, CATALOGUE), recorder)
         self.loaders: list[Any] = []  # (weak reference to the loader, facts, its biggest batch in bytes)
         self.optimizers: dict[int, tuple[Any, str]] = {}
@@ -51,7 +55,7 @@ class Session:
         self.kept_loaders: list[Any] = []
         self.validating = False  # whether the last outermost forward was in eval mode or without a graph
         self.observers: list[Any] = []  # what `doctor` listens with; each has `facts()`
-        self.on_each_step: list[Callable[[int], None]] = []  # called when a step is over, with how many there are
+        self.on_batch: list[Callable[[int, Any], None]] = []  # called with a loader's index and the batch it gave
         self.on_backward: list[Callable[..., None]] = []  # called after each backward with its arguments
         self.on_zeroed: Callable[[], None] | None = None  # called when an optimizer sets gradients to zero
         self.courses: dict[int, Any] = {}  # id of an optimizer -> its schedule and learning rates
@@ -83,11 +87,16 @@ class Session:
         if config.doctor is not None:
             session._observe()
         session._tap(unseen)  # last: it marks what the others have loaded
+        session._watch_the_steps()
         session._watch_the_end()
         if session.bounds is not None:
             session.bounds.start()
         if not session.rank:
             session._begin_live()
+
+    def _begin_live_of_fork(self, _steps: int) -> int:
+        self._begin_live()
+        return NEVER
 
     def _begin_live(self) -> None:
         recorder = self.run.recorder
@@ -127,6 +136,12 @@ class Session:
         recorder = self.run.recorder
         return -1 if recorder is None or self.validating else recorder.step_in_progress()
 
+    def _watch_the_steps(self) -> None:
+        if self.run.recorder is not None:
+            self.steps_over.tell(self._look_at_what_was_built)
+            if self.trial is not None:
+                self.steps_over.tell(self._watch_the_trial)
+
     def _watch_the_end(self) -> None:
         show = sys.excepthook
 
@@ -154,7 +169,9 @@ class Session:
         self._leaving = threading.RLock()
         recorder = self.run.recorder
         if recorder is not None:
-            recorder.__init__(recorder.now, recorder.on_step, recorder.on_pass)  # type: ignore[misc]
+            self.steps_over.anew()
+            self.steps_over.tell(self._begin_live_of_fork)
+            recorder.__init__(recorder.now, recorder.on_step, recorder.on_pass, recorder.may_rest)  # type: ignore[misc]
             multiprocessing.util.Finalize(None, self.leave, exitpriority=0)
 
     # -- the bounds of a trial -------------------------------------------------------------------------
@@ -169,13 +186,7 @@ class Session:
         elif self.trial and self._trained_passes >= self.trial.epochs and opened.loader in self._trained_loaders:
             self.complete()
 
-    def _on_step(self, steps: int) -> None:
-        for told in self.on_each_step:
-            told(steps)
-        if steps in _LOOKS:
-            self._look_at_what_was_built()
-        if self._is_fork and steps == 1:
-            self._begin_live()
+    def _watch_the_trial(self, steps: int) -> None:
         trial, recorder = self.trial, self.run.recorder
         if trial is None or recorder is None:
             return
@@ -220,7 +231,7 @@ class Session:
         recorder, self.run.recorder = self.run.recorder, None
         path = Path(self.config.evidence)
         stuck = self.stopped_at and self.listens_to_training()
-        if not recorder.step_start and not stuck and (path.exists() or self.is_helper()):
+        if not recorder.kept.numbers and not stuck and (path.exists() or self.is_helper()):
             return  # a launcher, a worker, a helper: the process that trained leaves its own
         if self.rank:
             return
@@ -237,13 +248,12 @@ class Session:
 
     def _evidence(self, recorder: Recorder) -> Evidence:
         recorder.close()
-        losses = tuple(read_losses(recorder.step_losses))
+        losses = tuple(read_losses(recorder.kept.losses))
         return Evidence(
             command=self.config.command,
             machine=this_machine(),
             **self._built(recorder, self._asks_datasets(recorder)),
-            step_start=tuple(recorder.step_start),
-            step_phases=tuple(map(tuple, recorder.step_phases)),
+            **recorder.kept.fields(),
             losses=losses,
             bad_losses=sum(1 for loss in losses if loss is not None and not math.isfinite(loss)),
             validations=tuple(
@@ -251,7 +261,6 @@ class Session:
             ),
             passes=tuple(recorder.passes),
             steps=recorder.steps,
-            every=recorder.every,
             step_of=recorder.step_of,
             ended=self.ended or ("failed" if self.error else "finished"),
             ended_at=recorder.now() - recorder.origin,
@@ -295,7 +304,7 @@ class Session:
         kept: OptimizerFacts = dataclasses.replace(facts, steps=steps)
         return dataclasses.replace(kept, schedule=course.schedule, rates=tuple(course.rates)) if course else kept
 
-    def _look_at_what_was_built(self) -> None:
+    def _look_at_what_was_built(self, steps: int) -> int:
         """What a script builds within a function is gone when the evidence is written at its end."""
         try:
             for watch in list(self.run.models.values()):
@@ -305,6 +314,7 @@ class Session:
                     self._seen_optimizers[key] = (held, optimizer_facts(optimizer, where, 0, _why_not(optimizer)))
         except Exception as error:  # an optimizer or a module like no other
             self.run.skip("looking at what was built", error)
+        return _SECOND_LOOK if steps < _SECOND_LOOK else NEVER
 
     def _observed(self) -> dict[str, Any]:
         """What the observers saw; where two fill the same field, one after the other."""
@@ -328,7 +338,7 @@ class Session:
             return self.trial.probe
         if self.config.doctor is None or self.error or self.stopped_at:
             return False
-        steps = recorder.step_phases[len(recorder.step_phases) // 2 :]
+        steps = recorder.kept.phases[len(recorder.kept.phases) // 2 :]
         return sum(step[Phase.DATA] for step in steps) > 0.02 * sum(map(sum, steps))
 
     def _loader(self, index: int, role: str, ask: bool) -> Any:

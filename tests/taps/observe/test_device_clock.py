@@ -11,6 +11,7 @@ import pytest
 from hasten.evidence import Phase
 from hasten.evidence.recorder import Recorder
 from hasten.taps.observe.device_clock import watch
+from hasten.taps.steps_over import StepsOver
 from tests.taps.observe.sampling import sampled
 
 
@@ -40,7 +41,7 @@ class Gpu:
         self.free = 0.0  # when the GPU is done with all that is queued
         self.made = 0
         self.captures = False
-        self.session = SimpleNamespace(on_each_step=[], observers=[], run=SimpleNamespace(skip=self.skip))
+        self.session = SimpleNamespace(steps_over=StepsOver(), observers=[], run=SimpleNamespace(skip=self.skip))
         self.skipped: list[str] = []
         self.recorder = Recorder(self.clock, on_step=self.on_step)
         watch(self.session, self.recorder, self)
@@ -52,8 +53,7 @@ class Gpu:
         return self.now
 
     def on_step(self, steps: int) -> None:
-        for told in self.session.on_each_step:
-            told(steps)
+        self.session.steps_over(steps)
 
     def event(self) -> PlayedEvent:
         self.made += 1
@@ -112,13 +112,13 @@ class Gpu:
 
     def phases(self, step: int) -> dict[Phase, float]:
         """Of one step, in seconds."""
-        return dict(zip(Phase, self.recorder.step_phases[step], strict=True))
+        return dict(zip(Phase, self.recorder.kept.phases[step], strict=True))
 
     def ends(self) -> list[float]:
         """When each step is over by its own start and phases."""
         return [
             start + sum(phases)
-            for start, phases in zip(self.recorder.step_start, self.recorder.step_phases, strict=True)
+            for start, phases in zip(self.recorder.kept.start, self.recorder.kept.phases, strict=True)
         ]
 
 
@@ -139,7 +139,7 @@ def test_work_that_is_queued_counts_where_it_is_done(gpu: Gpu) -> None:
     assert phases[Phase.DATA] == pytest.approx(0)
     assert gpu.session.observers[0].facts() == {"device_clock": True}
     assert gpu.ends()[-1] == pytest.approx(gpu.now - gpu.recorder.origin)  # all of them add up to the wall
-    assert gpu.ends()[:-1] == pytest.approx(gpu.recorder.step_start[1:])
+    assert gpu.ends()[:-1] == pytest.approx(gpu.recorder.kept.start[1:])
 
 
 @pytest.mark.parametrize("sync", [False, True])
@@ -160,11 +160,11 @@ def test_the_first_step_of_a_pass_has_its_loaders_start(gpu: Gpu) -> None:
         gpu.train(5, wait=0.02, work=0.01)
         gpu.now += 1.0
     gpu.finish()
-    starts = gpu.recorder.step_start
+    starts = gpu.recorder.kept.start
     assert len(starts) == 15
     assert starts[5] - gpu.ends()[4] == pytest.approx(1.0, abs=0.02)
     assert all(end <= start + 1e-9 for end, start in zip(gpu.ends(), starts[1:], strict=False))
-    assert all(sum(phases) < 0.1 for phases in gpu.recorder.step_phases)
+    assert all(sum(phases) < 0.1 for phases in gpu.recorder.kept.phases)
 
 
 def test_steps_with_a_validation_keep_the_cpus_times(gpu: Gpu) -> None:
@@ -174,7 +174,7 @@ def test_steps_with_a_validation_keep_the_cpus_times(gpu: Gpu) -> None:
     assert gpu.phases(4)[Phase.VALIDATION] == pytest.approx(0.001)
     assert gpu.phases(4)[Phase.BACKWARD] == pytest.approx(0.001)
     assert gpu.phases(7)[Phase.BACKWARD] == pytest.approx(0.06, abs=0.002)
-    assert all(end <= start + 1e-9 for end, start in zip(gpu.ends(), gpu.recorder.step_start[1:], strict=False))
+    assert all(end <= start + 1e-9 for end, start in zip(gpu.ends(), gpu.recorder.kept.start[1:], strict=False))
 
 
 def test_nothing_gets_into_a_cuda_graph(gpu: Gpu) -> None:
@@ -217,6 +217,7 @@ import time, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from hasten.taps.observe.device_clock import watch
+from hasten.taps.steps_over import StepsOver
 from hasten.taps.session import Session
 class Event:
     def query(self): return True

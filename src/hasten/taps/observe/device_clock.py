@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from hasten.evidence import Phase
 from hasten.evidence.recorder import Recorder
+from hasten.taps.steps_over import NEVER
 
 _MOST = 64  # boundaries in a step; one with more (a validation inside) keeps the CPU's times
 _BEHIND = 64  # steps that may be queued and not done; older ones keep the CPU's times
@@ -80,20 +81,16 @@ def install(session: Any) -> None:
     recorder = session.run.recorder
     if recorder is None:
         return
-    waiting = True
 
-    def on_step(steps: int) -> None:
-        nonlocal waiting
-        if not waiting:
-            return
+    def on_step(steps: int) -> int:
         import torch
 
-        waiting = steps < _PATIENCE
         if torch.cuda.is_initialized() and (device := _device_of(session)) is not None:
-            waiting = False
             watch(session, recorder, CudaStream(device))
+            return NEVER
+        return steps + 1 if steps < _PATIENCE else NEVER
 
-    session.on_each_step.append(on_step)
+    session.steps_over.tell(on_step)
 
 
 def watch(session: Any, recorder: Recorder, stream: Stream) -> None:
@@ -113,7 +110,7 @@ def watch(session: Any, recorder: Recorder, stream: Stream) -> None:
 
     recorder.listeners.append(guarded(clock.mark))
     recorder.on_close.append(guarded(clock.read))
-    session.on_each_step.append(guarded(clock.step_over))
+    session.steps_over.tell(guarded(clock.step_over))
     session.observers.append(clock)
 
 
@@ -213,12 +210,9 @@ class DeviceClock:
 
     def _correct(self, step: _Step, end: Event) -> None:
         recorder = self._recorder
-        index, rest = divmod(step.number, recorder.every)
-        if rest or index >= len(recorder.step_phases):
-            before: list[float] = []
-        else:
-            before = recorder.step_phases[index]
-        if before and not before[Phase.VALIDATION] and not before[Phase.CHECKPOINT]:
+        index = recorder.kept.index_of(step.number)
+        before = recorder.kept.phases[index] if index is not None else []
+        if index is not None and not before[Phase.VALIDATION] and not before[Phase.CHECKPOINT]:
             phases = [0.0] * len(Phase)
             events = [event for _, event in step.marks] + [end]
             for (phase, event), following in zip(step.marks, events[1:], strict=True):
@@ -226,7 +220,7 @@ class DeviceClock:
             if step.follows and self._last == step.number - 1:
                 start = self._last_end
             else:  # the first of a pass: its loader was set up before the first event
-                start = max(recorder.step_start[index] + recorder.origin, self._last_end)
+                start = max(recorder.kept.start[index] + recorder.origin, self._last_end)
                 phases[Phase.DATA] += max(0.0, step.at - start)
             recorder.measured(step.number, start, phases)
             self._last, self._last_end = step.number, start + sum(phases)

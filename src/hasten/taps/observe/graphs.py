@@ -34,7 +34,7 @@ def install(session: Any) -> None:
         return
     graphs = Graphs(session)
     session.observers.append(graphs)
-    session.on_each_step.append(graphs.on_step)
+    session.steps_over.tell(graphs.on_step, 1)
     session.on_backward.append(graphs.on_backward)
 
 
@@ -55,7 +55,6 @@ class Graphs:
         self._session = session
         self._recorder = session.run.recorder
         self._watching = True
-        self._wake = 1  # steps before which there is nothing to do
         self._every = _EVERY
         self._woken = (0, perf_counter())
         self._sentinels: list[tuple[int, str, weakref.ref[Any]]] = []  # step, place, whether it lives
@@ -70,20 +69,21 @@ class Graphs:
         self._apart = 0.05  # seconds between two points
         self._pointed = 0.0
 
-    def on_step(self, steps: int) -> None:
+    def on_step(self, steps: int) -> int:
         """A step is over: look what is alive, and whether to watch the next one."""
-        if steps < self._wake:
-            return
         now = perf_counter()
         before, at = self._woken
         if steps > before:
             self._every = 1 if (now - at) / (steps - before) > _SLOW else _EVERY
         self._woken = steps, now
-        watch = steps < _FIRST or steps % self._every == 0
+        kept = self._recorder.kept
+        if kept.every > 1:  # in the steps that are not kept the clock may rest
+            watch, self._every = steps == kept.next, kept.every
+        else:
+            watch = steps < _FIRST or steps % self._every == 0
         if watch != self._watching:
             (self._session.on_backward.append if watch else self._session.on_backward.remove)(self.on_backward)
             self._watching = watch
-        self._wake = steps + 1 if watch else steps + self._every - steps % self._every
         if watch:
             if steps >= _FIRST:
                 self._stand_for[steps] = self._every
@@ -91,6 +91,8 @@ class Graphs:
             if now - self._pointed >= self._apart:
                 self._pointed = now
                 self._point(steps)
+        following = kept.next if kept.every > 1 else steps + self._every - steps % self._every
+        return steps + 1 if watch else max(steps + 1, following)
 
     # -- graphs --------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -19,30 +18,13 @@ _STEPS_DISTURBED = 4
 
 
 def install(session: Any) -> None:
-    """Look at what loaders give, behind the tap that times them."""
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
+    """Look at what loaders give."""
     recorder = session.run.recorder
     if recorder is None:
         return
     watch = InputWatch(recorder)
     session.observers.append(watch)
-    kind: Any = _BaseDataLoaderIter
-    plain = kind.__next__
-    seen, skip = watch.seen, session.run.skip
-
-    @functools.wraps(plain)
-    def __next__(self: Any) -> Any:
-        batch = plain(self)
-        try:
-            seen(self.__dict__["_hasten_loader"], batch)
-        except KeyError:  # a loader that was built before the taps were set
-            pass
-        except Exception as error:  # a batch like no other
-            skip("looking at a batch", error)
-        return batch
-
-    kind.__next__ = __next__
+    session.on_batch.append(watch.seen)
 
 
 class _Loader:

@@ -29,7 +29,7 @@ def tap_looks(session: Any) -> None:
     """Begin to look at the first steps."""
     looks = Looks(session)
     session.observers.append(looks)
-    session.on_each_step.append(looks.on_step)
+    session.steps_over.tell(looks.on_step, _FIRST)
     os.register_at_fork(after_in_child=looks.stop)  # a loader's worker that starts in such a step is not looked into
 
 
@@ -46,20 +46,17 @@ class Looks:
         self._log = EventLog(session.in_step)
         self._steps: list[int] = []
         self._next = _FIRST  # the step to look into next
-        self._wake = _FIRST  # steps before which there is nothing to do
         self._looking = False
         self._calls: list[tuple[Any, float]] = []  # those that are going on
         self._device = ""
 
-    def on_step(self, steps: int) -> None:
+    def on_step(self, steps: int) -> int:
         """A step is over: stop looking, or begin."""
-        if steps < self._wake:
-            return
         self.stop()
-        if steps >= self._next:
+        if steps >= self._next and steps == self._recorder.kept.next:
             self._next = steps + 1 if steps < _FIRST + _IN_A_ROW - 1 else 2 * steps
             self._begin(steps)
-        self._wake = steps + 1 if self._looking else self._next
+        return steps + 1 if self._looking else self._next
 
     def _begin(self, steps: int) -> None:
         import torch

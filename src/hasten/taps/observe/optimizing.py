@@ -54,7 +54,6 @@ class Rates:
 
     def __init__(self, session: Any) -> None:
         self._session = session
-        self._wake = 1
         self._all_until = _ALL_OF_THE_FIRST
         self._first: Any = None
 
@@ -62,7 +61,7 @@ class Rates:
         """Begin to read."""
         import torch
 
-        self._session.on_each_step.append(self.on_step)
+        self._session.steps_over.tell(self.on_step, 1)
         tap(torch.optim.Optimizer, "__init__", self._building)
 
     def _building(self, plain: Any) -> Any:
@@ -70,7 +69,7 @@ class Rates:
 
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             plain(optimizer, *args, **kwargs)
-            self._wake = 0
+            self._session.steps_over.hurry(self.on_step)
             self._all_until = self._session.run.recorder.steps + _ALL_OF_THE_FIRST if self._session.run.recorder else 0
             if self._first is None:
                 self._first = register_optimizer_step_pre_hook(self._before_the_first)
@@ -83,11 +82,8 @@ class Rates:
         except Exception as error:  # an optimizer like no other
             self._session.run.skip("reading learning rates", error)
 
-    def on_step(self, steps: int) -> None:
-        """A step is over: read, if it is time."""
-        if steps < self._wake:
-            return
-        self._wake = steps + (1 if steps < self._all_until else _EVERY)
+    def on_step(self, steps: int) -> int:
+        """A step is over: read."""
         if self._first is not None:
             self._first.remove()
             self._first = None
@@ -97,6 +93,7 @@ class Rates:
                     self._read(key, optimizer)
         except Exception as error:  # an optimizer like no other
             self._session.run.skip("reading learning rates", error)
+        return steps + (1 if steps < self._all_until else _EVERY)
 
     def scheduled(self, optimizer: Any, schedule: str) -> None:
         """A scheduler was built for an optimizer."""

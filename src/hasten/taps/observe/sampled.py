@@ -66,14 +66,18 @@ class Sampler:
         self._next = next(self._plan)
         watch_for_others(self._another_profiles)
         before_compiling(self._compiling)
-        session.on_each_step.append(self._on_step)
+        session.steps_over.tell(self._on_step, 1)
         self._watch_passes()
         os.register_at_fork(before=self._before_fork, after_in_child=self._in_child)
 
     # -- when --------------------------------------------------------------------------------------------
 
-    def _on_step(self, steps: int) -> None:
+    def _on_step(self, steps: int) -> int:
         """So many steps are over: the next one may be one to look into."""
+        self._begin_or_end(steps)
+        return steps + 1 if self._profile is not None else self._next
+
+    def _begin_or_end(self, steps: int) -> None:
         if self._profile is not None and self._profile.running and threading.get_ident() == self._thread:
             self._profile.step(steps)
         if steps >= self._next:
@@ -152,7 +156,8 @@ class Sampler:
 
     def _enough(self) -> int:
         """How many steps to look into: fewer where they are long."""
-        length = median(map(sum, self._recorder.step_phases[-5:])) if self._recorder.step_phases else 0.0
+        phases = self._recorder.kept.phases
+        length = median(map(sum, phases[-5:])) if phases else 0.0
         return 1 if length > _VERY_LONG else 2 if length > _LONG else 3
 
     # -- ends --------------------------------------------------------------------------------------------
@@ -287,11 +292,11 @@ class Sampler:
 
     def _ordinary_step(self) -> float:
         """Seconds of a step that was not looked into."""
-        recorder = self._recorder
+        kept = self._recorder.kept
         lengths = [
             sum(phases)
-            for index, phases in enumerate(recorder.step_phases)
-            if index * recorder.every not in self._disturbed
+            for number, phases in zip(kept.numbers, kept.phases, strict=True)
+            if number not in self._disturbed
         ]
         return median(lengths[len(lengths) // 2 :]) if lengths else 0.0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.evidence import Surroundings
+from hasten.taps.steps_over import NEVER
 
 _INSIDE = 3  # datasets within datasets (Subset, ConcatDataset, a script's own wrapper)
 _NAMES = ("root", "root_dir", "data_dir", "data_path", "data_root", "folder", "path", "img_dir", "image_dir", "dir")
@@ -20,7 +21,7 @@ def install(session: Any) -> None:
     if session.run.recorder is not None:
         around = Around(session)
         session.observers.append(around)
-        session.on_each_step.append(around.on_step)
+        session.steps_over.tell(around.on_step, _READ_EARLY)
 
 
 class Around:
@@ -35,15 +36,13 @@ class Around:
         self._threads = (0, 0)
         self._folder = ""
 
-    def on_step(self, steps: int) -> None:
+    def on_step(self, steps: int) -> int:
         """Read threads and the dataset's folder in an early step, and leave."""
-        if steps < _READ_EARLY:
-            return
-        self._session.on_each_step = [each for each in self._session.on_each_step if each != self.on_step]
         try:
             self._read()
         except Exception as error:  # a dataset like no other
             self._session.run.skip("observing surroundings", error)
+        return NEVER
 
     def _read(self) -> None:
         import torch

@@ -168,7 +168,7 @@ class StepMonitor(Callback):
 
     def _evidence(self, trainer: Any, recorder: Recorder, error: str) -> Evidence:
         recorder.close()
-        losses = tuple(read_losses(recorder.step_losses))
+        losses = tuple(read_losses(recorder.kept.losses))
         model = self._model.facts() if self._model is not None else None
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         return Evidence(
@@ -181,8 +181,7 @@ class StepMonitor(Callback):
                 optimizer_facts(optimizer, "", recorder.optimizer_steps.get(id(optimizer), 0), _why_not(optimizer))
                 for optimizer in trainer.optimizers
             ),
-            step_start=tuple(recorder.step_start),
-            step_phases=tuple(map(tuple, recorder.step_phases)),
+            **recorder.kept.fields(),
             losses=losses,
             bad_losses=sum(1 for loss in losses if loss is not None and not math.isfinite(loss)),
             validations=tuple(
@@ -190,7 +189,6 @@ class StepMonitor(Callback):
             ),
             passes=tuple(recorder.passes),
             steps=recorder.steps,
-            every=recorder.every,
             step_of=recorder.step_of,
             ended="failed" if error else "finished",
             ended_at=recorder.now() - recorder.origin,
