@@ -1,4 +1,5 @@
 """Gradients of four batches added up, then one step."""
+# also: full_precision
 
 import torch
 from torch import nn

@@ -1,4 +1,5 @@
 """DistributedDataParallel with accumulation under no_sync."""
+# also: full_precision
 
 import contextlib
 import os

@@ -1,4 +1,5 @@
 """A stream that one worker delivers faster than it is used up."""
+# also: full_precision
 
 import torch
 from torch import nn

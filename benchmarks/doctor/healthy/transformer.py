@@ -1,4 +1,5 @@
 """A small language model: scaled_dot_product_attention, bf16, fused AdamW, clipping, warm-up."""
+# also: allocator
 
 import torch
 from torch import nn

@@ -1,5 +1,5 @@
 """Training and validation in turn, the latter without graphs."""
-# also: data_bound
+# also: data_bound, full_precision
 
 import torch
 from torch import nn

@@ -1,7 +1,7 @@
 """Sentences of very different lengths padded to the longest of a random batch."""
 
 # plant: ragged_batches
-# also: sample_by_sample, full_precision, python_getitem
+# also: sample_by_sample, full_precision, python_getitem, allocator
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence

@@ -1,6 +1,7 @@
 """Many more threads than cores."""
 
 # plant: threads_oversubscribed
+# also: full_precision
 import os
 
 import torch

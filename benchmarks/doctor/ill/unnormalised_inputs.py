@@ -1,7 +1,7 @@
 """Pixels from 0 to 255, as they came."""
 
 # plant: unnormalised_inputs
-# also: sample_by_sample
+# also: sample_by_sample, full_precision
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,6 +1,7 @@
 """DistributedDataParallel told to search for unused parameters, of which there are none."""
 
 # plant: unused_parameters
+# also: launch_bound
 import os
 
 import torch

@@ -13,6 +13,7 @@ from hasten.doctor.cases import Job
 from hasten.doctor.jobs import jobs
 from hasten.evidence import Evidence, Measurement
 from hasten.evidence.weigh import on_gpu
+from hasten.techniques.memory.allocator import TUNABLES
 
 SECONDS = 12.0
 
@@ -44,8 +45,10 @@ def in_turn(wanted: Sequence[Job], device: str, threads: int, seconds: float) ->
         "seconds": seconds,
         "jobs": [dataclasses.asdict(job) for job in wanted],
     }
-    # The training's own settings must not reach it: taps, allocators and the like.
+    # The training's own settings must not reach it: taps and the like. Whether glibc gives freed memory back is a
+    # matter of what lies beside it, which a trial cannot repeat: it keeps all of it, so that none pays page faults.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HASTEN_")}
+    environment.setdefault("GLIBC_TUNABLES", TUNABLES)
     try:
         ran = subprocess.run(
             [sys.executable, "-m", "hasten.doctor.turns"],

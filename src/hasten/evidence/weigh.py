@@ -18,8 +18,7 @@ def steady_steps(evidence: Evidence) -> list[int]:
 
 def seconds_of(evidence: Evidence, *phases: Phase) -> float:
     """Mean seconds of these phases in a steady step."""
-    steps = steady_steps(evidence)
-    return sum(evidence.step_phases[step][phase] for step in steps for phase in phases) / len(steps) if steps else 0.0
+    return sum(evidence.mean(phase) for phase in phases)
 
 
 def steady_seconds(evidence: Evidence) -> float:
@@ -105,15 +104,21 @@ def short(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def products(evidence: Evidence, convolutions: bool = True) -> float:
-    """Seconds per step in what tensor cores are for, in the sampled steps: matrix products and convolutions."""
+def products(evidence: Evidence, convolutions: bool = True, least: float = 0.0) -> float:
+    """Seconds per step in what tensor cores are for, in the sampled steps: matrix products and convolutions.
+
+    Args:
+        evidence: Of the run.
+        convolutions: Count these too.
+        least: Seconds that an operator must take each time to be counted.
+    """
     if evidence.sampled is None:
         return 0.0
     telling = ("mm", "linear", "matmul", "lstm", "gru", "rnn", *(("conv",) if convolutions else ()))
     return sum(
         one.device_seconds or one.seconds
         for one in evidence.sampled.operators
-        if any(word in one.name.rpartition("::")[2].lower() for word in telling)
+        if any(word in one.name.rpartition("::")[2].lower() for word in telling) and one.seconds >= least * one.calls
     )
 
 

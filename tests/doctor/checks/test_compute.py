@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 from typing import Any, ClassVar
 
 import pytest
 
 from hasten.doctor.checks import compute
-from hasten.evidence import Event, Evidence, Finding, HowKnown, Inputs, Measurement, Operator, Sampled, Severity
+from hasten.evidence import (
+    Event,
+    Evidence,
+    Finding,
+    HowKnown,
+    Inputs,
+    Measurement,
+    Operator,
+    Sampled,
+    Severity,
+    Surroundings,
+)
 from hasten.techniques import CATALOGUE
 from tests.doctor.checks.made import event, evidence
 
@@ -38,11 +50,42 @@ class TestPrecision:
         seen = evidence(**BF16, measured=measured("full_precision", CONV))
         finding = of("precision", seen)
         assert finding is not None
-        assert (finding.name, finding.how_known) == ("full_precision", HowKnown.MEASURED)
+        assert (finding.name, finding.how_known) == ("full_precision", HowKnown.ESTIMATED)  # not the step was tried
         assert finding.worth == pytest.approx(0.3, rel=0.01)  # 3 ms of a step of 10 ms
         assert finding.severity is Severity.HIGH
-        assert "50%" in finding.what
+        assert "50 %" in finding.what
         assert finding.setting == "bf16-mixed"
+
+    def test_on_a_gpu_it_is_measured(self) -> None:
+        finding = of("precision", evidence(on_gpu=True, measured=measured("full_precision", CONV)))
+        assert finding is not None
+        assert finding.how_known is HowKnown.MEASURED
+        assert "GLIBC_TUNABLES" not in finding.fix
+
+    def test_the_memory_of_its_casts_is_to_be_kept_where_glibc_gives_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("LD_PRELOAD", "GLIBC_TUNABLES"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+        seen = evidence(**BF16, measured=measured("full_precision", CONV))
+        finding = of("precision", seen)
+        assert finding is not None
+        assert "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=" in finding.fix
+        other = of("precision", dataclasses.replace(seen, surroundings=Surroundings(preload="libjemalloc.so")))
+        assert other is not None
+        assert "GLIBC_TUNABLES" not in other.fix
+        monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.top_pad=67108864")
+        chosen = of("precision", seen)
+        assert chosen is not None
+        assert "set, which" not in chosen.fix
+
+    def test_silent_on_a_cpu_where_it_would_hardly_show(self) -> None:
+        little = dataclasses.replace(CONV, before=0.001, after=0.0006)  # 4 % of the step
+        assert of("precision", evidence(**BF16, measured=measured("full_precision", little))) is None
+        assert of("precision", evidence(on_gpu=True, measured=measured("full_precision", little)))
+
+    def test_silent_with_a_line_search(self) -> None:
+        seen = evidence(**BF16, optimizer={"name": "LBFGS"}, measured=measured("full_precision", CONV))
+        assert of("precision", seen) is None
 
     @pytest.mark.parametrize("one", [SLOWER, UNSURE])
     def test_silent_where_it_brought_nothing(self, one: Measurement) -> None:
@@ -106,6 +149,37 @@ class TestChannelsLast:
         assert finding is not None
         assert finding.name == "channels_first"
         assert finding.worth == pytest.approx(0.3, rel=0.01)
+
+    def test_on_a_gpu_it_is_measured(self) -> None:
+        finding = of("precision", evidence(on_gpu=True, measured=measured("full_precision", CONV)))
+        assert finding is not None
+        assert finding.how_known is HowKnown.MEASURED
+        assert "GLIBC_TUNABLES" not in finding.fix
+
+    def test_the_memory_of_its_casts_is_to_be_kept_where_glibc_gives_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("LD_PRELOAD", "GLIBC_TUNABLES"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+        seen = evidence(**BF16, measured=measured("full_precision", CONV))
+        finding = of("precision", seen)
+        assert finding is not None
+        assert "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=" in finding.fix
+        other = of("precision", dataclasses.replace(seen, surroundings=Surroundings(preload="libjemalloc.so")))
+        assert other is not None
+        assert "GLIBC_TUNABLES" not in other.fix
+        monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.top_pad=67108864")
+        chosen = of("precision", seen)
+        assert chosen is not None
+        assert "set, which" not in chosen.fix
+
+    def test_silent_on_a_cpu_where_it_would_hardly_show(self) -> None:
+        little = dataclasses.replace(CONV, before=0.001, after=0.0006)  # 4 % of the step
+        assert of("precision", evidence(**BF16, measured=measured("full_precision", little))) is None
+        assert of("precision", evidence(on_gpu=True, measured=measured("full_precision", little)))
+
+    def test_silent_with_a_line_search(self) -> None:
+        seen = evidence(**BF16, optimizer={"name": "LBFGS"}, measured=measured("full_precision", CONV))
+        assert of("precision", seen) is None
 
     @pytest.mark.parametrize("one", [SLOWER, UNSURE])
     def test_silent_where_it_brought_nothing(self, one: Measurement) -> None:
@@ -211,6 +285,17 @@ class TestLaunchBound:
     def test_a_busy_machine_does_not_make_operators_small(self) -> None:
         tried = Measurement("launch_bound", "an operator on 64 numbers", "", 40e-6, 50e-6, 0.5, 9)
         assert not found(compute.LaunchBound, evidence(sampled=Sampled((3,), calls=300.0), measured=(tried,)))
+
+    def test_what_operators_compute_is_not_their_start(self) -> None:
+        """Of 10 ms 7.5 go into 60 matrix products: 2000 operators beside them take no more than what is left."""
+        products = Operator("aten::addmm", 60.0, 0.0075)
+        assert not found(compute.LaunchBound, evidence(sampled=Sampled((3,), (products,), calls=2060.0)))
+        small = Operator("aten::add", 2000.0, 0.0075)
+        assert found(compute.LaunchBound, evidence(sampled=Sampled((3,), (small,), calls=2060.0)))
+
+    def test_silent_about_the_many_operators_of_a_line_search(self) -> None:
+        sampled = Sampled((3,), calls=2500.0)
+        assert not found(compute.LaunchBound, evidence(optimizer={"name": "LBFGS"}, sampled=sampled))
 
     def test_silent_with_operators_that_compute(self) -> None:
         assert not found(compute.LaunchBound, evidence(sampled=Sampled((3,), calls=300.0)))

@@ -16,6 +16,7 @@ from hasten.doctor.jobs import jobs
 from hasten.doctor.measure import in_turn, measure
 from hasten.doctor.turns import build, switched, take_turns
 from hasten.evidence import Event, Evidence, Layer, Measurement, Sampled, read_evidence
+from hasten.techniques.memory.allocator import TUNABLES
 from tests.doctor.checks.made import event, evidence
 
 LINEAR = Layer("head", "Linear", {"in_features": 63, "out_features": 130}, True, (32, 63), "float32", seconds=0.001)
@@ -231,6 +232,20 @@ class TestInAProcessOfItsOwn:
         monkeypatch.setattr(measuring.sys, "executable", str(dies))
         (one,) = in_turn([Job("odd_sizes", "what", CASES[0], CASES[0])], "cpu", 1, 1.0)
         assert one.failed == "Illegal instruction"
+
+    @pytest.mark.parametrize("own", ["", "glibc.malloc.check=3"])
+    def test_it_keeps_its_memory_unless_told_otherwise(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, own: str
+    ) -> None:
+        tells = tmp_path / "python"
+        tells.write_text('#!/bin/sh\necho "$GLIBC_TUNABLES" >&2\nexit 1\n')
+        tells.chmod(0o755)
+        monkeypatch.setattr(measuring.sys, "executable", str(tells))
+        monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+        if own:
+            monkeypatch.setenv("GLIBC_TUNABLES", own)
+        (one,) = in_turn([Job("odd_sizes", "what", CASES[0], CASES[0])], "cpu", 1, 1.0)
+        assert one.failed == (own or TUNABLES)
 
     def test_no_python_no_measurement(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measuring.sys, "executable", "/nowhere/python")

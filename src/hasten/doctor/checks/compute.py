@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from hasten.doctor.checks.base import Check
 from hasten.evidence import Evidence, Finding, HowKnown, Phase, severity_of, split_place
+from hasten.evidence.figures import percent
 from hasten.evidence.weigh import (
     LEAST,
     on_gpu,
+    products,
     seconds_of,
     share_of,
     short,
@@ -24,6 +26,7 @@ _WORK = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 _LAUNCH = 5e-6  # seconds of the host to launch a kernel, at the least
 _OPERATOR = 3e-6  # seconds of Python and torch around an operator on a CPU; measured where that could be done
 _MOST = 8e-6  # of these, whatever was measured
+_FAR = 4  # times that, from which on a matrix product computes: under the profiler it looks longer than it is
 _BREAK = 100e-6  # seconds that a graph break costs a step, forward and backward: an estimate
 _FEW = 3  # recompilations from which on they are no longer torch learning which sizes vary
 
@@ -50,8 +53,8 @@ def _idle_gpu(evidence: Evidence) -> Finding | None:
     idle = min(1 - sampled.device_busy, share_of(evidence, seconds_of(evidence, *_WORK)))
     return timed(
         LaunchBound.name,
-        f"the GPU computes {sampled.device_busy:.0%} of the time, the host launches {sampled.launches:.0f} kernels "
-        f"in a step of {short(steady_seconds(evidence))}",
+        f"the GPU computes {percent(sampled.device_busy)} of the time, the host launches {sampled.launches:.0f} "
+        f"kernels in a step of {short(steady_seconds(evidence))}",
         'use a bigger batch, or torch.compile(model, mode="reduce-overhead"), which replays a step\'s kernels at once',
         idle / 2,
         HowKnown.ESTIMATED,
@@ -64,18 +67,21 @@ def _small_operators(evidence: Evidence) -> Finding | None:
     seconds = seconds_of(evidence, *_WORK)
     if sampled is None or sampled.calls < 10:
         return None
+    # How many operators L-BFGS runs is a matter of its history and line search; twice the batch took twice as long.
+    if any(optimizer.name == "LBFGS" for optimizer in evidence.optimizers):
+        return None
     tried = evidence.measured_for(LaunchBound.name)
     # Measured on a machine that was busier than during the run it would be too much.
     least = min(tried[0].before, tried[0].after, _MOST) if tried else _OPERATOR
-    overhead = share_of(evidence, min(seconds, sampled.calls * least))
+    overhead = share_of(evidence, min(seconds - products(evidence, least=_FAR * least), sampled.calls * least))
     if overhead < 0.3:
         return None
     measured = f"; one on 64 numbers takes {short(least)}" if tried and least < seconds / sampled.calls else ""
-    compiling = "" if any(model.compiled for model in evidence.models) else ", or compile the model"
+    compiling = "" if any(model.compiled for model in evidence.models) else ", or try to compile the model"
     return timed(
         LaunchBound.name,
         f"{sampled.calls:.0f} operators in {short(seconds)}, {short(seconds / sampled.calls)} each: "
-        f"{overhead:.0%} of the step goes into starting them{measured}",
+        f"{percent(overhead)} of the step goes into starting them{measured}",
         f"use a bigger batch (with twice the batch a sample costs half of that){compiling}",
         overhead / 2,
         HowKnown.ESTIMATED,
