@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +14,10 @@ import pytest
 from hasten.doctor import diagnose as room
 from hasten.doctor.cases import NO_TIME
 from hasten.doctor.checks import ALL, Check
+from hasten.doctor.compare import compare
 from hasten.doctor.diagnose import diagnose, merged
-from hasten.evidence import Event, Evidence, Finding, HowKnown, Measurement, OptimizerFacts, Severity
+from hasten.doctor.diagnosis import Pauses, read_diagnosis
+from hasten.evidence import Event, Evidence, Finding, HowKnown, Measurement, OptimizerFacts, Pass, Severity
 from hasten.techniques import CATALOGUE
 from tests.doctor.made import GPU_MACHINE, model, run, use
 
@@ -114,6 +119,26 @@ def test_every_finding_has_a_name_of_its_own() -> None:
     names = [check.name for check in ALL] + [technique.finds for technique in CATALOGUE.values() if technique.finds]
     assert len(names) == len(set(names))
     assert len(names) >= 50
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_diagnosis_with_odd_figures_reads_back_as_it_was_written(tmp_path: Path, odd: float) -> None:
+    """Nothing that `--json` writes is refused later."""
+    seen = run(30, passes=(Pass(0, 0.0, odd, 3.0, 30, True),), optimizers=(optimizer("/x/train.py:3"),))
+    seen = dataclasses.replace(seen, step_phases=((odd, *seen.step_phases[0][1:]),) * 30)
+    path = tmp_path / "diagnosis.json"
+    found = dataclasses.replace(diagnose(seen), pauses=Pauses(trend=odd, outliers=((3, odd),)), blocks=(0.1, odd))
+    found.write(path)
+    json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert read_diagnosis(path).as_json() == found.as_json()
+    assert compare([read_diagnosis(path)], [found]).as_json()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 20])
+def test_what_is_told_of_few_steps_is_finite(steps: int) -> None:
+    found = diagnose(run(steps, step=1e-310))  # so short that their ratio would be infinite
+    assert math.isfinite(found.pauses.trend)
+    assert all(map(math.isfinite, (found.step, found.median, found.spread, *found.phases.values(), *found.blocks)))
 
 
 def test_kept_graphs_are_placed_where_the_loss_is_kept() -> None:

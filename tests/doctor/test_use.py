@@ -172,5 +172,5 @@ def test_gpus_are_a_part_of_use() -> None:
     assert use is not None
     first = use.gpus[0]
     assert len(first.busy) == len(first.pcie_in) == len(use.at)
-    assert first.throttled == ("power cap (100% of the time)",)
+    assert first.throttled == ("power cap (100 % of the time)",)
     assert use.gpus[1].throttled == ()

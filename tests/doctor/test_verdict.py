@@ -193,7 +193,7 @@ def test_what_the_use_says_of_the_machine() -> None:
     crowded = diagnose(run(use=use(0.9, cores=(0.9,) * 8))).machine  # others were in its way
     assert not any("would do for it" in sentence for sentence in crowded)
     gpu = GpuUse(
-        "an H200", 140 * 2**30, 700.0, (0.5,) * 48, (10 * 2**30,) * 48, throttled=("power cap (40% of the time)",)
+        "an H200", 140 * 2**30, 700.0, (0.5,) * 48, (10 * 2**30,) * 48, throttled=("power cap (40 % of the time)",)
     )
     big = diagnose(run(use=use(2.0, gpus=(gpu,), net_in=50e6), sampled=busy(0.5), **ON_GPU)).machine
     assert "CPU to GPU: 4.0 cores' work for each GPU's" in big

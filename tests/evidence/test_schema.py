@@ -162,6 +162,17 @@ def test_a_validation_that_diverged_is_not_one_that_is_missing(tmp_path: Path) -
     assert fine.loss == 0.5
 
 
+def test_options_that_are_not_finite_are_read_as_such(tmp_path: Path) -> None:
+    options = {"lr": 0.1, "max_norm": math.inf, "nesterov": False, "name": "all"}
+    optimizer = OptimizerFacts("SGD", "", 1, False, None, True, "", 3, options=options, rates=(0.1, math.nan))
+    evidence_of(optimizers=(optimizer,)).write(tmp_path / "e.json")
+    (read,) = read_evidence(tmp_path / "e.json").optimizers
+    assert math.isnan(read.options.pop("max_norm"))
+    assert read.options == {"lr": 0.1, "nesterov": False, "name": "all"}
+    assert read.rates[0] == 0.1
+    assert math.isnan(read.rates[1])
+
+
 def test_shares_are_of_the_later_half_without_validation() -> None:
     early = (100.0,) + (0.0,) * 8
     late = (1.0, 0.0, 3.0, 0.0, 0.0, 0.0, 50.0, 50.0, 0.0)

@@ -13,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from hasten.doctor.diagnose import diagnose
 from hasten.doctor.diagnosis import Diagnosis, Pauses, Verdict
 from hasten.evidence import PHASES, Evidence, HowKnown, Severity
+from hasten.evidence.figures import percent
 from hasten.report import doctor_words
 from hasten.report.doctor_terminal import show
 from hasten.report.screen import stacked
+from tests.doctor.made import run, use
 from tests.report import diagnoses
 
 
@@ -44,7 +47,7 @@ def test_the_most_important_comes_first():
         "data wait 31.2 ms 61 %",
         "a whole step 51.2 ms 100 %",
         "median 50.8 ms",
-        "first step 1.24 s (as 24 others)",
+        "first step 1.24 s (24 times the median)",
         "800 ms of waiting as 2 epochs began",
         "2 steps over three times the median, 620 ms in all; step 31: 400 ms",
         "steps became 12 % slower",
@@ -174,6 +177,45 @@ def test_the_worst_finding_comes_first_whatever_the_order():
     assert text.index("HIGH") < text.index("MEDIUM") < text.index("LOW")
 
 
+@pytest.mark.parametrize("share", [0.466, 0.5649, 0.346, 0.617])
+def test_a_figure_is_the_same_in_every_part_of_the_page(share):
+    seen = run(shares={"data": share, "other": 0.0149}, use=use(1.0, cores=(0.2,) * 8))
+    text = flat(screen(diagnose(seen), seen))
+    said = f"{share * 100:.0f} %"
+    for place in (
+        f"waits {said} of its time for batches",
+        f"ms {said} ",
+        f"{said} of the step",
+        f"waits {said} of its",
+    ):
+        assert place in text, (place, text)
+    assert text.count(f"waits {said} of its time") == 2  # the verdict, and data_bound
+    assert "1.5 %" in text
+    shown = [figure for figure in re.findall(r"[0-9.]+ ?%", text) if figure not in ("100 %", "1 %")]
+    assert all(" %" in figure for figure in shown)
+
+
+@pytest.mark.parametrize(
+    ("steps", "disturbed", "said"),
+    [
+        (200, (), "of 190 of the 200 steps"),
+        (10, (), "of 5 of the 10 steps"),
+        (10, (4, 5, 6, 8), "of 2 of the 10 steps"),
+        (3, (2,), "of 1 of the 3 steps"),
+        (2, (), "of 1 of the 2 steps"),
+        (1, (), "of the only step, the first, with all that start-up costs"),
+    ],
+)
+def test_the_page_says_of_which_steps_its_figures_are(steps, disturbed, said):
+    seen = run(steps)
+    long = (tuple(100 * part for part in seen.step_phases[0]), *seen.step_phases[1:])  # the first takes 10 s
+    found = diagnose(dataclasses.replace(seen, step_phases=long, disturbed=disturbed))
+    told = dict(doctor_words.asides(found, None))
+    assert told["steady"].endswith(f"; {said}")
+    assert found.step == pytest.approx(10.0 if steps == 1 else 0.1)
+    assert f"first step 10 s{' (100 times the median)' if steps > 1 else ''}" in told["pauses"]
+
+
 def test_pauses_that_were_not_seen_are_not_told():
     told = dict(doctor_words.asides(diagnoses.diagnosis(pauses=Pauses(), spread=0.0), None))
     assert set(told) == {"steady"}
@@ -183,9 +225,12 @@ SECONDS = st.dictionaries(st.sampled_from([*PHASES, "logging"]), st.floats(1e-7,
 
 
 @given(SECONDS, st.integers(4, 100))
-def test_phase_bars_and_percents_add_up(phases, room):
+def test_phase_bars_add_up_and_shares_are_those_of_the_verdict(phases, room):
     rows = doctor_words.phase_rows(diagnoses.diagnosis(phases=phases))
-    assert sum(row.percent for row in rows) == 100
+    whole = sum(phases.values())
+    assert [row.share for row in rows if row.share != "<0.1 %"] == [
+        percent(row.seconds / whole) for row in rows if row.seconds / whole >= 0.001
+    ]
     assert sum(row.seconds for row in rows) == pytest.approx(sum(phases.values()))
     lengths = stacked([row.seconds for row in rows], room)
     assert sum(lengths) == room

@@ -178,7 +178,7 @@ def test_numbers_of_workers_worth_trying() -> None:
     ("evidence", "words"),
     [
         (evidence_of(loaders=()), "without a DataLoader"),
-        (evidence_of(data_share=0.001), "waits 0.1%"),
+        (evidence_of(data_share=0.001), "waits 0.1 %"),
         (facts(probe=Probe(fork_unsafe="holds an open sqlite3.Connection (.db)")), "sqlite3"),
         (facts(iterable=True, num_workers=2, persistent_workers=True), "has its worker"),
     ],

@@ -250,7 +250,7 @@ ROLLED = {"repeatable": False, "loader_function": "pil_loader", "loader_repeatab
         ((dataclasses.replace(facts(), iterable=True),), 0.5, "no index"),
         ((dataclasses.replace(facts(), start_method="spawn", num_workers=2),), 0.5, "spawn"),
         ((dataclasses.replace(facts(), start_method="spawn", num_workers=0),), 0.5, ("samples",)),
-        ((facts(),), 0.01, "waits 1.0%"),
+        ((facts(),), 0.01, "waits 1 %"),
         ((), 0.5, "without a DataLoader"),
     ],
 )

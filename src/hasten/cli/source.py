@@ -52,7 +52,7 @@ def check_source(
         text = as_text(checked)
     else:
         plain = as_json(checked, hasten.__version__) if format == "json" else as_sarif(checked, hasten.__version__)
-        text = json.dumps(plain, indent=1) + "\n"
+        text = json.dumps(plain, indent=1, allow_nan=False) + "\n"
     put(text, out)
     for error in checked.errors:
         print(f"hasten: {shown(error.path)}{f':{error.line}' if error.line else ''}: {error.message}", file=sys.stderr)

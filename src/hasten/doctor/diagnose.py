@@ -60,6 +60,7 @@ def diagnose(
         median=statistics.median(lengths) if lengths else 0.0,
         spread=_spread(lengths),
         steps=evidence.steps or len(evidence.step_phases),
+        counted=len(lengths),
         blocks=_blocks(lengths),
         pauses=pauses(evidence),
         findings=tuple(findings),
@@ -79,13 +80,7 @@ def diagnose(
 
 def mean_phases(evidence: Evidence) -> dict[str, float]:
     """Mean seconds of a steady step by phase; nothing without steps. They add up to the mean step."""
-    steady = evidence.steady()
-    if not steady:
-        return {}
-    return {
-        name: sum(evidence.step_phases[index][number] for index in steady) / len(steady)
-        for number, name in enumerate(PHASES)
-    }
+    return {name: evidence.mean(phase) for name, phase in zip(PHASES, Phase, strict=True)} if evidence.steady() else {}
 
 
 def _spread(lengths: Sequence[float]) -> float:

@@ -61,6 +61,7 @@ class Diagnosis:
         phases: Mean seconds of a steady step by phase (`hasten.evidence.PHASES`); they add up to `step`.
         step: Mean seconds of a steady step; `median` and `spread` (interquartile range) likewise; 0 without steps.
         steps: How many training steps were seen.
+        counted: How many of them these figures are of: neither the first ones nor those that were looked into.
         blocks: Mean seconds of each of at most 24 stretches of steady steps; their scatter tells how sure `step` is.
         findings: Worst first.
         machine: What the use of CPU, GPU and network says about the machine to rent, in sentences.
@@ -77,6 +78,7 @@ class Diagnosis:
     median: float = 0.0
     spread: float = 0.0
     steps: int = 0
+    counted: int = 0
     blocks: tuple[float, ...] = ()
     pauses: Pauses = field(default_factory=Pauses)
     findings: tuple[Finding, ...] = ()
@@ -120,10 +122,4 @@ def read_diagnosis(path: Path) -> Diagnosis:
     Raises:
         HastenError: No such file, or not a diagnosis of this schema.
     """
-    return read_plain(Diagnosis, path, SCHEMA, "a diagnosis", "run `hasten doctor --json` anew", mend=_without_pauses)
-
-
-def _without_pauses(data: dict[str, Any]) -> None:
-    for name in ("start_up", "first_step"):
-        if data["pauses"][name] is None:
-            data["pauses"][name] = math.nan
+    return read_plain(Diagnosis, path, SCHEMA, "a diagnosis", "run `hasten doctor --json` anew")

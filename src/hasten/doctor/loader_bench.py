@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hasten.errors import HastenError
 from hasten.evidence import LoaderFacts, Machine, Stages
+from hasten.evidence.plain import finite
 
 SCHEMA = "hasten-loader-bench/1"
 
@@ -109,7 +110,9 @@ class LoaderBench:
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False), encoding="utf-8")
+            temporary.write_text(
+                json.dumps(finite(dataclasses.asdict(self)), indent=1, allow_nan=False), encoding="utf-8"
+            )
             temporary.replace(path)
         except OSError as error:
             raise HastenError(f"cannot write {path}: {error.strerror}", "name a folder you can write to") from None

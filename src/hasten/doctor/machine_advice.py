@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from hasten.doctor.steady_use import SteadyUse, peak_memory, steady_use
 from hasten.evidence import Evidence, GpuUse
+from hasten.evidence.figures import percent
 
 _ENOUGH = 4  # samples
 _IDLE = 0.5  # share of the cores below which a smaller machine is spoken of
@@ -33,7 +34,7 @@ def _cores(evidence: Evidence, use: SteadyUse, waits: float) -> list[str]:
     if use.worker_count >= 1 and waits < 0.1:
         said.append(
             f"more cores would not help loading: the loader's {use.worker_count:.0f} workers used "
-            f"{use.workers:.1f} of {cores} cores and the step waits {waits * 100:.0f} % for them"
+            f"{use.workers:.1f} of {cores} cores and the step waits {percent(waits)} of its time for them"
         )
     if idle and cores >= 2:
         need = max(1, math.ceil(use.high_cpu * 1.1))

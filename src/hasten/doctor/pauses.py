@@ -18,7 +18,7 @@ def pauses(evidence: Evidence) -> Pauses:
     lengths = evidence.step_seconds
     if not lengths:
         return Pauses()
-    from_the_start = evidence.steps <= len(lengths) * evidence.every  # a live file holds the last steps only
+    from_the_start = evidence.number(0) < evidence.every  # a live file holds the last steps only
     began = min(0.0, evidence.use.at[0]) if evidence.use is not None and evidence.use.at else 0.0
     return Pauses(
         start_up=evidence.step_start[0] - began if from_the_start else math.nan,
@@ -36,9 +36,9 @@ def _outliers(evidence: Evidence, lengths: list[float]) -> tuple[tuple[int, floa
     bound = _OUTLIER * statistics.median(lengths[index] for index in steady)
     disturbed = set(evidence.disturbed)
     long = [
-        (index * evidence.every, lengths[index])
+        (evidence.number(index), lengths[index])
         for index in range(1, len(lengths))
-        if lengths[index] > bound > 0 and index * evidence.every not in disturbed
+        if lengths[index] > bound > 0 and evidence.number(index) not in disturbed
     ]
     return tuple(sorted(sorted(long, key=lambda one: -one[1])[:_MOST]))
 
@@ -48,4 +48,5 @@ def _trend(steady: list[float]) -> float:
         return 0.0
     quarter = len(steady) // 4
     first, last = statistics.median(steady[:quarter]), statistics.median(steady[-quarter:])
-    return last / first - 1 if first > 0 else 0.0
+    trend = last / first - 1 if first > 0 else 0.0
+    return trend if math.isfinite(trend) else 0.0

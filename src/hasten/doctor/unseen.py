@@ -62,7 +62,7 @@ def _rest(evidence: Evidence) -> list[str]:
     if evidence.flags.distributed > 1:
         lines.append(f"ranks other than {evidence.rank} of {evidence.flags.distributed}: one is listened to")
     if evidence.every > 1:
-        lines.append(f"every step: of {evidence.steps} steps every {evidence.every}th was kept")
+        lines.append(f"every step: of {evidence.steps} steps one of {evidence.every} was kept")
     hasty = [one for one in evidence.measured if one.failed == NO_TIME or (not one.failed and one.turns < _TURNS)]
     if hasty:
         few = f"{len(hasty)} of {len(evidence.measured)}"

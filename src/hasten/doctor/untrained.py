@@ -74,7 +74,7 @@ def caveats(evidence: Evidence, use: SteadyUse | None) -> list[str]:
         said.append(_one_so_far(evidence))
     elif len(steady) < _FEW:
         seen = f"{len(steady)} step{'s' * (len(steady) != 1)}"
-        disturbed = {index * evidence.every for index in steady} & set(evidence.disturbed)
+        disturbed = {evidence.number(index) for index in steady} & set(evidence.disturbed)
         besides = ", slowed by the look into them" if disturbed else ""
         besides = besides or (", warm-up included" if len(evidence.step_phases) < _FEW else "")
         said.append(f"a rough answer: it rests on {seen}{besides}")

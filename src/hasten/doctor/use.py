@@ -13,6 +13,7 @@ import psutil
 
 from hasten.doctor.gpus import GpuReading, Gpus
 from hasten.evidence import GpuUse, Use
+from hasten.evidence.figures import percent
 
 _INTERVAL = 0.25
 _SHARE = 0.01  # of a core that sampling may take at the most: where a sample is dear, they come more rarely
@@ -223,7 +224,9 @@ class Sampler:
             memory=tuple(reading.memory for reading in readings),
             power=tuple(reading.power for reading in readings),
             clock=tuple(reading.clock for reading in readings),
-            throttled=tuple(f"{name} ({share:.0%} of the time)" for name, share in often.items() if share > _SELDOM),
+            throttled=tuple(
+                f"{name} ({percent(share)} of the time)" for name, share in often.items() if share > _SELDOM
+            ),
             pcie_in=tuple(reading.pcie_in for reading in readings),
             pcie_out=tuple(reading.pcie_out for reading in readings),
         )

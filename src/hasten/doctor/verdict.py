@@ -8,6 +8,7 @@ from hasten.doctor.diagnosis import Verdict
 from hasten.doctor.steady_use import SteadyUse, steady_use
 from hasten.doctor.untrained import OUT_OF_MEMORY, caveats, out_of_memory, stands_still, stuck, untrained
 from hasten.evidence import PHASES, Evidence, LoaderFacts, Stages
+from hasten.evidence.figures import percent
 
 # Share of the step from which a part of it is the answer; the one furthest beyond its bound is.
 _BOUNDS = {"data": 0.30, "transfer": 0.25, "sync": 0.25, "validation": 0.40, "checkpoint": 0.25, "other": 0.40}
@@ -47,10 +48,6 @@ def verdict(evidence: Evidence, phases: Mapping[str, float]) -> Verdict:
     return Verdict(found.resource, found.title, (*details, *([last] if last else [])))
 
 
-def _percent(share: float) -> str:
-    return f"{share * 100:.0f} %"
-
-
 def _cores(number: float) -> str:
     return f"{number:.1f}"
 
@@ -80,7 +77,7 @@ def _gpu_is_full(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse
         return None
     return Verdict(
         "gpu",
-        f"GPU-bound: the GPU computes {_percent(busy)} {by}",
+        f"GPU-bound: the GPU computes {percent(busy)} {by}",
         ("it gets faster by less work or cheaper work for the GPU: lower precision, fused kernels, a faster GPU",),
     )
 
@@ -93,9 +90,9 @@ def _gpu_waits(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse |
     per_step = sum(event.count for event in syncs) / max(1, evidence.steps)
     if busy is None:
         if evidence.device_clock:
-            return Verdict("gpu", f"GPU-bound: computing takes {_percent(computing)} of the step on the GPU's clock")
-        return Verdict("gpu", f"computing on the GPU takes {_percent(computing)} of the step", ("by the CPU's clock",))
-    idle = f"the GPU computes only {_percent(busy)} {by}"
+            return Verdict("gpu", f"GPU-bound: computing takes {percent(computing)} of the step on the GPU's clock")
+        return Verdict("gpu", f"computing on the GPU takes {percent(computing)} of the step", ("by the CPU's clock",))
+    idle = f"the GPU computes only {percent(busy)} {by}"
     if per_step >= 0.5:
         worst = syncs[0]
         detail = f"the CPU waits for the GPU {per_step:.1f} times a step, most of all at {worst.where} ({worst.kind})"
@@ -114,7 +111,7 @@ def _gpu_waits(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse |
 
 def _data(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
     loader = evidence.train_loader
-    waits = f"the step waits {_percent(shares['data'])} of its time for batches"
+    waits = f"the step waits {percent(shares['data'])} of its time for batches"
     resource = _behind_the_loader(evidence, use)
     title = f"data-bound: {waits}"
     if resource != "data":
@@ -150,11 +147,11 @@ def _about_loading(evidence: Evidence, loader: LoaderFacts | None, use: SteadyUs
     details, cores = [], evidence.machine.cores
     if not loader.num_workers:
         details.append("the loader has no workers: loading and computing take turns in one process")
-        if use is not None and cores - use.cpu >= 0.5:
+        if use is not None and _room(cores, use) >= 0.5:
             details.append(f"the training used {_cores(use.cpu)} of {cores} cores: workers have room")
     elif use is not None and use.workers >= _BUSY * loader.num_workers:
-        room = cores - use.cpu
-        more = "more workers have room" if room >= 0.5 else "the cores are full: more workers would not help"
+        full = _room(cores, use) < 0.5
+        more = "the cores are full: more workers would not help" if full else "more workers have room"
         details.append(f"its {loader.num_workers} workers compute all the time ({_cores(use.workers)} cores); {more}")
     elif use is not None:
         details.append(
@@ -165,12 +162,17 @@ def _about_loading(evidence: Evidence, loader: LoaderFacts | None, use: SteadyUs
         parts = {"reading": stages.read, "decoding": stages.decode, "transforms": stages.transform}
         parts |= {"collating": stages.collate, "the dataset's own code": stages.other}
         most = max(parts, key=lambda name: parts[name])
-        details.append(f"{_percent(parts[most] / stages.seconds)} of a batch's making is {most}")
+        details.append(f"{percent(parts[most] / stages.seconds)} of a batch's making is {most}")
     return details
 
 
+def _room(cores: int, use: SteadyUse) -> float:
+    """Cores' worth of CPU that nobody used."""
+    return min(cores - use.cpu, cores * (1.0 - use.machine))
+
+
 def _transfer(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
-    share = _percent(shares["transfer"])
+    share = percent(shares["transfer"])
     return Verdict("transfer", f"transfer-bound: {share} of the step are copies from the CPU to the GPU")
 
 
@@ -179,14 +181,14 @@ def _network(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | N
     if use is not None and use.net_out > 1e6:
         details.append(f"the machine sent {use.net_out / 1e6:.0f} MB/s meanwhile")
     return Verdict(
-        "network", f"network-bound: {_percent(shares['sync'])} of the step wait for the gradient sync", tuple(details)
+        "network", f"network-bound: {percent(shares['sync'])} of the step wait for the gradient sync", tuple(details)
     )
 
 
 def _validation(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
     return Verdict(
         "validation",
-        f"validation takes {_percent(shares['validation'])} of the time",
+        f"validation takes {percent(shares['validation'])} of the time",
         ("it gets faster by validating less often, on fewer batches, or in bigger ones",),
     )
 
@@ -194,7 +196,7 @@ def _validation(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse 
 def _checkpoint(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
     saves = evidence.events_of("save")
     where = (f"at {saves[0].where}",) if saves and saves[0].where else ()
-    share = _percent(shares["checkpoint"])
+    share = percent(shares["checkpoint"])
     return Verdict("checkpoint", f"checkpoints take {share} of the time: the loop stands while they are written", where)
 
 
@@ -202,7 +204,7 @@ def _other(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | Non
     """The script's own code between loading and computing."""
     if on_gpu(evidence):
         return _gpu_waits(evidence, shares, use)
-    share = _percent(shares["other"])
+    share = percent(shares["other"])
     details = []
     lengths = evidence.step_seconds
     there = shares["other"] * sum(lengths) / len(lengths) * evidence.steps if lengths else 0.0
@@ -223,7 +225,7 @@ def _computing(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse |
         return _gpu_waits(evidence, shares, use)
     computing = sum(shares.get(name, 0.0) for name in _COMPUTING)
     cores, threads = evidence.machine.cores, evidence.flags.threads
-    fills = f"forward, backward and optimizer take {_percent(computing)} of the step"
+    fills = f"forward, backward and optimizer take {percent(computing)} of the step"
     if use is None:
         return Verdict("cpu", f"CPU-bound: {fills}", ("how many cores that kept busy was not seen",))
     uses = f"the training used {_cores(use.cpu)} of {cores} cores"
@@ -246,7 +248,7 @@ def _too_few_threads(
     if data >= 0.15 and loader is not None and not loader.num_workers:
         return Verdict(
             "none",
-            f"under-parallelised: loading ({_percent(data)}) and computing take turns",
+            f"under-parallelised: loading ({percent(data)}) and computing take turns",
             (uses, "the loader has no workers"),
         )
     if 0 < threads < cores:

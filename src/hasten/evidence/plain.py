@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +20,8 @@ def read_plain(
     what: str,
     anew: str,
     missing: str = "",
-    mend: Callable[[dict[str, Any]], None] | None = None,
 ) -> Kind:
-    """Read a dataclass from a JSON file.
+    """Read a dataclass from a JSON file; null where a float should be is NaN, as `finite` wrote it.
 
     Args:
         kind: The dataclass.
@@ -31,27 +30,40 @@ def read_plain(
         what: What it should be, for messages: "a diagnosis".
         anew: What to do about one of another schema.
         missing: What to say where there is none; default: "no diagnosis at".
-        mend: Changes the data before it is read, where null stands for something.
 
     Raises:
         HastenError: No such file, not readable, not JSON, or another schema.
     """
-    from pydantic import TypeAdapter
+    from pydantic import TypeAdapter, ValidationError
 
     name = what.removeprefix("a ")
     try:
         data = json.loads(path.read_bytes())
         if not isinstance(data, dict) or data.get("schema") != schema:
             raise HastenError(f"{path} is not {what} of the schema {schema}", anew)
-        if mend is not None:
-            mend(data)
-        return TypeAdapter(kind).validate_python(data)
+        reader = TypeAdapter(kind)
+        try:
+            return reader.validate_python(data)
+        except ValidationError as error:
+            for told in error.errors():
+                if told["type"] == "float_type" and told["input"] is None:
+                    _set_to_nan(data, told["loc"])
+            return reader.validate_python(data)
     except FileNotFoundError:
         raise HastenError(f"{missing or f'no {name} at'} {path}") from None
     except OSError as error:
         raise HastenError(f"cannot read the {name} {path}: {error.strerror}") from None
     except (ValueError, TypeError, LookupError) as error:  # pydantic's ValidationError is a ValueError
         raise HastenError(f"{path} is not {what} of the schema {schema}: {error}") from None
+
+
+def _set_to_nan(data: Any, place: Sequence[str | int]) -> None:
+    """Put NaN where null is; a place may go on below it with the kinds that were tried there."""
+    for step in place:
+        if data[step] is None:
+            data[step] = math.nan
+            return
+        data = data[step]
 
 
 def finite(value: Any) -> Any:

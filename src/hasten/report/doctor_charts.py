@@ -86,7 +86,7 @@ def _memory(title: str, kind: str, points: Points, peak: int) -> Markup:
 
 def loss_chart(evidence: Evidence) -> Markup:
     """Training loss by step, from lowest to highest of each group of steps and their mean; validation as dots."""
-    points = [(number * evidence.every, loss) for number, loss in enumerate(evidence.losses) if loss is not None]
+    points = [(evidence.number(index), loss) for index, loss in enumerate(evidence.losses) if loss is not None]
     mean = thinned([(float(step), loss) for step, loss in points])
     if len(mean) < 2:
         return Markup()

@@ -77,8 +77,7 @@ def figures(diagnosis: Diagnosis, evidence: Evidence | None) -> list[Figure]:
     found = []
     if diagnosis.step > 0:
         rest = doctor_words.step_line(diagnosis).partition(", ")[2]
-        seen = f"{words.count(diagnosis.steps, 'step')} seen"
-        found.append(Figure("a steady step", words.duration(diagnosis.step), f"{rest}; {seen}" if rest else seen))
+        found.append(Figure("a steady step", words.duration(diagnosis.step), rest))
     phases = doctor_words.phase_rows(diagnosis)
     if phases:
         most = max(phases, key=lambda row: row.seconds)

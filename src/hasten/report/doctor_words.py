@@ -17,26 +17,22 @@ _ORDER = {Severity.HIGH: 0, Severity.MEDIUM: 1, Severity.LOW: 2, Severity.NOTE: 
 
 @dataclass(frozen=True)
 class PhaseRow:
-    """One phase of a steady step: seconds, and whole percent; the percents of all rows add up to 100."""
+    """One phase of a steady step, in seconds and in words."""
 
     name: str
     label: str
     seconds: float
-    percent: int
-
-    @property
-    def share(self) -> str:
-        """In words."""
-        return f"{self.percent} %" if self.percent else "<1 %"
+    share: str
 
 
 def phase_rows(diagnosis: Diagnosis) -> list[PhaseRow]:
     """The phases that took any time, in the order of a step."""
     names = [name for name in dict.fromkeys([*PHASES, *diagnosis.phases]) if _positive(diagnosis.phases.get(name))]
     seconds = [diagnosis.phases[name] for name in names]
+    whole = sum(seconds)
     return [
-        PhaseRow(name, words.phase(name), amount, percent)
-        for name, amount, percent in zip(names, seconds, _percents(seconds), strict=True)
+        PhaseRow(name, words.phase(name), amount, _share(amount / whole))
+        for name, amount in zip(names, seconds, strict=True)
     ]
 
 
@@ -44,15 +40,8 @@ def _positive(value: float | None) -> bool:
     return value is not None and words.known(value) and value > 0
 
 
-def _percents(amounts: Sequence[float]) -> list[int]:
-    """Whole percents that add up to 100: what rounding down leaves goes to those cut most."""
-    whole = sum(amounts)
-    exact = [amount / whole * 100 for amount in amounts]
-    percents = [int(value) for value in exact]
-    cut_most = sorted(range(len(exact)), key=lambda index: percents[index] - exact[index])
-    for index in cut_most[: 100 - sum(percents)]:
-        percents[index] += 1
-    return percents
+def _share(part: float) -> str:
+    return words.percent(part) if part >= 0.001 else "<0.1 %"
 
 
 def worst_first(findings: Sequence[Finding]) -> list[Finding]:
@@ -83,7 +72,7 @@ def worth(finding: Finding) -> str:
         return "read from code, not measured"
     if finding.worth is None or not words.known(finding.worth):
         return ""
-    share = f"up to {finding.worth * 100:.0f} %" if finding.worth >= 0.01 else "less than 1 %"
+    share = f"up to {words.percent(finding.worth)}" if finding.worth >= 0.01 else "less than 1 %"
     return f"{share} of the step, {finding.how_known.value}"
 
 
@@ -102,7 +91,17 @@ def step_line(diagnosis: Diagnosis) -> str:
         parts.append(f"median {words.duration(diagnosis.median)}")
         if _positive(diagnosis.spread):
             parts.append(f"middle half within {words.duration(diagnosis.spread)}")
-    return ", ".join(parts)
+    return ", ".join(parts) + (f"; {counted}" if (counted := steps_counted(diagnosis)) else "")
+
+
+def steps_counted(diagnosis: Diagnosis) -> str:
+    """Of which steps the figures are, in words: "of 190 of the 200 steps"; "" where that is not known."""
+    counted, seen = diagnosis.counted, diagnosis.steps
+    if not counted:
+        return ""
+    if seen == 1:
+        return "of the only step, the first, with all that start-up costs"
+    return f"of {counted:,} of the {seen:,} steps" if counted < seen else f"of all {seen:,} steps"
 
 
 def asides(diagnosis: Diagnosis, evidence: Evidence | None) -> list[tuple[str, str]]:
@@ -123,7 +122,8 @@ def _pauses(diagnosis: Diagnosis) -> str:
     if _positive(seen.start_up):
         parts.append(f"start-up {words.duration(seen.start_up)}")
     if _positive(seen.first_step):
-        parts.append(f"first step {words.duration(seen.first_step)}{_as_often(seen.first_step, diagnosis.median)}")
+        length = words.duration(seen.first_step)
+        parts.append(f"first step {length}{_times_the_median(seen.first_step, diagnosis.median)}")
     waits = [wait for wait in seen.epoch_starts if _positive(wait)]
     if waits:
         epochs = f"{len(waits)} epochs" if len(waits) > 1 else "the epoch"
@@ -147,11 +147,11 @@ def _trend(diagnosis: Diagnosis) -> str:
     trend = diagnosis.pauses.trend
     if not words.known(trend) or abs(trend) < 0.05:
         return ""
-    return f"steps became {abs(trend) * 100:.0f} % {'slower' if trend > 0 else 'faster'} from first quarter to last"
+    return f"steps became {words.percent(abs(trend))} {'slower' if trend > 0 else 'faster'} from first quarter to last"
 
 
-def _as_often(seconds: float, median: float) -> str:
-    return f" (as {seconds / median:,.0f} others)" if _positive(median) and seconds >= 3 * median else ""
+def _times_the_median(seconds: float, median: float) -> str:
+    return f" ({seconds / median:,.0f} times the median)" if _positive(median) and seconds >= 3 * median else ""
 
 
 def stage_line(evidence: Evidence | None) -> str:
@@ -163,8 +163,7 @@ def stage_line(evidence: Evidence | None) -> str:
     if stages is None or not _positive(stages.seconds):
         return ""
     timed = stage_parts(stages)
-    percents = _percents([seconds for _, seconds in timed])
-    parts = [f"{name} {percent} %" for (name, _), percent in zip(timed, percents, strict=True) if percent]
+    parts = [f"{name} {_share(seconds / stages.seconds)}" for name, seconds in timed]
     return f"{words.duration(stages.seconds)} in one process: {', '.join(parts)}"
 
 
@@ -192,7 +191,7 @@ def use_line(evidence: Evidence | None) -> str:
     for number, gpu in enumerate(use.gpus):
         name = f"GPU {number}" if len(use.gpus) > 1 else "GPU"
         if busy := finite(gpu.busy):
-            parts.append(f"{name} {statistics.fmean(busy) * 100:.0f} % busy")
+            parts.append(f"{name} {words.percent(statistics.fmean(busy))} busy")
         if memory := finite(gpu.memory):
             parts.append(f"{name} memory at most {words.size(int(max(memory)))} of {words.size(gpu.memory_total)}")
     return ", ".join(parts)

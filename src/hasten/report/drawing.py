@@ -38,6 +38,8 @@ class Scale:
 
 def _even_ticks(low: float, high: float) -> list[float]:
     rough = (high - low) / 4
+    if rough <= 0:  # both alike, or so small that there is nothing between
+        return [low]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= rough)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from hasten.evidence import figures
+
 EFFECTS = {
     "exact": "same numbers",
     "rounding": "same mathematics, other rounding",
@@ -18,6 +20,7 @@ EFFECTS = {
 _PHASE_LABELS = {"data": "data wait", "transfer": "copy to device", "sync": "gradient sync"}
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 NONE = "–"
+percent = figures.percent
 
 
 def clean(text: str) -> str:
@@ -106,14 +109,6 @@ def number(value: float | None) -> str:
     return f"{value:#.4g}".removesuffix(".")
 
 
-def percent(fraction: float | None) -> str:
-    """A fraction as `2.6 %`."""
-    if fraction is None or not math.isfinite(fraction):
-        return NONE
-    value = fraction * 100
-    return f"{value:.2g} %" if abs(value) < 10 else f"{value:,.0f} %"
-
-
 def setting(value: Any) -> str:
     """A setting as a person would write it in a plan."""
     if isinstance(value, bool):
@@ -159,4 +154,4 @@ def change(before: float, after: float) -> str:
     part = after / before - 1
     if abs(part) < 0.005:
         return "the same"
-    return f"{abs(part) * 100:.0f} % {'less' if part < 0 else 'more'}"
+    return f"{percent(abs(part))} {'less' if part < 0 else 'more'}"

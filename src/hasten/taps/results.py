@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from hasten.evidence import Phase
+from hasten.taps.passed_over import passed_over
 
 _LOSSES = (
     "binary_cross_entropy",
@@ -41,6 +42,7 @@ def install(session: Any) -> None:
         _tap_copies(session)
 
 
+@passed_over
 def _tap_losses(session: Any) -> None:
     import torch
     import torch.nn.functional as functional
@@ -73,6 +75,7 @@ def _tap_losses(session: Any) -> None:
     untapped_for_script(functional, taps, plains)
 
 
+@passed_over
 def untapped_for_script(functional: Any, taps: dict[str, Any], plains: dict[str, Any]) -> None:
     """torch.jit.script reads the source of what it compiles: it must find torch's own functions."""
     import torch
@@ -135,9 +138,11 @@ def _tap_copies(session: Any) -> None:
     def tap(plain: Any) -> Any:
         @functools.wraps(plain)
         def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or tensor.device.type != "cpu" or session.run.recorder is None:
+            if torch.compiler.is_compiling() or tensor.device.type != "cpu":
                 return plain(tensor, *args, **kwargs)
             recorder = session.run.recorder
+            if recorder is None or recorder.resting is not None:
+                return plain(tensor, *args, **kwargs)
             start = perf_counter()
             moved = plain(tensor, *args, **kwargs)
             if moved.device.type != "cpu":

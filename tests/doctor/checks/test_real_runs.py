@@ -84,9 +84,10 @@ def marked(name: str, finding: str) -> int:
     raise AssertionError(f"{name} has no line marked {finding}")
 
 
-@pytest.mark.parametrize(
-    "finding",
-    [
+def test_what_is_planted_is_found_at_its_line() -> None:
+    """Each slow line of one script; in one test, so that no two processes of pytest run it."""
+    found = examined("stone_age.py")
+    planted = (
         "workers_zero",
         "python_getitem",
         "tensor_copy",
@@ -94,18 +95,10 @@ def marked(name: str, finding: str) -> int:
         "garbage_collected",
         "blocking_checkpoint",
         "blocking_log",
-    ],
-)
-def test_what_is_planted_is_found_at_its_line(finding: str) -> None:
-    """Each slow line of one script."""
-    found = examined("stone_age.py")
-    assert finding in found, sorted(found)
-    assert found[finding]["line"] == marked("stone_age.py", finding)
-
-
-def test_validation_with_graphs_is_found() -> None:
-    """Its worth is not known."""
-    assert examined("stone_age.py")["validation_graphs"]["worth"] is None
+    )
+    lines = {name: found[name]["line"] if name in found else None for name in planted}
+    assert lines == {name: marked("stone_age.py", name) for name in planted}
+    assert found["validation_graphs"]["worth"] is None  # it is not known
 
 
 def test_a_healthy_training_has_no_findings() -> None:

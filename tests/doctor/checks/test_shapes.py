@@ -30,7 +30,7 @@ class TestOddSizes:
         (finding,) = found(shapes.OddSizes, evidence(layers=(HEAD,), measured=(TRIED,)))
         assert finding.worth == pytest.approx(0.15, rel=0.01)
         assert (finding.file, finding.line, finding.where) == ("/home/me/net.py", 40, "head")
-        assert "25%" in finding.what
+        assert "25 %" in finding.what
         assert "out_features=50264" in finding.fix
 
     def test_the_best_of_several_roundings_is_given_once(self) -> None:
@@ -108,7 +108,7 @@ class TestRaggedBatches:
     def test_worth_is_the_paddings_share(self) -> None:
         (finding,) = found(shapes.RaggedBatches, evidence(**TEXT, inputs=TOKENS))
         assert finding.worth == pytest.approx(0.8 * 0.5 * 0.9, rel=0.01)
-        assert "50%" in finding.what
+        assert "50 %" in finding.what
         assert finding.line == 7
 
     @pytest.mark.parametrize(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
 
 from hasten.doctor.checks.system import (
-    CHECKS,
     BlockingCheckpoint,
     BlockingLog,
     GarbageCollected,
@@ -16,7 +14,7 @@ from hasten.doctor.checks.system import (
 )
 from hasten.evidence import Event, Evidence, HowKnown, Severity, Stages, Surroundings
 from hasten.techniques.compute.cpu_threads import CpuThreads
-from tests.doctor.checks.made import event, evidence, evidences, only, use
+from tests.doctor.checks.made import event, evidence, only, use
 
 SLOW = {"data": 0.020}  # waits 20 of 30 ms
 READS = (Stages(0, 4, read=0.018, decode=0.002),)
@@ -181,15 +179,3 @@ def test_threads_beside_busy_workers_are_named() -> None:
 def test_threads_that_have_their_cores_are_well(made: Evidence) -> None:
     """Silent."""
     assert CpuThreads.finding(made) is None
-
-
-@settings(max_examples=30)
-@given(evidences())
-def test_no_evidence_breaks_a_finding(made: Evidence) -> None:
-    """Whatever a run left: no error, and a worth between 0 and 1."""
-    found = [finding for check in CHECKS for finding in check.findings(made)]
-    found += [one for one in (CpuThreads.finding(made),) if one is not None]
-    for finding in found:
-        assert finding.worth is None or 0.01 <= finding.worth <= 1.0
-        assert finding.what
-        assert finding.fix

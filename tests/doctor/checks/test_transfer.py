@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
 
 from hasten.doctor.checks.transfer import (
     CHECKS,
@@ -18,7 +17,7 @@ from hasten.doctor.checks.transfer import (
 from hasten.evidence import Event, Evidence, HowKnown, Sampled, Severity
 from hasten.techniques.transfer.device_prefetch import DevicePrefetch
 from hasten.techniques.transfer.pin_memory import PinMemory
-from tests.doctor.checks.made import event, evidence, evidences, gpu_use, only, use
+from tests.doctor.checks.made import event, evidence, gpu_use, only, use
 
 HALF_IDLE = Sampled(steps=(20,), device_busy=0.5)
 PAGEABLE = {"pin_memory": False}
@@ -191,15 +190,3 @@ def test_small_copies_and_those_to_a_gpu_are_well() -> None:
     assert not [*TensorCopy.findings(evidence(events=(event("torch_tensor", 0.01, device="cpu", detail="array"),)))]
     to_gpu = event("torch_tensor", 0.2, device="cuda", detail="array")
     assert not [*TensorCopy.findings(evidence(on_gpu=True, events=(to_gpu,)))]
-
-
-@settings(max_examples=30)
-@given(evidences())
-def test_no_evidence_breaks_a_finding(made: Evidence) -> None:
-    """Whatever a run left: no error, and a worth between 0 and 1."""
-    found = [finding for check in CHECKS for finding in check.findings(made)]
-    found += [one for kind in (PinMemory, DevicePrefetch) if (one := kind.finding(made)) is not None]
-    for finding in found:
-        assert finding.worth is None or 0.01 <= finding.worth <= 1.0
-        assert finding.what
-        assert finding.fix

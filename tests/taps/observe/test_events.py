@@ -13,8 +13,14 @@ from tests.taps.scripts import Done, plain
 BUSY = (
     HEAD
     + """
-import warnings; warnings.simplefilter("ignore")
-import csv, gc, io, json, os, pickle, sys
+import csv, gc, io, json, os, pickle, sys, warnings
+torch.save(model.state_dict(), "warned.pt")
+os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+for _ in range(2):
+    torch.load("warned.pt")
+del os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
+nn.functional.mse_loss(torch.zeros(2, 1), torch.zeros(2))
+warnings.simplefilter("ignore")
 import numpy as np
 from safetensors.torch import save_file
 from torch.utils.tensorboard import SummaryWriter
@@ -108,9 +114,13 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done, Done, Ev
 
 
 def test_nothing_else_changed(busy: tuple[Path, Done, Done, Evidence]) -> None:
-    _, done, expected, _ = busy
+    """Nor where a warning is said to come from."""
+    folder, done, expected, _ = busy
     assert done == expected
     assert done.code == 0, done.err
+    warned = [line.split(": ")[:2] for line in done.err.splitlines() if "Warning: " in line]
+    place = str(folder / "train.py")
+    assert [(where.rpartition(":")[0], kind) for where, kind in warned] == [(place, "UserWarning")] * 2, done.err
     assert done.out.endswith("True True\n")
 
 

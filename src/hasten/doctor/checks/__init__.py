@@ -11,11 +11,13 @@ from hasten.doctor.checks import (
     shapes,
     system,
     transfer,
+    workers,
 )
 from hasten.doctor.checks.base import Check
 
 ALL: tuple[type[Check], ...] = (
     *data.CHECKS,
+    *workers.CHECKS,
     *transfer.CHECKS,
     *memory.CHECKS,
     *system.CHECKS,

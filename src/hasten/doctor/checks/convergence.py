@@ -25,7 +25,7 @@ class BadLosses(Check):
             return
         bad = [index for index, loss in enumerate(evidence.losses) if loss is None or not math.isfinite(loss)]
         steps = max(evidence.steps, evidence.bad_losses)
-        first = f", the first in step {bad[0] * evidence.every + 1}" if bad else ""
+        first = f", the first in step {evidence.number(bad[0]) + 1}" if bad else ""
         stayed = bool(bad) and bad[-1] == len(evidence.losses) - 1
         half = any(model.autocast == "float16" or model.dtype == "float16" for model in evidence.models)
         unscaled = half and not evidence.flags.grad_scaler

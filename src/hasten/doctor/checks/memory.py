@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hasten.doctor.checks.base import Check
 from hasten.evidence import Evidence, Finding, HowKnown, MemoryPoint, Severity, split_place
+from hasten.evidence.figures import percent
 from hasten.evidence.waiting import data_share, device_busy, in_ms, per_step
 from hasten.evidence.weigh import on_gpu, share_of, timed
 
@@ -219,7 +220,7 @@ class MemoryUnderused(Check):
         size = f" at batch size {loader.batch_size}" if loader is not None and loader.batch_size else ""
         yield Finding(
             cls.name,
-            f"the GPU computes {busy:.0%} of the time, and {used:.0%} of its "
+            f"the GPU computes {percent(busy)} of the time, and {percent(used)} of its "
             f"{gpus[0].memory_total / 2**30:.0f} GiB were "
             f"ever used{size}",
             "try a bigger batch (with the learning rate that suits it), several runs on the one GPU, or a smaller GPU",

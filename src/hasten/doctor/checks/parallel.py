@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from hasten.doctor.checks.base import Check
 from hasten.evidence import Evidence, Finding, GpuUse, HowKnown, Phase, Severity, severity_of, split_place
+from hasten.evidence.figures import percent
 from hasten.evidence.waiting import in_ms, mean_during, per_step
 from hasten.evidence.weigh import LEAST, on_gpu, seconds_of, share_of
 
@@ -40,7 +41,7 @@ class DataParallel(Check):
         busy = _busy(evidence)
         idle = 1 - statistics.fmean(busy) if len(busy) > 1 else 0.0
         worth = idle if idle >= 0.01 else None
-        how = f", and the GPUs compute {1 - idle:.0%} of the time" if worth else ""
+        how = f", and the GPUs compute {percent(1 - idle)} of the time" if worth else ""
         yield Finding(
             cls.name,
             f"DataParallel copies the model to {gpus} GPUs in each step, from one process with one interpreter{how}",
@@ -83,8 +84,8 @@ class UnbalancedGpus(Check):
             return
         yield Finding(
             cls.name,
-            f"the first GPU is {busy[0]:.0%} busy and holds {held / 2**30:.1f} GiB, the others {others:.0%} and "
-            f"{fuller / 2**30:.1f} GiB",
+            f"the first GPU is {percent(busy[0])} busy and holds {held / 2**30:.1f} GiB, the others "
+            f"{percent(others)} and {fuller / 2**30:.1f} GiB",
             "compute the loss on each GPU (inside the module's forward), keep outputs where they are made, and load "
             "checkpoints with map_location; DistributedDataParallel balances by itself",
             severity_of(worth) if uneven else Severity.NOTE,

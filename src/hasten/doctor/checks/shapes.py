@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hasten.doctor.checks.base import Check
 from hasten.evidence import Evidence, Finding, HowKnown, Layer, Measurement, severity_of
+from hasten.evidence.figures import percent
 from hasten.evidence.weigh import COMPUTE, LEAST, in_words, place_of, saved, seconds_of, share_of, size_of, timed
 
 _BATCH = "batch_size="
@@ -28,7 +29,7 @@ class OddSizes(Check):
         for one in best.values():
             finding = timed(
                 cls.name,
-                f"{one.what} makes its forward and backward {one.gain:.0%} shorter here",
+                f"{one.what} makes its forward and backward {percent(one.gain)} shorter here",
                 f"give it {one.detail}, and what feeds or follows it the same",
                 saved(evidence, [one]),
                 HowKnown.MEASURED,
@@ -110,7 +111,7 @@ class RaggedBatches(Check):
         varying = f", in batches of {lengths} lengths" if lengths > 1 else f", all batches {longest} long"
         finding = timed(
             cls.name,
-            f"{inputs.padding:.0%} of the tokens are padding{varying}",
+            f"{percent(inputs.padding)} of the tokens are padding{varying}",
             "batch sequences of like length (a batch sampler that sorts within a large window), padded to the longest "
             "of their batch",
             0.8 * inputs.padding * share_of(evidence, seconds_of(evidence, *COMPUTE)),

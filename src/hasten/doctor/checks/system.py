@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from hasten.doctor.checks.base import Check
 from hasten.evidence import Event, Evidence, Finding, HowKnown, Phase, Severity, severity_of, split_place
+from hasten.evidence.figures import percent
 from hasten.evidence.waiting import data_share, faster_loading, in_ms, mean_during, per_step, stages_of
 from hasten.evidence.weigh import LEAST, seconds_of, share_of, steady_seconds, timed
 
@@ -51,8 +52,8 @@ class SlowDisk(Check):
         read = f", read at {reading / 1e6:.0f} MB/s" if reading >= _READING else ""
         finding = timed(
             cls.name,
-            f"the data lies on {kind}{read}: {share:.0%} of a batch's time is spent reading, and the step waits "
-            f"{data_share(evidence):.0%} of its time for batches",
+            f"the data lies on {kind}{read}: {percent(share)} of a batch's time is spent reading, and the step waits "
+            f"{percent(data_share(evidence))} of its time for batches",
             f"copy {around.data_folder or 'the data'} to a local SSD before the training, or pack it into few "
             "large files "
             "that are read in order",
@@ -137,7 +138,7 @@ class SmallShm(Check):
             return
         file, line = split_place(worst.where)
         ready = worst.num_workers * (worst.prefetch_factor or 2)
-        peak = f"; it was {min(1.0, seen / capacity):.0%} full" if seen else ""
+        peak = f"; it was {percent(min(1.0, seen / capacity))} full" if seen else ""
         yield Finding(
             cls.name,
             f"{worst.num_workers} workers hold up to {ready} batches of {worst.batch_bytes / 2**20:.1f} MiB ready, "

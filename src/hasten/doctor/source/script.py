@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from functools import cached_property
 from typing import cast
@@ -11,37 +10,15 @@ from typing import cast
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
+from hasten.doctor.source.names import (
+    OPTIMIZERS,
+    imports_of,
+    sounds_like_action,
+    sounds_like_model,
+    sounds_like_optimizer,
+)
 from hasten.doctor.source.syntax import argument, children, dotted, is_word, last_name, receiver, targets_of
 
-OPTIMIZERS = frozenset(
-    [
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "ASGD",
-        "LBFGS",
-        "Muon",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-        "SparseAdam",
-    ]
-)
-_OPTIMIZER_NAME = re.compile(
-    r"(^|[._])(opt|optim|optims|optimizer|optimizers|solver)([._\d]|$)|^opt[A-Z]|optimizer", re.IGNORECASE
-)
-_MODEL_NAME = re.compile(
-    r"(^|[._])_?(model|net|network|netG|netD|netE|generator|discriminator|criterion|loss_fn|loss_func|backbone|classifier|"
-    r"policy|student|teacher|unet|vae|critic)(_\w{1,8}|\d+)?$|_(model|net|criterion|loss)$|^(criterion|loss)_\w+$",
-)
-_VERB = re.compile(
-    r"_?(get|build|create|make|load|save|update|fetch|un?wrap|setup|init|prepare|define|set|test|train|log|reset|push|print|calls?|names?|is|has|of)_"
-)
 _NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode")
 Scope = cst.FunctionDef | cst.Lambda | cst.Module
 
@@ -67,7 +44,7 @@ class Script:
             below = list(children(node))
             self.parents.update(dict.fromkeys(below, node))
             pending.extend(reversed(below))
-        self.imports = dict(self._imports())
+        self.imports = dict(imports_of(self.nodes))
         self._models: dict[str, bool] = {}
 
     @cached_property
@@ -139,20 +116,6 @@ class Script:
 
     # Names.
 
-    def _imports(self) -> Iterator[tuple[str, str]]:
-        for node in self.nodes:
-            if isinstance(node, cst.Import):
-                for alias in node.names:
-                    full = dotted(alias.name)
-                    if alias.asname is not None:
-                        yield dotted(alias.asname.name), full
-                    else:
-                        yield full.split(".")[0], full.split(".")[0]
-            elif isinstance(node, cst.ImportFrom) and not isinstance(node.names, cst.ImportStar) and not node.relative:
-                for alias in node.names:
-                    name = dotted(alias.name)
-                    yield dotted(alias.asname.name) if alias.asname else name, f"{dotted(node.module or alias)}.{name}"
-
     def qualified(self, node: cst.CSTNode) -> str:
         """The full name of an expression, by the imports of this file: `nn.Linear` -> "torch.nn.Linear"."""
         name = dotted(node)
@@ -173,15 +136,14 @@ class Script:
 
     def names_optimizer(self, name: str) -> bool:
         """Whether a name stands for an optimizer."""
-        return bool(_OPTIMIZER_NAME.search(name)) or any(map(self.is_optimizer, self.assigned(name)))
+        return sounds_like_optimizer(name) or any(map(self.is_optimizer, self.assigned(name)))
 
     def names_model(self, name: str) -> bool:
         """Whether a name stands for a model or a loss module, so that calling it makes a graph."""
         if name not in self._models:
             self._models[name] = False  # `x = x.to(device)` asks for itself
-            verb = _VERB.match(name.rpartition(".")[2])
-            made = bool(_MODEL_NAME.search(name)) or any(map(self.makes_module, self.assigned(name)))
-            self._models[name] = made and not verb
+            made = sounds_like_model(name) or any(map(self.makes_module, self.assigned(name)))
+            self._models[name] = made and not sounds_like_action(name)
         return self._models[name]
 
     def makes_module(self, value: cst.BaseExpression) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 from hasten.taps.boot import after_import
 from hasten.taps.observe.log import EventLog, script_place
 from hasten.taps.observe.tapping import tap
+from hasten.taps.passed_over import passed_over
+from hasten.taps.steps_over import NEVER
 
 _WRITER = (
     "add_audio",
@@ -53,6 +55,7 @@ def tap_calls(session: Any, log: EventLog) -> None:
     _tap_loggers(session, log)
 
 
+@passed_over
 def _counted(plain: Any, kind: str, log: EventLog, detail: str = "") -> Any:
     from torch.compiler import is_compiling
 
@@ -75,6 +78,7 @@ def _tap_clip(torch: Any, name: str, log: EventLog) -> None:
         setattr(torch.nn.utils, name, getattr(module, name))
 
 
+@passed_over
 def _unsafe_load(plain: Any, log: EventLog) -> Any:
     def load(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("weights_only", True) is False:
@@ -107,6 +111,7 @@ class _Saves:
 
         after_import("safetensors.torch", safetensors)
 
+    @passed_over
     def _saving(self, plain: Any, detail: str) -> Any:
         def save(*args: Any, **kwargs: Any) -> Any:
             start = perf_counter()
@@ -118,18 +123,17 @@ class _Saves:
                 self._log.note_at("save", place, seconds, "", detail)
             elif place is not None and recorder.steps:
                 if not self._pending:
-                    self._session.on_each_step.append(self._training_goes_on)
+                    self._session.steps_over.tell(self._training_goes_on)
                 self._pending.append((place, seconds, detail))
             return result
 
         return save
 
-    def _training_goes_on(self, _steps: int) -> None:
-        # The list that is being gone through gets another in its place.
-        self._session.on_each_step = [each for each in self._session.on_each_step if each != self._training_goes_on]
+    def _training_goes_on(self, _steps: int) -> int:
         for place, seconds, detail in self._pending:
             self._log.note_at("save", place, seconds, "", detail, step=-1)
         self._pending.clear()
+        return NEVER
 
 
 class DebugTools:
@@ -144,6 +148,7 @@ class DebugTools:
         self._session = session
         self._log = log
         self._places: dict[str, str] = {}  # kind -> where it was switched on last
+        self._told = 0  # how many steps were over when a step was told last
 
     def install(self, torch: Any) -> None:
         """Set the taps."""
@@ -156,6 +161,7 @@ class DebugTools:
         tap(anomaly.detect_anomaly, "__enter__", lambda plain: self._switched_on(plain, "anomaly"))
         tap(anomaly.set_detect_anomaly, "__init__", lambda plain: self._switched_on(plain, "anomaly"))
 
+    @passed_over
     def _switched_on(self, plain: Any, kind: str) -> Any:
         def switch(self_: Any, *args: Any, **kwargs: Any) -> Any:
             result = plain(self_, *args, **kwargs)
@@ -175,7 +181,8 @@ class DebugTools:
         if place is None or (args and args[0] is False):
             return
         if not self._places:
-            self._session.on_each_step.append(self._on_step)
+            self._told = max(0, self._log.in_step())
+            self._session.steps_over.tell(self._on_step)
         self._places[kind] = place
         if self._log.in_step() >= 0:
             self._log.note_at(kind, place)
@@ -184,10 +191,11 @@ class DebugTools:
         import torch
         from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
-        if "profiler" in self._places and _profiler_enabled():
-            self._log.note_at("profiler", self._places["profiler"], step=steps - 1)
-        if "anomaly" in self._places and torch.is_anomaly_enabled():
-            self._log.note_at("anomaly", self._places["anomaly"], step=steps - 1)
+        on = {"profiler": _profiler_enabled(), "anomaly": torch.is_anomaly_enabled()}
+        for kind in [kind for kind in self._places if on[kind]]:
+            for step in range(self._told, steps):
+                self._log.note_at(kind, self._places[kind], step=step)
+        self._told = steps
 
 
 def _by_us(frame: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.figures import percent
 from hasten.evidence.weigh import in_words, saved, timed
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
 
@@ -43,7 +44,7 @@ class Attention(Technique):
         return timed(
             cls.finds,
             f"{first.what} (batch, heads, length, width) is made by hand; scaled_dot_product_attention takes "
-            f"{first.gain:.0%} less time",
+            f"{percent(first.gain)} less time",
             "call torch.nn.functional.scaled_dot_product_attention(q, k, v), with is_causal=True for a causal mask",
             saved(evidence, [one for one in tried if one.saved > 0]),
             HowKnown.MEASURED,

@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.figures import percent
 from hasten.evidence.weigh import gain_of, in_words, place_of, saved, timed
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
 from hasten.techniques.nested import map_tensors
@@ -44,7 +45,7 @@ class ChannelsLast(Technique):
         return timed(
             cls.finds,
             f"{tried[0].what.partition(':')[0]} and the like read images channel by channel; channels last they take "
-            f"{gain_of(tried):.0%} less time",
+            f"{percent(gain_of(tried))} less time",
             "model.to(memory_format=torch.channels_last), and the same of the images of each batch",
             saved(evidence, tried), HowKnown.MEASURED,
             place=place_of(evidence, tried[0]),

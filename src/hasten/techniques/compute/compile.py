@@ -6,6 +6,7 @@ import shutil
 from typing import Any
 
 from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.figures import percent
 from hasten.evidence.weigh import COMPUTE, seconds_of, share_of, timed
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
@@ -65,7 +66,8 @@ class Compile(Technique):
         calls = sampled.pointwise_calls
         return timed(
             cls.finds,
-            f"{calls:.0f} pointwise operators a step, {share:.0%} of its time, each read and write their tensors anew",
+            f"{calls:.0f} pointwise operators a step, {percent(share)} of its time, each read and write their tensors "
+            "anew",
             "compile the model: model = torch.compile(model)",
             share / 2, HowKnown.ESTIMATED,
             details=("that fusing them saves half of their time is an estimate; `hasten tune` measures it",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hasten.evidence import Evidence, Finding, Machine, Severity
+from hasten.evidence.figures import percent
 from hasten.evidence.waiting import mean_during, saturated
 from hasten.evidence.weigh import COMPUTE, on_gpu, seconds_of, share_of
 from hasten.plan import Setting
@@ -71,7 +72,7 @@ class CpuThreads(Technique):
             "other",
             fix=f"set OMP_NUM_THREADS={each} (or torch.set_num_threads({each}) at the start)",
             severity=Severity.MEDIUM if compute >= 0.2 else Severity.NOTE,
-            details=(f"forward and backward, which these threads compute, take {compute:.0%} of the step",),
+            details=(f"forward and backward, which these threads compute, take {percent(compute)} of the step",),
             technique=cls.name,
             setting=str(each),
             sources=cls.sources,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
+from hasten.evidence.figures import percent
 from hasten.evidence.weigh import in_words, seconds_of, share_of, timed
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
 
@@ -49,9 +50,10 @@ class FusedOptimizer(Technique):
         phase = share_of(evidence, seconds_of(evidence, Phase.OPTIMIZER))
         first = max(tried, key=lambda one: one.saved * one.calls)
         less = sum(one.saved * one.calls for one in tried) / taken
-        words = f"the optimizer takes {phase:.0%} of the step; {first.what}, it takes {first.gain:.0%} less"
+        words = f"the optimizer takes {percent(phase)} of the step; {first.what}, it takes {percent(first.gain)} less"
         if len(tried) > 1:
-            words = f"{len(tried)} optimizers take {phase:.0%} of the step; fused, they take {less:.0%} less together"
+            take = f"{len(tried)} optimizers take {percent(phase)} of the step"
+            words = f"{take}; fused, they take {percent(less)} less together"
         return timed(
             cls.finds,
             words,

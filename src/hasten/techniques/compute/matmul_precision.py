@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hasten.evidence import Evidence, Finding, HowKnown, Machine
+from hasten.evidence.figures import percent
 from hasten.evidence.weigh import in_words, on_gpu, place_of, products, saved, share_of, timed
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
@@ -53,7 +54,7 @@ class MatmulPrecision(Technique):
         tried = evidence.measured_for(cls.finds)
         share = share_of(evidence, products(evidence, convolutions=False))
         worth, how_known = (saved(evidence, tried), HowKnown.MEASURED) if tried else (share / 2, HowKnown.ESTIMATED)
-        said = f", {share:.0%} of the step," if share else ""
+        said = f", {percent(share)} of the step," if share else ""
         return timed(
             cls.finds,
             f"float32 matrix products{said} run without TF32 on {' '.join(evidence.machine.gpus[:1]) or 'a GPU'}",

@@ -11,6 +11,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from hasten.evidence import Evidence, Finding, HowKnown, LoaderFacts, Machine, Phase
+from hasten.evidence.figures import percent
 from hasten.evidence.waiting import PASSING, in_ms, mean_during, ordinary_seconds, typical_wait
 from hasten.evidence.weigh import on_gpu, share_of, timed
 from hasten.plan import Setting
@@ -106,7 +107,7 @@ class LoaderWorkers(Technique):
             cores = evidence.machine.cores
             counts = [n for n in _counts(cores) if n != loader.num_workers]
         if evidence.share(Phase.DATA) < 0.02 and (loader.num_workers == 0 or loader.persistent_workers):
-            return Refusal(f"the step waits {evidence.share(Phase.DATA):.1%} of its time for data")
+            return Refusal(f"the step waits {percent(evidence.share(Phase.DATA))} of its time for data")
         if loader.num_workers and not loader.persistent_workers:
             counts.insert(0, loader.num_workers)
         settings: list[Setting] = [
@@ -116,7 +117,7 @@ class LoaderWorkers(Technique):
         ]
         if not settings:
             return Refusal(_no_room(loader) if counts else "an iterable dataset that already has its worker")
-        return Choices(tuple(settings), f"the step waits {evidence.share(Phase.DATA):.0%} of its time for data")
+        return Choices(tuple(settings), f"the step waits {percent(evidence.share(Phase.DATA))} of its time for data")
 
     @classmethod
     def finding(cls, evidence: Evidence) -> Finding | None:
@@ -138,7 +139,7 @@ class LoaderWorkers(Technique):
         left = ordinary_seconds(evidence) - seconds
         how = (
             f"with {workers} of them the step would take {in_ms(left)}: the greatest of its own computation, a batch's "
-            f"making shared by {workers} workers, and all work shared by {evidence.machine.cores} cores"
+            f"making shared by {workers} workers, and all work shared by {room_for(evidence):.2g} cores"
         )
         return timed(
             cls.finds,
@@ -181,8 +182,8 @@ def workers_for(evidence: Evidence, loader: LoaderFacts) -> tuple[int, float]:
     """How many workers would do for a loader without any, and the seconds a step they would save; (0, 0.0): none.
 
     With n workers a step takes the longest of its own computation, a batch's making shared by n, and the CPU's work
-    shared by all cores; a batch that a worker passes on costs something too. The fewest that come within 2 % of the
-    best.
+    shared by the cores it can have; a batch that a worker passes on costs something too. The fewest that come within
+    2 % of the best.
     """
     wait, step, cores = typical_wait(evidence), ordinary_seconds(evidence), evidence.machine.cores
     compute = step - wait
@@ -190,8 +191,10 @@ def workers_for(evidence: Evidence, loader: LoaderFacts) -> tuple[int, float]:
     threads = 1 if on_gpu(evidence) else max(1, min(cores, evidence.flags.threads or cores))
     work = (used * step if used is not None else wait + compute * threads) + PASSING
 
+    room = room_for(evidence)
+
     def step_with(workers: int) -> float:
-        return max(compute + PASSING, (wait + PASSING) / workers, work / cores)
+        return max(compute + PASSING, (wait + PASSING) / workers, work / room)
 
     most = 1 if loader.iterable else cores
     fitting = [count for count in range(1, most + 1) if _fits(evidence.machine, loader, count)]
@@ -201,6 +204,19 @@ def workers_for(evidence: Evidence, loader: LoaderFacts) -> tuple[int, float]:
     count = next(count for count in fitting if step_with(count) <= 1.02 * best)
     seconds = step - step_with(count)
     return (count, seconds) if seconds > 0 else (0, 0.0)
+
+
+def room_for(evidence: Evidence) -> float:
+    """Cores' worth of CPU that the training may have: all, less half of what others used; all where nobody looked.
+
+    Half, since others would have to share it with further processes of the training.
+    """
+    cores, use = evidence.machine.cores, evidence.use
+    used = mean_during(evidence, use.cpu) if use is not None else None
+    if use is None or used is None or not use.cores:
+        return cores
+    others = max(0.0, sum(use.cores) - used)
+    return max(cores / 2, cores - others / 2)
 
 
 def _fits(machine: Machine, loader: LoaderFacts, workers: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from hasten.data import SampleStore
 from hasten.data.sample_store import pack, room
 from hasten.evidence import Evidence, Finding, HowKnown, LoaderFacts, Phase, Probe
+from hasten.evidence.figures import percent
 from hasten.evidence.waiting import data_share, faster_loading
 from hasten.evidence.weigh import timed
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique, toml_value
@@ -59,7 +60,7 @@ class SampleCache(Technique):
         if loader.start_method != "fork" and loader.num_workers:
             return Refusal(f"workers are started by {loader.start_method}, which shares no memory with them")
         if evidence.share(Phase.DATA) < 0.02:
-            return Refusal(f"the step waits {evidence.share(Phase.DATA):.1%} of its time for data")
+            return Refusal(f"the step waits {percent(evidence.share(Phase.DATA))} of its time for data")
         return cls._choose(evidence, loader, loader.probe)
 
     @classmethod
@@ -79,7 +80,7 @@ class SampleCache(Technique):
         kept = "samples" if setting == "samples" else f"what `{asked.loader_function}` gives"
         return timed(
             cls.finds,
-            f"the step waits {data_share(evidence):.0%} of its time for samples that are made anew in each epoch, "
+            f"the step waits {percent(data_share(evidence))} of its time for samples that are made anew in each epoch, "
             "although the same index gave the same sample each time it was asked",
             f"keep {kept} in memory ({size * (loader.samples or 0) / 2**20:.0f} MiB in all), or store it decoded",
             faster_loading(evidence, loader, max(0.0, seconds - _FAST) / whole),

@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 from hasten.evidence import Evidence, Finding, Phase, Severity
+from hasten.evidence.figures import percent
 from hasten.evidence.weigh import seconds_of
 from hasten.plan import Setting
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
@@ -57,7 +58,7 @@ class NoGradValidation(Technique):
         phases = [seconds_of(evidence, phase) for phase in Phase]
         share = phases[Phase.VALIDATION] / sum(phases) if sum(phases) > 0 else 0.0
         loader = next((one for one in evidence.loaders if one.role == "validation"), None)
-        time = f"; validation takes {share:.0%} of the time" if share >= 0.01 else ""
+        time = f"; validation takes {percent(share)} of the time" if share >= 0.01 else ""
         return Finding(
             name=cls.finds,
             what=f"{count} of {all_calls} forwards in eval mode kept a graph and its activations, which no backward "
