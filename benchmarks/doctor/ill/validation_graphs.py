@@ -1,6 +1,7 @@
 """Validation that builds graphs nobody walks back."""
 
 # plant: validation_graphs
+# also: data_bound, full_precision
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
+from bisect import bisect_left, bisect_right
 from functools import cache
+from itertools import pairwise
 
 from hasten.evidence import Evidence, Finding, HowKnown, Machine, MemoryPoint
 from hasten.evidence.waiting import in_ms, mean_during, stretch
@@ -65,17 +68,17 @@ class Allocator(Technique):
     def finding(cls, evidence: Evidence) -> Finding | None:
         """Memory that is given back to the kernel at each step and faulted in again.
 
-        Rests on the page faults and the kernel's CPU time between two steps behind the warm-up, shared out among the
-        cores that the training used (PyTorch's tuning guide, CPU; glibc manual).
+        Rests on the page faults and the kernel's CPU time between steps of one pass behind the warm-up, shared out
+        among the cores that the training used (PyTorch's tuning guide, CPU; glibc manual). Validation has faults of
+        its own, and where workers are forked, all memory is faulted in once more.
         """
         points = [one for one in evidence.memory if one.faults is not None and one.system is not None]
-        points = points[len(points) // 3 :]
+        stretches = _undivided(evidence, points[len(points) // 3 :])
         around = evidence.surroundings
-        if on_gpu(evidence) or len(points) < 2 or (around is not None and around.preload):
+        if on_gpu(evidence) or not stretches or (around is not None and around.preload):
             return None
-        faults, seconds = _per_step(points)
+        faults, seconds, grown = _per_step(stretches)
         # Pages of memory that only grows are no fault of the allocator.
-        grown = (points[-1].rss - points[0].rss) / 4096 / max(1, points[-1].step - points[0].step)
         if (again := faults - max(0.0, grown)) < _MANY:
             return None
         here = next((name for name in ("glibc", "jemalloc", "tcmalloc") if not cls.useless(name, evidence.machine)), "")
@@ -119,11 +122,28 @@ def keeping(evidence: Evidence) -> str:
     return f", with GLIBC_TUNABLES={TUNABLES} set, which keeps the memory of its casts"
 
 
-def _per_step(points: list[MemoryPoint]) -> tuple[float, float]:
-    """Page faults, and seconds of the kernel's CPU, per step between the first and the last point."""
-    first, last = points[0], points[-1]
-    steps = max(1, last.step - first.step)
-    return ((last.faults or 0) - (first.faults or 0)) / steps, ((last.system or 0.0) - (first.system or 0.0)) / steps
+def _undivided(evidence: Evidence, points: list[MemoryPoint]) -> list[tuple[MemoryPoint, MemoryPoint]]:
+    """Points that follow each other with no pass through a loader beginning or ending between them."""
+    numbers = [evidence.number(index) for index in range(len(evidence.step_start))]
+
+    def at(point: MemoryPoint) -> float:
+        index = bisect_left(numbers, point.step)
+        return evidence.step_start[index] if index < len(numbers) else math.inf
+
+    ends = sorted(moment for over in evidence.passes for moment in (over.start, over.first, over.end))
+    return [
+        (before, after)
+        for before, after in pairwise(points)
+        if after.step > before.step and bisect_right(ends, at(before)) == bisect_right(ends, at(after))
+    ]
+
+
+def _per_step(stretches: list[tuple[MemoryPoint, MemoryPoint]]) -> tuple[float, float, float]:
+    """Page faults, seconds of the kernel's CPU, and pages that memory grew by, per step of these stretches."""
+    steps = sum(after.step - before.step for before, after in stretches)
+    faults = sum((after.faults or 0) - (before.faults or 0) for before, after in stretches)
+    seconds = sum((after.system or 0.0) - (before.system or 0.0) for before, after in stretches)
+    return faults / steps, seconds / steps, sum(after.rss - before.rss for before, after in stretches) / 4096 / steps
 
 
 @cache
