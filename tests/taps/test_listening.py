@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def tell(**more):
 
 def heard(folder: Path, text: str) -> tuple[Evidence, dict]:
     """What hasten heard, and what the script said; which is, to the last bit, what it says under Python."""
-    (folder / "train.py").write_text(HEAD + text)
+    (folder / "train.py").write_text(HEAD + textwrap.dedent(text))
     expected = plain(folder, "train.py")
     assert expected.code == 0, expected.err
     done, evidence = listened(folder, "train.py")
@@ -169,6 +170,45 @@ tell(weights=digest(model))
     )
     assert evidence.steps == len(evidence.step_phases) == 11
     assert all(step[Phase.FORWARD] > 0 and step[Phase.BACKWARD] > 0 for step in evidence.step_phases)
+
+
+@pytest.mark.parametrize("loader", [True, False], ids=["loader", "no loader"])
+def test_a_training_by_hand_may_use_autograd_grad(tmp_path: Path, loader: bool) -> None:
+    evidence, said = heard(
+        tmp_path,
+        f"""
+        data = torch.randn(40, 3)
+        model = nn.Linear(3, 1)
+        for x in DataLoader(data, batch_size=4) if {loader} else data.split(4):
+            loss = model(x).square().mean()
+            for parameter, grad in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters()))):
+                parameter.data -= 0.1 * grad
+            told.append(loss.item())
+        tell()
+        """,
+    )
+    assert evidence.steps == (10 if loader else 9)  # without a loader, the first step has no beginning
+    assert evidence.losses == pytest.approx(said["losses"][-evidence.steps :])
+    assert all(step[Phase.BACKWARD] > 0 for step in evidence.step_phases)
+
+
+def test_gradients_that_are_only_looked_at_are_no_steps(tmp_path: Path) -> None:
+    """A script with an optimizer trains by it, whatever it asks gradients for."""
+    evidence, _ = heard(
+        tmp_path,
+        """
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(10):
+            x = torch.randn(4, 3, requires_grad=True)
+            torch.autograd.grad(model(x).sum(), x)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        tell()
+        """,
+    )
+    assert evidence.steps == 9
 
 
 def test_two_models_two_optimizers(tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ def _transfer(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | 
 
 
 def _network(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
-    details = [f"{evidence.flags.distributed} processes add up their gradients"]
+    processes = evidence.flags.distributed
+    details = [f"{processes} processes add up their gradients: the slowest of them, or the network, is waited for"]
     if use is not None and use.net_out > 1e6:
         details.append(f"the machine sent {use.net_out / 1e6:.0f} MB/s meanwhile")
     return Verdict(

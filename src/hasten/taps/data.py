@@ -118,8 +118,7 @@ def _tap_iterator(kind: Any, session: Any) -> None:
     plain = kind.__next__
     run = session.run
     changes = bool(run.acting("batches"))
-    on_batch = session.on_batch
-    on_batch.append(functools.partial(_weigh, session.loaders))
+    on_batch, loaders = session.on_batch, session.loaders
 
     def fetch(iterator: Any) -> Any:
         wrapped = iterator.__dict__.get("_hasten_fetch")
@@ -135,8 +134,8 @@ def _tap_iterator(kind: Any, session: Any) -> None:
 
     @functools.wraps(plain)
     def __next__(self: Any) -> Any:
-        recorder, loader = run.recorder, self.__dict__.get("_hasten_loader")
-        if recorder is None or loader is None:
+        recorder = run.recorder
+        if recorder is None:
             return give(self)
         if (resting := recorder.resting) is not None and resting.rest and resting.iterator() is self:
             resting.rest -= 1
@@ -146,6 +145,9 @@ def _tap_iterator(kind: Any, session: Any) -> None:
                 resting.rest += 1
                 recorder.exhausted(self, recorder.now())
                 raise
+        loader = self.__dict__.get("_hasten_loader")
+        if loader is None:
+            return give(self)
         now = recorder.now
         start = now()
         recorder.asks(self, start)
@@ -155,22 +157,22 @@ def _tap_iterator(kind: Any, session: Any) -> None:
             recorder.exhausted(self, now())
             raise
         recorder.got(self, start, now())
-        for told in on_batch:
-            try:
+        try:
+            if not loaders[loader][2]:
+                _weigh(loaders[loader], batch)
+            for told in on_batch:
                 told(loader, batch)
-            except Exception as error:  # a batch like no other
-                session.run.skip("looking at a batch", error)
+        except Exception as error:  # a batch like no other
+            session.run.skip("looking at a batch", error)
         return batch
 
     kind.__next__ = __next__
 
 
-def _weigh(loaders: list[Any], index: int, batch: Any) -> None:
+def _weigh(entry: list[Any], batch: Any) -> None:
     """Note the size of a loader's first batch."""
-    entry = loaders[index]
-    if not entry[2]:
-        entry[2] = 1  # should it be a batch like no other
-        entry[2] = facts.batch_bytes(batch)
+    entry[2] = 1  # should it be a batch like no other
+    entry[2] = facts.batch_bytes(batch)
 
 
 def _tap_fetcher(room: Any, session: Any) -> None:

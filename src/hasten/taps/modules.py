@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -32,11 +33,15 @@ def _tap_forward(session: Any) -> None:
 
     plain = Module.__call__
     outermost = _outermost(session, plain, torch)
+    recorder = session.run.recorder
+    rests = recorder is not None and recorder.may_rest and not session.run.acting("forward")
 
     @functools.wraps(plain)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Inside compiled code the flag folds away; a clock read there would break the graph.
         if _inside or is_compiling() or is_tracing():
+            return plain(self, *args, **kwargs)
+        if rests and recorder.resting is not None and self.training:
             return plain(self, *args, **kwargs)
         return outermost(self, args, kwargs)
 
@@ -89,7 +94,7 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
             return plain(module, *args, **kwargs)
         recorder = run.recorder
         if recorder is not None and recorder.resting is not None and not module.training:
-            recorder.wake()
+            recorder.wake()  # validation is listened to in all steps
         _inside = True
         if recorder is None or recorder.resting is not None:
             try:
@@ -159,18 +164,33 @@ def _tap_backward(session: Any) -> None:
         return result
 
     torch.autograd.backward = backward
-    _tap_grad(run, torch)
+    _tap_grad(session, torch, lambda: looks[0] > 0)
 
 
-def _tap_grad(run: Any, torch: Any) -> None:
-    """Notice gradients that are differentiated again (a gradient penalty), which compiled code cannot do."""
+def _tap_grad(session: Any, torch: Any, went_backward: Callable[[], bool]) -> None:
+    """Notice gradients that are differentiated again (a gradient penalty), which compiled code cannot do.
+
+    In a script without optimizer and backward, `torch.autograd.grad` is the backward of its training.
+    """
+    run = session.run
     plain = torch.autograd.grad
 
     @functools.wraps(plain)
     def grad(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("create_graph") and not torch.compiler.is_compiling():
+        recorder = run.recorder
+        if torch.compiler.is_compiling():
+            return plain(*args, **kwargs)
+        again = kwargs.get("create_graph")
+        if again:
             run.seen["double_backward"] = True
-        return plain(*args, **kwargs)
+        if again or recorder is None or recorder.resting is not None or session.optimizers or went_backward():
+            return plain(*args, **kwargs)
+        start = perf_counter()
+        result = plain(*args, **kwargs)
+        outputs = args[0] if args else kwargs.get("outputs")
+        recorder.backward(perf_counter() - start, _losses(session, outputs, torch.Tensor))
+        recorder.stepped_by_hand()
+        return result
 
     torch.autograd.grad = grad
 

@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 from hasten.evidence import Event
+from hasten.taps.observe.gradient_sync import GradientSync, SyncClock
 from hasten.taps.observe.log import EventLog, script_place
 from hasten.taps.observe.tapping import tap
 
@@ -46,6 +47,7 @@ class _Replica:
 
     __slots__ = (
         "backwards",
+        "clock",
         "first",
         "gradient",
         "module",
@@ -63,17 +65,21 @@ class _Replica:
         self.unused = False
         first = next((p for p in module.parameters() if p.requires_grad), None)
         self.first = None if first is None else weakref.ref(first)
-        self.gradient: tuple[int, int] | None = None  # which one its first parameter had, and its version
+        self.gradient: tuple[weakref.ref[Any], int] | None = None  # its first parameter's, and its version
         self.backwards = 0  # that synchronised
         self.synchronised: list[str] = []  # where, since its optimizer stepped
         self.parameters = frozenset(map(id, module.parameters()))
+        self.clock = SyncClock(module)
 
     def went_through(self) -> bool:
         """Whether the backward that is over added to this module's gradients."""
         first = None if self.first is None else self.first()
-        gradient = None if first is None else first.grad
-        before, self.gradient = self.gradient, None if gradient is None else (id(gradient), gradient._version)
-        return self.gradient is not None and self.gradient != before
+        before, self.gradient = self.gradient, None
+        if first is None or first.grad is None:
+            return False
+        version: int = first.grad._version
+        self.gradient = weakref.ref(first.grad), version
+        return before is None or before[0]() is not first.grad or before[1] != version
 
 
 class Replicas:
@@ -88,6 +94,7 @@ class Replicas:
         self._session = session
         self._log = log
         self._all: list[_Replica] = []
+        self._sync = GradientSync(session.run.recorder)
 
     def built(self, module: Any, place: str) -> None:
         """One was built; from the first on, backwards and steps are listened to."""
@@ -110,6 +117,7 @@ class Replicas:
                 if not (module.require_backward_grad_sync and module.require_forward_param_sync):
                     continue  # under no_sync, which counts where the forward is
                 replica.backwards += 1
+                self._sync.synced(replica.clock)
                 replica.synchronised.append(script_place(sys._getframe(2), past_torch=True) or "")
                 if replica.seeks_unused and replica.backwards <= _LOOKED and not replica.unused:
                     replica.unused = any(p.requires_grad and p.grad is None for p in module.module.parameters())
