@@ -558,6 +558,7 @@ def test_of_each_group_of_steps_one_is_kept(most: int, steps: int) -> None:
     for number in range(steps):
         kept.add(number, float(number), [float(number)] * len(Phase), [number])
     assert len(kept.numbers) <= most
+    assert kept.numbers[:1] == [0][:steps]
     assert [number // kept.every for number in kept.numbers] == list(range(len(kept.numbers)))
     assert steps - kept.every < (kept.numbers[-1] if steps else 0) + kept.every
     assert kept.start == [phases[0] for phases in kept.phases] == [loss for (loss,) in kept.losses] == kept.numbers

@@ -18,7 +18,7 @@ def pauses(evidence: Evidence) -> Pauses:
     lengths = evidence.step_seconds
     if not lengths:
         return Pauses()
-    from_the_start = evidence.number(0) < evidence.every  # a live file holds the last steps only
+    from_the_start = evidence.number(0) == 0  # a live file holds the last steps only
     began = min(0.0, evidence.use.at[0]) if evidence.use is not None and evidence.use.at else 0.0
     return Pauses(
         start_up=evidence.step_start[0] - began if from_the_start else math.nan,

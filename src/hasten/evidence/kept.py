@@ -14,7 +14,8 @@ class KeptSteps:
 
     The run is divided into groups of `every` steps that follow each other, and one step of each group is kept. With
     `most` kept, groups are joined in pairs. Which one of a group is kept is drawn by lot: a fixed one would see
-    always, or never, what comes back every so many steps (the batches of the slowest of four workers).
+    always, or never, what comes back every so many steps (the batches of the slowest of four workers). The run's
+    first step is always kept.
 
     Args:
         most: So many at the most; an even number.
@@ -81,8 +82,8 @@ class KeptSteps:
         }
 
     def _thin_out(self) -> None:
-        """Join groups in pairs."""
-        stay = [first + self._random.getrandbits(1) for first in range(0, len(self.numbers), 2)]
+        """Join groups in pairs; the run's first step, which is like no other, always stays."""
+        stay = [0, *(first + self._random.getrandbits(1) for first in range(2, len(self.numbers), 2))]
         for index in set(range(len(self.numbers))).difference(stay):
             self.put_aside(self.phases[index])
         self.numbers = [self.numbers[index] for index in stay]
