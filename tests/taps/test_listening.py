@@ -211,6 +211,50 @@ def test_gradients_that_are_only_looked_at_are_no_steps(tmp_path: Path) -> None:
     assert evidence.steps == 9
 
 
+def test_gradients_are_read_in_the_thread_that_trains_only(tmp_path: Path) -> None:
+    """autograd sets them without Python's lock: the live file's thread would read freed memory (it crashed)."""
+    evidence, said = heard(
+        tmp_path,
+        """
+        import threading, time
+        readers = set()
+        class Told(nn.Parameter):
+            @property
+            def grad(self):
+                readers.add(threading.current_thread().name)
+                return torch.Tensor.grad.__get__(self)
+            @grad.setter
+            def grad(self, value):
+                torch.Tensor.grad.__set__(self, value)
+        weight = Told(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        until = time.monotonic() + 2.5
+        while time.monotonic() < until:
+            optimizer.zero_grad()
+            (weight * torch.ones(3)).sum().square().backward()
+            optimizer.step()
+            time.sleep(0.01)
+        tell(readers=sorted(readers))
+        """,
+    )
+    assert said["readers"] == ["MainThread"]
+    assert evidence.steps > 20
+
+
+def test_a_ctrl_c_that_nobody_handles_ends_the_script_as_ever(tmp_path: Path) -> None:
+    """Python ends by the signal itself, whatever is done at its exit."""
+    text = """
+import os, signal, torch
+torch.nn.Linear(3, 1)(torch.ones(2, 3)).sum().backward()
+os.kill(os.getpid(), signal.SIGINT)
+"""
+    (tmp_path / "train.py").write_text(text)
+    expected = plain(tmp_path, "train.py")
+    done, _ = listened(tmp_path, "train.py")
+    assert expected.code in (-2, 130)
+    assert (done.code, done.err) == (expected.code, expected.err)
+
+
 def test_two_models_two_optimizers(tmp_path: Path) -> None:
     """A GAN: two backwards and two optimizer steps a batch, one step each."""
     evidence, said = heard(

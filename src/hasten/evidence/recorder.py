@@ -71,6 +71,7 @@ class OpenPass:
         self.phases = list(_BLANK)
         self.losses: list[Any] = []
         self.optimizer_steps = 0
+        self.stepped: set[int] = set()  # optimizers that stepped since its iterator was gone
         self.rests_for = 0  # steps, when the clock rests
         self.rest = 0  # of them not yet begun
 
@@ -118,6 +119,7 @@ class Recorder:
         self._open: dict[int, OpenPass] = {}
         self._beside: OpenPass | None = None  # the training pass that was interrupted to ask this one
         self._marker: int | None = None
+        self._others = 0  # optimizer steps since the marker's last
         self._validation: Any = None  # sum of the losses since the last backward, on their device
         self._validated = 0
 
@@ -126,6 +128,7 @@ class Recorder:
     def pass_begins(self, loader: int, iterator: Any, start: float, end: float) -> None:
         """`iter(loader)` took from `start` to `end`."""
         self.wake()
+        self._end_if_gone(self._current, start)
         if (left := self._open.get(id(iterator))) is not None:
             self._end_pass(left, start)  # it was left early: the same iterator again, or another in its place
         if (before := self._open.get(id(iterator))) is not None:
@@ -157,6 +160,8 @@ class Recorder:
 
     def _changes(self, current: OpenPass, asked: OpenPass, at: float) -> None:
         """Another loader is asked than before."""
+        if asked.outer is current and self._end_if_gone(current, asked.start):  # it was the last one to hold it
+            asked.outer = current = self._current
         if current.outer is asked:
             if not current.trained:
                 asked.phases[_VALIDATION] += at - current.start  # a validation loop left before its end
@@ -205,6 +210,15 @@ class Recorder:
         inner.trained = False
         self._end_pass(inner, at)
 
+    def _end_if_gone(self, current: OpenPass, at: float) -> bool:
+        """A pass that trained and whose iterator is gone (`next(iter(loader))`, or a loop that was left) is over."""
+        gone = current is not self._loose and current.trained and current.iterator() is None
+        if gone:
+            if current.step_start is not None:
+                self._end_step(current, at)
+            self._end_pass(current, at)
+        return gone
+
     def _end_pass(self, over: OpenPass, at: float) -> None:
         if over.ended:
             return
@@ -251,6 +265,8 @@ class Recorder:
         one.batches += begun - 1
         if over:
             one.step_start = None
+        if self._validated:
+            self._flush_validation()  # who rests has trained since
         if ended := begun if over else begun - 1:
             self.kept.put_aside(one.phases)
             one.phases, one.losses, one.optimizer_steps = [*_BLANK], [], 0
@@ -265,7 +281,7 @@ class Recorder:
         if one is None:
             return
         if one is self._loose:
-            if optimizer == self._marker:
+            if self._is_marker(optimizer):
                 if one.rest:
                     one.rest -= 1
                 else:
@@ -312,16 +328,27 @@ class Recorder:
         current.phases[_OPTIMIZER] += max(0.0, end - start - inside)
         if current is not self._loose:
             current.optimizer_steps += 1
+            current.trained = True  # whatever it got its gradients by
             gone = current.iterator() is None
             if gone and current.outer is not None and current.outer.step_start is not None:
                 self._fold(current, current.outer, end)
-            elif gone or current.optimizer_steps > _STALE_AFTER:
-                self._end_pass(current, end)
+            elif (gone and optimizer in current.stepped) or current.optimizer_steps > _STALE_AFTER:
+                self._end_pass(current, end)  # a batch that is kept and trained on again and again
+            elif gone:
+                current.stepped.add(optimizer)
             return
-        if self._marker is None:
-            self._marker = optimizer
-        if self._marker == optimizer:
+        if self._is_marker(optimizer):
             self._loose_step(end)
+
+    def _is_marker(self, optimizer: int) -> bool:
+        """Whether this optimizer's steps are the run's: the first one's, until it steps no more."""
+        self._others += 1
+        if self._marker is None or self._others > _STALE_AFTER:
+            self._marker = optimizer
+        if self._marker != optimizer:
+            return False
+        self._others = 0
+        return True
 
     def stepped_by_hand(self) -> None:
         """A backward is over in a script without an optimizer, which changes its parameters itself."""

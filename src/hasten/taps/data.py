@@ -141,9 +141,10 @@ def _tap_iterator(kind: Any, session: Any) -> None:
             resting.rest -= 1
             try:
                 return give(self)
-            except StopIteration:
+            except BaseException as error:  # no batch came
                 resting.rest += 1
-                recorder.exhausted(self, recorder.now())
+                if isinstance(error, StopIteration):
+                    recorder.exhausted(self, recorder.now())
                 raise
         loader = self.__dict__.get("_hasten_loader")
         if loader is None:

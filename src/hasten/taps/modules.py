@@ -35,13 +35,14 @@ def _tap_forward(session: Any) -> None:
     outermost = _outermost(session, plain, torch)
     recorder = session.run.recorder
     rests = recorder is not None and recorder.may_rest and not session.run.acting("forward")
+    grad_enabled = torch.is_grad_enabled
 
     @functools.wraps(plain)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Inside compiled code the flag folds away; a clock read there would break the graph.
         if _inside or is_compiling() or is_tracing():
             return plain(self, *args, **kwargs)
-        if rests and recorder.resting is not None and self.training:
+        if rests and recorder.resting is not None and self.training and grad_enabled():
             return plain(self, *args, **kwargs)
         return outermost(self, args, kwargs)
 
@@ -93,7 +94,7 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
         if not owner:
             return plain(module, *args, **kwargs)
         recorder = run.recorder
-        if recorder is not None and recorder.resting is not None and not module.training:
+        if recorder is not None and recorder.resting is not None and not (module.training and grad_enabled()):
             recorder.wake()  # validation is listened to in all steps
         _inside = True
         if recorder is None or recorder.resting is not None:
@@ -185,6 +186,9 @@ def _tap_grad(session: Any, torch: Any, went_backward: Callable[[], bool]) -> No
             run.seen["double_backward"] = True
         if again or recorder is None or recorder.resting is not None or session.optimizers or went_backward():
             return plain(*args, **kwargs)
+        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+        if run.models and not any(isinstance(one, torch.nn.Parameter) for one in _as_tuple(inputs)):
+            return plain(*args, **kwargs)  # what a model's answer owes to its input
         start = perf_counter()
         result = plain(*args, **kwargs)
         outputs = args[0] if args else kwargs.get("outputs")
@@ -193,6 +197,10 @@ def _tap_grad(session: Any, torch: Any, went_backward: Callable[[], bool]) -> No
         return result
 
     torch.autograd.grad = grad
+
+
+def _as_tuple(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
 def _losses(session: Any, tensors: Any, tensor: Any) -> list[Any]:

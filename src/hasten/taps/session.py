@@ -67,6 +67,8 @@ class Session:
         self.ended = ""
         self.stopped_at = ""
         self._is_fork = False
+        self._trains_in = threading.get_ident()  # the thread that makes the steps
+        self._interrupted = False  # by a Ctrl-C that nobody handled
         self._leaving = threading.RLock()
         self._since: float | None = None  # when the steps behind compilation began
         self._trained_passes = 0
@@ -147,10 +149,11 @@ class Session:
 
         def crashed(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
             self.error = describe(error)
+            self._interrupted = issubclass(kind, KeyboardInterrupt)
             show(kind, error, traceback)
 
         sys.excepthook = crashed
-        atexit.register(self.leave)
+        atexit.register(self._leave_at_exit)
         if self.run.recorder is not None:
             import multiprocessing.util
 
@@ -219,6 +222,14 @@ class Session:
             self._leave()
             if self.live is not None:
                 self.live.remove()
+
+    def _leave_at_exit(self) -> None:
+        self.leave()
+        if self._interrupted:
+            # Python ends by the signal itself (exit code 130 in a shell) where the last string it ran as code was
+            # interrupted; a dataclass that is made while the evidence is written is such a string.
+            with contextlib.suppress(KeyboardInterrupt):
+                exec("raise KeyboardInterrupt")
 
     def is_helper(self) -> bool:
         """Whether this process was forked or spawned by one that hasten listens to as well."""
@@ -297,15 +308,29 @@ class Session:
         course = course if course and course.held is held else None
         steps, optimizer = recorder.optimizer_steps.get(key, 0), held()
         if optimizer is not None:
-            return optimizer_facts(optimizer, where, steps, _why_not(optimizer), course)
+            return optimizer_facts(optimizer, where, steps, self._why_not_fusable(key, optimizer), course)
         seen, facts = self._seen_optimizers.get(key, (None, None))
         if seen is not held or facts is None:
             return None
         kept: OptimizerFacts = dataclasses.replace(facts, steps=steps)
         return dataclasses.replace(kept, schedule=course.schedule, rates=tuple(course.rates)) if course else kept
 
+    def _why_not_fusable(self, key: int, optimizer: Any) -> str:
+        """Why this optimizer has no fused kernel, or "".
+
+        Gradients are read in the thread that trains only: autograd sets them without Python's lock, and who reads one
+        just then from another thread (the live file's, the clock's) reads freed memory.
+        """
+        if threading.get_ident() == self._trains_in:
+            return _why_not(optimizer)
+        seen = self._seen_optimizers.get(key, (None, None))[1]
+        if seen is not None:
+            return str(seen.why_not_fusable)
+        return why_not_fusable(type(optimizer), {"params": list(optimizer.param_groups), **optimizer.defaults})
+
     def _look_at_what_was_built(self, steps: int) -> int:
         """What a script builds within a function is gone when the evidence is written at its end."""
+        self._trains_in = threading.get_ident()
         try:
             for watch in list(self.run.models.values()):
                 watch.facts()
@@ -351,6 +376,7 @@ class Session:
 
 
 def _why_not(optimizer: Any) -> str:
+    """Call it in the thread that trains."""
     if any(p.grad is not None and p.grad.is_sparse for g in optimizer.param_groups for p in g["params"]):
         return "its gradients are sparse"
     return why_not_fusable(type(optimizer), {"params": list(optimizer.param_groups), **optimizer.defaults})

@@ -106,6 +106,10 @@ class Replicas:
             self._session.observers.append(self)
             self._session.on_backward.append(self._on_backward)
             register_optimizer_step_post_hook(self._stepped)
+        recorder = self._session.run.recorder
+        if recorder is not None:  # which backward of several was for nothing shows only where all are seen
+            recorder.wake()
+            recorder.may_rest = False
         self._all.append(_Replica(module, place))
 
     def _on_backward(self, *_: Any) -> None:
