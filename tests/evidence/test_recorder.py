@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hasten.evidence import PHASES, Phase
 from hasten.evidence.kept import KeptSteps
-from hasten.evidence.recorder import OpenPass, Recorder
+from hasten.evidence.open_pass import OpenPass
+from hasten.evidence.recorder import Recorder
 
 # Binary fractions, so that sums are exact.
 moments = st.integers(1, 64).map(lambda n: n / 64)

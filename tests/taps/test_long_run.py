@@ -87,7 +87,7 @@ def test_every_step_is_counted_and_some_are_kept(run: tuple[str, Evidence, str, 
     assert evidence.steps == (3400 if kind == "loader" else 3399)  # without one, the first step has no beginning
     assert evidence.every == 4
     assert len(evidence.step_phases) == len(evidence.step_start) == len(evidence.losses) == len(evidence.numbers)
-    assert len(evidence.numbers) == -(-evidence.steps // 4)
+    assert len(evidence.numbers) - evidence.steps // 4 in (0, 1)  # of the last group, it may be yet to come
     assert all(number // 4 == index for index, number in enumerate(evidence.numbers))
     assert all(sum(phases) > 0 for phases in evidence.step_phases)
     assert evidence.optimizers[0].steps == 3400

@@ -13,67 +13,19 @@ pass wakes it.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from hasten.evidence.kept import KeptSteps
+from hasten.evidence.open_pass import BLANK, OpenPass, adding_up
 from hasten.evidence.schema import Pass, Phase
 
 _STALE_AFTER = 50  # optimizer steps on one batch before its loader is taken to be over (a batch kept by hand)
 _KEPT = 20_000  # steps kept at the most
 _KEPT_RESTING = 1024  # the same where the clock may rest
-_BLANK = (0.0,) * len(Phase)
 # What runs in every step does not look members up in an enum class.
 _DATA, _BACKWARD, _OPTIMIZER = int(Phase.DATA), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
 _VALIDATION, _OTHER = int(Phase.VALIDATION), int(Phase.OTHER)
-
-
-def _adding_up(phases: list[float], total: float) -> list[float]:
-    """Phases that add up to the step: what is left is OTHER.
-
-    Where they are more (a part of the step fell inside a validation pass that had begun before it), validation
-    gives way first.
-    """
-    over = sum(phases) - total
-    if over <= 0:
-        phases[_OTHER] -= over
-        return phases
-    given = min(over, phases[Phase.VALIDATION])
-    phases[Phase.VALIDATION] -= given
-    rest = sum(phases)
-    return [phase * total / rest for phase in phases] if over > given and rest > 0 else phases
-
-
-def read_losses(steps: list[list[Any]]) -> list[float | None]:
-    """Sum of each step's losses; one read of the device for all of them."""
-    import torch
-
-    sums = [torch.stack([loss.float().mean() for loss in losses]).sum() if losses else None for losses in steps]
-    present = [value for value in sums if value is not None]
-    values = iter(torch.stack([value.cpu() for value in present]).tolist() if present else ())
-    return [None if value is None else next(values) for value in sums]
-
-
-class OpenPass:
-    """One time through a loader that is still going on, and the step it is in."""
-
-    def __init__(self, loader: int, iterator: Any, start: float, outer: OpenPass | None) -> None:
-        self.loader = loader
-        self.iterator: Callable[[], Any] = weakref.ref(iterator) if iterator is not None else lambda: None
-        self.start = start
-        self.first = self.opened = start
-        self.outer = outer
-        self.batches = 0
-        self.trained = False
-        self.ended = False
-        self.step_start: float | None = None
-        self.phases = list(_BLANK)
-        self.losses: list[Any] = []
-        self.optimizer_steps = 0
-        self.stepped: set[int] = set()  # optimizers that stepped since its iterator was gone
-        self.rests_for = 0  # steps, when the clock rests
-        self.rest = 0  # of them not yet begun
 
 
 class Recorder:
@@ -269,7 +221,7 @@ class Recorder:
             self._flush_validation()  # who rests has trained since
         if ended := begun if over else begun - 1:
             self.kept.put_aside(one.phases)
-            one.phases, one.losses, one.optimizer_steps = [*_BLANK], [], 0
+            one.phases, one.losses, one.optimizer_steps = [*BLANK], [], 0
             self.steps += ended
             if self.on_step:
                 self.on_step(self.steps)
@@ -365,7 +317,7 @@ class Recorder:
             elif not self.steps:
                 self.unfinished = list(loose.phases)  # nobody knows when it began: it is no step, but better than none
         loose.step_start = at
-        loose.phases, loose.losses = list(_BLANK), []
+        loose.phases, loose.losses = list(BLANK), []
         if self.may_rest and self.step_of == "optimizer" and self._marker is not None and self.kept.next > self.steps:
             self._rest(loose)
 
@@ -406,12 +358,12 @@ class Recorder:
             if spare >= 0:
                 phases[_OTHER] += spare
             else:
-                phases = _adding_up(phases, at - started)
+                phases = adding_up(phases, at - started)
             self.kept.add(self.steps, started - self.origin, phases, over.losses)
             self.steps += 1
             if self.on_step:
                 self.on_step(self.steps)
-        over.phases, over.losses = [*_BLANK], []
+        over.phases, over.losses = [*BLANK], []
 
     def measured(self, step: int, start: float, phases: list[float]) -> None:
         """A clock on the device says how long the parts of a step took, which the calls that start its work do not.
@@ -453,4 +405,4 @@ class Recorder:
         phases = list(opened.phases)
         if inner.outer is opened and not inner.trained:
             phases[Phase.VALIDATION] += at - inner.start
-        return phases if opened.step_start is None else _adding_up(phases, at - opened.step_start)
+        return phases if opened.step_start is None else adding_up(phases, at - opened.step_start)

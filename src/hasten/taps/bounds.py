@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from hasten.evidence.facts import caller
-from hasten.evidence.recorder import OpenPass
+from hasten.evidence.open_pass import OpenPass
 from hasten.taps.config import DoctorOptions
 from hasten.taps.steps_over import NEVER
 

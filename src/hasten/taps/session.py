@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import functools
 import importlib
 import math
@@ -16,22 +15,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hasten.evidence import Evidence, OptimizerFacts, Phase, Validation, this_machine
-from hasten.evidence.facts import global_flags, optimizer_facts
+from hasten.evidence import Evidence, Phase, Validation, this_machine
 from hasten.evidence.live import LiveFile
-from hasten.evidence.recorder import OpenPass, Recorder, read_losses
+from hasten.evidence.open_pass import OpenPass
+from hasten.evidence.recorder import Recorder
 from hasten.run import Run
 from hasten.taps.boot import describe
 from hasten.taps.bounds import Bounds
+from hasten.taps.built import Built
 from hasten.taps.config import RunConfig, TrialOptions
 from hasten.taps.seeds import fix_torch_seeds
 from hasten.taps.steps_over import NEVER, StepsOver
 from hasten.techniques import CATALOGUE, build
-from hasten.techniques.compute.compile import compiler
-from hasten.techniques.compute.fused_optimizer import why_not_fusable
-from hasten.techniques.data.probe import probe
 
-_SECOND_LOOK = 10  # steps after which what was built is looked at again, lest it be gone when the script is over
 _COMPILED_BY = 5  # steps after which compilation is over and a trial's seconds count
 
 
@@ -51,7 +47,7 @@ class Session:
         self.run = Run(build(config.techniques, CATALOGUE), recorder)
         self.loaders: list[Any] = []  # (weak reference to the loader, facts, its biggest batch in bytes)
         self.optimizers: dict[int, tuple[Any, str]] = {}
-        self._seen_optimizers: dict[int, tuple[Any, Any]] = {}  # id -> weak reference, facts
+        self.built = Built(self)
         self.kept_loaders: list[Any] = []
         self.validating = False  # whether the last outermost forward was in eval mode or without a graph
         self.observers: list[Any] = []  # what `doctor` listens with; each has `facts()`
@@ -67,7 +63,6 @@ class Session:
         self.ended = ""
         self.stopped_at = ""
         self._is_fork = False
-        self._trains_in = threading.get_ident()  # the thread that makes the steps
         self._interrupted = False  # by a Ctrl-C that nobody handled
         self._leaving = threading.RLock()
         self._since: float | None = None  # when the steps behind compilation began
@@ -103,7 +98,7 @@ class Session:
     def _begin_live(self) -> None:
         recorder = self.run.recorder
         if self.live is not None and recorder is not None:
-            built = functools.partial(self._built, recorder)
+            built = functools.partial(self.built.facts, recorder)
             self.live.start(recorder, self.run.skipped, self.listens_to_training, built)
 
     def _tap(self, *taps: Any) -> None:
@@ -140,7 +135,7 @@ class Session:
 
     def _watch_the_steps(self) -> None:
         if self.run.recorder is not None:
-            self.steps_over.tell(self._look_at_what_was_built)
+            self.steps_over.tell(self.built.look)
             if self.trial is not None:
                 self.steps_over.tell(self._watch_the_trial)
 
@@ -259,11 +254,11 @@ class Session:
 
     def _evidence(self, recorder: Recorder) -> Evidence:
         recorder.close()
-        losses = tuple(read_losses(recorder.kept.losses))
+        losses = tuple(recorder.kept.read_losses())
         return Evidence(
             command=self.config.command,
             machine=this_machine(),
-            **self._built(recorder, self._asks_datasets(recorder)),
+            **self.built.facts(recorder, self._asks_datasets(recorder)),
             **recorder.kept.fields(),
             losses=losses,
             bad_losses=sum(1 for loss in losses if loss is not None and not math.isfinite(loss)),
@@ -287,59 +282,6 @@ class Session:
             listened="trial" if self.trial else "doctor" if self.config.doctor else "run",
             **self._observed(),
         )
-
-    def _built(self, recorder: Recorder, ask: bool = False) -> dict[str, Any]:
-        """What the script has built so far; `ask`: ask datasets what of them repeats itself."""
-        roles = recorder.roles()
-        return {
-            "flags": global_flags(self.run.seen, compiler()),
-            "loaders": tuple(self._loader(i, roles.get(i, "unused"), ask) for i in range(len(self.loaders))),
-            "models": tuple(facts for watch in list(self.run.models.values()) if (facts := watch.facts()) is not None),
-            "optimizers": tuple(
-                known
-                for key, (held, where) in list(self.optimizers.items())
-                if (known := self._optimizer(recorder, key, held, where)) is not None
-            ),
-        }
-
-    def _optimizer(self, recorder: Recorder, key: int, held: Any, where: str) -> OptimizerFacts | None:
-        """The facts of an optimizer; of one that is gone, as it was when it was looked at, if it was."""
-        course = self.courses.get(key)
-        course = course if course and course.held is held else None
-        steps, optimizer = recorder.optimizer_steps.get(key, 0), held()
-        if optimizer is not None:
-            return optimizer_facts(optimizer, where, steps, self._why_not_fusable(key, optimizer), course)
-        seen, facts = self._seen_optimizers.get(key, (None, None))
-        if seen is not held or facts is None:
-            return None
-        kept: OptimizerFacts = dataclasses.replace(facts, steps=steps)
-        return dataclasses.replace(kept, schedule=course.schedule, rates=tuple(course.rates)) if course else kept
-
-    def _why_not_fusable(self, key: int, optimizer: Any) -> str:
-        """Why this optimizer has no fused kernel, or "".
-
-        Gradients are read in the thread that trains only: autograd sets them without Python's lock, and who reads one
-        just then from another thread (the live file's, the clock's) reads freed memory.
-        """
-        if threading.get_ident() == self._trains_in:
-            return _why_not(optimizer)
-        seen = self._seen_optimizers.get(key, (None, None))[1]
-        if seen is not None:
-            return str(seen.why_not_fusable)
-        return why_not_fusable(type(optimizer), {"params": list(optimizer.param_groups), **optimizer.defaults})
-
-    def _look_at_what_was_built(self, steps: int) -> int:
-        """What a script builds within a function is gone when the evidence is written at its end."""
-        self._trains_in = threading.get_ident()
-        try:
-            for watch in list(self.run.models.values()):
-                watch.facts()
-            for key, (held, where) in list(self.optimizers.items()):
-                if (optimizer := held()) is not None:
-                    self._seen_optimizers[key] = (held, optimizer_facts(optimizer, where, 0, _why_not(optimizer)))
-        except Exception as error:  # an optimizer or a module like no other
-            self.run.skip("looking at what was built", error)
-        return _SECOND_LOOK if steps < _SECOND_LOOK else NEVER
 
     def _observed(self) -> dict[str, Any]:
         """What the observers saw; where two fill the same field, one after the other."""
@@ -365,21 +307,6 @@ class Session:
             return False
         steps = recorder.kept.phases[len(recorder.kept.phases) // 2 :]
         return sum(step[Phase.DATA] for step in steps) > 0.02 * sum(map(sum, steps))
-
-    def _loader(self, index: int, role: str, ask: bool) -> Any:
-        reference, facts, size = self.loaders[index]
-        loader = reference()
-        asked = None
-        if ask and loader is not None and not facts.iterable and role != "unused":
-            asked = probe(loader)
-        return dataclasses.replace(facts, role=role, batch_bytes=size, probe=asked)
-
-
-def _why_not(optimizer: Any) -> str:
-    """Call it in the thread that trains."""
-    if any(p.grad is not None and p.grad.is_sparse for g in optimizer.param_groups for p in g["params"]):
-        return "its gradients are sparse"
-    return why_not_fusable(type(optimizer), {"params": list(optimizer.param_groups), **optimizer.defaults})
 
 
 def _peak_memory() -> int:

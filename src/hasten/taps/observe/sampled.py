@@ -15,7 +15,8 @@ from statistics import median
 from typing import Any
 
 from hasten.evidence import Event, Layer, Sampled
-from hasten.evidence.recorder import OpenPass, Recorder
+from hasten.evidence.open_pass import OpenPass
+from hasten.evidence.recorder import Recorder
 from hasten.taps.observe.compiled import before_compiling, has_compiled, what_dynamo_says
 from hasten.taps.observe.inputs import inputs_of
 from hasten.taps.observe.layer_look import LayerLook, structure

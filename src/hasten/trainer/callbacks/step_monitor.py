@@ -16,7 +16,7 @@ import torch
 from hasten.evidence import Evidence, LoaderFacts, Phase, Validation, this_machine
 from hasten.evidence.facts import ModelWatch, batch_bytes, global_flags, loader_facts, optimizer_facts
 from hasten.evidence.live import LiveFile, live_path
-from hasten.evidence.recorder import Recorder, read_losses
+from hasten.evidence.recorder import Recorder
 from hasten.techniques.compute.compile import compiler
 from hasten.techniques.compute.fused_optimizer import why_not_fusable
 from hasten.trainer.callbacks.base import Callback
@@ -168,7 +168,7 @@ class StepMonitor(Callback):
 
     def _evidence(self, trainer: Any, recorder: Recorder, error: str) -> Evidence:
         recorder.close()
-        losses = tuple(read_losses(recorder.kept.losses))
+        losses = tuple(recorder.kept.read_losses())
         model = self._model.facts() if self._model is not None else None
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         return Evidence(

@@ -1,0 +1,49 @@
+"""A time through a loader that is still going on, and what a step is made of."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from hasten.evidence.schema import Phase
+
+BLANK = (0.0,) * len(Phase)
+"""Seconds by `Phase` of a step that has just begun."""
+
+
+def adding_up(phases: list[float], total: float) -> list[float]:
+    """Phases that add up to the step: what is left is OTHER.
+
+    Where they are more (a part of the step fell inside a validation pass that had begun before it), validation
+    gives way first.
+    """
+    over = sum(phases) - total
+    if over <= 0:
+        phases[Phase.OTHER] -= over
+        return phases
+    given = min(over, phases[Phase.VALIDATION])
+    phases[Phase.VALIDATION] -= given
+    rest = sum(phases)
+    return [phase * total / rest for phase in phases] if over > given and rest > 0 else phases
+
+
+class OpenPass:
+    """One time through a loader that is still going on, and the step it is in."""
+
+    def __init__(self, loader: int, iterator: Any, start: float, outer: OpenPass | None) -> None:
+        self.loader = loader
+        self.iterator: Callable[[], Any] = weakref.ref(iterator) if iterator is not None else lambda: None
+        self.start = start
+        self.first = self.opened = start
+        self.outer = outer
+        self.batches = 0
+        self.trained = False
+        self.ended = False
+        self.step_start: float | None = None
+        self.phases = list(BLANK)
+        self.losses: list[Any] = []
+        self.optimizer_steps = 0
+        self.stepped: set[int] = set()  # optimizers that stepped since its iterator was gone
+        self.rests_for = 0  # steps, when the clock rests
+        self.rest = 0  # of them not yet begun
