@@ -71,7 +71,7 @@ print("last loss", float(loss_of(model.eval()(data.tensors[0]), data.tensors[1])
 """
 
 
-@pytest.fixture(scope="module", params=["loader", "no loader"])
+@pytest.fixture(scope="module", params=["loader", pytest.param("no loader", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Evidence, str, str]:
     folder: Path = tmp_path_factory.mktemp("long")
     (folder / "train.py").write_text("import torch; torch.manual_seed(0)\n" + TRAIN)
