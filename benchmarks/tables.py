@@ -84,7 +84,8 @@ same people, and the rules were mended on these scripts: how others are judged i
 
 TRACEML = """`benchmarks/doctor/beside_traceml.py`: four short trainings with a known truth, each in turn with plain
 Python, {turns} turns; CPU time of the training process in its median step, beside plain Python's. TraceML ran the
-script as it is, and once more with the `with trace_step(model)` around each step that it asks for."""
+script as it is, and once more with the `with trace_step(model)` around each step that it asks for. Other work ran on
+the machine meanwhile, so costs are rough. The first training made ten times as long got the same words from TraceML."""
 
 NAMES = {
     "image": "stone-age images: small ResNet, CIFAR-10 JPEGs, batch 8",

@@ -3,7 +3,7 @@
     python -m venv /tmp/traceml && /tmp/traceml/bin/pip install torch==2.13.0 traceml-ai==0.5.0 numpy
     python benchmarks/doctor/beside_traceml.py --traceml /tmp/traceml/bin
 
-Four trainings of about ten seconds, each with a known truth. TraceML runs them twice: as they are, and with the
+Four short trainings, each with a known truth. TraceML runs them twice: as they are, and with the
 `with trace_step(model)` around each step that it asks for. Costs are CPU seconds of the training process in its median
 step, plain Python beside, in turn. (So the few steps that doctor looks into do not show; its evidence leaves them out
 too.)
@@ -61,10 +61,10 @@ if __name__ == "__main__":
     print("seconds a step:", sorted(times)[len(times) // 2])
 """
 SCRIPTS = {
-    "healthy": ("none", {"steps": 6000, "work": "pass", "line": "pass"}),
-    "retained graphs": ("retained_graph", {"steps": 6000, "work": "pass", "line": "losses.append(loss)"}),
-    "slow samples": ("workers_zero", {"steps": 500, "work": "time.sleep(0.0005)", "line": "pass"}),
-    "collected each step": ("garbage_collected", {"steps": 80, "work": "pass", "line": "import gc; gc.collect()"}),
+    "healthy": ("none", {"steps": 600, "work": "pass", "line": "pass"}),
+    "retained graphs": ("retained_graph", {"steps": 600, "work": "pass", "line": "losses.append(loss)"}),
+    "slow samples": ("workers_zero", {"steps": 200, "work": "time.sleep(0.0005)", "line": "pass"}),
+    "collected each step": ("garbage_collected", {"steps": 300, "work": "pass", "line": "import gc; gc.collect()"}),
 }
 
 
