@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hasten.evidence.figures import percent
 from hasten.evidence.finding import Finding, HowKnown, severity_of, split_place
 from hasten.evidence.observed import Layer, Measurement
 from hasten.evidence.schema import Evidence, Phase
@@ -88,7 +89,7 @@ def place_of(evidence: Evidence, tried: Measurement) -> str:
 
 def in_words(tried: Measurement) -> str:
     """A measurement as a line of a finding's details."""
-    times = f"{short(tried.before)} -> {short(tried.after)}, faster in {tried.wins:.0%} of {tried.turns} turns"
+    times = f"{short(tried.before)} -> {short(tried.after)}, faster in {percent(tried.wins)} of {tried.turns} turns"
     return f"{tried.where}: {tried.what}: {times}" if tried.where else f"{tried.what}: {times}"
 
 

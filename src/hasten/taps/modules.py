@@ -34,7 +34,8 @@ def _tap_forward(session: Any) -> None:
     plain = Module.__call__
     outermost = _outermost(session, plain, torch)
     recorder = session.run.recorder
-    rests = recorder is not None and recorder.may_rest and not session.run.acting("forward")
+    acts = session.run.acting("forward") or session.run.acting("model")
+    rests = recorder is not None and recorder.may_rest and not acts
     grad_enabled = torch.is_grad_enabled
 
     @functools.wraps(plain)

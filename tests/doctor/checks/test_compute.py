@@ -150,37 +150,6 @@ class TestChannelsLast:
         assert finding.name == "channels_first"
         assert finding.worth == pytest.approx(0.3, rel=0.01)
 
-    def test_on_a_gpu_it_is_measured(self) -> None:
-        finding = of("precision", evidence(on_gpu=True, measured=measured("full_precision", CONV)))
-        assert finding is not None
-        assert finding.how_known is HowKnown.MEASURED
-        assert "GLIBC_TUNABLES" not in finding.fix
-
-    def test_the_memory_of_its_casts_is_to_be_kept_where_glibc_gives_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("LD_PRELOAD", "GLIBC_TUNABLES"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
-        seen = evidence(**BF16, measured=measured("full_precision", CONV))
-        finding = of("precision", seen)
-        assert finding is not None
-        assert "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=" in finding.fix
-        other = of("precision", dataclasses.replace(seen, surroundings=Surroundings(preload="libjemalloc.so")))
-        assert other is not None
-        assert "GLIBC_TUNABLES" not in other.fix
-        monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.top_pad=67108864")
-        chosen = of("precision", seen)
-        assert chosen is not None
-        assert "set, which" not in chosen.fix
-
-    def test_silent_on_a_cpu_where_it_would_hardly_show(self) -> None:
-        little = dataclasses.replace(CONV, before=0.001, after=0.0006)  # 4 % of the step
-        assert of("precision", evidence(**BF16, measured=measured("full_precision", little))) is None
-        assert of("precision", evidence(on_gpu=True, measured=measured("full_precision", little)))
-
-    def test_silent_with_a_line_search(self) -> None:
-        seen = evidence(**BF16, optimizer={"name": "LBFGS"}, measured=measured("full_precision", CONV))
-        assert of("precision", seen) is None
-
     @pytest.mark.parametrize("one", [SLOWER, UNSURE])
     def test_silent_where_it_brought_nothing(self, one: Measurement) -> None:
         assert of("channels_last", evidence(measured=measured("channels_first", one))) is None

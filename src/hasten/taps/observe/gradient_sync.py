@@ -65,7 +65,8 @@ class GradientSync:
     def synced(self, clock: SyncClock) -> None:
         """A backward that synchronised is over."""
         clock.went_backward()
-        self._synced.setdefault(self._recorder.steps, []).append(clock)
+        if (step := self._recorder.steps) >= self._recorder.kept.next:  # of others nobody will ask
+            self._synced.setdefault(step, []).append(clock)
 
     def _move(self) -> None:
         kept = self._recorder.kept

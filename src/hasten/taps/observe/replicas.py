@@ -94,20 +94,21 @@ class Replicas:
         self._session = session
         self._log = log
         self._all: list[_Replica] = []
-        self._sync = GradientSync(session.run.recorder)
+        self._sync: GradientSync | None = None
 
     def built(self, module: Any, place: str) -> None:
         """One was built; from the first on, backwards and steps are listened to."""
         # By the end of the run the process group may be gone.
         self._session.run.seen["distributed"] = max(module.process_group.size(), 1)
-        if not self._all:
+        recorder = self._session.run.recorder
+        if not self._all and recorder is not None:
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
             self._session.observers.append(self)
             self._session.on_backward.append(self._on_backward)
             register_optimizer_step_post_hook(self._stepped)
-        recorder = self._session.run.recorder
-        if recorder is not None:  # which backward of several was for nothing shows only where all are seen
+            self._sync = GradientSync(recorder)  # here, in the process that trains: it may have been forked
+            # Which backward of several was for nothing shows only where all are seen.
             recorder.wake()
             recorder.may_rest = False
         self._all.append(_Replica(module, place))
@@ -121,7 +122,8 @@ class Replicas:
                 if not (module.require_backward_grad_sync and module.require_forward_param_sync):
                     continue  # under no_sync, which counts where the forward is
                 replica.backwards += 1
-                self._sync.synced(replica.clock)
+                if self._sync is not None:
+                    self._sync.synced(replica.clock)
                 replica.synchronised.append(script_place(sys._getframe(2), past_torch=True) or "")
                 if replica.seeks_unused and replica.backwards <= _LOOKED and not replica.unused:
                     replica.unused = any(p.requires_grad and p.grad is None for p in module.module.parameters())
