@@ -79,6 +79,30 @@ def test_a_writer_killed_at_any_moment_leaves_a_good_file(tmp_path):
     assert latest_good(tmp_path) == (path, [])
 
 
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path):
+    """A reader has the one or the other, also where they are in two formats."""
+    replace = """
+        import os, sys
+        folder = sys.argv[1]
+        print("begun", flush=True)
+        while True:
+            for format in ("hasten", "torch"):
+                os.link(f"{folder}/{format}", f"{folder}/next")
+                os.replace(f"{folder}/next", f"{folder}/last.ckpt")
+    """
+    for format in ("hasten", "torch"):
+        write(tmp_path / format, {"format": format, "t": torch.ones(1000)}, format)
+    process = python(replace, tmp_path)
+    try:
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(0.05)
+        seen = {read(tmp_path / "last.ckpt")["format"] for _ in range(300)}
+    finally:
+        process.kill()
+        process.communicate()
+    assert seen == {"hasten", "torch"}
+
+
 def test_a_file_that_is_being_written_is_not_swept(tmp_path):
     slow = """
         import sys

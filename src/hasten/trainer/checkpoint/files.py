@@ -85,7 +85,7 @@ def read(path: str | Path, map_location: str | torch.device = "cpu", verify: boo
     path = Path(path)
     with _open(path) as file:
         if _is_torch(file):
-            return read_torch(path, map_location, verify)
+            return read_torch(path, file, map_location, verify)
         layout = _layout(path, file)
         tensors, digest = _read_tensors(path, file, layout)
     if verify:
@@ -125,7 +125,7 @@ def verify(path: str | Path) -> None:
     path = Path(path)
     with _open(path) as file:
         if _is_torch(file):
-            verify_torch(path)
+            verify_torch(path, file)
             return
         layout = _layout(path, file)
         digest = layout.digest

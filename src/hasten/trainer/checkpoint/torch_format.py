@@ -5,7 +5,7 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -13,14 +13,18 @@ from hasten.trainer.checkpoint.plain import revive_not_saved
 from hasten.trainer.checkpoint.refusals import CheckpointError, damaged, unreadable
 
 
-def verify_torch(path: Path) -> None:
+def verify_torch(path: Path, file: BinaryIO) -> None:
     """Checks every record of the archive.
+
+    Args:
+        path: Its name, for what is said. What it names may be replaced while `file` is read.
+        file: The archive, open.
 
     Raises:
         CheckpointError: It is truncated or changed, or no archive of torch.save.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
             bad = archive.testzip()
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
@@ -33,18 +37,19 @@ def verify_torch(path: Path) -> None:
         raise CheckpointError(f"{path} is a zip archive, but not a checkpoint.", "Give a file that torch.save wrote.")
 
 
-def read_torch(path: Path, map_location: str | torch.device, check: bool) -> dict[Any, Any]:
-    """Reads the archive's dict.
+def read_torch(path: Path, file: BinaryIO, map_location: str | torch.device, check: bool) -> dict[Any, Any]:
+    """Reads the archive's dict; `path` and `file` as in `verify_torch`.
 
     Raises:
         CheckpointError: It is damaged, or needs code to be run.
     """
     if check:
-        verify_torch(path)
+        verify_torch(path, file)
     try:
-        state = torch.load(path, map_location=map_location, weights_only=True)
+        file.seek(0)
+        state = torch.load(file, map_location=map_location, weights_only=True)
     except (UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
-        foreign = _foreign(path)
+        foreign = _foreign(file)
         if not foreign:
             raise damaged(path, f"torch.load refuses it ({type(error).__name__}: {str(error)[:200]})") from error
         raise CheckpointError(
@@ -58,8 +63,9 @@ def read_torch(path: Path, map_location: str | torch.device, check: bool) -> dic
     return revive_not_saved(state)  # type: ignore[no-any-return]
 
 
-def _foreign(path: Path) -> list[str]:
+def _foreign(file: BinaryIO) -> list[str]:
     try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+        file.seek(0)
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception:  # a damaged or strange pickle: torch's own refusal says more
         return []
