@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from hasten import HastenError
@@ -26,6 +28,7 @@ from hasten.parallel import (
     sync_batchnorm,
     wrap,
 )
+from hasten.parallel.world import serve_store
 
 
 def ranks(size: int, function: Callable[[World], Any]) -> Any:
@@ -300,3 +303,18 @@ def rank_and_size() -> tuple[int, int, torch.Tensor]:
 def test_spawn_in_fresh_pythons() -> None:
     rank, size, gathered = spawn(rank_and_size, 2, strategy="ddp_spawn")
     assert (rank, size, gathered.tolist()) == (0, 2, [0, 1])
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no Linux")
+def test_the_store_of_a_machine_listens_to_that_machine_alone() -> None:
+    """And by IPv4: for the mapped address of an IPv6 listener, torch asks the DNS for a name of each rank."""
+    store = serve_store(2)
+    listening = {
+        line.split()[1]
+        for table in ("tcp", "tcp6")
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]
+        if line.split()[1].endswith(f":{store.port:04X}") and line.split()[3] == "0A"
+    }
+    assert listening == {f"0100007F:{store.port:04X}"}
+    store.set("said", "something")
+    assert TCPStore("127.0.0.1", store.port, 2, is_master=False).get("said") == b"something"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import time
 import warnings
@@ -231,12 +232,18 @@ def mark_failed() -> None:
 def serve_store(size: int) -> TCPStore:
     """The store in which the ranks of this machine will meet, on a port that the system has chosen.
 
-    It is there before anybody asks for it, so no other program can take the port meanwhile. Lives as long as it is
-    held.
+    It is there before anybody asks for it, so no other program can take the port meanwhile; other machines cannot
+    reach it. Lives as long as it is held.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    # torch would listen on all addresses, by IPv6, and ask the DNS for the name of each rank that connects
+    # (::ffff:127.0.0.1 is in nobody's /etc/hosts): where that does not answer, each rank takes five seconds or ten.
+    listening = socket.create_server(("127.0.0.1", 0), backlog=max(128, size))
+    port = listening.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
 
 def has_failed() -> bool:
