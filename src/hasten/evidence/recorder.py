@@ -41,6 +41,7 @@ class Recorder:
         kept: The steps that are kept.
         steps: How many are over, but for those of a rest that goes on; see `step_in_progress`.
         resting: In which pass the clock rests.
+        current: The pass whose batch is being worked on; its `loader` is -1 outside every loader.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Recorder:
         self.step_of = "batch"
         self.unfinished: list[float] = []  # phases of the first step, in a run that closed before one was counted
         self._loose = OpenPass(-1, None, self.origin, None)  # what happens outside every loader
-        self._current = self._loose
+        self.current = self._loose
         self._open: dict[int, OpenPass] = {}
         self._beside: OpenPass | None = None  # the training pass that was interrupted to ask this one
         self._marker: int | None = None
@@ -80,12 +81,12 @@ class Recorder:
     def pass_begins(self, loader: int, iterator: Any, start: float, end: float) -> None:
         """`iter(loader)` took from `start` to `end`."""
         self.wake()
-        self._end_if_gone(self._current, start)
+        self._end_if_gone(self.current, start)
         if (left := self._open.get(id(iterator))) is not None:
             self._end_pass(left, start)  # it was left early: the same iterator again, or another in its place
         if (before := self._open.get(id(iterator))) is not None:
             self._end_pass(before, start)  # an iterator that is used again, or the id of one that is gone
-        outer = self._current if self._current.step_start is not None and self._current is not self._loose else None
+        outer = self.current if self.current.step_start is not None and self.current is not self._loose else None
         opened = OpenPass(loader, iterator, start, outer)
         self._open[id(iterator)] = opened
         opened.phases[Phase.DATA] = end - start
@@ -100,7 +101,7 @@ class Recorder:
             return
         if self.resting is not None:
             self.wake(over=self.resting is asked)
-        current = self._current
+        current = self.current
         if current is not asked:
             self._changes(current, asked, at)
         elif self._beside is not None:
@@ -113,7 +114,7 @@ class Recorder:
     def _changes(self, current: OpenPass, asked: OpenPass, at: float) -> None:
         """Another loader is asked than before."""
         if asked.outer is current and self._end_if_gone(current, asked.start):  # it was the last one to hold it
-            asked.outer = current = self._current
+            asked.outer = current = self.current
         if current.outer is asked:
             if not current.trained:
                 asked.phases[_VALIDATION] += at - current.start  # a validation loop left before its end
@@ -121,7 +122,7 @@ class Recorder:
             elif current.batches == 1:
                 self._fold(current, asked, at)
         self._beside = current if current.trained and asked.outer is not current else None
-        self._current = asked
+        self.current = asked
 
     def got(self, iterator: Any, start: float, end: float) -> None:
         """A batch came; asking for it took from `start` to `end`."""
@@ -190,11 +191,11 @@ class Recorder:
                 over.opened - origin,
             )
         )
-        if self._current is over:
+        if self.current is over:
             outer = over.outer
             goes_on = outer is not None and not outer.ended and outer.step_start is not None
-            self._current = outer if outer is not None and goes_on else self._loose
-            if self._current is self._loose:
+            self.current = outer if outer is not None and goes_on else self._loose
+            if self.current is self._loose:
                 self._loose.step_start = None
         if self.on_pass:
             self.on_pass(over, False)
@@ -253,11 +254,11 @@ class Recorder:
 
     def add(self, phase: Phase, seconds: float) -> None:
         """Some of the current step went to `phase`."""
-        self._current.phases[phase] += seconds
+        self.current.phases[phase] += seconds
 
     def backward(self, seconds: float, losses: list[Any]) -> None:
         """`backward` was called on `losses` (detached, unread)."""
-        current = self._current
+        current = self.current
         if self._validated:
             self._flush_validation()
         current.phases[_BACKWARD] += seconds
@@ -269,13 +270,13 @@ class Recorder:
 
     def optimizer_begins(self) -> float:
         """An optimizer is about to step: what the step's phases add up to so far."""
-        return sum(self._current.phases)
+        return sum(self.current.phases)
 
     def optimizer_step(self, optimizer: int, start: float, end: float, before: float) -> None:
         """An optimizer stepped. `before` is what `optimizer_begins` gave: a closure's forward and backward inside
         the step have been counted already; -1 for a step without a closure."""
         self.optimizer_steps[optimizer] = self.optimizer_steps.get(optimizer, 0) + 1
-        current = self._current
+        current = self.current
         inside = sum(current.phases) - before if before >= 0 else 0.0
         current.phases[_OPTIMIZER] += max(0.0, end - start - inside)
         if current is not self._loose:
@@ -304,7 +305,7 @@ class Recorder:
 
     def stepped_by_hand(self) -> None:
         """A backward is over in a script without an optimizer, which changes its parameters itself."""
-        if self._current is self._loose and self._marker is None:
+        if self.current is self._loose and self._marker is None:
             self._loose_step(self.now())
 
     def _loose_step(self, at: float) -> None:
@@ -330,18 +331,14 @@ class Recorder:
 
     def step_in_progress(self) -> int:
         """The number (from 0) of the step that is going on, -1 where none is."""
-        if self._current.step_start is None:
+        if self.current.step_start is None:
             return -1
         one = self.resting
         return self.steps if one is None else self.steps + one.rests_for - one.rest - 1
 
-    def pass_in_progress(self) -> OpenPass:
-        """The pass whose batch is being worked on; its `loader` is -1 outside every loader."""
-        return self._current
-
     def within_another(self) -> bool:
         """Whether the batch that was asked for last belongs to a loader that is iterated within another's step."""
-        return self._current.outer is not None
+        return self.current.outer is not None
 
     def validation_loss(self, loss: Any) -> None:
         """A loss was computed in eval mode or without a graph (unread)."""
@@ -396,7 +393,7 @@ class Recorder:
 
     def _first_step_so_far(self, at: float) -> list[float]:
         """Phases of a step that trained and is not over; nothing where none did."""
-        inner = self._current
+        inner = self.current
         opened: OpenPass | None = inner
         while opened is not None and not opened.phases[Phase.BACKWARD]:
             opened = opened.outer

@@ -82,7 +82,7 @@ class Bounds:
         """What a loader is known by: one that is built anew for each epoch is the same one again."""
         if not 0 <= index < len(self._session.loaders):
             return index
-        facts = self._session.loaders[index][1]
+        facts = self._session.loaders[index].facts
         return facts.where, facts.samples, facts.batch_size
 
     # -- seconds -----------------------------------------------------------------------------------------

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from hasten.evidence import OptimizerFacts
+from hasten.evidence import LoaderFacts, OptimizerFacts
 from hasten.evidence.facts import global_flags, optimizer_facts
 from hasten.evidence.recorder import Recorder
 from hasten.taps.steps_over import NEVER
 from hasten.techniques.compute.compile import compiler
 from hasten.techniques.compute.fused_optimizer import why_not_fusable
 from hasten.techniques.data.probe import probe
+
+
+@dataclass(slots=True)
+class BuiltLoader:
+    """A DataLoader that the script has built.
+
+    Attributes:
+        held: Gives the loader, None when it is gone.
+        facts: What it was built with.
+        batch_bytes: Of the first batch; 0 before that.
+        look_in: Batches that come before the next one to be looked at.
+    """
+
+    held: Callable[[], Any]
+    facts: LoaderFacts
+    batch_bytes: int = 0
+    look_in: int = 0
+
 
 _SECOND_LOOK = 10  # steps after which what was built is looked at again, lest it be gone when the script is over
 
@@ -84,12 +104,11 @@ class Built:
         return _SECOND_LOOK if steps < _SECOND_LOOK else NEVER
 
     def _loader(self, index: int, role: str, ask: bool) -> Any:
-        reference, facts, size = self._session.loaders[index]
-        loader = reference()
-        asked = None
-        if ask and loader is not None and not facts.iterable and role != "unused":
+        known: BuiltLoader = self._session.loaders[index]
+        loader, asked = known.held(), None
+        if ask and loader is not None and not known.facts.iterable and role != "unused":
             asked = probe(loader)
-        return dataclasses.replace(facts, role=role, batch_bytes=size, probe=asked)
+        return dataclasses.replace(known.facts, role=role, batch_bytes=known.batch_bytes, probe=asked)
 
 
 def _why_not(optimizer: Any) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hasten.evidence import facts
+from hasten.taps.built import BuiltLoader
+from hasten.taps.steps_over import NEVER
 from hasten.techniques.data.loader_workers import draw_base_seed
 from hasten.techniques.data.sample_cache import state_of
 
@@ -78,7 +80,7 @@ def _register(loader: Any, options: dict[str, Any], session: Any) -> None:
     if session.run.recorder is None or "_hasten_index" in loader.__dict__:
         return
     try:
-        session.loaders.append([weakref.ref(loader), facts.loader_facts(loader, options, facts.caller()), 0])
+        session.loaders.append(BuiltLoader(weakref.ref(loader), facts.loader_facts(loader, options, facts.caller())))
         loader.__dict__["_hasten_index"] = len(session.loaders) - 1
     except Exception as error:  # facts are a convenience; the script goes on without them
         session.run.skip("facts of a DataLoader", error)
@@ -118,7 +120,7 @@ def _tap_iterator(kind: Any, session: Any) -> None:
     plain = kind.__next__
     run = session.run
     changes = bool(run.acting("batches"))
-    on_batch, loaders = session.on_batch, session.loaders
+    loaders = session.loaders
 
     def fetch(iterator: Any) -> Any:
         wrapped = iterator.__dict__.get("_hasten_fetch")
@@ -158,22 +160,25 @@ def _tap_iterator(kind: Any, session: Any) -> None:
             recorder.exhausted(self, now())
             raise
         recorder.got(self, start, now())
-        try:
-            if not loaders[loader][2]:
-                _weigh(loaders[loader], batch)
-            for told in on_batch:
-                told(loader, batch)
-        except Exception as error:  # a batch like no other
-            session.run.skip("looking at a batch", error)
+        known = loaders[loader]
+        if known.look_in:
+            known.look_in -= 1
+        else:
+            _look(session, loader, known, batch)
         return batch
 
     kind.__next__ = __next__
 
 
-def _weigh(entry: list[Any], batch: Any) -> None:
-    """Note the size of a loader's first batch."""
-    entry[2] = 1  # should it be a batch like no other
-    entry[2] = facts.batch_bytes(batch)
+def _look(session: Any, index: int, known: BuiltLoader, batch: Any) -> None:
+    """Look at a loader's batch, which was due."""
+    try:
+        if not known.batch_bytes:
+            known.batch_bytes = 1  # should it be a batch like no other
+            known.batch_bytes = facts.batch_bytes(batch)
+        known.look_in = min((told(index, batch) for told in session.on_batch), default=NEVER)
+    except Exception as error:  # a batch like no other
+        session.run.skip("looking at a batch", error)
 
 
 def _tap_fetcher(room: Any, session: Any) -> None:

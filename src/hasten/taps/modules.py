@@ -53,7 +53,7 @@ def _tap_forward(session: Any) -> None:
 def _outermost(session: Any, plain: Any, torch: Any) -> Any:
     """What runs in place of an outermost module's forward."""
     run = session.run
-    owners: dict[int, bool] = {}
+    watches: dict[int, ModelWatch | None] = {}  # by the module's id; None: no model
 
     def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plain(module, *args, **kwargs)
@@ -61,38 +61,38 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
     wraps = bool(run.acting("forward"))
     forward = run.wrapped("forward", call)
     grad_enabled = torch.is_grad_enabled
-    training_phase, validation_phase = Phase.FORWARD, Phase.VALIDATION
+    training_phase, validation_phase = int(Phase.FORWARD), int(Phase.VALIDATION)
+    unknown: Any = object()
 
-    def first_time(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def first_time(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelWatch | None:
         # Losses look like outermost modules too; what owns parameters is a model.
-        owner = False
+        watch = None
         try:
-            if owner := next(module.parameters(), None) is not None:
-                run.models[id(module)] = watch = ModelWatch(
-                    module, (*args, *kwargs.values()), session.trial is not None
-                )
+            if next(module.parameters(), None) is not None:
+                watch = ModelWatch(module, (*args, *kwargs.values()), session.trial is not None)
+                run.models[id(module)] = watch
                 for kind in ("cpu", "cuda"):
                     if torch.is_autocast_enabled(kind):
                         watch.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
                 run.model(module, args)
         except Exception as error:  # a module like no other: it is left alone
             run.skip(f"tap {type(module).__name__}", error)
-            owner = False
-        owners[id(module)] = owner
+            watch = None
+        watches[id(module)] = watch
         weakref.finalize(module, forget, id(module)).atexit = False
-        return owner
+        return watch
 
     def forget(key: int) -> None:
         """A module is gone, and its id may become another's."""
-        owners.pop(key, None)
+        watches.pop(key, None)
         run.forget(key)
 
     def outermost(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         global _inside
-        owner = owners.get(id(module))
-        if owner is None:
-            owner = first_time(module, args, kwargs)
-        if not owner:
+        watch = watches.get(id(module), unknown)
+        if watch is unknown:
+            watch = first_time(module, args, kwargs)
+        if watch is None:
             return plain(module, *args, **kwargs)
         recorder = run.recorder
         if recorder is not None and recorder.resting is not None and not (module.training and grad_enabled()):
@@ -103,10 +103,9 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
                 return forward(module, args, kwargs) if wraps else plain(module, *args, **kwargs)
             finally:
                 _inside = False
-        watch = run.models[id(module)]
-        training = module.training or watch.backward_through_eval
-        session.validating = not training or not grad_enabled()
-        phase = validation_phase if session.validating else training_phase
+        trains = module.training
+        session.validating = validating = not ((trains or watch.backward_through_eval) and grad_enabled())
+        phase = validation_phase if validating else training_phase
         if recorder.listeners:
             recorder.mark(phase, True)
         start = perf_counter()
@@ -114,10 +113,10 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
             output = forward(module, args, kwargs) if wraps else plain(module, *args, **kwargs)
         finally:
             _inside = False
-            recorder.add(phase, perf_counter() - start)
+            recorder.current.phases[phase] += perf_counter() - start
             if recorder.listeners:
                 recorder.mark(phase, False)
-        if module.training:
+        if trains:
             watch.train_calls += 1
         else:
             try:

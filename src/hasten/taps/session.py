@@ -22,7 +22,7 @@ from hasten.evidence.recorder import Recorder
 from hasten.run import Run
 from hasten.taps.boot import describe
 from hasten.taps.bounds import Bounds
-from hasten.taps.built import Built
+from hasten.taps.built import Built, BuiltLoader
 from hasten.taps.config import RunConfig, TrialOptions
 from hasten.taps.seeds import fix_torch_seeds
 from hasten.taps.steps_over import NEVER, StepsOver
@@ -45,13 +45,14 @@ class Session:
         self.steps_over = StepsOver()
         recorder = Recorder(on_step=self.steps_over, on_pass=self._on_pass, may_rest=may_rest) if listens else None
         self.run = Run(build(config.techniques, CATALOGUE), recorder)
-        self.loaders: list[Any] = []  # (weak reference to the loader, facts, its biggest batch in bytes)
+        self.loaders: list[BuiltLoader] = []
         self.optimizers: dict[int, tuple[Any, str]] = {}
         self.built = Built(self)
         self.kept_loaders: list[Any] = []
         self.validating = False  # whether the last outermost forward was in eval mode or without a graph
         self.observers: list[Any] = []  # what `doctor` listens with; each has `facts()`
-        self.on_batch: list[Callable[[int, Any], None]] = []  # called with a loader's index and the batch it gave
+        # Called with a loader's index and a batch it gave; answers how many batches may come before the next call.
+        self.on_batch: list[Callable[[int, Any], int]] = []
         self.on_backward: list[Callable[..., None]] = []  # called after each backward with its arguments
         self.on_zeroed: Callable[[], None] | None = None  # called when an optimizer sets gradients to zero
         self.courses: dict[int, Any] = {}  # id of an optimizer -> its schedule and learning rates

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hasten.evidence.facts import caller, loader_facts
+from hasten.taps.built import BuiltLoader
 from hasten.taps.observe.loader_speed import again, speed
 from hasten.taps.observe.log import _LIBRARIES, _OURS
 from hasten.taps.observe.stages import LoaderStages
@@ -89,7 +90,7 @@ class _Bench:
             self._tell("untrained", loaders=self._known())
 
     def _known(self) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(entry[1]) for entry in self._session.loaders]
+        return [dataclasses.asdict(known.facts) for known in self._session.loaders]
 
     # -- the bench ------------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class _Bench:
         recorder = self._session.run.recorder
         if recorder is None or os.getpid() != self._pid:
             return
-        current = recorder.pass_in_progress()
+        current = recorder.current
         if current.loader < 0:
             self._loose += 1
             if self._loose == _LOOSE:
@@ -136,8 +137,8 @@ class _Bench:
         os._exit(0)
 
     def _bench(self, current: Any) -> None:
-        loader = self._session.loaders[current.loader][0]()
-        facts = self._session.loaders[current.loader][1]
+        known = self._session.loaders[current.loader]
+        loader, facts = known.held(), known.facts
         iterator = current.iterator()
         if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()  # the script's own workers would take the memory and the cores
@@ -180,7 +181,7 @@ class _Bench:
     def _look_into(self, loader: Any, facts: Any, workers: int, stages: float, flame: float) -> None:
         """The price of each stage; then a worker under py-spy, which the process that started this one calls."""
         again_facts = loader_facts(loader, {**facts_options(loader), "num_workers": workers}, "")
-        self._session.loaders.append([lambda: None, dataclasses.replace(again_facts, batches=None), 0])
+        self._session.loaders.append(BuiltLoader(lambda: None, dataclasses.replace(again_facts, batches=None)))
         index = len(self._session.loaders) - 1
         made = again(loader, workers)
         made.__dict__["_hasten_index"] = index

@@ -18,8 +18,10 @@ from typing import Any
 from hasten.evidence import Event, MemoryPoint
 from hasten.taps.observe.log import script_place
 
-_FIRST = 16  # steps that are all watched; then every `_EVERY`, or each where steps are slow
+_FIRST = 16  # steps that are all watched; then every `_EVERY`, later every `_RARELY`, or each where steps are slow
 _EVERY = 8
+_LATER = 512
+_RARELY = 32
 _SLOW = 0.02  # seconds a step
 _OLD = 5  # steps after which the graph of a loss ought to be gone
 _SEVERAL = 3  # graphs alive that are more than a last or a best loss
@@ -74,13 +76,15 @@ class Graphs:
         now = perf_counter()
         before, at = self._woken
         if steps > before:
-            self._every = 1 if (now - at) / (steps - before) > _SLOW else _EVERY
+            slow = (now - at) / (steps - before) > _SLOW
+            self._every = 1 if slow else _EVERY if steps < _LATER else _RARELY
         self._woken = steps, now
-        kept = self._recorder.kept
+        kept, often = self._recorder.kept, self._every
         if kept.every > 1:  # in the steps that are not kept the clock may rest
-            watch, self._every = steps == kept.next, kept.every
+            self._every = kept.every * max(1, often // kept.every)
+            watch = steps == kept.next and steps % self._every < kept.every
         else:
-            watch = steps < _FIRST or steps % self._every == 0
+            watch = steps < _FIRST or steps % often == 0
         if watch != self._watching:
             (self._session.on_backward.append if watch else self._session.on_backward.remove)(self.on_backward)
             self._watching = watch
@@ -91,8 +95,10 @@ class Graphs:
             if now - self._pointed >= self._apart:
                 self._pointed = now
                 self._point(steps)
-        following = kept.next if kept.every > 1 else steps + self._every - steps % self._every
-        return steps + 1 if watch else max(steps + 1, following)
+        if watch:
+            return steps + 1
+        in_its_turn = kept.every > 1 and kept.next % self._every < kept.every
+        return max(steps + 1, kept.next if in_its_turn else steps + self._every - steps % self._every)
 
     # -- graphs --------------------------------------------------------------------------------------------
 

@@ -30,11 +30,9 @@ def install(session: Any) -> None:
 class _Loader:
     """What one loader gave."""
 
-    __slots__ = ("at", "batches", "dtype", "kept", "looked", "shapes")
+    __slots__ = ("dtype", "kept", "looked", "shapes")
 
     def __init__(self) -> None:
-        self.batches = 0
-        self.at = 0  # the batch to look at next
         self.looked = 0
         self.shapes: dict[tuple[int, ...], int] = {}
         self.dtype = ""
@@ -59,18 +57,14 @@ class InputWatch:
         self._recorder = recorder
         self._loaders: dict[int, _Loader] = {}
 
-    def seen(self, index: int, batch: Any) -> None:
-        """A loader gave a batch."""
+    def seen(self, index: int, batch: Any) -> int:
+        """A loader gave a batch; answers how many may come before the next that is looked at."""
         loader = self._loaders.get(index)
         if loader is None:
             loader = self._loaders[index] = _Loader()
-        loader.batches += 1
-        if loader.batches <= loader.at:
-            return
-        loader.at = loader.batches + (_EVERY - 1 if loader.batches >= _ALL else 0)
         tensor = first_tensor(batch)
         if tensor is None:
-            return
+            return _EVERY - 1
         loader.looked += 1
         shape = tuple(tensor.shape)
         if shape in loader.shapes or len(loader.shapes) < _SHAPES:
@@ -78,6 +72,7 @@ class InputWatch:
         if len(loader.kept) < _KEPT:
             loader.dtype = str(tensor.dtype).removeprefix("torch.")
             loader.kept.append(part_of(tensor))
+        return 0 if loader.looked < _ALL else _EVERY - 1
 
     def facts(self) -> dict[str, Any]:
         """`inputs` of the loader that was trained on most, and the steps in which parts were copied."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
 from collections.abc import Callable
+from enum import Enum, auto
 from types import CodeType, FrameType
 from typing import Any
 
@@ -15,6 +17,13 @@ _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 _TORCH = tuple(os.path.join(folder, "torch") + os.sep for folder in _LIBRARIES)
 _GENERATED = ("<eval_with_key>", "<frozen")  # code that torch or Python made up
+
+
+class _Whose(Enum):
+    OURS = auto()
+    TORCH = auto()
+    LIBRARY = auto()
+    SCRIPT = auto()
 
 
 class _Entry:
@@ -160,16 +169,24 @@ def script_place(frame: FrameType | None, past_torch: bool = False) -> str | Non
         past_torch: Look above torch's frames too: the frame is in torch since the script called torch there.
     """
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith((*_TORCH, *_GENERATED)):
-            if not past_torch:
-                return None
-        else:
-            if not name.startswith((_OURS, *_LIBRARIES)) and not _is_made_up(name):
-                return f"{name}:{frame.f_lineno}"
-            past_torch = past_torch or not name.startswith(_OURS)  # another library did it, called by way of a module
+        whose = _whose(frame.f_code.co_filename)
+        if whose is _Whose.SCRIPT:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if whose is _Whose.TORCH and not past_torch:
+            return None
+        past_torch = past_torch or whose is _Whose.LIBRARY  # another library did it, called by way of a module
         frame = frame.f_back
     return None
+
+
+@functools.cache
+def _whose(name: str) -> _Whose:
+    """Whose code a file of this name holds."""
+    if name.startswith((*_TORCH, *_GENERATED)):
+        return _Whose.TORCH
+    if name.startswith(_OURS):
+        return _Whose.OURS
+    return _Whose.LIBRARY if name.startswith(_LIBRARIES) or _is_made_up(name) else _Whose.SCRIPT
 
 
 def _is_made_up(name: str) -> bool:

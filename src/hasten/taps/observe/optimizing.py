@@ -11,8 +11,10 @@ from hasten.taps.observe.log import event_log, script_place
 from hasten.taps.observe.replicas import tap_replicas
 from hasten.taps.observe.tapping import tap
 
-_ALL_OF_THE_FIRST = 32  # steps of an optimizer after which its rate is read; then after every
+_ALL_OF_THE_FIRST = 32  # steps of an optimizer after which its rate is read; then after every `_EVERY`
 _EVERY = 8
+_LATER = 512  # steps after these, from which on it is read after every `_RARELY`
+_RARELY = 32
 _RATES = 64
 
 
@@ -93,7 +95,8 @@ class Rates:
                     self._read(key, optimizer)
         except Exception as error:  # an optimizer like no other
             self._session.run.skip("reading learning rates", error)
-        return steps + (1 if steps < self._all_until else _EVERY)
+        since = steps - self._all_until
+        return steps + (1 if since < 0 else _EVERY if since < _LATER else _RARELY)
 
     def scheduled(self, optimizer: Any, schedule: str) -> None:
         """A scheduler was built for an optimizer."""

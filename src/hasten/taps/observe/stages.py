@@ -106,7 +106,7 @@ class LoaderStages:
         self._passes[index] += 1
         if loader.num_workers and self._passes[index] > _PASSES:
             return
-        batches = self._session.loaders[index][1].batches
+        batches = self._session.loaders[index].facts.batches
         a_process = math.inf if batches is None else math.ceil(batches / max(1, loader.num_workers))
         first = int(max(0, min(_FIRST, a_process - TIMED - 1)))
         if loader.num_workers:

@@ -52,7 +52,7 @@ class Around:
         recorder = self._session.run.recorder
         passes = list(recorder._open.values()) if recorder is not None else ()
         datasets = [getattr(each.iterator(), "_dataset", None) for each in passes]
-        datasets += [getattr(reference(), "dataset", None) for reference, _, _ in self._session.loaders]
+        datasets += [getattr(known.held(), "dataset", None) for known in self._session.loaders]
         self._folder = next((found for dataset in datasets if (found := folder_of(dataset))), "")
 
     def facts(self) -> dict[str, Any]:
