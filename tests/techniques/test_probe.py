@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import time
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,20 @@ def test_repeatable_samples_are_told_from_random_ones(give: Any, repeatable: boo
         assert found.sample_bytes > 0
     else:
         assert found.repeatable is False or give(19) in (19, 20)
+
+
+@pytest.mark.parametrize(
+    ("threads", "seconds", "times"), [(2, (0.03, 0.01), 3.0), (2, (0.01, 0.03), 1 / 3), (1, (0.0,), 1.0)]
+)
+def test_how_long_a_sample_takes_on_one_thread(threads: int, seconds: tuple[float, ...], times: float) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = probe(DataLoader(Data(lambda index: time.sleep(seconds[torch.get_num_threads() - 1]))))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert found.one_thread == pytest.approx(times, rel=0.5)
 
 
 def test_the_loader_function_is_asked_apart() -> None:

@@ -61,6 +61,8 @@ class Probe:
         in_memory: The dataset is a TensorDataset (or Subset of one), collated by default.
         fork_unsafe: Why worker processes would be unsafe ("holds an open sqlite3.Connection"), or "".
         failed: Why it could not be asked, or "".
+        one_thread: How many times as long `dataset[i]` takes where torch has one thread only, as in a worker; 0: not
+            measured.
     """
 
     repeatable: bool | None = None
@@ -73,6 +75,7 @@ class Probe:
     in_memory: bool = False
     fork_unsafe: str = ""
     failed: str = ""
+    one_thread: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,30 @@ def test_workers_promise_no_more_than_the_idle_cpu(
 
 
 @pytest.mark.parametrize(
+    ("one_thread", "backward", "least", "most"),
+    [
+        (1.0, 0.001, 0.35, 0.48),  # one core makes the samples, and the threads of the other only wait
+        (1.9, 0.001, 0.0, 0.06),  # both make them
+        (0.0, 0.001, 0.0, 0.06),  # nobody knows
+        (1.0, 0.020, 0.0, 0.06),  # the training has work for both
+    ],
+)
+def test_threads_that_wait_take_the_cores_of_workers(
+    one_thread: float, backward: float, least: float, most: float
+) -> None:
+    """Both cores are busy; how a sample is made on one thread says with what."""
+    phases = {**SLOW, "data": 0.0270 - backward, "forward": 0.001, "backward": backward}
+    loader = {**NO_WORKERS, "probe": Probe(True, 0.001, one_thread=one_thread)}
+    seen = use(cpu=1.9, cores=(0.96, 0.97))
+    made = evidence(phases=phases, loader=loader, machine={"cores": 2}, use=seen, flags={"threads": 2})
+    finding = LoaderWorkers.finding(made)
+    worth = finding.worth if finding is not None else 0.0
+    assert worth is not None
+    assert least <= worth <= most
+    assert (least > 0) == (finding is not None and "set_num_threads(1)" in finding.fix)
+
+
+@pytest.mark.parametrize(
     "loader",
     [
         {**NO_WORKERS, "dataset": "TensorDataset"},

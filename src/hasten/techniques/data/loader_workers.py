@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -30,6 +31,7 @@ _OPEN = {
 }  # fmt: skip  (the last is lmdb's too)
 _CLOSED = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)  # nothing to be found inside these
 _LIBRARIES = ("logging", "hasten.")  # nor in these
+_CLEARLY = 0.05  # of the step; so much more must be saved for a further change
 _DEPTH, _MOST, _FIRST = 8, 2000, 16  # how far `parts_of` looks
 _UNSAFE_TO_FORK = frozenset(
     [
@@ -124,7 +126,8 @@ class LoaderWorkers(Technique):
         """Batches made in the training process that workers could make meanwhile.
 
         Rests on the measured wait, from which `workers_for` works out what is left of it with workers; silent for
-        tensors in memory, whose samples cost less than a batch passed between processes (Falcon, tip 1).
+        tensors in memory, whose samples cost less than a batch passed between processes (Falcon, tip 1). Where threads
+        of the training that wait for work would take the workers' cores, it says so.
         """
         loader = evidence.train_loader
         if loader is None or loader.num_workers or share_of(evidence, typical_wait(evidence)) < 0.05:
@@ -132,21 +135,28 @@ class LoaderWorkers(Technique):
         asked = loader.probe
         if loader.dataset == "TensorDataset" or (asked is not None and (asked.in_memory or asked.fork_unsafe)):
             return None
-        workers, seconds = workers_for(evidence, loader)
+        proposal = workers_for(evidence, loader)
+        workers = proposal.workers
         if not workers:
             return None
         table: Setting = {"num_workers": workers, "prefetch_factor": 2, "persistent_workers": True}
-        left = ordinary_seconds(evidence) - seconds
+        left = ordinary_seconds(evidence) - proposal.seconds
         how = (
             f"with {workers} of them the step would take {in_ms(left)}: the greatest of its own computation, a batch's "
             f"making shared by {workers} workers, and all work shared by {room_for(evidence):.2g} cores"
+        )
+        and_threads = (
+            ", and let the training compute on one thread (torch.set_num_threads(1)): others would take the workers' "
+            "cores while they wait for work"
+            if proposal.one_thread
+            else ""
         )
         return timed(
             cls.finds,
             f"the training process makes every batch itself (num_workers=0), {in_ms(typical_wait(evidence))} of each "
             f"{in_ms(ordinary_seconds(evidence))} step, while the model waits",
-            f"give the loader num_workers={workers}, persistent_workers=True",
-            share_of(evidence, seconds),
+            f"give the loader num_workers={workers}, persistent_workers=True{and_threads}",
+            share_of(evidence, proposal.seconds),
             HowKnown.ESTIMATED,
             place=loader.where,
             details=(how,),
@@ -178,32 +188,56 @@ class LoaderWorkers(Technique):
         self.did("loader")
 
 
-def workers_for(evidence: Evidence, loader: LoaderFacts) -> tuple[int, float]:
-    """How many workers would do for a loader without any, and the seconds a step they would save; (0, 0.0): none.
+@dataclass(frozen=True)
+class Proposal:
+    """Workers for a loader that has none.
+
+    Attributes:
+        workers: How many; 0: none.
+        seconds: What they would save of each step.
+        one_thread: They need the training to compute on one thread.
+    """
+
+    workers: int
+    seconds: float
+    one_thread: bool = False
+
+
+def workers_for(evidence: Evidence, loader: LoaderFacts) -> Proposal:
+    """How many workers would do for a loader without any, and what they would save.
 
     With n workers a step takes the longest of its own computation, a batch's making shared by n, and the CPU's work
     shared by the cores it can have; a batch that a worker passes on costs something too. The fewest that come within
     2 % of the best.
+
+    The work is what the CPU was busy with. Threads that wait for torch's next operation are busy too, and stay so
+    beside workers: where a sample is made as quickly on one thread, computing on one may be better.
     """
     wait, step, cores = typical_wait(evidence), ordinary_seconds(evidence), evidence.machine.cores
-    compute = step - wait
+    compute, room = step - wait, room_for(evidence)
     used = mean_during(evidence, evidence.use.cpu) if evidence.use is not None else None
     threads = 1 if on_gpu(evidence) else max(1, min(cores, evidence.flags.threads or cores))
-    work = (used * step if used is not None else wait + compute * threads) + PASSING
-
-    room = room_for(evidence)
-
-    def step_with(workers: int) -> float:
-        return max(compute + PASSING, (wait + PASSING) / workers, work / room)
-
     most = 1 if loader.iterable else cores
     fitting = [count for count in range(1, most + 1) if _fits(evidence.machine, loader, count)]
     if not fitting:
-        return 0, 0.0
-    best = min(map(step_with, fitting))
-    count = next(count for count in fitting if step_with(count) <= 1.02 * best)
-    seconds = step - step_with(count)
-    return (count, seconds) if seconds > 0 else (0, 0.0)
+        return Proposal(0, 0.0)
+
+    def best(compute: float, make: float, work: float, one_thread: bool) -> Proposal:
+        def step_with(workers: int) -> float:
+            return max(compute + PASSING, (make + PASSING) / workers, (work + PASSING) / room)
+
+        least = min(map(step_with, fitting))
+        count = next(count for count in fitting if step_with(count) <= 1.02 * least)
+        return Proposal(count, step - step_with(count), one_thread)
+
+    chosen = best(compute, wait, wait + compute * threads if used is None else used * step, one_thread=False)
+    alone = loader.probe.one_thread if loader.probe is not None else 0.0
+    if alone and threads > 1:
+        make, longest = alone * wait, compute * threads
+        other = best(longest, make, make + longest, one_thread=True)
+        if other.seconds - chosen.seconds > _CLEARLY * step:
+            chosen = other
+    return chosen if chosen.seconds > 0 else Proposal(0, 0.0)
 
 
 def room_for(evidence: Evidence) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +31,9 @@ def probe(loader: Any) -> Probe:
         if not indices:
             return Probe(fork_unsafe=unsafe, failed="it is empty")
         repeatable, seconds, size = _ask(dataset.__getitem__, indices)
-        return Probe(repeatable, seconds, size, *_loader_function(dataset, indices), in_memory, unsafe)
+        one_thread = _on_one_thread(dataset.__getitem__, indices)
+        function = _loader_function(dataset, indices)
+        return Probe(repeatable, seconds, size, *function, in_memory, unsafe, one_thread=one_thread)
     except Exception as error:  # whatever the dataset raises: it is then not one that a cache can keep
         return Probe(in_memory=in_memory, fork_unsafe=unsafe, failed=f"{type(error).__name__}: {error}")
 
@@ -82,6 +85,30 @@ def _ask(give: Callable[[Any], Any], keys: list[Any]) -> tuple[bool, float, int]
         if time.perf_counter() > deadline:
             break
     return repeatable, sorted(seconds)[len(seconds) // 2], sum(sizes) // len(sizes)
+
+
+def _on_one_thread(give: Callable[[Any], Any], keys: list[Any]) -> float:
+    """How many times as long `give(key)` takes where torch has one thread only."""
+    import torch
+
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return 1.0
+    many: list[float] = []
+    one: list[float] = []
+    deadline = time.perf_counter() + _SECONDS
+    try:
+        for key in keys:
+            for count, seconds in ((threads, many), (1, one)):
+                torch.set_num_threads(count)
+                start = time.perf_counter()
+                give(key)
+                seconds.append(time.perf_counter() - start)
+            if time.perf_counter() > deadline:
+                break
+    finally:
+        torch.set_num_threads(threads)
+    return statistics.median(one) / max(statistics.median(many), 1e-9)
 
 
 def _reseed(seed: int) -> None:
