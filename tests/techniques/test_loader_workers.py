@@ -14,7 +14,8 @@ import pytest
 
 from hasten.evidence import Evidence, Probe
 from hasten.techniques import CATALOGUE, Choices, Refusal
-from hasten.techniques.data.loader_workers import LoaderWorkers, holds_open
+from hasten.techniques.data.crossing import holds_open
+from hasten.techniques.data.loader_workers import LoaderWorkers
 from tests.techniques.conftest import CPU, LOADER, Train, evidence_of
 
 TWO = {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True}

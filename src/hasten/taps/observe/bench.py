@@ -27,7 +27,7 @@ from hasten.taps.built import BuiltLoader
 from hasten.taps.observe.loader_speed import again, speed
 from hasten.taps.observe.log import _LIBRARIES, _OURS
 from hasten.taps.observe.stages import LoaderStages
-from hasten.techniques.data.loader_workers import holds_open
+from hasten.techniques.data.crossing import holds_open
 
 _FLAME = 4.0  # seconds that a worker is watched for
 _LOOSE = 5  # backwards without a loader after which the script is taken to train without one

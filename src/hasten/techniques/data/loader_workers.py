@@ -4,47 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import Any
 
 from hasten.evidence import Evidence, Finding, HowKnown, LoaderFacts, Machine, Phase
 from hasten.evidence.figures import percent
-from hasten.evidence.waiting import PASSING, in_ms, mean_during, ordinary_seconds, typical_wait
-from hasten.evidence.weigh import on_gpu, share_of, timed
+from hasten.evidence.waiting import in_ms, ordinary_seconds, typical_wait
+from hasten.evidence.weigh import share_of, timed
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique, toml_value
+from hasten.techniques.data.crossing import holds_open
+from hasten.techniques.data.worker_estimate import room_for, workers_for
 
 _SHM = Path("/dev/shm")
-_OPEN = {
-    "sqlite3.Connection",
-    "sqlite3.Cursor",
-    "h5py._hl.files.File",
-    "h5py._hl.dataset.Dataset",
-    "zipfile.ZipFile",
-    "tarfile.TarFile",
-    "lmdb.Environment",
-    "builtins.Environment",
-}  # fmt: skip  (the last is lmdb's too)
-_CLOSED = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)  # nothing to be found inside these
-_LIBRARIES = ("logging", "hasten.")  # nor in these
-_CLEARLY = 0.05  # of the step; so much more must be saved for a further change
-_DEPTH, _MOST, _FIRST = 8, 2000, 16  # how far `parts_of` looks
-_UNSAFE_TO_FORK = frozenset(
-    [
-        "sqlite3.Connection",
-        "sqlite3.Cursor",
-        "h5py._hl.files.File",
-        "h5py._hl.dataset.Dataset",
-        "lmdb.Environment",
-        "builtins.Environment",
-        "zipfile.ZipFile",
-        "tarfile.TarFile",
-    ]
-)
 
 
 class LoaderWorkers(Technique):
@@ -188,76 +160,6 @@ class LoaderWorkers(Technique):
         self.did("loader")
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Workers for a loader that has none.
-
-    Attributes:
-        workers: How many; 0: none.
-        seconds: What they would save of each step.
-        one_thread: They need the training to compute on one thread.
-    """
-
-    workers: int
-    seconds: float
-    one_thread: bool = False
-
-
-def workers_for(evidence: Evidence, loader: LoaderFacts) -> Proposal:
-    """How many workers would do for a loader without any, and what they would save.
-
-    With n workers a step takes the longest of its own computation, a batch's making shared by n, and the CPU's work
-    shared by the cores it can have; a batch that a worker passes on costs something too. The fewest that come within
-    2 % of the best.
-
-    The work is what the CPU was busy with. Threads that wait for torch's next operation are busy too, and stay so
-    beside workers: where a sample is made as quickly on one thread, computing on one may be better.
-    """
-    wait, step, cores = typical_wait(evidence), ordinary_seconds(evidence), evidence.machine.cores
-    compute, room = step - wait, room_for(evidence)
-    used = mean_during(evidence, evidence.use.cpu) if evidence.use is not None else None
-    threads = 1 if on_gpu(evidence) else max(1, min(cores, evidence.flags.threads or cores))
-    most = 1 if loader.iterable else cores
-    fitting = [count for count in range(1, most + 1) if _fits(evidence.machine, loader, count)]
-    if not fitting:
-        return Proposal(0, 0.0)
-
-    def best(compute: float, make: float, work: float, one_thread: bool) -> Proposal:
-        def step_with(workers: int) -> float:
-            return max(compute + PASSING, (make + PASSING) / workers, (work + PASSING) / room)
-
-        least = min(map(step_with, fitting))
-        count = next(count for count in fitting if step_with(count) <= 1.02 * least)
-        return Proposal(count, step - step_with(count), one_thread)
-
-    chosen = best(compute, wait, wait + compute * threads if used is None else used * step, one_thread=False)
-    alone = loader.probe.one_thread if loader.probe is not None else 0.0
-    if alone and threads > 1:
-        make, longest = alone * wait, compute * threads
-        other = best(longest, make, make + longest, one_thread=True)
-        if other.seconds - chosen.seconds > _CLEARLY * step:
-            chosen = other
-    return chosen if chosen.seconds > 0 else Proposal(0, 0.0)
-
-
-def room_for(evidence: Evidence) -> float:
-    """Cores' worth of CPU that the training may have: all, less half of what others used; all where nobody looked.
-
-    Half, since others would have to share it with further processes of the training.
-    """
-    cores, use = evidence.machine.cores, evidence.use
-    used = mean_during(evidence, use.cpu) if use is not None else None
-    if use is None or used is None or not use.cores:
-        return cores
-    others = max(0.0, sum(use.cores) - used)
-    return max(cores / 2, cores - others / 2)
-
-
-def _fits(machine: Machine, loader: LoaderFacts, workers: int) -> bool:
-    """Whether two batches of each worker fit into half of the machine's /dev/shm."""
-    return not machine.shm_bytes or 2 * workers * loader.batch_bytes <= machine.shm_bytes // 2
-
-
 def draw_base_seed(loader: Any) -> None:
     """Draw what torch draws for an epoch's new iterator, where workers that stayed alive get none.
 
@@ -268,48 +170,6 @@ def draw_base_seed(loader: Any) -> None:
 
     if getattr(loader, "_iterator", None) is not None:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-
-
-def holds_open(dataset: Any) -> str:
-    """What a dataset holds that must not cross a fork: "holds an open sqlite3.Connection (.db)", or ""."""
-    import io
-    import sys
-
-    for name, value in parts_of(dataset):
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        if any(value is stream for stream in (sys.stdin, sys.stdout, sys.stderr)):
-            continue
-        if kind in _OPEN or (isinstance(value, io.IOBase) and not isinstance(value, io.BytesIO | io.StringIO)):
-            return f"holds an open {kind.removeprefix('builtins.')} (.{name})"
-    return holds_on_device(dataset)
-
-
-def holds_on_device(dataset: Any) -> str:
-    """Which tensor outside the host's memory a dataset holds: "holds a tensor on cuda (.x)", or ""."""
-    import torch
-
-    for name, value in parts_of(dataset):
-        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
-            return f"holds a tensor on {value.device.type} (.{name})"
-    return ""
-
-
-def parts_of(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """What a dataset holds, with the attribute it hangs from: objects inside objects, the first elements of lists."""
-    queue: list[tuple[str, Any, int]] = [("", dataset, 0)]
-    seen: set[int] = set()
-    for name, value, depth in queue:  # grows meanwhile
-        inside = getattr(value, "__dict__", {})
-        if id(value) in seen or isinstance(value, _CLOSED) or type(value).__module__.startswith(_LIBRARIES):
-            continue
-        seen.add(id(value))
-        yield name, value
-        if depth == _DEPTH or len(seen) > _MOST:
-            continue
-        if isinstance(value, list | tuple | dict):
-            first = islice(value.values() if isinstance(value, dict) else value, _FIRST)
-            queue += [(name, element, depth + 1) for element in first]
-        queue += [(key, part, depth + 1) for key, part in inside.items()]
 
 
 def _counts(cores: int) -> list[int]:

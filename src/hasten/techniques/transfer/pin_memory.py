@@ -10,7 +10,7 @@ from hasten.evidence.waiting import in_ms, per_step, worth_of_waits
 from hasten.evidence.weigh import seconds_of, share_of, timed
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, CudaOnly, Effect, Refusal, Resource
-from hasten.techniques.data.loader_workers import holds_on_device
+from hasten.techniques.data.crossing import holds_on_device
 from hasten.techniques.nested import tensors_in
 
 _PINNED = 12e9  # bytes a second from pinned memory over PCIe 3 x16, the slowest link of GPUs in use
