@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.taps.observe.listening import HEAD, at, event, kinds, observed
 from tests.taps.scripts import plain
 
@@ -95,3 +97,28 @@ for x, y in loader:
     assert evidence.memory[0].rss > 1e7
     assert [point.step for point in evidence.memory] == sorted(point.step for point in evidence.memory)
     assert evidence.memory[-1].step == 80
+
+
+def test_a_leak_that_begins_late_in_a_long_run(tmp_path: Path) -> None:
+    """Where the clock rests in most steps, and few are watched."""
+    steps = 2600
+    _, evidence = observed(
+        tmp_path,
+        HEAD
+        + f"""
+x, y = data[:4]
+leaked = []
+for step in range({steps}):
+    optimizer.zero_grad()
+    loss = criterion(model(x), y)
+    loss.backward(retain_graph=True)  # kept
+    optimizer.step()
+    if step >= 1800:
+        leaked.append(loss)
+""",
+    )
+    assert evidence.every > 1
+    kept = event(evidence, "retained_graph", at(tmp_path, "kept"))
+    alive, of = map(int, kept.detail.split(" of "))
+    assert 3 <= alive == kept.count < of
+    assert event(evidence, "retain_graph", at(tmp_path, "kept")).count == pytest.approx(steps, rel=0.1)
