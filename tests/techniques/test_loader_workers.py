@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hasten.evidence import Evidence, Probe
+from hasten.taps.config import RunConfig, environment
 from hasten.techniques import CATALOGUE, Choices, Refusal
 from hasten.techniques.data.crossing import holds_open
 from hasten.techniques.data.loader_workers import LoaderWorkers
@@ -164,6 +165,15 @@ def facts(**changes: Any) -> Evidence:
 def counts(answer: Choices | Refusal) -> list[Any]:
     assert isinstance(answer, Choices)
     return [setting["num_workers"] for setting in answer.settings if isinstance(setting, dict)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "own", "policy"),
+    [(2, {}, "PASSIVE"), (TWO, {}, "PASSIVE"), (0, {}, None), (2, {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")],
+)
+def test_threads_that_wait_leave_their_cores_to_workers(setting: Any, own: dict[str, str], policy: str | None) -> None:
+    env = environment(RunConfig(techniques={"loader_workers": setting}), own)
+    assert env.get("OMP_WAIT_POLICY") == policy
 
 
 def test_numbers_of_workers_worth_trying() -> None:

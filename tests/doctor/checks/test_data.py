@@ -124,7 +124,7 @@ def test_workers_promise_no_more_than_the_idle_cpu(
         (1.0, 0.001, 0.35, 0.48),  # one core makes the samples, and the threads of the other only wait
         (1.9, 0.001, 0.0, 0.06),  # both make them
         (0.0, 0.001, 0.0, 0.06),  # nobody knows
-        (1.0, 0.020, 0.0, 0.06),  # the training has work for both
+        (1.0, 0.020, 0.08, 0.15),  # the training has work for both most of the time
     ],
 )
 def test_threads_that_wait_take_the_cores_of_workers(
@@ -139,7 +139,7 @@ def test_threads_that_wait_take_the_cores_of_workers(
     worth = finding.worth if finding is not None else 0.0
     assert worth is not None
     assert least <= worth <= most
-    assert (least > 0) == (finding is not None and "set_num_threads(1)" in finding.fix)
+    assert (least > 0) == (finding is not None and "OMP_WAIT_POLICY=PASSIVE" in finding.fix)
 
 
 @pytest.mark.parametrize(

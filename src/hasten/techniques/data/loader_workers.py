@@ -24,7 +24,9 @@ class LoaderWorkers(Technique):
 
     A setting is the number of workers, or a table `{num_workers, prefetch_factor, persistent_workers}`.
     Random augmentation draws other numbers in workers than in the main process, hence `sampling`. An
-    IterableDataset gets at most one worker, since each further one would read the whole stream again.
+    IterableDataset gets at most one worker, since each further one would read the whole stream again. OpenMP's
+    threads are told to sleep while they wait, unless OMP_WAIT_POLICY is set: by default they keep cores busy that
+    the workers need. Under the Trainer, whose process runs already, that comes too late.
     """
 
     name = "loader_workers"
@@ -93,13 +95,18 @@ class LoaderWorkers(Technique):
             return Refusal(_no_room(loader) if counts else "an iterable dataset that already has its worker")
         return Choices(tuple(settings), f"the step waits {percent(evidence.share(Phase.DATA))} of its time for data")
 
+    def environment(self, env: dict[str, str]) -> None:
+        """Before OpenMP starts."""
+        if self.num_workers:
+            env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
     @classmethod
     def finding(cls, evidence: Evidence) -> Finding | None:
         """Batches made in the training process that workers could make meanwhile.
 
         Rests on the measured wait, from which `workers_for` works out what is left of it with workers; silent for
         tensors in memory, whose samples cost less than a batch passed between processes (Falcon, tip 1). Where threads
-        of the training that wait for work would take the workers' cores, it says so.
+        of the training that wait for work would keep the workers' cores busy, it says what to do.
         """
         loader = evidence.train_loader
         if loader is None or loader.num_workers or share_of(evidence, typical_wait(evidence)) < 0.05:
@@ -118,9 +125,9 @@ class LoaderWorkers(Technique):
             f"making shared by {workers} workers, and all work shared by {room_for(evidence):.2g} cores"
         )
         and_threads = (
-            ", and let the training compute on one thread (torch.set_num_threads(1)): others would take the workers' "
-            "cores while they wait for work"
-            if proposal.one_thread
+            ", and set OMP_WAIT_POLICY=PASSIVE in the environment (or torch.set_num_threads(1)): threads of the "
+            "training that wait for work would keep the workers' cores busy"
+            if proposal.passive
             else ""
         )
         return timed(

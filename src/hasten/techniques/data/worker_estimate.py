@@ -18,12 +18,12 @@ class Proposal:
     Attributes:
         workers: How many; 0: none.
         seconds: What they would save of each step.
-        one_thread: They need the training to compute on one thread.
+        passive: The training's threads must give up their cores while they wait.
     """
 
     workers: int
     seconds: float
-    one_thread: bool = False
+    passive: bool = False
 
 
 def workers_for(evidence: Evidence, loader: LoaderFacts) -> Proposal:
@@ -33,8 +33,8 @@ def workers_for(evidence: Evidence, loader: LoaderFacts) -> Proposal:
     shared by the cores it can have; a batch that a worker passes on costs something too. The fewest that come within
     2 % of the best.
 
-    The work is what the CPU was busy with. Threads that wait for torch's next operation are busy too, and stay so
-    beside workers: where a sample is made as quickly on one thread, computing on one may be better.
+    The work is what the CPU was busy with, which has in it that OpenMP's threads spin while they wait for torch's next
+    operation; beside workers they would go on to. How long a sample takes on one thread tells that from work.
     """
     wait, step, cores = typical_wait(evidence), ordinary_seconds(evidence), evidence.machine.cores
     compute, room = step - wait, room_for(evidence)
@@ -45,19 +45,18 @@ def workers_for(evidence: Evidence, loader: LoaderFacts) -> Proposal:
     if not fitting:
         return Proposal(0, 0.0)
 
-    def best(compute: float, make: float, work: float, one_thread: bool) -> Proposal:
+    def best(make: float, work: float, passive: bool) -> Proposal:
         def step_with(workers: int) -> float:
             return max(compute + PASSING, (make + PASSING) / workers, (work + PASSING) / room)
 
         least = min(map(step_with, fitting))
         count = next(count for count in fitting if step_with(count) <= 1.02 * least)
-        return Proposal(count, step - step_with(count), one_thread)
+        return Proposal(count, step - step_with(count), passive)
 
-    chosen = best(compute, wait, wait + compute * threads if used is None else used * step, one_thread=False)
-    alone = loader.probe.one_thread if loader.probe is not None else 0.0
-    if alone and threads > 1:
-        make, longest = alone * wait, compute * threads
-        other = best(longest, make, make + longest, one_thread=True)
+    chosen = best(wait, wait + compute * threads if used is None else used * step, passive=False)
+    times = loader.probe.one_thread if loader.probe is not None else 0.0
+    if times and threads > 1:
+        other = best(times * wait, times * wait + compute * threads, passive=True)
         if other.seconds - chosen.seconds > _CLEARLY * step:
             chosen = other
     return chosen if chosen.seconds > 0 else Proposal(0, 0.0)
