@@ -140,6 +140,9 @@ def test_threads_that_wait_take_the_cores_of_workers(
     assert worth is not None
     assert least <= worth <= most
     assert (least > 0) == (finding is not None and "OMP_WAIT_POLICY=PASSIVE" in finding.fix)
+    bound = only(DataBound.findings(made), "data_bound")
+    assert (least > 0) == ("worker processes" in bound.fix)
+    assert (least > 0) == any("the others only wait for work" in cause for cause in bound.details)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from hasten.evidence.waiting import (
     stages_of,
 )
 from hasten.evidence.weigh import seconds_of, share_of, timed
+from hasten.techniques.data.worker_estimate import workers_for
 
 BOUND = 0.10  # share of the step from which a training counts as bound by its data
 _BUSY = 0.85  # share of a core from which a worker counts as busy all the time
@@ -65,7 +66,10 @@ def _causes(evidence: Evidence, loader: LoaderFacts) -> Iterator[str]:
     if loader.probe is not None and loader.probe.fork_unsafe:
         yield f"the dataset {loader.probe.fork_unsafe}, which workers cannot share: open it in each of them"
     working = mean_during(evidence, use.workers) if use is not None else None
-    if (busy := saturated(evidence)) is not None:
+    busy = saturated(evidence)
+    if busy is not None and _threads_spin(evidence, loader):
+        yield f"no core of {cores} is idle, but one thread makes the samples: the others only wait for work"
+    elif busy is not None:
         yield (
             f"no core of {cores} is idle (the training uses {busy:.1f}): more workers will not help, cheaper samples "
             "or more cores will"
@@ -93,13 +97,20 @@ def _remedy(evidence: Evidence, loader: LoaderFacts) -> str:
         return "keep the workers between epochs (persistent_workers=True): it is the epochs' starts that are waited for"
     if loader.dataset == "TensorDataset" or (loader.probe is not None and loader.probe.in_memory):
         return "gather whole batches of the tensors at once (see sample_by_sample)"
-    if not loader.num_workers and saturated(evidence) is None:
+    if not loader.num_workers and (saturated(evidence) is None or _threads_spin(evidence, loader)):
         return "make batches beside the step: worker processes, or samples kept decoded (see the findings below)"
     # While workers are the bottleneck, each takes `workers` steps for a batch.
     wanted = math.ceil(loader.num_workers * step / max(step - wait, step / 100) - 0.05)
     if saturated(evidence) is None and not loader.iterable and (more := min(wanted, cores)) > loader.num_workers:
         return f"raise num_workers from {loader.num_workers} to {more}"
     return "make samples cheaper: keep them decoded, decode them smaller, or move work from the dataset to the GPU"
+
+
+def _threads_spin(evidence: Evidence, loader: LoaderFacts) -> bool:
+    """Whether cores are busy with threads that wait, and could be had for workers."""
+    if loader.num_workers or loader.probe is None or loader.probe.fork_unsafe:
+        return False
+    return workers_for(evidence, loader).passive
 
 
 def _bound_by(evidence: Evidence) -> tuple[LoaderFacts, Stages] | None:
