@@ -31,7 +31,7 @@ def probe(loader: Any) -> Probe:
         if not indices:
             return Probe(fork_unsafe=unsafe, failed="it is empty")
         repeatable, seconds, size = _ask(dataset.__getitem__, indices)
-        one_thread = _on_one_thread(dataset.__getitem__, indices)
+        one_thread = _on_one_thread(dataset.__getitem__, indices) if seconds < _SECONDS / 4 else 0.0
         function = _loader_function(dataset, indices)
         return Probe(repeatable, seconds, size, *function, in_memory, unsafe, one_thread=one_thread)
     except Exception as error:  # whatever the dataset raises: it is then not one that a cache can keep
