@@ -40,11 +40,16 @@ def _tap_forward(session: Any) -> None:
 
     @functools.wraps(plain)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _inside
         # Inside compiled code the flag folds away; a clock read there would break the graph.
         if _inside or is_compiling() or is_tracing():
             return plain(self, *args, **kwargs)
         if rests and recorder.resting is not None and self.training and grad_enabled():
-            return plain(self, *args, **kwargs)
+            _inside = True  # for the modules inside, which ask no more
+            try:
+                return plain(self, *args, **kwargs)
+            finally:
+                _inside = False
         return outermost(self, args, kwargs)
 
     Module.__call__ = __call__  # type: ignore[method-assign]
