@@ -130,6 +130,11 @@ def listening() -> list[str]:
             cost, costs = record[who][part]["microseconds"], record[who][part]["all"]
             cells += [f"{cost:.0f} us ({costs[0]:.0f} to {costs[-1]:.0f})", f"{cost / 30:.2f} %"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    each = record["module"]
+    more = (
+        f"{each['first']:.2f} us a module in the first steps of `hasten run --evidence`, {each['later']:.2f} us later"
+    )
+    lines += ["", f"A model of more modules costs more, as each of them is called: {more}."]
     return [*lines, ""]
 
 
