@@ -118,13 +118,13 @@ def type_of(evidence: Evidence, layer: Layer) -> str:
     """The type that a layer computes in: autocast's, where the script uses it."""
     autocast = next((model.autocast for model in evidence.models if model.autocast), "")
     name = autocast or layer.dtype
-    return name if name in ("bfloat16", "float16") else "float32"
+    return name if name in ("bfloat16", "float16", "float64") else "float32"
 
 
 def case_of(evidence: Evidence, layer: Layer) -> Case:
     """A layer as it ran."""
     batches = {shape for shape, _ in evidence.inputs.shapes} if evidence.inputs else set()
-    dtype = layer.dtype if layer.dtype in ("float32", "bfloat16", "float16") else "float32"
+    dtype = layer.dtype if layer.dtype in ("float32", "bfloat16", "float16", "float64") else "float32"
     narrow = type_of(evidence, layer)
     return Case(
         layer.kind, dict(layer.sizes), layer.bias, layer.shape, dtype,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from hasten.doctor.checks import ALL
+from hasten.doctor.checks.own_code import OwnCode
 from hasten.doctor.diagnosis import Diagnosis
 from hasten.doctor.machine_advice import advice
 from hasten.doctor.pauses import pauses
@@ -49,7 +50,7 @@ def diagnose(
         notes: What was done to the run.
     """
     failed: list[str] = []
-    findings = merged(list(_findings(evidence, failed)), _true_here(source_findings, evidence))
+    findings = merged(_each_once(list(_findings(evidence, failed))), _true_here(source_findings, evidence))
     phases = mean_phases(evidence)
     lengths = [sum(evidence.step_phases[index]) for index in evidence.steady()]
     return Diagnosis(
@@ -112,6 +113,19 @@ def _findings(evidence: Evidence, failed: list[str]) -> Iterable[Finding]:
             yield from check.findings(evidence)
         except Exception as error:  # as above
             failed.append(_failure(f"the check {check.name}", error))
+
+
+def _each_once(found: list[Finding]) -> list[Finding]:
+    """Without what is only known to take time where another finding says why."""
+
+    def explained(one: Finding) -> bool:
+        return any(
+            other.name != one.name and (other.file, other.line) == (one.file, one.line) and other.worth >= one.worth / 2
+            for other in found
+            if other.worth is not None and one.worth is not None
+        )
+
+    return [one for one in found if one.name != OwnCode.name or not explained(one)]
 
 
 def _failure(what: str, error: Exception) -> str:

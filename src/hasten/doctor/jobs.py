@@ -31,7 +31,7 @@ def jobs(evidence: Evidence) -> list[Job]:
     """Everything worth trying for this run; what may bring most comes first."""
     if steady_seconds(evidence) <= 0:
         return []
-    makers = (_optimizers, _precision, _channels, _attention, _odd_sizes, _switches, _bias, _batch, _tools)
+    makers = (_optimizers, _double, _precision, _channels, _attention, _odd_sizes, _switches, _bias, _batch, _tools)
     return [job for maker in makers for job in maker(evidence)]
 
 
@@ -47,6 +47,14 @@ def _job(finding: str, change: str, group: Group, before: Case, after: Case, det
         before = dataclasses.replace(before, shape=(few, *before.shape[1:]))
         after = dataclasses.replace(after, shape=(few, *after.shape[1:]))
     return Job(finding, what, before, after, f"{group.layer.path}{more}", group.calls, detail, times=times)
+
+
+def _double(evidence: Evidence) -> Iterator[Job]:
+    for group in groups(evidence, PRODUCTS)[:_MANY]:
+        if type_of(evidence, group.layer) == "float64":
+            before = case_of(evidence, group.layer)
+            after = dataclasses.replace(before, dtype="float32")
+            yield _job("double_precision", "computed in float32", group, before, after)
 
 
 def _precision(evidence: Evidence) -> Iterator[Job]:

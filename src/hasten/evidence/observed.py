@@ -97,6 +97,27 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Line:
+    """A line of the script in which the training thread was seen: the innermost of the script's own.
+
+    Attributes:
+        where: `file:line`.
+        function: Qualified name of the function it is in; "" outside of every function.
+        phase: In which part of the step, one of `PHASES`.
+        share: Of the time within steps, 0 to 1.
+        looks: How often it was seen there.
+        in_loop: That function holds the training loop.
+    """
+
+    where: str
+    function: str
+    phase: str
+    share: float
+    looks: int
+    in_loop: bool = False
+
+
+@dataclass(frozen=True)
 class Operator:
     """One operator over the profiled steps. Times are its own, without what it called, in seconds per step."""
 

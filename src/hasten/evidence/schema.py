@@ -17,6 +17,7 @@ from hasten.evidence.observed import (
     Event,
     Inputs,
     Layer,
+    Line,
     Measurement,
     MemoryPoint,
     Sampled,
@@ -228,8 +229,8 @@ class Evidence:
         unfinished: Where no whole step was seen although the run trained: seconds of the first so far, by `PHASES`.
         device_clock: Phases are times on the GPU (CUDA events), not of the calls that start its work.
         disturbed: Numbers of the steps (from 0) whose time does not count, since they were looked into.
-        events, layers, sampled, inputs, stages, use, surroundings, memory: See `hasten.evidence.observed`; `memory` is
-            over time. Empty where nobody looked.
+        events, layers, lines, sampled, inputs, stages, use, surroundings, memory: See `hasten.evidence.observed`;
+            `memory` is over time. Empty where nobody looked.
         measured: What was tried on the machine after the run (`hasten.doctor.measure`).
     """
 
@@ -267,6 +268,7 @@ class Evidence:
     disturbed: tuple[int, ...] = ()
     events: tuple[Event, ...] = ()
     layers: tuple[Layer, ...] = ()
+    lines: tuple[Line, ...] = ()
     sampled: Sampled | None = None
     inputs: Inputs | None = None
     stages: tuple[Stages, ...] = ()

@@ -6,11 +6,14 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hasten.doctor.diagnosis import Diagnosis
-from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Severity, Stages, Use
+from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Severity, Stages, Use, split_place
 from hasten.report import words
 
+_LOOKS = 30  # at the training thread; fewer tell too little of its lines
+_HOT, _HOTTEST = 0.10, 4  # share of the step from which a line is told, and how many are
 NOTHING = "Nothing found that costs more than 1 % of a step."
 _ORDER = {Severity.HIGH: 0, Severity.MEDIUM: 1, Severity.LOW: 2, Severity.NOTE: 3}
 
@@ -112,6 +115,7 @@ def asides(diagnosis: Diagnosis, evidence: Evidence | None) -> list[tuple[str, s
         ("outliers", _outliers(diagnosis)),
         ("trend", _trend(diagnosis)),
         ("batch", stage_line(evidence)),
+        ("lines", hot_lines(evidence)),
         ("used", use_line(evidence)),
     ]
     return [(label, line) for label, line in lines if line]
@@ -152,6 +156,18 @@ def _trend(diagnosis: Diagnosis) -> str:
 
 def _times_the_median(seconds: float, median: float) -> str:
     return f" ({seconds / median:,.0f} times the median)" if _positive(median) and seconds >= 3 * median else ""
+
+
+def hot_lines(evidence: Evidence | None) -> str:
+    """The lines of the script that take most of the step: "train.py:31 (backward) 52 %"; "" if nobody looked."""
+    if evidence is None or sum(line.looks for line in evidence.lines) < _LOOKS:
+        return ""
+    told = []
+    for line in [line for line in evidence.lines if line.share >= _HOT][:_HOTTEST]:
+        file, number = split_place(line.where)
+        doing = f"{line.function}()" if line.phase == "other" and line.function else words.phase(line.phase)
+        told.append(words.clean(f"{Path(file).name}:{number} ({doing}) {words.percent(line.share)}"))
+    return ", ".join(told)
 
 
 def stage_line(evidence: Evidence | None) -> str:

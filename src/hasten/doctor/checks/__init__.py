@@ -5,7 +5,9 @@ from hasten.doctor.checks import (
     convergence,
     data,
     memory,
+    number_types,
     optimization,
+    own_code,
     parallel,
     safety,
     shapes,
@@ -17,11 +19,13 @@ from hasten.doctor.checks.base import Check
 
 ALL: tuple[type[Check], ...] = (
     *data.CHECKS,
+    *own_code.CHECKS,
     *workers.CHECKS,
     *transfer.CHECKS,
     *memory.CHECKS,
     *system.CHECKS,
     *parallel.CHECKS,
+    *number_types.CHECKS,
     *compute.CHECKS,
     *shapes.CHECKS,
     *optimization.CHECKS,

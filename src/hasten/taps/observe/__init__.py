@@ -7,6 +7,16 @@ step must cost well under a microsecond; what they cannot do is skipped and name
 
 from hasten.taps.observe.log import EventLog
 
-SUBJECTS = ("events", "graphs", "optimizing", "inputs", "stages", "surroundings", "sampled", "device_clock")
+SUBJECTS = (
+    "events",
+    "graphs",
+    "optimizing",
+    "inputs",
+    "stages",
+    "surroundings",
+    "sampled",
+    "lines",
+    "device_clock",
+)
 
 __all__ = ["SUBJECTS", "EventLog"]

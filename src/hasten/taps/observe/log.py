@@ -19,7 +19,9 @@ _TORCH = tuple(os.path.join(folder, "torch") + os.sep for folder in _LIBRARIES)
 _GENERATED = ("<eval_with_key>", "<frozen")  # code that torch or Python made up
 
 
-class _Whose(Enum):
+class Whose(Enum):
+    """Who wrote a line of code."""
+
     OURS = auto()
     TORCH = auto()
     LIBRARY = auto()
@@ -169,24 +171,24 @@ def script_place(frame: FrameType | None, past_torch: bool = False) -> str | Non
         past_torch: Look above torch's frames too: the frame is in torch since the script called torch there.
     """
     while frame is not None:
-        whose = _whose(frame.f_code.co_filename)
-        if whose is _Whose.SCRIPT:
+        owner = whose(frame.f_code.co_filename)
+        if owner is Whose.SCRIPT:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if whose is _Whose.TORCH and not past_torch:
+        if owner is Whose.TORCH and not past_torch:
             return None
-        past_torch = past_torch or whose is _Whose.LIBRARY  # another library did it, called by way of a module
+        past_torch = past_torch or owner is Whose.LIBRARY  # another library did it, called by way of a module
         frame = frame.f_back
     return None
 
 
 @functools.cache
-def _whose(name: str) -> _Whose:
+def whose(name: str) -> Whose:
     """Whose code a file of this name holds."""
     if name.startswith((*_TORCH, *_GENERATED)):
-        return _Whose.TORCH
+        return Whose.TORCH
     if name.startswith(_OURS):
-        return _Whose.OURS
-    return _Whose.LIBRARY if name.startswith(_LIBRARIES) or _is_made_up(name) else _Whose.SCRIPT
+        return Whose.OURS
+    return Whose.LIBRARY if name.startswith(_LIBRARIES) or _is_made_up(name) else Whose.SCRIPT
 
 
 def _is_made_up(name: str) -> bool:

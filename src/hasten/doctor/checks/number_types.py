@@ -1,0 +1,49 @@
+"""The type of the numbers that layers compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.checks.base import Check
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.figures import percent
+from hasten.evidence.weigh import COMPUTE, gain_of, in_words, place_of, saved, seconds_of, share_of, size_of, timed
+
+
+class DoublePrecision(Check):
+    """Layers that compute in float64.
+
+    Rests on the layers tried on the spot in both; where that was not done, half of forward and backward, since a
+    number has twice the bytes. Data from NumPy and pandas is float64 unless somebody says otherwise.
+    """
+
+    name = "double_precision"
+    sources = ("PyTorch, Numerical accuracy",)
+
+    @classmethod
+    def findings(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One, where layers were called with float64."""
+        double = [layer for layer in evidence.layers if layer.dtype == "float64"]
+        if not double:
+            return
+        tried = evidence.measured_for(cls.name)
+        worth = saved(evidence, tried) if tried else share_of(evidence, seconds_of(evidence, *COMPUTE)) / 2
+        layers = tried[0].what.partition(":")[0] if tried else size_of(double[0])
+        finding = timed(
+            cls.name,
+            f"{layers} and the like compute in float64"
+            + (f"; in float32 they take {percent(gain_of(tried))} less time" if tried else ""),
+            "train in float32, unless the result needs 15 digits: make the data float32 once (`.float()`, "
+            "`np.float32`), and take `.double()` and `set_default_dtype(torch.float64)` out",
+            worth,
+            HowKnown.MEASURED if tried else HowKnown.ESTIMATED,
+            place=place_of(evidence, tried[0]) if tried else double[0].where,
+            where=tried[0].where if tried else double[0].path,
+            details=tuple(map(in_words, tried)),
+            sources=cls.sources,
+        )
+        if finding is not None:
+            yield finding
+
+
+CHECKS = (DoublePrecision,)

@@ -1,0 +1,69 @@
+"""The script's own code in the loop, beside what PyTorch does for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from hasten.doctor.checks.base import Check
+from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Line, Phase
+from hasten.evidence.figures import percent
+from hasten.evidence.weigh import seconds_of, share_of, timed
+
+_BOUND = 0.10  # share of the step from which own code is looked into
+_LEAST = 0.05  # share of the step that a function or a line must take to be named
+_LOOKS = 10  # so often it must have been seen: by then the share is known to a third
+_MOST = 3
+
+
+class OwnCode(Check):
+    """Python code of the script that takes a good part of the step, beside loading, forward, backward and optimizer.
+
+    Rests on the measured time of that part, and on the lines in which the training thread was seen meanwhile, looked
+    up a hundred times a second. A function is named as a whole, by its line that was seen most.
+    """
+
+    name = "own_code"
+
+    @classmethod
+    def findings(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One for each function, or line of the training loop, that takes 5 % of the step."""
+        other = share_of(evidence, seconds_of(evidence, Phase.OTHER))
+        lines = [line for line in evidence.lines if line.phase == PHASES[Phase.OTHER]]
+        total = sum(line.share for line in lines)
+        if other < _BOUND or not total:
+            return
+        for places in sorted(_groups(lines), key=lambda group: -sum(line.share for line in group))[:_MOST]:
+            worth = other * sum(line.share for line in places) / total
+            if worth < _LEAST or sum(line.looks for line in places) < _LOOKS:
+                continue
+            line = places[0]
+            what = f"{line.function}()" if line.function and not line.in_loop else "this line of the training loop"
+            finding = timed(
+                cls.name,
+                f"{what} takes {percent(worth)} of the step in Python, beside loading, forward, backward and optimizer",
+                "do it on whole tensors instead of number by number, once and not in each step, less often, or beside "
+                "the training",
+                worth,
+                HowKnown.MEASURED,
+                place=line.where,
+                details=tuple(
+                    f"line {one.where.rpartition(':')[2]}: {percent(other * one.share / total)} of the step"
+                    for one in places[:4]
+                    if len(places) > 1
+                ),
+            )
+            if finding is not None:
+                yield finding
+
+
+def _groups(lines: list[Line]) -> list[list[Line]]:
+    """Lines of one function together, the hottest first; those of the training loop each for itself."""
+    groups: dict[str, list[Line]] = defaultdict(list)
+    for line in sorted(lines, key=lambda one: -one.share):
+        alone = line.in_loop or not line.function
+        groups[line.where if alone else f"{line.where.rpartition(':')[0]} {line.function}"].append(line)
+    return list(groups.values())
+
+
+CHECKS = (OwnCode,)
