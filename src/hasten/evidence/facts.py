@@ -97,10 +97,13 @@ class ModelWatch:
         module: The module; held only if `keep`, since a script may make many and let go of them.
         args: Of its first call.
         keep: Hold it until the facts are asked for, as a trial does, which is short.
+
+    Attributes:
+        module: Gives the module, None when it is gone.
     """
 
     def __init__(self, module: Any, args: tuple[Any, ...], keep: bool) -> None:
-        self._module: Any = (lambda: module) if keep else weakref.ref(module)
+        self.module: Any = (lambda: module) if keep else weakref.ref(module)
         self.train_calls = self.eval_calls = self.eval_calls_with_graph = 0
         self.backward_through_eval = False
         self.autocast = ""
@@ -129,7 +132,7 @@ class ModelWatch:
         """The facts so far; of a module that is gone as it was when somebody asked last, None if nobody did."""
         from torch.nn.parameter import is_lazy
 
-        module = self._module()
+        module = self.module()
         if module is None:
             return self._last and dataclasses.replace(
                 self._last,

@@ -107,6 +107,7 @@ class Line:
         share: Of the time within steps, 0 to 1.
         looks: How often it was seen there.
         in_loop: That function holds the training loop.
+        library: The line had called Python code of a library, torch's for instance.
     """
 
     where: str
@@ -115,6 +116,7 @@ class Line:
     share: float
     looks: int
     in_loop: bool = False
+    library: bool = False
 
 
 @dataclass(frozen=True)

@@ -231,6 +231,7 @@ class Evidence:
         disturbed: Numbers of the steps (from 0) whose time does not count, since they were looked into.
         events, layers, lines, sampled, inputs, stages, use, surroundings, memory: See `hasten.evidence.observed`;
             `memory` is over time. Empty where nobody looked.
+        strays: Paths of the layers whose parameters get gradients that no optimizer uses.
         measured: What was tried on the machine after the run (`hasten.doctor.measure`).
     """
 
@@ -269,6 +270,7 @@ class Evidence:
     events: tuple[Event, ...] = ()
     layers: tuple[Layer, ...] = ()
     lines: tuple[Line, ...] = ()
+    strays: tuple[str, ...] = ()
     sampled: Sampled | None = None
     inputs: Inputs | None = None
     stages: tuple[Stages, ...] = ()

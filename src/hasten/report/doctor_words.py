@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import statistics
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.doctor.diagnosis import Diagnosis
-from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Severity, Stages, Use, split_place
+from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Line, Severity, Stages, Use, split_place
 from hasten.report import words
 
 _LOOKS = 30  # at the training thread; fewer tell too little of its lines
@@ -163,7 +164,12 @@ def hot_lines(evidence: Evidence | None) -> str:
     if evidence is None or sum(line.looks for line in evidence.lines) < _LOOKS:
         return ""
     told = []
-    for line in [line for line in evidence.lines if line.share >= _HOT][:_HOTTEST]:
+    lines: dict[tuple[str, str], Line] = {}
+    for line in evidence.lines:
+        key = (line.where, line.phase)
+        lines[key] = dataclasses.replace(line, share=line.share + lines[key].share) if key in lines else line
+    hottest = sorted((line for line in lines.values() if line.share >= _HOT), key=lambda line: -line.share)
+    for line in hottest[:_HOTTEST]:
         file, number = split_place(line.where)
         doing = f"{line.function}()" if line.phase == "other" and line.function else words.phase(line.phase)
         told.append(words.clean(f"{Path(file).name}:{number} ({doing}) {words.percent(line.share)}"))

@@ -18,6 +18,7 @@ from hasten.evidence import (
     GpuUse,
     Inputs,
     Layer,
+    Line,
     LoaderFacts,
     Machine,
     MemoryPoint,
@@ -215,7 +216,7 @@ _models = st.builds(
     parameters=_bytes,
     trained_parameters=_bytes,
     layers=st.dictionaries(st.sampled_from(["Conv2d", "Linear", "LSTM", "BatchNorm2d", "ReLU"]), _few),
-    dtype=st.sampled_from(["float32", "bfloat16", ""]),
+    dtype=st.sampled_from(["float32", "float64", "bfloat16", ""]),
     device=st.sampled_from(["cpu", "cuda", ""]),
     compiled=st.booleans(),
     autocast=st.sampled_from(["", "bfloat16"]),
@@ -269,6 +270,9 @@ _layers = st.builds(
     calls=st.floats(0, 100),
     seconds=_seconds,
     where=_places,
+)
+_lines = st.builds(
+    Line, _places, st.sampled_from(["", "f"]), st.sampled_from(PHASES), st.floats(0, 1), _few, st.booleans()
 )
 _operators = st.builds(Operator, st.sampled_from(["aten::mm", "aten::conv2d"]), st.floats(0, 100), _seconds, _seconds)
 _sampled = st.builds(
@@ -370,6 +374,8 @@ def evidences(draw: st.DrawFn) -> Evidence:
         disturbed=draw(_series(_few)),
         events=draw(_series(_events)),
         layers=draw(_series(_layers)),
+        lines=draw(_series(_lines)),
+        strays=draw(_series(st.sampled_from(["a", "a.b", ""]))),
         sampled=draw(st.none() | _sampled),
         inputs=draw(st.none() | _inputs),
         stages=draw(_series(_stages)),

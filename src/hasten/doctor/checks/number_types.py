@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from hasten.doctor.checks.base import Check
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import COMPUTE, gain_of, in_words, place_of, saved, seconds_of, share_of, size_of, timed
+from hasten.evidence.weigh import COMPUTE, gain_of, in_words, place_of, seconds_of, share_of, size_of, timed
 
 
 class DoublePrecision(Check):
     """Layers that compute in float64.
 
-    Rests on the layers tried on the spot in both; where that was not done, half of forward and backward, since a
-    number has twice the bytes. Data from NumPy and pandas is float64 unless somebody says otherwise.
+    Rests on the costliest layers tried on the spot in both, which stand for the rest of forward and backward; where
+    that was not done, on half of these, since a number has twice the bytes. Data from NumPy and pandas is float64
+    unless somebody says otherwise.
     """
 
     name = "double_precision"
@@ -27,7 +28,8 @@ class DoublePrecision(Check):
         if not double:
             return
         tried = evidence.measured_for(cls.name)
-        worth = saved(evidence, tried) if tried else share_of(evidence, seconds_of(evidence, *COMPUTE)) / 2
+        compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
+        worth = compute * gain_of(tried) if tried else compute / 2
         layers = tried[0].what.partition(":")[0] if tried else size_of(double[0])
         finding = timed(
             cls.name,
@@ -36,7 +38,7 @@ class DoublePrecision(Check):
             "train in float32, unless the result needs 15 digits: make the data float32 once (`.float()`, "
             "`np.float32`), and take `.double()` and `set_default_dtype(torch.float64)` out",
             worth,
-            HowKnown.MEASURED if tried else HowKnown.ESTIMATED,
+            HowKnown.ESTIMATED,
             place=place_of(evidence, tried[0]) if tried else double[0].where,
             where=tried[0].where if tried else double[0].path,
             details=tuple(map(in_words, tried)),

@@ -17,20 +17,24 @@ _MOST = 3
 
 
 class OwnCode(Check):
-    """Python code of the script that takes a good part of the step, beside loading, forward, backward and optimizer.
+    """Code of the script that takes a good part of the step, beside loading, forward, backward and optimizer.
 
     Rests on the measured time of that part, and on the lines in which the training thread was seen meanwhile, looked
-    up a hundred times a second. A function is named as a whole, by its line that was seen most.
+    up a hundred times a second. A function is named as a whole, by its line that was seen most. What the line of the
+    model's or the optimizer's call takes besides is the loss, or what torch's own Python does, and is left out.
     """
 
     name = "own_code"
+    sources = ("PyTorch, Profiler recipe",)
 
     @classmethod
     def findings(cls, evidence: Evidence) -> Iterator[Finding]:
         """One for each function, or line of the training loop, that takes 5 % of the step."""
         other = share_of(evidence, seconds_of(evidence, Phase.OTHER))
-        lines = [line for line in evidence.lines if line.phase == PHASES[Phase.OTHER]]
-        total = sum(line.share for line in lines)
+        beside = [line for line in evidence.lines if line.phase == PHASES[Phase.OTHER]]
+        total = sum(line.share for line in beside)
+        computing = {line.where for line in evidence.lines if line not in beside}
+        lines = [line for line in beside if not (line.in_loop and (line.library or line.where in computing))]
         if other < _BOUND or not total:
             return
         for places in sorted(_groups(lines), key=lambda group: -sum(line.share for line in group))[:_MOST]:
@@ -41,7 +45,7 @@ class OwnCode(Check):
             what = f"{line.function}()" if line.function and not line.in_loop else "this line of the training loop"
             finding = timed(
                 cls.name,
-                f"{what} takes {percent(worth)} of the step in Python, beside loading, forward, backward and optimizer",
+                f"{what} takes {percent(worth)} of the step, beside loading, forward, backward and optimizer",
                 "do it on whole tensors instead of number by number, once and not in each step, less often, or beside "
                 "the training",
                 worth,
@@ -52,6 +56,7 @@ class OwnCode(Check):
                     for one in places[:4]
                     if len(places) > 1
                 ),
+                sources=cls.sources,
             )
             if finding is not None:
                 yield finding

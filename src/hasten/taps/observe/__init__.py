@@ -16,6 +16,7 @@ SUBJECTS = (
     "surroundings",
     "sampled",
     "lines",
+    "strays",
     "device_clock",
 )
 

@@ -117,7 +117,7 @@ def watch(session: Any, recorder: Recorder, stream: Stream) -> None:
 def _device_of(session: Any) -> int | None:
     """Index of the GPU on which an outermost module's parameters are."""
     for watched in session.run.models.values():
-        module = watched._module()
+        module = watched.module()
         parameter = next(module.parameters(), None) if module is not None else None
         if parameter is not None and parameter.device.type == "cuda":
             return int(parameter.device.index or 0)

@@ -235,7 +235,7 @@ class Sampler:
         """The outermost modules that train."""
         watched = list(self._session.run.models.values())
         training = [watch for watch in watched if watch.train_calls or watch.backward_through_eval]
-        return [module for watch in training or watched if (module := watch._module()) is not None]
+        return [module for watch in training or watched if (module := watch.module()) is not None]
 
     def _on_gpu(self) -> bool:
         import torch

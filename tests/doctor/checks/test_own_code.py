@@ -1,0 +1,122 @@
+"""The script's own code, the type of its numbers, gradients for nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from hasten.doctor.checks.gradients import UnusedGradients
+from hasten.doctor.checks.number_types import DoublePrecision
+from hasten.doctor.checks.own_code import OwnCode
+from hasten.doctor.diagnose import diagnose
+from hasten.evidence import Event, Finding, HowKnown, Layer, Line, Measurement, Severity
+from hasten.report.doctor_words import hot_lines
+from tests.doctor.checks.made import evidence
+
+# Of 20 ms, 8 are the script's own.
+OWN = {"data": 0.0, "forward": 0.004, "backward": 0.007, "optimizer": 0.001, "other": 0.008}
+LINES = (
+    Line("train.py:31", "main", "backward", 0.35, 70, True),
+    Line("train.py:12", "confusion", "other", 0.20, 40),
+    Line("train.py:40", "main", "other", 0.10, 20, True),
+    Line("train.py:13", "confusion", "other", 0.05, 10),
+    Line("train.py:41", "main", "other", 0.05, 9, True),
+)
+
+
+def own(**changes: object) -> list[Finding]:
+    return list(OwnCode.findings(evidence(**{"phases": OWN, "lines": LINES, **changes})))  # type: ignore[arg-type]
+
+
+def test_functions_as_a_whole_and_lines_of_the_loop_alone() -> None:
+    function, line = own()
+    assert (function.file, function.line) == ("train.py", 12)
+    assert function.what.startswith("confusion() takes 25 % of the step")
+    assert function.worth == pytest.approx(0.4 * 25 / 40)
+    assert function.details == ("line 12: 20 % of the step", "line 13: 5 % of the step")
+    assert (function.severity, function.how_known) == (Severity.HIGH, HowKnown.MEASURED)
+    assert (line.line, line.details) == (40, ())
+    assert line.what.startswith("this line of the training loop takes 10 %")
+
+
+def test_what_computes_is_not_the_scripts_own() -> None:
+    """The loss in the line of the model's call; clearing gradients, which is torch's Python."""
+    lines = (
+        Line("train.py:31", "main", "forward", 0.35, 70, True),
+        Line("train.py:31", "main", "other", 0.20, 40, True),
+        Line("train.py:30", "main", "other", 0.20, 40, True, library=True),
+        Line("train.py:9", "confusion", "other", 0.20, 40, library=True),
+    )
+    (found,) = own(lines=lines)
+    assert found.line == 9
+    assert found.worth == pytest.approx(0.4 / 3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lines": ()},
+        {"lines": LINES[:1]},
+        {"lines": (Line("train.py:12", "confusion", "other", 0.4, 3),)},  # seen too rarely
+        {"phases": {**OWN, "other": 0.001}},
+    ],
+)
+def test_silent_without_own_code(changes: dict[str, object]) -> None:
+    assert own(**changes) == []
+
+
+def test_silent_where_another_finding_says_why() -> None:
+    collected = Event("gc_collect", "train.py:12", 200, 200, seconds=200 * 0.005)
+    names = [one.name for one in diagnose(evidence(phases=OWN, lines=LINES, events=(collected,))).findings]
+    assert "garbage_collected" in names
+    assert names.count("own_code") == 1  # of line 40
+
+
+def test_hot_lines_in_words() -> None:
+    said = hot_lines(evidence(lines=LINES))
+    assert said == "train.py:31 (backward) 35 %, train.py:12 (confusion()) 20 %, train.py:40 (main()) 10 %"
+    assert hot_lines(evidence(lines=LINES[4:])) == ""
+    assert hot_lines(None) == ""
+
+
+DOUBLE = Layer("net.0", "Linear", {"in_features": 64, "out_features": 64}, dtype="float64", where="train.py:9")
+
+
+def test_float64_is_named_and_tried() -> None:
+    (guessed,) = DoublePrecision.findings(evidence(layers=(DOUBLE,)))
+    assert guessed.how_known is HowKnown.ESTIMATED
+    tried = Measurement(
+        "double_precision", "Linear 64 -> 64: computed in float32", "net.0", 0.004, 0.001, turns=20, wins=1.0
+    )
+    (found,) = DoublePrecision.findings(evidence(layers=(DOUBLE,), measured=(tried,)))
+    assert found.worth == pytest.approx(0.75 * 0.8, rel=0.2)
+    assert "75 % less time" in found.what
+    assert (found.file, found.line) == ("train.py", 9)
+    single = Layer("net.0", "Linear", dtype="float32")
+    assert not list(DoublePrecision.findings(evidence(layers=(single,))))
+
+
+def part(path: str, kind: str = "Linear", seconds: float = 0.001) -> Layer:
+    sizes = {"in_features": 8, "out_features": 8} if kind == "Linear" else {"kernel_size": 2}
+    return Layer(path, kind, sizes, seconds=seconds, where="train.py:5")
+
+
+LAYERS = (part("body.0"), part("body.1", "AvgPool2d"), part("body.2"), part("head"))
+
+
+@pytest.mark.parametrize(
+    ("strays", "share"),
+    [
+        ((), 0.0),
+        (("body.0", "body.2"), 3 / 4),  # all before the head, with what lies between
+        (("body.2",), 1 / 8),  # its inputs still need gradients
+        (("head",), 1 / 8),
+        (("body.0", "body.2", "head"), 1.0),
+    ],
+)
+def test_gradients_for_nothing(strays: tuple[str, ...], share: float) -> None:
+    seen = evidence(phases=OWN, layers=LAYERS, strays=strays)
+    found = list(UnusedGradients.findings(seen))
+    assert [one.worth for one in found] == ([pytest.approx(0.35 * share)] if share else [])
+    if share == 3 / 4:
+        assert "torch.no_grad()" in found[0].fix
+        assert "body.0 and 1 more" in found[0].what
