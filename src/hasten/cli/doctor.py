@@ -134,9 +134,16 @@ def _run(
         print(f"hasten: {line}", file=sys.stderr, flush=True)
 
     say(f"listening to {name}, {_bounds(options, whole)}")
+    if behind := [word for word in command[1:] if word.partition("=")[0] in _OURS_ALONE]:
+        say(
+            f"{', '.join(behind)} stands behind the script, so the script gets it; hasten's own options stand before it"
+        )
     heard = listen(arguments, command, options, whole, evidence, say)
     diagnosis = _heeding_comments(diagnose(heard.evidence, _read_source(command), heard.unseen, heard.notes))
     return diagnosis, heard.evidence, 128 + heard.stopped if heard.stopped else heard.code
+
+
+_OURS_ALONE = ("--json", "--html", "--trace", "--whole", "--no-sample", "--fail-on")  # few scripts have these
 
 
 def _bounds(options: Any, whole: bool) -> str:

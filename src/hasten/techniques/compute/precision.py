@@ -10,7 +10,7 @@ from typing import Any
 
 from hasten.evidence import Evidence, Finding, HowKnown, Machine
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import gain_of, in_words, on_gpu, place_of, products, saved, share_of, timed
+from hasten.evidence.weigh import CERTAIN, gain_of, in_words, on_gpu, place_of, products, saved, share_of, timed
 from hasten.plan import Setting
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
 from hasten.techniques.compute.loss_scaling import LossScaler
@@ -38,7 +38,6 @@ _TENSOR_WORK = frozenset(
 )
 
 
-_CERTAIN = 0.05  # share of the step, from which on layers tried one by one on a CPU tell what the step will save
 _TRUE = {"bf16-true": "bfloat16", "16-true": "float16", "64-true": "float64"}
 
 
@@ -119,7 +118,7 @@ class Precision(Technique):
         fix = f'run the forward and the loss under torch.autocast("{device}", torch.{narrow}){scaled}'
         tried = evidence.measured_for(cls.finds)
         if device == "cpu":
-            if saved(evidence, tried) < _CERTAIN or any(one.name == "LBFGS" for one in evidence.optimizers):
+            if saved(evidence, tried) < CERTAIN or any(one.name == "LBFGS" for one in evidence.optimizers):
                 return None
             fix += keeping(evidence)
         if tried:
