@@ -134,7 +134,7 @@ def examined(folder: Path, name: str) -> Seen:
     write(folder, "training.py", TRAIN)
     write(folder, "train.py", SCRIPTS[name])
     options = [*OPTIONS.get(name, ["--steps", "60"]), "--no-sample", "--json", "d.json", "--evidence", "e.json"]
-    done = execute(HASTEN, "doctor", *options, "train.py", "--steps", "of its own", cwd=folder)
+    done = execute(HASTEN, "doctor", *options, "train.py", "--steps", "its own", "--html=page", cwd=folder)
     return Seen(done, read_diagnosis(folder / "d.json"), read_evidence(folder / "e.json"), folder)
 
 
@@ -167,8 +167,10 @@ def test_its_arguments_after_the_script_are_its_own_and_its_output_is_the_termin
     examine: Callable[[str], Seen],
 ) -> None:
     seen = examine("cut")
-    assert seen.done.out.startswith("epoch 1 ['--steps', 'of its own']\n")
-    assert seen.diagnosis.command == ("train.py", "--steps", "of its own")
+    assert seen.done.out.startswith("epoch 1 ['--steps', 'its own', '--html=page']\n")
+    assert seen.diagnosis.command == ("train.py", "--steps", "its own", "--html=page")
+    assert "hasten: --html=page stands behind the script, so the script gets it" in seen.done.err
+    assert not (seen.folder / "page").exists()
     assert seen.diagnosis.verdict.title in " ".join(seen.done.out.split())
 
 

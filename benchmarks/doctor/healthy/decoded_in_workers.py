@@ -28,7 +28,6 @@ class Pictures(Dataset):
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     loader = DataLoader(Pictures(1024), batch_size=32, shuffle=True, num_workers=1, persistent_workers=True)
     model = nn.Sequential(
         nn.Conv2d(3, 64, 3, padding=1, bias=False),

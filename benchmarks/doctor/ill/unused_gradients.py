@@ -1,6 +1,7 @@
 """A body that shall stay as it is, and was only put into eval mode: each backward goes through all of it."""
 
 # plant: unused_gradients
+# also: full_precision
 import torch
 from torch import nn
 

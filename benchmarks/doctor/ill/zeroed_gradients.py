@@ -1,6 +1,7 @@
 """Gradients of a big model filled with zeros, to be added to."""
 
 # plant: zeroed_gradients
+# also: dense_embedding_gradients
 import torch
 from torch import nn
 

@@ -1,16 +1,31 @@
-"""The script's own code, the type of its numbers, gradients for nothing."""
+"""What scripts of others had that no guide names: own code, float64, gradients for nothing, too few threads."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from hasten.doctor.checks.gradients import UnusedGradients
+from hasten.doctor.checks.gradients import DenseEmbeddingGradients, UnusedGradients
 from hasten.doctor.checks.number_types import DoublePrecision
 from hasten.doctor.checks.own_code import OwnCode
+from hasten.doctor.checks.pace import FewThreads, FrequentValidation
 from hasten.doctor.diagnose import diagnose
-from hasten.evidence import Event, Finding, HowKnown, Layer, Line, Measurement, Severity
+from hasten.evidence import (
+    PHASES,
+    Event,
+    Evidence,
+    Finding,
+    HowKnown,
+    Layer,
+    Line,
+    Measurement,
+    Operator,
+    Sampled,
+    Severity,
+)
 from hasten.report.doctor_words import hot_lines
-from tests.doctor.checks.made import evidence
+from tests.doctor.checks.made import evidence, use
 
 # Of 20 ms, 8 are the script's own.
 OWN = {"data": 0.0, "forward": 0.004, "backward": 0.007, "optimizer": 0.001, "other": 0.008}
@@ -58,6 +73,12 @@ def test_what_computes_is_not_the_scripts_own() -> None:
         {"lines": LINES[:1]},
         {"lines": (Line("train.py:12", "confusion", "other", 0.4, 3),)},  # seen too rarely
         {"phases": {**OWN, "other": 0.001}},
+        {
+            "lines": (
+                Line("train.py:40", "main", "other", 0.2, 30, True),
+                *[Line(f"t.py:{n}", f"f{n}", "other", 0.1, 9) for n in range(9)],
+            )
+        },
     ],
 )
 def test_silent_without_own_code(changes: dict[str, object]) -> None:
@@ -120,3 +141,66 @@ def test_gradients_for_nothing(strays: tuple[str, ...], share: float) -> None:
     if share == 3 / 4:
         assert "torch.no_grad()" in found[0].fix
         assert "body.0 and 1 more" in found[0].what
+
+
+# -- tables -------------------------------------------------------------------------------------------------
+
+TABLE = Layer(
+    "items", "Embedding", {"num_embeddings": 50_000, "embedding_dim": 32}, shape=(256,), calls=1.0, where="train.py:7"
+)
+SAMPLED = Sampled(operators=(Operator("aten::embedding_dense_backward", 1.0, 0.004),))
+
+
+@pytest.mark.parametrize(
+    ("table", "worth"),
+    [
+        (TABLE, (0.004 + 0.001 * 50 / 60) / 0.020),
+        (dataclasses.replace(TABLE, sizes={"num_embeddings": 500, "embedding_dim": 32}), None),
+        (dataclasses.replace(TABLE, shape=(256, 128)), None),  # most of its rows in each batch
+    ],
+)
+def test_dense_gradients_of_tables(table: Layer, worth: float | None) -> None:
+    seen = evidence(phases=OWN, layers=(table,), sampled=SAMPLED, optimizer={"shapes": ((50_000, 32), (10_000, 32))})
+    found = list(DenseEmbeddingGradients.findings(seen))
+    assert [one.worth for one in found] == ([pytest.approx(worth)] if worth else [])
+    sparse = dataclasses.replace(seen, sampled=Sampled())
+    assert not list(DenseEmbeddingGradients.findings(sparse))
+
+
+# -- pace ---------------------------------------------------------------------------------------------------
+
+
+def test_validation_that_takes_too_long() -> None:
+    steps = [0.0] * 190 + [0.2] * 10
+    (found,) = FrequentValidation.findings(validating(steps))
+    assert found.worth == pytest.approx(0.01 / 0.02 / 2, rel=0.1)
+    assert "51 % of the time, after every 19 steps" in found.what
+    assert not list(FrequentValidation.findings(validating([0.01] * 200)))  # a policy that acts in each step
+    assert not list(FrequentValidation.findings(validating([0.0] * 199 + [0.05])))
+
+
+def validating(seconds: list[float]) -> Evidence:
+    """A training of 10 ms a step, with seconds of validation in each."""
+    plain = evidence(steps=len(seconds))
+    place = PHASES.index("validation")
+    phases = [(*step[:place], more, *step[place + 1 :]) for step, more in zip(plain.step_phases, seconds, strict=True)]
+    return dataclasses.replace(plain, step_phases=tuple(phases))
+
+
+LONG = Sampled(operators=(Operator("aten::addmm", 4.0, 0.008),))
+
+
+@pytest.mark.parametrize(
+    ("threads", "seen", "sampled", "worth"),
+    [
+        (1, {"cpu": 1.0}, LONG, 0.8 * 0.8 * 3 / 4),
+        (4, {"cpu": 1.0}, LONG, None),
+        (1, {"cpu": 3.9}, LONG, None),  # no core is idle
+        (1, {"cpu": 3.5, "workers": 3.0}, LONG, None),  # loaders have the others
+        (1, {"cpu": 1.0}, Sampled(operators=(Operator("aten::addmm", 400.0, 0.008),)), None),  # too short to be shared
+    ],
+)
+def test_threads_for_idle_cores(threads: int, seen: dict[str, float], sampled: Sampled, worth: float | None) -> None:
+    made = evidence(machine={"cores": 4}, flags={"threads": threads}, use=use(**seen), sampled=sampled)
+    found = list(FewThreads.findings(made))
+    assert [one.worth for one in found] == ([pytest.approx(worth, rel=0.2)] if worth else [])

@@ -11,7 +11,7 @@ from hasten.evidence.figures import percent
 from hasten.evidence.weigh import seconds_of, share_of, timed
 
 _BOUND = 0.10  # share of the step from which own code is looked into
-_LEAST = 0.05  # share of the step that a function or a line must take to be named
+_LEAST, _LEAST_LINE = 0.05, 0.10  # share of the step that a function, or a line of the loop, must take to be named
 _LOOKS = 10  # so often it must have been seen: by then the share is known to a third
 _MOST = 3
 
@@ -29,7 +29,7 @@ class OwnCode(Check):
 
     @classmethod
     def findings(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One for each function, or line of the training loop, that takes 5 % of the step."""
+        """One for each function that takes 5 % of the step, or line of the training loop that takes 10 %."""
         other = share_of(evidence, seconds_of(evidence, Phase.OTHER))
         beside = [line for line in evidence.lines if line.phase == PHASES[Phase.OTHER]]
         total = sum(line.share for line in beside)
@@ -39,10 +39,11 @@ class OwnCode(Check):
             return
         for places in sorted(_groups(lines), key=lambda group: -sum(line.share for line in group))[:_MOST]:
             worth = other * sum(line.share for line in places) / total
-            if worth < _LEAST or sum(line.looks for line in places) < _LOOKS:
+            alone = places[0].in_loop or not places[0].function
+            if worth < (_LEAST_LINE if alone else _LEAST) or sum(line.looks for line in places) < _LOOKS:
                 continue
             line = places[0]
-            what = f"{line.function}()" if line.function and not line.in_loop else "this line of the training loop"
+            what = "this line of the training loop" if alone else f"{line.function}()"
             finding = timed(
                 cls.name,
                 f"{what} takes {percent(worth)} of the step, beside loading, forward, backward and optimizer",
