@@ -1,6 +1,7 @@
 """One thread, set when the training ran beside others, on a machine that it now has for itself."""
 
 # plant: few_threads
+# also: full_precision, allocator
 import torch
 from torch import nn
 

@@ -26,7 +26,7 @@ class Slow(nn.Module):
         return x
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
-        return 60
+        return 25
     def __getitem__(self, index):
         time.sleep(0.02)  # loading
         return data[index]
@@ -73,7 +73,7 @@ def test_lines_of_each_phase(tmp_path: Path) -> None:
         assert seen[at(tmp_path, mark), phase].share > 0.05, mark
     busy = seen[at(tmp_path, "busy"), "other"]
     assert (busy.function, busy.in_loop) == ("busy", False)
-    assert busy.looks > 20
+    assert busy.looks > 5
     assert seen[at(tmp_path, "in the loop"), "other"].function == ""
     assert sum(line.share for line in evidence.lines) == pytest.approx(1.0)
 
