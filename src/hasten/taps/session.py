@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import math
 import multiprocessing
@@ -212,6 +213,9 @@ class Session:
 
     def leave(self) -> None:
         """Write the evidence, once, and remove the live file; this process is about to end."""
+        # A loader's iterator that is collected now waits five seconds for each worker: in a forked process the queue
+        # by which they are told to end is closed by this time. What is left is torn down without being collected.
+        gc.disable()
         with self._leaving:
             if self.bounds is not None:
                 self.bounds.ignore_signals()
