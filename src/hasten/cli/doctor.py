@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hasten.evidence import Evidence, Finding
 
 _SEVERITIES = ("high", "medium", "low", "note")
+_OURS_ALONE = ("--json", "--html", "--trace", "--whole", "--no-sample", "--fail-on")  # few scripts have these
 _AT_LEAST = 5.0  # seconds of training, where --steps is not given: 200 quick steps show little of the machine
 
 
@@ -141,9 +142,6 @@ def _run(
     heard = listen(arguments, command, options, whole, evidence, say)
     diagnosis = _heeding_comments(diagnose(heard.evidence, _read_source(command), heard.unseen, heard.notes))
     return diagnosis, heard.evidence, 128 + heard.stopped if heard.stopped else heard.code
-
-
-_OURS_ALONE = ("--json", "--html", "--trace", "--whole", "--no-sample", "--fail-on")  # few scripts have these
 
 
 def _bounds(options: Any, whole: bool) -> str:

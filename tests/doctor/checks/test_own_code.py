@@ -197,6 +197,7 @@ LONG = Sampled(operators=(Operator("aten::addmm", 4.0, 0.008),))
         (4, {"cpu": 1.0}, LONG, None),
         (1, {"cpu": 3.9}, LONG, None),  # no core is idle
         (1, {"cpu": 3.5, "workers": 3.0}, LONG, None),  # loaders have the others
+        (1, {"cpu": 3.3, "workers": 2.6}, LONG, None),  # nearly so
         (1, {"cpu": 1.0}, Sampled(operators=(Operator("aten::addmm", 400.0, 0.008),)), None),  # too short to be shared
     ],
 )
@@ -204,3 +205,4 @@ def test_threads_for_idle_cores(threads: int, seen: dict[str, float], sampled: S
     made = evidence(machine={"cores": 4}, flags={"threads": threads}, use=use(**seen), sampled=sampled)
     found = list(FewThreads.findings(made))
     assert [one.worth for one in found] == ([pytest.approx(worth, rel=0.2)] if worth else [])
+    assert all("let it have 4 threads" in one.fix for one in found)

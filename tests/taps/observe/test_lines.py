@@ -83,6 +83,28 @@ def test_nobody_looks_without_samples(tmp_path: Path) -> None:
     assert evidence.lines == ()
 
 
+def test_a_forward_is_a_forward_also_where_the_clock_rests(tmp_path: Path) -> None:
+    script = """
+class Net(nn.Module):
+    def forward(self, x):
+        for _ in range(20):
+            x = torch.tanh(x)
+        return model(x)
+net = Net()
+net.model = model
+for epoch in range(50):
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(net(x), y).backward()
+        optimizer.step()
+"""
+    _, evidence = looked_at(tmp_path, HEAD + script)
+    assert evidence.every > 1
+    inside = [line for line in evidence.lines if line.function == "Net.forward"]
+    assert sum(line.looks for line in inside) > 10
+    assert {line.phase for line in inside} == {"forward"}
+
+
 FREEZING = """
 backbone, head = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16)), nn.Linear(16, 3)
 by_hand = nn.Linear(3, 3)

@@ -65,15 +65,15 @@ class FewThreads(Check):
         if use is None or on_gpu(evidence) or not 0 < threads < cores or evidence.flags.distributed > 1:
             return
         working = mean_during(evidence, use.workers) or 0.0
-        room = min(cores - working, _MOST * threads)
-        if saturated(evidence) is not None or room < threads + 0.5:
+        room = min(round(cores - working), _MOST * threads)
+        if saturated(evidence) is not None or room <= threads:
             return
         share = share_of(evidence, products(evidence, least=_LONG))
         compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
         finding = timed(
             cls.name,
             f"torch computes on {threads} of {cores} cores (OMP_NUM_THREADS, or torch.set_num_threads)",
-            f"let it have {int(room)} threads: take the setting out, or set it to {int(room)}",
+            f"let it have {room} threads: take the setting out, or set it to {room}",
             _GAIN * min(share, compute) * (1 - threads / room),
             HowKnown.ESTIMATED,
             sources=cls.sources,

@@ -30,7 +30,7 @@ _Mark = tuple[str, str]  # end of a file's name, name of a function
 _Seen = tuple[CodeType, int, Phase, bool]  # where, its line, in which phase, whether a library was called there
 _MARKS: dict[_Mark, Phase] = {
     (data.__file__, "__next__"): Phase.DATA,
-    (modules.__file__, "outermost"): Phase.FORWARD,
+    (modules.__file__, "__call__"): Phase.FORWARD,  # also where the clock rests
     (modules.__file__, "backward"): Phase.BACKWARD,
     (os.path.join("torch", "optim", "optimizer.py"), "wrapper"): Phase.OPTIMIZER,
     (os.path.join("torch", "serialization.py"), "save"): Phase.CHECKPOINT,
