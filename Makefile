@@ -3,6 +3,7 @@
 #
 #   make demo    tune a slow image training for three minutes, then run it tuned
 #   make test    lint, types, import contract, fast tests     (make test TESTS=tests/test_plan.py MARK=slow)
+#   make fuzz    the property tests on fresh examples (make test draws the same ones each time)
 #   make lint    ruff only
 #   make bench   measure against hand-tuned twins
 #   make clean   remove what these made, except .venv
@@ -25,7 +26,7 @@ DEMO  := build/demo
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types imports bench clean compiler
+.PHONY: help demo test fuzz lint types imports bench clean compiler
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -78,6 +79,9 @@ demo: $(STAMP) compiler
 	@cd $(DEMO) && "$(CURDIR)/$(BIN)/hasten" run "$(CURDIR)/examples/slow_images.py" --data shapes --epochs 3
 	@echo "== the plan:   $(CURDIR)/$(DEMO)/hasten.toml"
 	@echo "== the report: $(CURDIR)/$(DEMO)/hasten-report.html"
+
+fuzz: $(STAMP) compiler
+	@$(BIN)/pytest -q -n $(JOBS) -m hypothesis --hypothesis-profile=fuzz $(TESTS)
 
 bench: $(BENCH) compiler
 	@$(BIN)/python benchmarks/tune_vs_hand.py

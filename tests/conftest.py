@@ -1,11 +1,9 @@
-"""Hypothesis on machines that are shared: no deadlines; in CI the same examples each time."""
+"""Hypothesis on machines that are shared: no deadlines, the same examples each time (`make fuzz` draws others)."""
 
 from __future__ import annotations
 
-import os
-
 from hypothesis import settings
 
-settings.register_profile("shared", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "shared")
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("fuzz", deadline=None)
+settings.load_profile("same")

@@ -119,6 +119,8 @@ def test_whether_more_workers_would_help() -> None:
 def test_an_idle_gpu_is_named() -> None:
     answer = found(run(machine=GPU_MACHINE, use=use(7.6)))
     assert any("an H200 has nothing to do" in line for line in answer.details)
+    unnamed = dataclasses.replace(GPU_MACHINE, gpus=())
+    assert not any("nothing to do" in line for line in found(run(machine=unnamed, use=use(7.6))).details)
 
 
 def test_two_steps_give_an_answer_with_its_caveat() -> None:

@@ -69,6 +69,10 @@ def changed(fetcher: Fetcher) -> Any:
     return Run(build({"batched_fetch": True}, CATALOGUE)).fetcher(fetcher)
 
 
+def _walked(tensor: torch.Tensor) -> list[int]:
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
 dtypes = st.sampled_from([torch.float32, torch.int64, torch.uint8, torch.bfloat16, torch.bool, torch.complex64])
 shapes = st.lists(st.integers(0, 3), max_size=4)
 
@@ -93,7 +97,9 @@ def test_any_tensor_dataset_gives_the_same_batches(data: st.DataObject, rows: in
     assert type(got) is type(expected)
     assert all(identical(one, other) for one, other in zip(got, expected, strict=True))
     for one, other in zip(got, expected, strict=True):
-        assert one.numel() == 0 or one.stride() == other.stride()  # strides decide which kernels run
+        # Strides decide which kernels run; that of a dimension of one is never walked (and differs in 5-D, rarely).
+        if one.numel():
+            assert _walked(one) == _walked(other)
     for one, stored in zip(got, tensors, strict=True):
         assert one.numel() == 0 or one.data_ptr() != stored.data_ptr()  # in-place work must not reach the dataset
 

@@ -262,7 +262,7 @@ def _too_few_threads(
 
 
 def _idle_gpu(evidence: Evidence) -> tuple[str, ...]:
-    if evidence.machine.device != "cuda":
+    if not evidence.machine.gpus:
         return ()
     return (f"the model is on the CPU, and {evidence.machine.gpus[0]} has nothing to do",)
 

@@ -51,6 +51,7 @@ class TestUnnormalisedInputs:
             {"mean": 0.5, "std": 25.0},
             {"mean": 0.0, "std": 1e-4},
             {"last_mean": 900.0},
+            {"last_mean": 900.0, "high": None},
             {"last_std": 500.0},
         ],
     )

@@ -88,6 +88,8 @@ def test_exchanges_that_are_cheap_or_needed_are_well() -> None:
     """Every one is needed; or hardly anything was measured to be spent on them."""
     assert not [*AccumulationSyncs.findings(evidence(phases={"sync": 0.004}))]
     assert not [*AccumulationSyncs.findings(evidence(events=(event("ddp_sync", 0.001, count=150),)))]
+    never = evidence(events=(event("ddp_sync", count=0),), optimizer={"steps": 0})
+    assert not [*AccumulationSyncs.findings(never)]
 
 
 def test_a_search_for_unused_parameters_that_finds_none_is_named() -> None:

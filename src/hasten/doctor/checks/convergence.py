@@ -63,11 +63,14 @@ class UnnormalisedInputs(Check):
         why = _why_not_normal(inputs.mean, inputs.std, inputs.last_mean, inputs.last_std)
         if not why:
             return
-        pixels = inputs.low is not None and inputs.high is not None and inputs.low >= 0 and 100 < inputs.high <= 255
+        spanned, pixels = "", False
+        if inputs.low is not None and inputs.high is not None:
+            spanned = f", values from {inputs.low:g} to {inputs.high:g}"
+            pixels = inputs.low >= 0 and 100 < inputs.high <= 255
         file, line = split_place(evidence.train_loader.where if evidence.train_loader else "")
         yield Finding(
             cls.name,
-            f"{why}{f', values from {inputs.low:g} to {inputs.high:g}' if inputs.low is not None else ''}",
+            f"{why}{spanned}",
             "divide the pixels by 255 (ToTensor does), then subtract the mean and divide by the standard deviation"
             if pixels
             else "subtract each feature's mean over the training set and divide by its standard deviation",

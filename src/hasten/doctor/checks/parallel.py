@@ -113,9 +113,9 @@ class AccumulationSyncs(Check):
     def findings(cls, evidence: Evidence) -> Iterator[Finding]:
         """One at the most: of the line that does most of them."""
         events = sorted(evidence.events_of("ddp_sync"), key=lambda event: -event.count)
-        if not events or not evidence.steps:
-            return
         count = sum(event.count for event in events)
+        if not count or not evidence.steps:
+            return
         wanted = max([one.steps for one in evidence.optimizers], default=0)
         needless = count / (count + wanted)
         phase = seconds_of(evidence, Phase.SYNC) * needless
