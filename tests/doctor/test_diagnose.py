@@ -61,11 +61,12 @@ def test_what_only_a_gpu_makes_true_is_not_read_into_a_run_without_one() -> None
 
 @pytest.mark.parametrize("name", ["constant_rate", "data_parallel"])
 def test_what_a_run_did_not_come_to_is_not_read_into_it(name: str) -> None:
-    def told(**changes: Any) -> list[str]:
-        listened = run(listened="doctor", ended="complete", **changes)
+    def told(ended: str = "complete", **changes: Any) -> list[str]:
+        listened = run(listened="doctor", ended=ended, **changes)
         return [one.name for one in diagnose(listened, [read(name, 30)]).findings if one.name == name]
 
     assert told(optimizers=(optimizer("/x/train.py:99"),)) == []
+    assert told(ended="finished") == []  # it trained without an optimizer
     built = {"optimizers": (optimizer("/x/train.py:30"),), "events": (Event("data_parallel", "/x/train.py:30", 1),)}
     assert told(**built) == [name]
 

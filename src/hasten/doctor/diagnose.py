@@ -152,7 +152,8 @@ def _never_ran(finding: Finding, evidence: Evidence) -> bool:
     if finding.name == "data_parallel":
         wrapped = any(model.name == "DataParallel" for model in evidence.models)
         return not wrapped and not evidence.events_of("data_parallel")
-    if finding.name in _OF_OPTIMIZERS and evidence.ended == "complete":  # cut: what it had built was still there
+    # One that was built later and is gone by now is not known; but where the run was cut, all were still there.
+    if finding.name in _OF_OPTIMIZERS and (evidence.ended == "complete" or not evidence.optimizers):
         places = [split_place(optimizer.where) for optimizer in evidence.optimizers]
         return not any(_same_place(finding, dataclasses.replace(finding, file=f, line=n)) for f, n in places)
     return False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -32,9 +34,12 @@ class Screen:
         return Text(text, style)
 
     def say(self, text: Text, indent: int = 2, first: Text | None = None) -> None:
-        """Print wrapped text whose lines are all indented; `first` stands in the first one's indent."""
+        """Print wrapped text whose lines are all indented; `first` stands in the first one's indent.
+
+        A word that is longer than a line stays whole: it is a path or a setting, which somebody may copy.
+        """
         room = max(8, self.console.width - indent)
-        for line in text.wrap(self.console, room, overflow="fold"):
+        for line in _wrapped(text, room):
             line.rstrip()
             margin = first if first is not None else Text()
             self.console.print(margin + Text(" " * (indent - margin.cell_len)) + line, soft_wrap=True)
@@ -53,6 +58,18 @@ class Screen:
         """A text bar of so many letters; one too short for a letter is a thin one if it is to be `seen`."""
         mark, thin = ("#", ".") if self.ascii_only else ("█", "▏")
         return Text(mark * length if length else thin if seen else "", style)
+
+
+def _wrapped(text: Text, room: int) -> Iterator[Text]:
+    """Lines of at most `room` cells, but for a single word that has more (rich would break it, or cut it off)."""
+    for paragraph in text.split(allow_blank=True):
+        breaks, used = [], 0
+        for word in re.finditer(r"\S+\s*|\s+", paragraph.plain):
+            if used and used + cell_len(word[0].rstrip()) > room:
+                breaks.append(word.start())
+                used = 0
+            used += cell_len(word[0])
+        yield from paragraph.divide(breaks)
 
 
 def stacked(amounts: Sequence[float], room: int) -> list[int]:
