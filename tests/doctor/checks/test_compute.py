@@ -331,6 +331,12 @@ class TestDebugTools:
         assert finding.worth == pytest.approx(0.3, rel=0.01)  # 1000 operators, 3 us each, of 10 ms
         assert (finding.line, finding.severity, finding.technique) == (20, Severity.HIGH, "debug_off")
 
+    def test_no_step_owes_it_more_than_an_empty_operator_does(self) -> None:
+        many = dataclasses.replace(self.SLOW, calls=9000.0)  # 27 ms of a step of 10 ms
+        finding = of("debug_off", evidence(events=(event("anomaly"),), measured=(many,)))
+        assert finding is not None
+        assert finding.worth == pytest.approx(0.6)
+
     def test_a_profiler_that_never_ends(self) -> None:
         finding = of("debug_off", evidence(events=(event("profiler"),)))
         assert finding is not None

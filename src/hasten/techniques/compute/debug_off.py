@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
-from hasten.evidence import Evidence, Finding, HowKnown, Severity, severity_of, split_place
-from hasten.evidence.weigh import in_words, share_of
+from hasten.evidence import Evidence, Finding, HowKnown, Measurement, Severity, severity_of, split_place
+from hasten.evidence.weigh import in_words, share_of, steady_seconds
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
 
 _PROFILED_STEPS = 20
@@ -54,8 +56,7 @@ class DebugOff(Technique):
         }
         tried = [one for one in evidence.measured_for(cls.finds) if one.where in found and one.calls]
         seconds = sum(event.seconds for event in events if event.kind == "gradcheck") / steps
-        # What an operator costs more, for as many operators as a step was seen to run.
-        worth = share_of(evidence, seconds + sum(max(0.0, one.saved) * one.calls for one in tried)) or None
+        worth = share_of(evidence, seconds + _of_tools(evidence, tried)) or None
         first = next((place for place in found.values() if place), "")
         file, line = split_place(first)
         return Finding(
@@ -114,3 +115,13 @@ class DebugOff(Technique):
 
         profile.start, profile.stop = started, stopped
         register_optimizer_step_post_hook(after_step)
+
+
+def _of_tools(evidence: Evidence, tried: Sequence[Measurement]) -> float:
+    """Seconds a step that they take: what an operator costs more, for as many as a step was seen to run.
+
+    An operator that does next to nothing was tried, so no step owes them a greater share than that one does.
+    """
+    slower = [one for one in tried if one.saved > 0]
+    least = math.prod(one.after / one.before for one in slower)
+    return min(sum(one.saved * one.calls for one in slower), (1.0 - least) * steady_seconds(evidence))
