@@ -256,6 +256,12 @@ class Recorder:
         """Some of the current step went to `phase`."""
         self.current.phases[phase] += seconds
 
+    def was_validation(self, seconds: float) -> None:
+        """So much of the current step was taken for a part of its forward, and is validation."""
+        moved = min(seconds, self.current.phases[Phase.FORWARD])
+        self.current.phases[Phase.FORWARD] -= moved
+        self.current.phases[Phase.VALIDATION] += moved
+
     def backward(self, seconds: float, losses: list[Any]) -> None:
         """`backward` was called on `losses` (detached, unread)."""
         current = self.current

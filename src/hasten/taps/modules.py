@@ -108,8 +108,14 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
                 return forward(module, args, kwargs) if wraps else plain(module, *args, **kwargs)
             finally:
                 _inside = False
-        trains = module.training
-        session.validating = validating = not ((trains or watch.backward_through_eval) and grad_enabled())
+        trains, graph, aside = module.training, grad_enabled(), False
+        validating = not (graph and (trains or watch.backward_through_eval))
+        if validating and (trains or not watch.train_calls):
+            # In the midst of training: a teacher, a target net, an agent that acts. A loss of it alone tells otherwise.
+            current = recorder.current
+            aside = current.trained or current.loader < 0 or current.loader in session.trained_loaders
+            validating = not aside
+        session.validating, session.without_graph = validating, not graph
         phase = validation_phase if validating else training_phase
         if recorder.listeners:
             recorder.mark(phase, True)
@@ -118,7 +124,9 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
             output = forward(module, args, kwargs) if wraps else plain(module, *args, **kwargs)
         finally:
             _inside = False
-            recorder.current.phases[phase] += perf_counter() - start
+            seconds = perf_counter() - start
+            recorder.current.phases[phase] += seconds
+            session.aside = seconds if aside else 0.0
             if recorder.listeners:
                 recorder.mark(phase, False)
         if trains:

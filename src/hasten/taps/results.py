@@ -52,9 +52,10 @@ def _tap_losses(session: Any) -> None:
         @functools.wraps(plain)
         def loss(*args: Any, **kwargs: Any) -> Any:
             value = plain(*args, **kwargs)
-            if session.validating and not is_compiling() and session.run.recorder is not None:
-                if isinstance(value, torch.Tensor):
-                    session.run.recorder.validation_loss(value.detach().float().mean())
+            if (session.validating or session.aside) and not is_compiling():
+                recorder = session.run.recorder
+                if recorder is not None and isinstance(value, torch.Tensor) and _validates(session, recorder, value):
+                    recorder.validation_loss(value.detach().float().mean())
             return value
 
         return loss
@@ -73,6 +74,16 @@ def _tap_losses(session: Any) -> None:
     for name, tapped in taps.items():
         setattr(functional, name, tapped)
     untapped_for_script(functional, taps, plains)
+
+
+def _validates(session: Any, recorder: Any, loss: Any) -> bool:
+    """Whether a loss is validation's: it has a graph if, and only if, the last forward has one."""
+    if session.without_graph and loss.requires_grad:
+        return False  # of another forward, before that of a target net or a teacher
+    if session.aside and not loss.requires_grad:
+        recorder.was_validation(session.aside)
+        session.validating, session.aside = True, 0.0
+    return bool(session.validating)
 
 
 @passed_over

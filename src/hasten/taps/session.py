@@ -50,7 +50,9 @@ class Session:
         self.optimizers: dict[int, tuple[Any, str]] = {}
         self.built = Built(self)
         self.kept_loaders: list[Any] = []
-        self.validating = False  # whether the last outermost forward was in eval mode or without a graph
+        self.validating = False  # whether the last outermost forward was validation
+        self.without_graph = False  # whether it built none
+        self.aside = 0.0  # seconds of it, where it is validation only if a loss without a graph follows
         self.observers: list[Any] = []  # what `doctor` listens with; each has `facts()`
         # Called with a loader's index and a batch it gave; answers how many batches may come before the next call.
         self.on_batch: list[Callable[[int, Any], int]] = []
@@ -69,7 +71,7 @@ class Session:
         self._leaving = threading.RLock()
         self._since: float | None = None  # when the steps behind compilation began
         self._trained_passes = 0
-        self._trained_loaders: set[int] = set()
+        self.trained_loaders: set[int] = set()  # of passes that are over
 
     @classmethod
     def start(cls, config: RunConfig) -> None:
@@ -182,8 +184,8 @@ class Session:
         if not began:
             if opened.trained:
                 self._trained_passes += 1
-                self._trained_loaders.add(opened.loader)
-        elif self.trial and self._trained_passes >= self.trial.epochs and opened.loader in self._trained_loaders:
+                self.trained_loaders.add(opened.loader)
+        elif self.trial and self._trained_passes >= self.trial.epochs and opened.loader in self.trained_loaders:
             self.complete()
 
     def _watch_the_trial(self, steps: int) -> None:
