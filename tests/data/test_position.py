@@ -40,18 +40,20 @@ def stopped(case, epochs, stop, limit=None):
     return list(seen), unpacked(packed(training.checkpoint()))
 
 
-def check(case, epochs=3, stops=(4, 9), limit=None, doubted=False):
-    """Stop (for a second time, if there are more), go on, and compare with a plain loop."""
+def check(case, epochs=3, stops=(4, 9), limit=None, doubted=False, exact=True):
+    """Stop (for a second time, if there are more), go on, and compare with a plain loop; `exact`: or be warned."""
     wanted = plain(case, epochs, limit)
     assert Training(case, epochs, limit).run() == wanted, "draws differ even without a stop"
     seen, checkpoint = stopped(case, epochs, stops[0], limit)
+    warned = False
     for stop in [*(b - a for a, b in itertools.pairwise(stops)), None]:
         with doubts() as found:
             training = Training(case, epochs, limit, checkpoint)
         seen += training.run(stop)
         checkpoint = unpacked(packed(training.checkpoint()))
-        assert doubted or not found
-    assert seen == wanted
+        warned |= bool(found)
+        assert doubted or not (exact and found), found
+    assert seen == wanted or (warned and not exact)
 
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
@@ -127,7 +129,28 @@ def test_everything_with_workers(data):
         "prefetch_factor": data.draw(st.integers(1, 3)),
     }
     stop = data.draw(st.integers(0, 20))
-    check(case, 3, (stop, stop + data.draw(st.integers(0, 9))), data.draw(st.sampled_from([None, 3])))
+    stops, limit = (stop, stop + data.draw(st.integers(0, 9))), data.draw(st.sampled_from([None, 3]))
+    # torchdata does not know where workers that stay begin, see below.
+    exact = not (case["stateful"] and streams and case["persistent_workers"] and case["num_workers"] > 1)
+    check(case, 3, stops, limit, exact=exact)
+
+
+def test_a_state_that_torchdata_cannot_take_is_a_warning():
+    """In a later pass of workers that stay, before each has given a batch."""
+    case = {"dataset": "stateful_stream", "num_workers": 3, "persistent_workers": True, "stateful": True}
+    for stop, warned in ((9, True), (10, True), (11, False)):  # batches 1 to 3 of the third pass
+        _, checkpoint = stopped(case, 3, stop, limit=3)
+        with doubts() as found:
+            Training(case, 3, 3, checkpoint).run()
+        assert [("before each worker had given a batch" in text) for text in found] == [True] * warned
+
+
+def test_a_pass_that_is_cut_after_a_worker_has_ended():
+    """A worker without samples answers once, and never again in this pass: nobody waits for it."""
+    case = {"dataset": "sharded", "num_workers": 3, "persistent_workers": True, "prefetch_factor": 3}
+    for stateful in (False, True):
+        training = Training({**case, "stateful": stateful}, 4, limit=3)
+        assert training.run() == plain({**case, "stateful": stateful}, 4, limit=3)
 
 
 @pytest.mark.parametrize(

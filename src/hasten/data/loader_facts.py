@@ -95,4 +95,9 @@ def doubts(state: dict[str, Any], plan: Watch) -> list[str]:
         found.append("workers that stay were started before hasten saw the loader: their random states are not known")
     elif state.get("workers") and state["workers"]["lost"]:
         found.append("batches were read far ahead of the training: some workers' random states are not known")
+    if state.get("early") and state["way"] == "loader":
+        found.append(
+            "it was saved before each worker had given a batch of this pass, and workers stay from pass to pass: what "
+            "StatefulDataLoader knows of the others is how they ended the pass before, so their batches may be missing"
+        )
     return found

@@ -130,6 +130,8 @@ class Position:
             own = state["loader"] = copy.deepcopy(self.loader.state_dict())
             if isinstance(self.loader, DataLoader):
                 as_of = batches - own.get("_steps_since_snapshot", 0)
+                # Of a worker that has given nothing yet in a later pass, torchdata keeps how it ended the pass before.
+                state["early"] = self._reused and is_iterable(self.loader) and as_of < workers_of(self.loader)
                 if not _holds_data_state(own):  # it would replay, and not say with which random states
                     state["way"] = "replay"
                     del state["loader"]

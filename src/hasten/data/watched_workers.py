@@ -235,6 +235,9 @@ def _watched(kind: Any) -> Any:
         def hasten_settle(self) -> None:
             """Wait for what the workers still make of a pass that was cut short; their states afterwards count."""
             ended = {worker for worker, active in enumerate(self._workers_status) if not active}
+            for data in map(_plainly, (data for info in self._task_info.values() for data in info[1:])):
+                if isinstance(data, _IterableDatasetStopIteration):  # it came before batches that are not given yet
+                    ended.add(data.worker_id)
             while not self._shutdown and any(
                 len(info) == 1 and info[0] not in ended for info in self._task_info.values()
             ):
