@@ -94,6 +94,7 @@ class Allocator(Technique):
             f"start the training with `hasten run`, or with GLIBC_TUNABLES={TUNABLES}",
             worth,
             HowKnown.ESTIMATED,
+            details=("it may happen in one run of a script and not in the next: the top of the heap decides",),
             technique=cls.name,
             setting=toml_value(here or "glibc"),
             sources=cls.sources,
