@@ -49,7 +49,7 @@ class Attention(Technique):
             saved(evidence, [one for one in tried if one.saved > 0]),
             HowKnown.MEASURED,
             place=first.where,
-            details=tuple(map(in_words, tried)),
+            details=(*map(in_words, tried), "tried without mask and dropout"),
             sources=("torch.nn.functional.scaled_dot_product_attention",),
         )
 

@@ -70,7 +70,11 @@ class Compile(Technique):
             "anew",
             "compile the model: model = torch.compile(model)",
             share / 2, HowKnown.ESTIMATED,
-            details=("that fusing them saves half of their time is an estimate; `hasten tune` measures it",),
+            details=(
+                "that fusing them saves half of their time is an estimate; `hasten tune` measures it",
+                "compiling takes seconds to minutes as the training begins",
+                "what launch_bound and allocator say may be the same time: their worths are no sum",
+            ),
             technique=cls.name, setting="default", sources=cls.sources,
         )  # fmt: skip
 
