@@ -152,7 +152,8 @@ def _never_ran(finding: Finding, evidence: Evidence) -> bool:
     if finding.name == "data_parallel":
         wrapped = any(model.name == "DataParallel" for model in evidence.models)
         return not wrapped and not evidence.events_of("data_parallel")
-    # One that was built later and is gone by now is not known; but where the run was cut, all were still there.
+    # An optimizer that is gone when the script ends may not be known. Where the run was cut, all were still there; and
+    # where none is known, none was there when the first step was over.
     if finding.name in _OF_OPTIMIZERS and (evidence.ended == "complete" or not evidence.optimizers):
         places = [split_place(optimizer.where) for optimizer in evidence.optimizers]
         return not any(_same_place(finding, dataclasses.replace(finding, file=f, line=n)) for f, n in places)
