@@ -41,7 +41,10 @@ def stopped(case, epochs, stop, limit=None):
 
 
 def check(case, epochs=3, stops=(4, 9), limit=None, doubted=False, exact=True):
-    """Stop (for a second time, if there are more), go on, and compare with a plain loop; if not `exact`, a warning is as good."""
+    """Stop (for a second time, if there are more), go on, and compare with a plain loop.
+
+    If not `exact`, a warning is as good as the same batches.
+    """
     wanted = plain(case, epochs, limit)
     assert Training(case, epochs, limit).run() == wanted, "draws differ even without a stop"
     seen, checkpoint = stopped(case, epochs, stops[0], limit)
