@@ -7,6 +7,8 @@ import json
 import re
 from pathlib import Path
 
+from hasten.check.judge import Compared, Difference
+from hasten.check.run import Checked
 from hasten.evidence import Machine
 from hasten.tuner import proof
 
@@ -24,6 +26,9 @@ PARTS = (
     proof.Pair,
     proof.Curves,
     proof.TrialRow,
+    Checked,
+    Compared,
+    Difference,
     proof.Proof,
 )
 

@@ -9,6 +9,8 @@ import json
 import os
 import runpy
 import sys
+from pathlib import Path
+from typing import Any
 
 # Imported for the forks; an optimizer's first step imports torch._dynamo.
 import numpy  # noqa: F401
@@ -17,8 +19,13 @@ import torch._dynamo  # noqa: F401
 
 import hasten.taps.session  # noqa: F401
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.check import planted
 
-def _become(job: dict[str, str]) -> None:
+planted.register()
+
+
+def _become(job: dict[str, Any]) -> None:
     """Turn this process into one that Python, or `hasten run`, started for the script."""
     for number, name in ((0, os.devnull), (1, job["out"]), (2, job["err"])):
         opened = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -27,7 +34,7 @@ def _become(job: dict[str, str]) -> None:
     sys.stdin = open(0)  # noqa: SIM115
     os.chdir(job["folder"])
     sys.path[0] = job["folder"]
-    sys.argv = [job["script"]]
+    sys.argv = [job["script"], *job.get("arguments", ())]
     if job["hasten"]:
         os.environ["HASTEN_RUN"] = job["hasten"]
         from hasten.taps.boot import boot

@@ -6,6 +6,7 @@ import typer
 
 import hasten
 from hasten.cli import bench_loader as bench_loader_room
+from hasten.cli import check as check_room
 from hasten.cli import compare as compare_room
 from hasten.cli import doctor as doctor_room
 from hasten.cli import findings as findings_room
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command("doctor", cls=DoctorCommand)(doctor_room.doctor)
 app.command("tune", cls=ScriptCommand)(tune_room.tune)
 app.command("run", cls=ScriptCommand)(run_room.run)
+app.command("check", cls=ScriptCommand)(check_room.check)
 app.command("compare")(compare_room.compare)
 app.command("watch")(watch_room.watch)
 app.command("findings")(findings_room.findings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hasten.check import words as check
 from hasten.report import charts, verdict, words
 from hasten.report.page import environment, write_whole
 from hasten.tuner.proof import Proof
@@ -25,6 +26,7 @@ def render(proof: Proof) -> str:
         lost=verdict.lost(proof),
         seeds=words.count(len({pair.seed for pair in proof.pairs}), "seed"),
         charts=charts,
+        check=check,
         verdict=verdict,
         words=words,
     )

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from hasten.check import words as check_words
 from hasten.plan import DEFAULT_NAME
 from hasten.report import verdict, words
 from hasten.report.screen import Screen
@@ -18,6 +19,7 @@ from hasten.tuner.proof import Proof
 
 _STYLES = {"faster": "bold green", "nothing": "bold", "unclear": "bold yellow", "parity": "bold red"}
 _PARITY_STYLES = {"ok": "green", "spoilt": "bold red", "unchecked": "yellow"}
+_CHECK_STYLES = {True: "green", False: "bold red", None: "yellow"}
 _MOST_ROWS = 8
 
 
@@ -77,6 +79,12 @@ class _Page:
     def _parity(self) -> None:
         if not self.proof.techniques:
             return
+        if self.proof.check is not None:
+            self.console.print()
+            answer = check_words.answer(self.proof.check)
+            self.console.print(self._text(f"Checked step by step: {answer}", _CHECK_STYLES[self.proof.check.ok]))
+            for reason in check_words.reason(self.proof.check):
+                self.screen.say(self._text(words.clean(reason), "red"))
         found = verdict.parity(self.proof)
         self.console.print()
         line = self._text(found.title, _PARITY_STYLES[found.kind])

@@ -19,7 +19,8 @@ def boot() -> None:
     if config.trial is not None:
         from hasten.taps.sandbox import confine
 
-        confine(config.trial.scratch)
+        # What a check's processes leave for each other lies outside what the script sees as its own files.
+        confine(config.trial.scratch, () if config.witness is None else config.witness.folders())
         from hasten.taps.seeds import fix_seeds
 
         fix_seeds(config.trial.seed)

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hasten.check.options import WitnessOptions
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, build
 
@@ -76,6 +77,7 @@ class RunConfig:
 
     Attributes:
         live: File that is rewritten about once a second while the training goes on, for `hasten watch`; "": none.
+        witness: How `hasten check` looks at the training; None: it does not.
     """
 
     techniques: dict[str, Setting] = field(default_factory=dict)
@@ -85,17 +87,19 @@ class RunConfig:
     quiet: bool = False
     doctor: DoctorOptions | None = None
     live: str = ""
+    witness: WitnessOptions | None = None
 
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
         """Read what `environment` put into the variable."""
         data = json.loads(text)
-        trial, doctor = data.pop("trial"), data.pop("doctor")
+        trial, doctor, witness = data.pop("trial"), data.pop("doctor"), data.pop("witness", None)
         data["command"] = tuple(data["command"])
         return cls(
             **data,
             trial=TrialOptions(**trial) if trial else None,
             doctor=DoctorOptions(**doctor) if doctor else None,
+            witness=WitnessOptions(**witness) if witness else None,
         )
 
 

@@ -37,8 +37,8 @@ _QUIET_LOGGERS = {
 _CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "NUMBA_CACHE_DIR", "MPLCONFIGDIR")
 
 
-def confine(scratch: str) -> None:
-    """Send everything this process and its children write to `scratch`."""
+def confine(scratch: str, also: tuple[str, ...] = ()) -> None:
+    """Send everything this process and its children write to `scratch`; folders in `also` may be written to as well."""
     global unguarded
     home = os.path.expanduser("~")
     temporary = os.path.join(scratch, "tmp")
@@ -60,7 +60,7 @@ def confine(scratch: str) -> None:
     for folder in caches:
         with contextlib.suppress(OSError):  # a home that cannot be written to: then nothing is cached
             os.makedirs(folder, exist_ok=True)
-    free = [scratch, "/dev", "/proc", *caches]
+    free = [scratch, *also, "/dev", "/proc", *caches]
     Overlay(os.path.join(scratch, "files"), free).install()
     unguarded = forbid_writing(free)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib
@@ -63,6 +64,7 @@ class Session:
         self.unscaled: dict[int, Any] = {}  # id of a loss scaled by the script's GradScaler -> the loss itself
         self.bounds = Bounds(self, config.doctor) if config.doctor is not None and listens else None
         self.live = LiveFile(Path(config.live), config.command, config.evidence) if config.live and listens else None
+        self.witness: Any = None  # of `hasten check`
         self.error = ""
         self.ended = ""
         self.stopped_at = ""
@@ -87,6 +89,8 @@ class Session:
         session._tap(data, modules, optimizers, results)
         if config.doctor is not None:
             session._observe()
+        if config.witness is not None:
+            session._witness()
         session._tap(unseen)  # last: it marks what the others have loaded
         session._watch_the_steps()
         session._watch_the_end()
@@ -111,6 +115,23 @@ class Session:
                 tap.install(self)
             except Exception as error:  # a tap never breaks a script
                 self.run.skip(f"tap {tap.__name__.rpartition('.')[2]}", error)
+
+    def _witness(self) -> None:
+        """Have `hasten check` look at all that happens, behind what techniques make of it."""
+        import torch
+
+        from hasten.check.listen import listen
+        from hasten.check.witness import Witness
+
+        options = self.config.witness
+        assert options is not None
+        if self.rank:  # each rank follows the track of its own twin
+            options = dataclasses.replace(
+                options, track=f"{options.track}-{self.rank}", result=f"{options.result}-{self.rank}"
+            )
+        torch.set_num_threads(1)
+        self.witness = Witness(options, self.complete)
+        listen(self.witness)
 
     def _observe(self) -> None:
         from hasten.taps import observe
@@ -221,6 +242,8 @@ class Session:
         with self._leaving:
             if self.bounds is not None:
                 self.bounds.ignore_signals()
+            if self.witness is not None and (self.listens_to_training() or not self.is_helper()):
+                self.witness.end(cut=self.ended == "complete")
             self._leave()
             if self.live is not None:
                 self.live.remove()

@@ -61,7 +61,7 @@ class Technique:
 
     Attributes:
         name: Its name in a plan.
-        effect: What it may do to the result.
+        effect: What it may do to the result; where settings differ, the mildest of them (see `effect_of`).
         relieves: What it takes load off.
         sources: The guide or paper it comes from.
         values: The settings allowed, or the type they must be of.
@@ -93,6 +93,16 @@ class Technique:
         if cls.values is int and (not isinstance(setting, int) or isinstance(setting, bool) or setting < 1):
             return "must be a whole number of at least 1"
         return ""
+
+    @classmethod
+    def effect_of(cls, setting: Setting) -> Effect:
+        """Return what this setting may do to the result."""
+        return cls.effect
+
+    @classmethod
+    def roundoff(cls, setting: Setting) -> float:
+        """Return the relative rounding error of the narrowest number type it computes in (float32: 2^-23)."""
+        return 2.0**-23
 
     @classmethod
     def useless(cls, setting: Setting, machine: Machine) -> str:

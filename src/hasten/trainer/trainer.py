@@ -38,6 +38,7 @@ from hasten.trainer.stages import Metrics, Stage
 from hasten.trainer.steps import Step, backward_of
 
 if TYPE_CHECKING:
+    from hasten.check.run import Checked
     from hasten.trainer.lightning_face import Face
 
 Loaders = Any
@@ -162,6 +163,7 @@ class Trainer(Readable):
         background_saves: bool = True,
         **unknown: Any,
     ) -> None:
+        self.given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
         say.refuse_unknown(unknown, type(self))
         say.switches(locals())
         say.path("plan", plan, Plan)
@@ -251,10 +253,10 @@ class Trainer(Readable):
         }
         self._techniques, self._remarks = say.techniques(asked, plan)
         self._remarks += say.said_of_plan(self._techniques)
-        installed = {name: on for name, on in self._techniques.items() if name not in say.NEEDS_NOTHING}
-        self.run = Run(build(installed, CATALOGUE))
-        if "precision" in installed:
-            self.precision = str(installed["precision"])
+        self.installed = {name: on for name, on in self._techniques.items() if name not in say.NEEDS_NOTHING}
+        self.run = Run(build(self.installed, CATALOGUE))
+        if "precision" in self.installed:
+            self.precision = str(self.installed["precision"])
         self.processed = False
 
         # what it is in the middle of
@@ -364,6 +366,53 @@ class Trainer(Readable):
             raise self.misconfigured("fit(optimizer=...) goes with loss=...", "a Module has configure_optimizers")
         self._attach(model, "fit", train_dataloaders, datamodule, train=train_dataloaders, val=val_dataloaders)
         session.run(self, "fit", self.checkpointing.find(ckpt_path))
+
+    def check(
+        self,
+        model: Any,
+        train_dataloaders: Loaders = None,
+        val_dataloaders: Loaders = None,
+        datamodule: Any = None,
+        *,
+        loss: Callable[..., torch.Tensor] | None = None,
+        optimizer: Any = None,
+        batches: int = 6,
+        epochs: int = 2,
+        resume: bool = True,
+    ) -> Checked:
+        """Compare this Trainer's techniques with the same training without them, step by step; trains nothing here.
+
+        Some batches are trained in forks of this process, plain and under the techniques (of flags and plan), on one
+        thread. Losses, gradients, weights, buffers, optimizer state, random states, samples and checkpoints must be
+        equal to the bit for techniques that are `exact`, within the training's own rounding for `rounding`.
+
+        Args:
+            model: As for `fit`; so are the loaders, `datamodule`, `loss` and `optimizer`.
+            batches: Batches of each pass, of training and of validation.
+            epochs: Passes.
+            resume: Also go on from the checkpoint, in both directions.
+
+        Returns:
+            What was found; `print` shows it, `.ok` is the answer.
+
+        Raises:
+            HastenError: The training fails without any technique, or this process has used the GPU and cannot fork.
+
+        Example:
+            >>> found = hasten.Trainer(plan="hasten.toml").check(model, train_loader, val_loader)
+            >>> assert found.ok, found
+        """
+        from hasten.trainer.check import check
+
+        fit = {
+            "model": model,
+            "train_dataloaders": train_dataloaders,
+            "val_dataloaders": val_dataloaders,
+            "datamodule": datamodule,
+            "loss": loss,
+            "optimizer": optimizer,
+        }
+        return check(self, fit, batches, epochs, resume)
 
     def validate(
         self,

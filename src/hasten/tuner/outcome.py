@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import hasten
+from hasten.check.run import Checked
 from hasten.evidence import this_machine
 from hasten.plan import Plan
 from hasten.techniques import CATALOGUE
@@ -49,6 +50,7 @@ def proof_of(
     notes: Sequence[str],
     budget_seconds: float,
     used_seconds: float,
+    checked: Checked | None = None,
 ) -> Proof:
     """Put together what a tune measured."""
     pairs = sides.pairs
@@ -86,6 +88,7 @@ def proof_of(
         budget_seconds=budget_seconds,
         used_seconds=used_seconds,
         notes=tuple(notes),
+        check=checked,
         taps_skipped=tuple(
             dict.fromkeys(line for t in search.trials.done if t.evidence for line in t.evidence.skipped)
         ),
@@ -104,6 +107,7 @@ def plan_of(proof: Proof) -> Plan:
             "hasten": proof.hasten,
             "torch": proof.versions["torch"],
             "speedup": f"{proof.speedup.ratio:.2f}x [{proof.speedup.low:.2f}, {proof.speedup.high:.2f}]",
+            "check": {True: "ok", False: "failed", None: "not known"}[proof.check.ok if proof.check else None],
             "parity": "ok" if proof.parity.ok else f"not shown: {proof.parity.note or 'outside the band'}",
         },
         {"device": machine.device, "cpu": machine.cpu, "cores": machine.cores, "gpus": machine.gpus},
@@ -135,7 +139,16 @@ def _kept(search: Search, name: str, speedup: Ratio) -> Kept:
     alone = len(search.plan) == 1
     ratio = speedup if alone else gain.ratio
     how = "alone in the plan" if alone else gain.how
-    return Kept(name, gain.setting, str(CATALOGUE[name].effect), ratio.ratio, ratio.low, ratio.high, how, gain.why)
+    return Kept(
+        name,
+        gain.setting,
+        str(CATALOGUE[name].effect_of(gain.setting)),
+        ratio.ratio,
+        ratio.low,
+        ratio.high,
+        how,
+        gain.why,
+    )
 
 
 def _comment(kept: Kept) -> str:

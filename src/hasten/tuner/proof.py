@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from hasten.check.run import Checked
 from hasten.errors import HastenError
 from hasten.evidence import Machine
 from hasten.plan import Setting
@@ -180,6 +181,7 @@ class Proof:
     used_seconds: float
     notes: tuple[str, ...] = ()
     taps_skipped: tuple[str, ...] = ()
+    check: Checked | None = None
     schema: str = field(default=SCHEMA)
 
     def to_json(self) -> str:

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hasten.check.run import Checked
 from hasten.errors import HastenError
 from hasten.plan import Plan
 from hasten.taps.config import TrialOptions
 from hasten.techniques import CATALOGUE, Effect
+from hasten.tuner.check import CheckOptions, check
 from hasten.tuner.length import length_of
 from hasten.tuner.outcome import Sides, parity_between, plan_of, proof_of, timings_of
 from hasten.tuner.parity import MIN_SEEDS
@@ -25,6 +27,8 @@ from hasten.tuner.trial import Trial, Trials
 _STEADY_SECONDS = 2.5  # of training in each pass of a trial
 _PILOT_BATCHES = 12
 _LEAST_TRIALS = 10
+_CHECK = 3  # trials' time that is set aside for the check
+_CHECKS = 3  # after so many checks with something taken back each, the rest goes unchecked, and is said to
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class _Tune:
         self.notes: list[str] = []
         self.interrupted = False
         self.sides = Sides([], [])
+        self.checked: Checked | None = None
 
     def run(self) -> Tuned:
         baseline = self._baseline()
@@ -102,13 +107,14 @@ class _Tune:
             search.run()
             search.check_combination()
             search.run_again()
+            self._check(search)
             self._prove(search)
         except KeyboardInterrupt:
             self.interrupted = True
             self.notes.append("stopped by Ctrl-C: the plan is the best found until then")
             self.say("stopped; keeping the best so far")
         used = time.monotonic() - self.start
-        proof = proof_of(search, baseline, self.sides, self.length, self.notes, self.options.budget, used)
+        proof = proof_of(search, baseline, self.sides, self.length, self.notes, self.options.budget, used, self.checked)
         return Tuned(plan_of(proof), proof, self.interrupted)
 
     # -- the baseline --------------------------------------------------------------------------------------
@@ -155,11 +161,39 @@ class _Tune:
     def _until(self) -> float:
         """When the search must stop, so that the proof still fits."""
         each = self._each()
-        return self.start + self.options.budget - 2.1 * each * self._seeds(each)
+        return self.start + self.options.budget - 2.1 * each * self._seeds(each) - _CHECK * each
 
     def _seeds(self, each: float) -> int:
         """As many seeds as a third of the budget bears."""
         return max(MIN_SEEDS, min(self.options.seeds, int(self.options.budget / 3 / (2 * each))))
+
+    # -- the check ------------------------------------------------------------------------------------------
+
+    def _check(self, search: Search) -> None:
+        """Compare the plan with the script as it is, step by step, and drop the techniques that part from it."""
+        options = CheckOptions(seconds=max(60.0, 6 * self._each()))
+        for _ in range(_CHECKS):
+            if not search.plan:
+                return
+            self.say(f"checking {', '.join(search.plan)} step by step")
+            try:
+                found = check(self.trials.arguments, self.trials.command, search.plan, options, self.say)
+            except HastenError as error:  # a script that trains, but not under a check's eyes
+                self.notes.append(f"the plan was not checked step by step: {error.message.splitlines()[0]}")
+                return
+            self.checked = found
+            if found.ok is not False:
+                return
+            first = found.first
+            assert first is not None
+            reason = f"{first.place}: {first.what}: {first.how}"
+            names = list(found.culprits) or list(search.plan)
+            self._take_back(search, names, f"it does not keep its word: {reason}")
+        self.checked = None
+        if search.plan:
+            self.notes.append(
+                "the rest of the plan was not checked step by step: three checks had taken parts of it back"
+            )
 
     # -- the proof -------------------------------------------------------------------------------------------
 
@@ -169,7 +203,7 @@ class _Tune:
         trouble = self._trouble(search)
         if not trouble:
             return
-        exact = {name: value for name, value in search.plan.items() if CATALOGUE[name].effect is Effect.EXACT}
+        exact = {name: value for name, value in search.plan.items() if CATALOGUE[name].effect_of(value) is Effect.EXACT}
         dropped = [name for name in search.plan if trouble.hopeless or name not in exact]
         self._take_back(search, dropped, trouble.reason)
         self.sides = self._in_turn(search, MIN_SEEDS)
@@ -222,7 +256,7 @@ class _Tune:
 
     def _take_back(self, search: Search, names: list[str], reason: str) -> None:
         self.say(f"taken back: {', '.join(names)}: {reason}")
-        self.notes.append(f"taken back after the proof: {', '.join(names)}: {reason}")
+        self.notes.append(f"taken back: {', '.join(names)}: {reason}")
         search.drop(names, reason)
 
 

@@ -23,6 +23,11 @@ class MatmulPrecision(Technique):
     values = ("high", "medium")
 
     @classmethod
+    def roundoff(cls, setting: Setting) -> float:
+        """Return TF32's rounding error for "high", bf16's for "medium"."""
+        return 2.0**-10 if setting == "high" else 2.0**-8
+
+    @classmethod
     def useless(cls, setting: Setting, machine: Machine) -> str:
         """The hardware must have the narrower units."""
         if machine.device == "cuda":

@@ -68,6 +68,11 @@ class Precision(Technique):
         self._converted: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @classmethod
+    def roundoff(cls, setting: Setting) -> float:
+        """Return the rounding error of bf16, fp16 or float32 (float64 rounds less than the script does)."""
+        return {"bf16": 2.0**-8, "16": 2.0**-10}.get(str(setting).partition("-")[0], 2.0**-23)
+
+    @classmethod
     def useless(cls, setting: Setting, machine: Machine) -> str:
         """On a CPU without bf16 instructions it computes, but slower."""
         if setting == "64-true":

@@ -1,0 +1,126 @@
+"""What two runs saved, file by file."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+_ROUNDED = 0.05  # relative difference of a saved tensor that may come of one step's rounding
+
+
+Load = Callable[[Path], tuple[Any] | None]
+"""Gives what a file holds, as plain values and tensors; None for a file that is none of its kind."""
+
+
+def compare_files(plain: Path, plan: Path, exact: bool, load: Load, here: Path) -> list[tuple[str, str]]:
+    """Compare the folders into which two runs saved.
+
+    Files that torch wrote are compared value by value, strides included, since an optimizer's fused kernels take them
+    at their word; other files by their bytes where the plan is exact, else by their presence. Numbers in names (a
+    date, a process id) are passed over.
+
+    Args:
+        plain: What the script saved as it is.
+        plan: What it saved under the plan.
+        exact: Whether values must be equal to the bit.
+        load: Reads files of the kind that the training saves.
+        here: The folder that names are told from: confined runs save under the whole path of what they would write.
+
+    Returns:
+        Pairs of file and how it differs, in the order of their names.
+    """
+    mine, theirs = _by_name(plan, here), _by_name(plain, here)
+    found = []
+    for name in sorted({*mine, *theirs}):
+        if name not in mine or name not in theirs:
+            found.append((name, "saved only as it is" if name in theirs else "saved only under the plan"))
+        elif differs := _compare(theirs[name], mine[name], exact, load):
+            found.append((name, differs))
+    return found
+
+
+def _by_name(root: Path, here: Path) -> dict[str, Path]:
+    files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else []
+    files = [path for path in files if "__pycache__" not in path.parts]
+    named: dict[str, Path] = {}
+    prefix = str(here).lstrip("/") + "/"
+    for path in files:
+        name = re.sub(r"\d{5,}", "#", str(path.relative_to(root)).removeprefix(prefix))
+        while name in named:
+            name += "'"
+        named[name] = path
+    return named
+
+
+def _compare(plain: Path, plan: Path, exact: bool, load: Load) -> str:
+    theirs, mine = load(plain), load(plan)
+    if theirs is not None and mine is not None:
+        return next(_differences("", theirs[0], mine[0], exact), "")
+    if (theirs is None) != (mine is None):
+        return "only one of the two can be read"
+    return "other bytes" if exact and plain.read_bytes() != plan.read_bytes() else ""
+
+
+def saved_by_torch(path: Path) -> tuple[Any] | None:
+    """Return what torch saved there; None for what is no such file, or holds more than plain values and tensors."""
+    import torch
+
+    with path.open("rb") as file:
+        start = file.read(2)
+    if start not in (b"PK", b"\x80\x02"):
+        return None
+    try:
+        return (torch.load(path, map_location="cpu", weights_only=True),)
+    except (pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError, KeyError):
+        return None
+
+
+def _differences(at: str, plain: Any, plan: Any, exact: bool) -> Iterator[str]:
+    import torch
+
+    if type(plain) is not type(plan):
+        yield f"{at or 'it'} is a {type(plan).__name__}, and a {type(plain).__name__} without the plan"
+    elif isinstance(plain, dict):
+        if list(plain) != list(plan):
+            other = [str(key) for key in {**plain, **plan} if (key in plain) != (key in plan)]
+            yield f"{at or 'it'} has other keys: {', '.join(other[:4]) or 'in another order'}"
+            return
+        for key in plain:
+            yield from _differences(f"{at}[{key!r}]", plain[key], plan[key], exact)
+    elif isinstance(plain, list | tuple):
+        if len(plain) != len(plan):
+            yield f"{at or 'it'} has {len(plan)} entries, and {len(plain)} without the plan"
+            return
+        for place, (one, other) in enumerate(zip(plain, plan, strict=True)):
+            yield from _differences(f"{at}[{place}]", one, other, exact)
+    elif isinstance(plain, torch.Tensor):
+        yield from _of_tensors(at, plain, plan, exact)
+    elif isinstance(plain, int | float) and not isinstance(plain, bool) and not exact:
+        if not abs(plain - plan) <= _ROUNDED * abs(plain) + 1:  # a loss, a count of right answers
+            yield f"{at or 'it'} is {plan}, and {plain} without the plan"
+    elif plain != plan and not (isinstance(plain, float) and math.isnan(plain) and math.isnan(plan)):
+        yield f"{at or 'it'} is {plan!r:.60}, and {plain!r:.60} without the plan"
+
+
+def _of_tensors(at: str, plain: Any, plan: Any, exact: bool) -> Iterator[str]:
+    import torch
+
+    from hasten.check import state
+
+    if (plain.dtype, plain.shape) != (plan.dtype, plan.shape):
+        yield f"{at} is {plan.dtype}{tuple(plan.shape)}, and {plain.dtype}{tuple(plain.shape)} without the plan"
+    elif plain.layout is torch.strided and plain.stride() != plan.stride():
+        yield f"{at} lies in memory with strides {plan.stride()}, and {plain.stride()} without the plan"
+    elif exact:
+        if state.digest(plain) != state.digest(plan):
+            yield f"{at} has other bits"
+    elif plain.is_floating_point():
+        a, b = plan.double(), plain.double()
+        if not float((a - b).norm()) <= _ROUNDED * float(b.norm()) + 1e-12:
+            yield f"{at} differs by {float((a - b).norm()) / max(float(b.norm()), 1e-300):.2g} of its size"
+    elif not torch.equal(plain, plan):
+        yield f"{at} has other values"

@@ -1,0 +1,190 @@
+"""What measured differences mean: whether a plan's run stays within the script's own rounding. No torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hasten.plan import Setting
+from hasten.techniques import CATALOGUE, Effect
+
+SINGLE = 2.0**-23
+"""Relative size of the noise that stands for other orders of float32 sums: one unit in the last place."""
+
+# Calibrated on convolutional, recurrent and attention models under bf16, channels_last, fused optimizers and compile
+# (benchmarks/exactness.py): legitimate rounding stays below 3.1 times the noise, planted defects are from 10 times on.
+_TIMES = 6.0
+_ALL_NOISE = 0.5  # a tensor that noise moves by half of its size holds nothing else: a bias in front of a BatchNorm
+_TIMES_ALL_NOISE = 100.0
+_SUMS = 2.0**7  # units of rounding that a sum over a whole batch may be off, of what noise does not reach
+_MOST = 1e9  # times its bound, for what has none
+_TILTS = 3.0  # standard deviations that a systematic change of a gradient must exceed
+
+_ORDER = (Effect.EXACT, Effect.ROUNDING, Effect.SAMPLING, Effect.TRAJECTORY)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a run parts from the plain one.
+
+    Attributes:
+        place: The moment: "optimizer step 3".
+        what: The tensor, sample or random state.
+        how: In words.
+        size: Norm of the difference over that of the plain tensor, where it was measured.
+        bound: How large it might have been.
+    """
+
+    place: str
+    what: str
+    how: str
+    size: float | None = None
+    bound: float | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A run under some techniques, held against the plain one.
+
+    Attributes:
+        plan: Technique -> setting.
+        level: What it had to fulfil: "exact", "rounding" or "sampling".
+        ok: Whether it did; None where that could not be found out, for the reason in `note`.
+        first: The first difference, if there is one that matters.
+        moved: Random streams that drew otherwise, and where first.
+        counts: Batches, optimizer steps and validation forwards compared.
+        worst: The greatest difference as a share of its bound, 0.0 to 1.0 where all is well.
+        worst_at: What that was, and where.
+        sees: The smallest systematic change of a typical gradient that would have been noticed; 0.0: any.
+        note: Why `ok` is None.
+    """
+
+    plan: Mapping[str, Setting]
+    level: str
+    ok: bool | None
+    first: Difference | None = None
+    moved: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    worst: float = 0.0
+    worst_at: str = ""
+    sees: float = 0.0
+    note: str = ""
+
+
+def level_of(plan: Mapping[str, Setting]) -> Effect:
+    """Return the strongest effect of a plan's techniques."""
+    effects = [CATALOGUE[name].effect_of(setting) for name, setting in plan.items() if setting is not False]
+    return max(effects, key=_ORDER.index, default=Effect.EXACT)
+
+
+def roundoff_of(plan: Mapping[str, Setting]) -> float:
+    """Return the relative rounding error of the narrowest number type that a plan computes in."""
+    return max((CATALOGUE[name].roundoff(setting) for name, setting in plan.items()), default=SINGLE)
+
+
+def judged(
+    plan: Mapping[str, Setting],
+    level: Effect,
+    seen: Mapping[str, Any],
+    noise: Sequence[Any],
+    *,
+    other_start: bool = False,
+) -> Compared:
+    """Judge what a witness saw of a run.
+
+    Args:
+        plan: What the run was made under.
+        level: What it must fulfil.
+        seen: The witness's result.
+        noise: Results of plain runs under noise of the plan's roundoff; not needed for "exact".
+        other_start: The run went on from weights that differ by rounding: those before its first step do not count.
+    """
+    common = {"plan": dict(plan), "level": str(level), "moved": seen["moved"], "counts": seen["counts"]}
+    if seen["failed"]:
+        return Compared(**common, ok=None, note=f"the check itself did not work here: {seen['failed']}")
+    if seen["first"] is not None:
+        return Compared(**common, ok=False, first=Difference(**seen["first"]))
+    if level is Effect.EXACT:
+        return Compared(**common, ok=True)
+    table = _Noise(noise)
+    worst, worst_at, first = 0.0, "", None
+    first_step = next((moment for moment in seen["measured"] if moment["kind"] == "step"), None)
+    for moment in seen["measured"]:
+        for name, (apart, size, _, whole) in moment["apart"].items():
+            if other_start and moment is first_step and name.startswith("weight before"):
+                continue
+            bound = table.bound(name, size, whole)
+            share = min(apart / bound, _MOST) if bound > 0 else _MOST if apart > 0 else 0.0
+            if share > worst:
+                worst, worst_at = share, f"{name}, {moment['place']}"
+            if share > 1 and first is None:
+                first = _difference(moment["place"], name, apart, bound, size)
+    first = first or table.tilted(seen["measured"])
+    note = (
+        "" if table.steps or not seen["measured"] else "the script could not be run under noise: nothing to hold it to"
+    )
+    ok = None if note else first is None
+    return Compared(**common, ok=ok, first=first, worst=worst, worst_at=worst_at, sees=table.sees(), note=note)
+
+
+def _difference(place: str, what: str, apart: float, bound: float, size: float) -> Difference:
+    if not math.isfinite(apart):
+        return Difference(place, what, "NaN or infinite, or of another shape, on one side only")
+    if size > 0:
+        how = f"off by {apart / size:.2g} of its size; the script's own rounding allows {bound / size:.2g}"
+        return Difference(place, what, how, apart / size, bound / size)
+    return Difference(place, what, f"is {apart:.2g}, and 0 without the plan; rounding allows {bound:.2g}")
+
+
+class _Noise:
+    """How far noise moved each tensor of the plain run, and which differences that allows."""
+
+    def __init__(self, results: Sequence[Any]) -> None:
+        self.steps = 0
+        self._share: dict[str, float] = {}  # the greatest difference, as a share of the tensor
+        self._most: dict[str, float] = {}  # and as it is
+        self._along: dict[str, list[float]] = {}
+        for result in results:
+            for moment in result["measured"]:
+                self.steps += moment["kind"] == "step"
+                for name, (apart, size, along, _) in moment["apart"].items():
+                    self._most[name] = max(self._most.get(name, 0.0), apart)
+                    if size > 0:
+                        self._share[name] = max(self._share.get(name, 0.0), apart / size)
+                        self._along.setdefault(name, []).append(along)
+
+    def bound(self, name: str, size: float, whole: float) -> float:
+        """Return the greatest norm that a difference may have."""
+        share = self._share.get(name, 0.0)
+        times = _TIMES_ALL_NOISE if share > _ALL_NOISE else _TIMES
+        # A weight moves by whole units in its last place, however small the step was.
+        least = 8 * SINGLE * whole if name.startswith("weight") else _SUMS * SINGLE * size
+        return max(times * share * size, times * self._most.get(name, 0.0), least)
+
+    def _tilt_bound(self, name: str) -> float:
+        along = self._along.get(name, [0.0])
+        return _TILTS * math.sqrt(statistics.fmean(value**2 for value in along)) + _SUMS * SINGLE
+
+    def tilted(self, measured: Iterable[Any]) -> Difference | None:
+        """Return the gradient that is longer or shorter in every step, more than chance would have it."""
+        along: dict[str, list[float]] = {}
+        for moment in measured:
+            for name, (_, size, share, _) in moment["apart"].items():
+                if name.startswith("gradient") and size > 0:
+                    along.setdefault(name, []).append(share)
+        for name, shares in along.items():
+            mean, bound = statistics.fmean(shares), self._tilt_bound(name)
+            if len(shares) >= 4 and abs(mean) > bound:
+                how = (
+                    f"is {1 + mean:.3g} times as long over {len(shares)} steps; chance allows {bound:.2g} more or less"
+                )
+                return Difference("all steps", name, how, abs(mean), bound)
+        return None
+
+    def sees(self) -> float:
+        """Return the smallest systematic change that would be noticed in half of the gradients."""
+        bounds = [self._tilt_bound(name) for name in self._along if name.startswith("gradient")]
+        return statistics.median(bounds) if bounds else 0.0

@@ -1,0 +1,166 @@
+"""Where a witness listens in torch: batches, outermost forwards, backwards, optimizer steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from typing import Any
+
+import torch
+from torch._C import _is_tracing as is_tracing
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+from hasten.check.noise import Noise
+from hasten.check.witness import Parted, Witness
+
+
+def listen(witness: Witness, *, backwards: bool = True) -> None:
+    """Have a witness told of all that happens in this process from now on. For the check's own processes only.
+
+    Call it when techniques have set their own wrappers: the witness sees what they give.
+
+    Args:
+        witness: It is told.
+        backwards: Also of the losses that `torch.autograd.backward` begins at; False where somebody else tells of them.
+    """
+    os.register_at_fork(after_in_child=functools.partial(setattr, witness, "active", False))
+    noise = Noise(witness.options.noise, witness.options.seed) if witness.options.noise else None
+    _forwards(witness, noise)
+    _backwards(witness, noise, backwards)
+    _steps(witness)
+    _batches(witness)
+    if witness.options.resumed:
+        _reading(witness, os.path.realpath(witness.options.resumed) + os.sep)
+
+
+def _reading(witness: Witness, folder: str) -> None:
+    """Note which files of an earlier run are opened, as far as Python opens them."""
+
+    def opened(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and witness.active and isinstance(args[0], str) and not str(args[1]).strip("rbt"):
+            path = os.path.realpath(args[0])
+            if path.startswith(folder):
+                witness.read.add(path.removeprefix(folder))
+
+    sys.addaudithook(opened)
+
+
+def _safely(witness: Witness, tell: Any, *args: Any) -> Any:
+    """Tell the witness; what fails in it is noted, and never the script's error."""
+    if not witness.active:
+        return None
+    try:
+        return tell(*args)
+    except Parted:
+        return None
+    except Exception as error:  # the check is then no answer, and says so
+        witness.failed = witness.failed or f"{type(error).__name__}: {error}"
+        return None
+
+
+def _forwards(witness: Witness, noise: Any) -> None:
+    plain = torch.nn.Module.__call__
+    compiling = torch.compiler.is_compiling
+    inside = [False]
+
+    @functools.wraps(plain)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if inside[0] or not witness.active or compiling() or is_tracing():
+            return plain(self, *args, **kwargs)
+        model = next(self.parameters(), None) is not None
+        if model:
+            _safely(witness, _met, witness, self)
+        inside[0] = True
+        try:
+            with noise or contextlib.nullcontext():
+                output = plain(self, *args, **kwargs)
+        finally:
+            inside[0] = False
+        if model and not (self.training and torch.is_grad_enabled()):
+            _safely(witness, witness.validation, self, output)
+        return output
+
+    torch.nn.Module.__call__ = __call__  # type: ignore[method-assign]
+
+
+def _met(witness: Witness, model: torch.nn.Module) -> None:
+    if witness.names.meet(model):
+        parameter = next(model.parameters())
+        witness.computes_in(parameter.dtype)
+        if torch.is_autocast_enabled(parameter.device.type):
+            witness.computes_in(torch.get_autocast_dtype(parameter.device.type))
+
+
+def _backwards(witness: Witness, noise: Any, tells: bool) -> None:
+    plain = torch.autograd.backward
+
+    @functools.wraps(plain)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if tells:
+            _safely(witness, witness.backward, tensors)
+        with noise or contextlib.nullcontext():
+            plain(tensors, *args, **kwargs)
+        _safely(witness, witness.after_backward)
+
+    torch.autograd.backward = backward
+
+
+def _steps(witness: Witness) -> None:
+    build = torch.optim.Optimizer.__init__
+
+    @functools.wraps(build)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        _safely(witness, witness.names.number, self)
+
+    torch.optim.Optimizer.__init__ = __init__  # type: ignore[method-assign]
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        _safely(witness, witness.before_step, closure is not None)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        _safely(witness, witness.after_step, optimizer)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def _batches(witness: Witness) -> None:
+    kind: Any = dataloader._BaseDataLoaderIter
+    plain, plain_index, begin = kind.__next__, kind._next_index, kind.__init__
+    numbers: dict[int, int] = {}
+
+    @functools.wraps(begin)
+    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        self._hasten_name = f"loader {numbers.setdefault(id(loader), len(numbers) + 1)}"
+        self._hasten_indices = []
+        begin(self, loader, *args, **kwargs)
+
+    @functools.wraps(plain_index)
+    def _next_index(self: Any) -> Any:
+        indices = plain_index(self)
+        self._hasten_indices.append(indices)
+        return indices
+
+    @functools.wraps(plain)
+    def __next__(self: Any) -> Any:
+        batch = plain(self)
+        if not witness.active:
+            return batch
+        indices = self._hasten_indices.pop(0) if self._hasten_indices else None
+        shown = indices if isinstance(indices, list | tuple | int) else None
+        given = _safely(witness, witness.batch, self._hasten_name, shown, batch)
+        return batch if given is None else given
+
+    reset = kind._reset
+
+    @functools.wraps(reset)
+    def _reset(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._hasten_indices = []  # what was drawn ahead in a pass that was cut short
+        reset(self, *args, **kwargs)
+
+    kind.__init__, kind._next_index, kind._reset, kind.__next__ = __init__, _next_index, _reset, __next__

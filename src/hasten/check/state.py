@@ -1,0 +1,179 @@
+"""What a training holds, by name: parameters, gradients, buffers, optimizer state, random states."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+WEIGHT, BEFORE, GRADIENT, BUFFER, STATE = "weight", "weight before the step", "gradient", "buffer", "optimizer state"
+
+
+class Names:
+    """Names for the models, parameters and optimizers of a training, the same in two runs of it.
+
+    A model is known by its class and by how many of that class were met before it.
+    """
+
+    def __init__(self) -> None:
+        self.models: dict[str, torch.nn.Module] = {}
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._known: set[int] = set()
+
+    def meet(self, model: torch.nn.Module) -> str:
+        """Give a model its name when it is first met; "" when it has one."""
+        if id(model) in self._known:
+            return ""
+        self._known.add(id(model))
+        kind = type(model).__name__
+        of_kind = sum(name.partition("#")[0] == kind for name in self.models)
+        name = f"{kind}#{of_kind + 1}" if of_kind else kind
+        self.models[name] = model
+        return name
+
+    def number(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the optimizer's number, in the order in which optimizers make their first steps."""
+        for number, known in enumerate(self.optimizers):
+            if known is optimizer:
+                return number
+        self.optimizers.append(optimizer)
+        return len(self.optimizers) - 1
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return every parameter once: those of models by path, others by their place in an optimizer."""
+        named: dict[int, tuple[str, torch.Tensor]] = {}
+        for model, module in self.models.items():
+            for path, parameter in module.named_parameters():
+                named.setdefault(id(parameter), (f"{model}.{path}", parameter))
+        for number, optimizer in enumerate(self.optimizers):
+            for place, tensor in enumerate(_of_groups(optimizer)):
+                named.setdefault(id(tensor), (f"optimizer {number}, parameter {place}", tensor))
+        return dict(named.values())
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return every buffer once, by path."""
+        buffers_by_id: dict[int, tuple[str, torch.Tensor]] = {}
+        for model, module in self.models.items():
+            for path, buffer in module.named_buffers():
+                buffers_by_id.setdefault(id(buffer), (f"{model}.{path}", buffer))
+        return dict(buffers_by_id.values())
+
+
+def weights(names: Names, label: str = WEIGHT) -> dict[str, torch.Tensor]:
+    """Return the parameters, as `weight: Net.fc.bias`."""
+    return {f"{label}: {name}": parameter.detach() for name, parameter in names.parameters().items()}
+
+
+def gradients(names: Names) -> dict[str, torch.Tensor]:
+    """Return the gradients that there are."""
+    return {
+        f"{GRADIENT}: {name}": parameter.grad.detach()
+        for name, parameter in names.parameters().items()
+        if parameter.grad is not None
+    }
+
+
+def buffers(names: Names) -> dict[str, torch.Tensor]:
+    """Return the buffers of all models."""
+    return {f"{BUFFER}: {name}": buffer.detach() for name, buffer in names.buffers().items()}
+
+
+def optimizer_state(names: Names) -> dict[str, torch.Tensor]:
+    """Return the tensors that optimizers keep for each parameter."""
+    by_id = {id(parameter): name for name, parameter in names.parameters().items()}
+    found: dict[str, torch.Tensor] = {}
+    for optimizer in names.optimizers:
+        for parameter, kept in optimizer.state.items():
+            if not isinstance(kept, dict):
+                continue
+            name = by_id.get(id(parameter), "?")
+            for key, value in kept.items():
+                if isinstance(value, torch.Tensor):
+                    found[f"{STATE}: {name}, {key}"] = value.detach()
+                elif isinstance(value, int | float):
+                    found[f"{STATE}: {name}, {key}"] = torch.tensor(float(value), dtype=torch.float64)
+    return found
+
+
+# Which kernel does the work is the technique's choice; that it computes the same is what the tensors show.
+_HOW_NOT_WHAT = ("params", "fused", "foreach", "capturable")
+
+
+def options_of(names: Names) -> dict[str, str]:
+    """Return the options of each optimizer's groups as text: rates, decay, and how many parameters."""
+    texts = {}
+    for number, optimizer in enumerate(names.optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            plain = {key: _plain(value) for key, value in group.items() if key not in _HOW_NOT_WHAT}
+            texts[f"options of optimizer {number}, group {place}"] = repr(
+                (sorted(plain.items(), key=lambda item: str(item[0])), len(group["params"]))
+            )
+    return texts
+
+
+def random_states() -> dict[str, str]:
+    """Return digests of the process-wide random states of Python, NumPy and torch."""
+    states = {
+        "random state of Python": _short(repr(random.getstate()).encode()),
+        "random state of torch": _short(torch.get_rng_state().numpy().tobytes()),
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, words, *rest = numpy.random.get_state()
+        states["random state of NumPy"] = _short(words.tobytes() + repr((kind, *rest)).encode())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            state = torch.cuda.get_rng_state(device)
+            states[f"random state of torch on cuda:{device}"] = _short(state.numpy().tobytes())
+    return states
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Return a digest of a tensor's type, shape and bits, however it lies in memory."""
+    return _short(b"".join(bits(tensor)))
+
+
+def bits(tensor: torch.Tensor) -> Iterator[bytes]:
+    """Give a tensor's type, shape and bits, in the order of its elements."""
+    tensor = local(tensor)
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
+        yield from bits(tensor.indices())
+        yield from bits(tensor.values())
+        return
+    yield f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_meta or not tensor.numel():
+        return
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    yield plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor's own part, and every other tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if callable(to_local) else tensor
+
+
+def kept(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU that later changes do not reach; sparse ones stay sparse."""
+    tensor = local(tensor).detach()
+    if tensor.is_sparse:
+        return tensor.coalesce().cpu().clone()
+    return tensor.cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _of_groups(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _short(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=12).hexdigest()

@@ -1,0 +1,357 @@
+"""Witness: notes what a training holds at each moment, and records it, or compares it with what another run held."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from hasten.check import state
+from hasten.check.options import RECORDS, WitnessOptions
+from hasten.check.track import Moment, Track
+from hasten.data import rng
+
+_MOST_OF_A_BATCH = 64 << 20  # bytes of a batch that is carried over to a run which draws others
+_MOST_OF_AN_OUTPUT = 1 << 20  # elements of a validation's output that are kept
+
+
+class Parted(Exception):  # noqa: N818 - no error: it ends a run that has shown what it was asked
+    """The run has parted from its track, and the first difference is noted."""
+
+
+class Witness:
+    """Looks at one run of a training.
+
+    Args:
+        options: Whether to record a track or to follow one, and how.
+        leave: Ends the process when a run that must be exact has parted.
+    """
+
+    def __init__(self, options: WitnessOptions, leave: Callable[[], None]) -> None:
+        self.options = options
+        self.records = options.role == RECORDS
+        self.track = Track(options.track)
+        self.names = state.Names()
+        self.active = True
+        self.failed = ""  # what of the check itself did not work
+        self._leave = leave
+        self._losses: list[torch.Tensor] = []
+        self._before: dict[str, torch.Tensor] = {}
+        self._gradients: dict[str, torch.Tensor] | None = None
+        self._reference: dict[str, torch.Tensor] = {}  # weights before the step, in the track
+        self._counts = {"batch": 0, "step": 0, "validation": 0}
+        self._step_bytes = 0
+        self._stride = 1
+        self.first: dict[str, Any] | None = None  # the first difference
+        self.measured: list[dict[str, Any]] = []  # of each moment with values: name -> how far apart
+        self.moved: dict[str, str] = {}  # stream -> where it first drew otherwise
+        self.roundoff = 2.0**-23  # of the narrowest number type that the script itself computes in
+        self.read: set[str] = set()  # files of an earlier run
+
+    # -- what the training tells ---------------------------------------------------------------------------
+
+    def batch(self, loader: str, indices: Any, batch: Any) -> Any:
+        """Note a batch; return the one to go on with."""
+        texts, digests = state.random_states(), {}
+        if indices is not None:
+            texts["order of samples"] = repr(indices)
+        leaves, structure = tree_flatten(batch)
+        texts["form of the batch"] = f"{structure} {[_form(leaf) for leaf in leaves]}"
+        for number, leaf in enumerate(leaves):
+            digests.update(_samples(number, leaf))
+        moment = Moment("batch", self._place("batch", f"of {loader}"), texts, digests)
+        if self.records:
+            moment.carried, moment.random = _carried(batch), rng.state()
+            self.track.write(moment)
+            return batch
+        return self._follow(moment, batch)
+
+    def backward(self, roots: Any) -> None:
+        """Note the losses that a backward begins at."""
+        for root in (roots,) if isinstance(roots, torch.Tensor) else roots:
+            if isinstance(root, torch.Tensor) and root.numel() == 1:
+                self._losses.append(root.detach().reshape(()).clone())
+
+    def after_backward(self) -> None:
+        """Note a step of a training without an optimizer, which changes its weights by hand behind each backward."""
+        if not self.names.optimizers:
+            self._before = {}
+            self._after(None)
+
+    def before_step(self, closure: bool) -> None:
+        """Note weights, and gradients (which a closure makes only in the step)."""
+        self._before = {name: state.kept(value) for name, value in state.weights(self.names, state.BEFORE).items()}
+        self._gradients = None if closure else self._kept(state.gradients(self.names))
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what a step of an optimizer left."""
+        self._after(optimizer)
+
+    def _after(self, optimizer: torch.optim.Optimizer | None) -> None:
+        gradients = self._gradients
+        values = dict(self._before)
+        values.update(gradients if gradients is not None else self._kept(state.gradients(self.names)))
+        values.update({f"loss: {number}": loss.cpu() for number, loss in enumerate(self._losses)})
+        values.update(self._kept(state.weights(self.names)))
+        values.update(self._kept(state.buffers(self.names)))
+        values.update(self._kept(state.optimizer_state(self.names)))
+        self._losses, self._before, self._gradients = [], {}, None
+        texts = {**state.random_states(), **state.options_of(self.names)}
+        several = optimizer is not None and len(self.names.optimizers) > 1
+        which = f"of optimizer {self.names.number(optimizer)}" if several and optimizer is not None else ""
+        self._note(Moment("step", self._place("step", which), texts, values=values))
+
+    def validation(self, model: torch.nn.Module, output: Any) -> None:
+        """Note what a model gave in eval mode, or without gradients."""
+        leaves, structure = tree_flatten(output)
+        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        name = next((name for name, known in self.names.models.items() if known is model), type(model).__name__)
+        values = {f"output {number} of {name}": state.kept(_sparsely(tensor)) for number, tensor in enumerate(tensors)}
+        texts = {"form of the output": f"{structure} {[_form(leaf) for leaf in leaves]}"}
+        self._note(Moment("validation", self._place("validation", f"of {name}"), texts, values=values))
+
+    def end(self, cut: bool) -> None:
+        """The training is over (`cut`: the check's bounds ended it): note what there is, and write what was seen."""
+        if not self.active:
+            return
+        if not any(self._counts.values()) and Path(self.options.result).exists():
+            self.active = False  # a launcher: the process that it started has trained
+            return
+        self._leave = lambda: None  # the process is about to end, with the exit code that it has
+        values = {**self._kept(state.weights(self.names)), **self._kept(state.buffers(self.names))}
+        with contextlib.suppress(Parted):
+            self._note(Moment("end", "the end", state.random_states(), values=values, cut=cut))
+        self.finish()
+
+    def finish(self) -> None:
+        """Write what was seen; nothing is noted after it."""
+        self.active = False
+        if self.records:
+            self.track.close()
+        seen = {
+            "pid": os.getpid(),
+            "failed": self.failed,
+            "first": self.first,
+            "moved": self.moved,
+            "counts": self._counts,
+            "measured": self.measured,
+            "roundoff": self.roundoff,
+            "stride": self._stride,
+            "read": sorted(self.read),
+        }
+        path = Path(self.options.result)
+        path.with_suffix(".part").write_text(json.dumps(seen), encoding="utf-8")
+        path.with_suffix(".part").replace(path)
+
+    def computes_in(self, dtype: torch.dtype) -> None:
+        """Note a number type that a model computes in."""
+        if dtype in (torch.bfloat16, torch.float16):
+            self.roundoff = max(self.roundoff, 2.0**-8 if dtype is torch.bfloat16 else 2.0**-10)
+
+    # -- recording and following ----------------------------------------------------------------------------
+
+    def _note(self, moment: Moment) -> None:
+        assert moment.values is not None
+        moment.digests = {name: state.digest(value) for name, value in moment.values.items()}
+        if not self.records:
+            self._follow(moment, None)
+            return
+        if not self._keeps_values(moment):
+            moment.values = None
+        moment.random = rng.state()
+        self.track.write(moment)
+
+    def _keeps_values(self, moment: Moment) -> bool:
+        """Whether there is room for a moment's values: of a great training only every n-th step's are kept."""
+        if moment.kind != "step" or moment.values is None:
+            return True
+        if not self._step_bytes:
+            self._step_bytes = sum(value.nbytes for value in moment.values.values() if not value.is_sparse)
+            whole = self._step_bytes * self.options.expected_steps
+            self._stride = max(1, -(-whole // self.options.most_bytes))
+        return (self._counts["step"] - 1) % self._stride == 0
+
+    def _follow(self, moment: Moment, batch: Any) -> Any:
+        theirs = self.track.read()
+        if theirs is not None and theirs.kind == "end" != moment.kind and theirs.cut:
+            self._quit()  # the bounds of a check fall between other moments here
+        if theirs is None or theirs.kind != moment.kind:
+            plain = "it has ended" if theirs is None else theirs.place
+            self._part(moment.place, "course of the training", f"as it is: {plain}; under the plan: {moment.place}")
+        assert theirs is not None
+        self._compare_texts(moment, theirs)
+        if self.options.redraws and theirs.random is not None:
+            rng.restore(theirs.random)
+        if moment.kind == "batch":
+            return self._follow_batch(moment, theirs, batch)
+        if self.options.exact:
+            self._compare_bits(moment, theirs)
+        elif theirs.values is not None and moment.values is not None:
+            self._measure(moment, theirs.values)
+            self._go_on_from(theirs.values)
+        return None
+
+    def _compare_texts(self, moment: Moment, theirs: Moment) -> None:
+        for name in (*theirs.texts, *(name for name in moment.texts if name not in theirs.texts)):
+            mine, plain = moment.texts.get(name, "nothing"), theirs.texts.get(name, "nothing")
+            if mine == plain:
+                continue
+            if self.options.redraws and name.startswith(("random state", "form of the batch")):
+                self.moved.setdefault(name, moment.place)
+                continue
+            differs = "drew other numbers" if name.startswith("random") else f"as it is {plain}; under the plan {mine}"
+            self._part(moment.place, name, differs)
+
+    def _follow_batch(self, moment: Moment, theirs: Moment, batch: Any) -> Any:
+        differing = [name for name, digest in theirs.digests.items() if moment.digests.get(name) != digest]
+        if not differing:
+            return batch
+        if not self.options.redraws:
+            self._part(moment.place, differing[0], "other values")
+        self.moved.setdefault(differing[0].partition(" of ")[0], moment.place)
+        if theirs.carried is None:
+            self.failed = self.failed or "batches are too large, or of a kind, that cannot be carried over"
+            return batch
+        return pickle.loads(theirs.carried)
+
+    def _compare_bits(self, moment: Moment, theirs: Moment) -> None:
+        names = (*theirs.digests, *(name for name in moment.digests if name not in theirs.digests))
+        for name in names:
+            mine, plain = moment.digests.get(name), theirs.digests.get(name)
+            if mine == plain:
+                continue
+            if mine is None or plain is None:
+                self._part(moment.place, name, "there only as it is" if mine is None else "there only under the plan")
+            said = "other bits"
+            if moment.values is not None and theirs.values is not None:
+                said = _words_of(far(moment.values[name], theirs.values[name]))
+            self._part(moment.place, name, said)
+
+    def _measure(self, moment: Moment, theirs: dict[str, torch.Tensor]) -> None:
+        mine = moment.values or {}
+        apart: dict[str, Any] = {}
+        for name, plain in theirs.items():
+            if name not in mine:
+                self._part(moment.place, name, "there only as it is")
+            start = self._reference_before(name, theirs)
+            own_start = None if start is None else mine.get(name.replace(state.WEIGHT, state.BEFORE, 1))
+            apart[name] = far(mine[name], plain, own_start, start)
+        if extra := next((name for name in mine if name not in theirs), None):
+            self._part(moment.place, extra, "there only under the plan")
+        self.measured.append({"kind": moment.kind, "place": moment.place, "apart": apart})
+
+    @staticmethod
+    def _reference_before(name: str, theirs: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """The weight before the step: of a weight behind it, what counts is how far the step moved it."""
+        if not name.startswith(f"{state.WEIGHT}: "):
+            return None
+        return theirs.get(name.replace(state.WEIGHT, state.BEFORE, 1))
+
+    def _go_on_from(self, theirs: dict[str, torch.Tensor]) -> None:
+        """Take over the track's weights, buffers and optimizer state: the next step is judged by itself."""
+        mine = {**state.weights(self.names), **state.buffers(self.names), **state.optimizer_state(self.names)}
+        with torch.no_grad():
+            for name, value in mine.items():
+                if name in theirs and value.shape == theirs[name].shape and not value.is_sparse:
+                    state.local(value).copy_(theirs[name])
+
+    def _part(self, place: str, what: str, how: str) -> None:
+        self.first = self.first or {"place": place, "what": what, "how": how}
+        self._quit()
+
+    def _quit(self) -> None:
+        self.finish()
+        self._leave()
+        raise Parted
+
+    # -- helpers ----------------------------------------------------------------------------------------------
+
+    def _place(self, kind: str, of: str) -> str:
+        self._counts[kind] += 1
+        words = {"batch": "batch", "step": "optimizer step", "validation": "validation forward"}[kind]
+        return f"{words} {self._counts[kind]} {of}".strip()
+
+    @staticmethod
+    def _kept(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: state.kept(value) for name, value in tensors.items()}
+
+
+def far(
+    mine: torch.Tensor,
+    plain: torch.Tensor,
+    my_start: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+) -> tuple[float, float, float, float]:
+    """Return how far two tensors are apart.
+
+    With `start` what is compared is how far both went from where they were.
+
+    Returns:
+        The norm of the difference; the norm of what is compared, as it is without the plan; the part of it that the
+        plan's has more, or less, in the same direction (0.9 of a gradient: -0.1); the norm of the whole plain tensor.
+    """
+    if mine.shape != plain.shape:
+        return float("inf"), 0.0, float("inf"), 0.0
+    a, b = _wide(mine), _wide(plain)
+    whole = float(torch.nan_to_num(b, 0.0, 0.0, 0.0).norm())
+    if start is not None and my_start is not None:
+        a, b = a - _wide(my_start), b - _wide(start)
+    finite = torch.isfinite(b)
+    if not torch.equal(torch.isfinite(a), finite):
+        return float("inf"), whole, float("inf"), whole
+    a, b = a[finite], b[finite]
+    size = float(b.norm())
+    along = float((a - b) @ b) / size**2 if size > 0 else 0.0
+    return float((a - b).norm()), size, along, whole
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.to(torch.float64).reshape(-1)
+
+
+def _words_of(apart: tuple[float, float, float, float]) -> str:
+    difference, size, _, _ = apart
+    if size > 0:
+        return f"differs by {difference / size:.2g} of its size"
+    return f"differs by {difference:.2g}"
+
+
+def _form(leaf: Any) -> str:
+    """What a part of a batch or an output is; how wide its numbers are is for the comparison of bits to say."""
+    if isinstance(leaf, torch.Tensor):
+        kind = "float" if leaf.is_floating_point() else str(leaf.dtype).removeprefix("torch.")
+        return f"{kind}{tuple(leaf.shape)}"
+    return type(leaf).__name__
+
+
+def _samples(number: int, leaf: Any) -> dict[str, str]:
+    """Digests of a part of a batch, sample by sample, so that the first other one can be named."""
+    if isinstance(leaf, torch.Tensor):
+        if leaf.dim() and 0 < len(leaf) <= 65536 and not leaf.is_sparse:
+            return {f"sample {place} of part {number}": state.digest(row) for place, row in enumerate(leaf)}
+        return {f"part {number}": state.digest(leaf)}
+    return {f"part {number}": repr(leaf)} if isinstance(leaf, int | float | str | bytes | None) else {}
+
+
+def _sparsely(tensor: torch.Tensor) -> torch.Tensor:
+    """A great output is kept by every n-th element."""
+    flat = tensor.reshape(-1)
+    return tensor if flat.numel() <= _MOST_OF_AN_OUTPUT else flat[:: flat.numel() // _MOST_OF_AN_OUTPUT + 1]
+
+
+def _carried(batch: Any) -> bytes | None:
+    try:
+        packed = pickle.dumps(batch, protocol=5)
+    except Exception:  # a batch that cannot be pickled is not carried: said when it is needed
+        return None
+    return packed if len(packed) <= _MOST_OF_A_BATCH else None

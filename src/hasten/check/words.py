@@ -1,0 +1,70 @@
+"""A check's result in words, the same on a terminal, on a page and in a test's message. No torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hasten.evidence.figures import percent
+from hasten.techniques.base import toml_value
+
+if TYPE_CHECKING:
+    from hasten.check.judge import Compared
+    from hasten.check.run import Checked
+
+_LEVELS = {
+    "exact": "equal to the bit",
+    "rounding": "within the script's own rounding",
+    "sampling": "the same but for the random numbers it draws",
+}
+
+
+def answer(found: Checked) -> str:
+    """Return the answer in a line."""
+    if not found.plan:
+        return "Nothing to check: the plan is empty."
+    if found.ok is None:
+        return "Not known: it could not be found out whether the plan keeps its word."
+    return "The plan keeps its word." if found.ok else "The plan parts from the training as it is."
+
+
+def reason(found: Checked) -> list[str]:
+    """Return what parts first and which technique it is; nothing where nothing parts."""
+    first = found.first
+    lines = [f"{first.place}: {first.what}: {first.how}"] if first is not None and found.ok is False else []
+    if found.culprits:
+        together = " together" if len(found.culprits) > 1 else ""
+        lines.append(f"It is {' and '.join(found.culprits)}{together}; take it out of the plan.")
+    return lines
+
+
+def runs(found: Checked) -> list[tuple[str, str, bool]]:
+    """Return what each run was made under, what came of it, and whether that is well."""
+    ways = [("", run) for run in found.runs] + [(f"{way}: ", run) for way, run in found.resumed]
+    return [(f"{way}{_plan(run)}", _outcome(run), bool(run.ok)) for way, run in ways]
+
+
+def remarks(found: Checked) -> list[str]:
+    """Return what else there is to say."""
+    lines = [f"saved otherwise: {file}: {how}" for file, how in found.files]
+    for run in found.runs:
+        lines += [f"moved, as such a plan may: {stream}, from {place} on" for stream, place in run.moved.items()]
+    return [*lines, *found.notes]
+
+
+def _plan(run: Compared) -> str:
+    return ", ".join(f"{name} = {toml_value(setting)}" for name, setting in run.plan.items()) or "as it is"
+
+
+def _outcome(run: Compared) -> str:
+    if not run.ok:
+        return run.note or "parts"
+    margin = ""
+    if run.level != "exact":
+        shows = f"; a change of {percent(run.sees)} in a gradient would have shown" if run.sees else ""
+        margin = f" (at most {percent(run.worst)} of it{shows})"
+    return f"{_LEVELS[run.level]}{margin}, over {_counts(run)}"
+
+
+def _counts(run: Compared) -> str:
+    labels = {"batch": "batches", "step": "optimizer steps", "validation": "validation forwards"}
+    return ", ".join(f"{run.counts[kind]} {label}" for kind, label in labels.items() if run.counts.get(kind))

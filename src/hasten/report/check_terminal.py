@@ -1,0 +1,35 @@
+"""One screen that says what a check found."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from hasten.check import words
+from hasten.check.run import Checked
+from hasten.report.screen import Screen
+from hasten.report.words import clean
+
+_STYLES = {True: "bold green", False: "bold red", None: "bold yellow"}
+
+
+def show(found: Checked, console: Console) -> None:
+    """Print what a check found: whether the plan keeps its word, what parts first, and what was compared.
+
+    Args:
+        found: The check's result.
+        console: Where to print; its width, colours and encoding are respected.
+    """
+    screen = Screen(console)
+    console.print()
+    console.print(screen.text(words.answer(found), _STYLES[found.ok]))
+    for line in words.reason(found):
+        screen.say(screen.text(clean(line)))
+    for plan, outcome, well in words.runs(found):
+        console.print()
+        screen.say(screen.text(clean(plan), "bold"))
+        screen.say(screen.text(clean(outcome), "" if well else "red"))
+    remarks = words.remarks(found)
+    if remarks:
+        console.print()
+    for line in remarks:
+        screen.say(screen.text(clean(line), "dim"))

@@ -1,0 +1,175 @@
+"""`Trainer.check`: the techniques of a Trainer against the same training without them, in forks of this process."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.check.listen import listen
+from hasten.check.options import WitnessOptions
+from hasten.check.run import Checked, Ended, Techniques, check_plan
+from hasten.check.witness import Witness
+from hasten.data import rng
+from hasten.errors import HastenError
+from hasten.plan import Plan
+from hasten.taps.sandbox import confine
+from hasten.trainer import steps
+from hasten.trainer import trainer as trainer_module
+from hasten.trainer.checkpoint import CheckpointError, read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hasten.trainer.hooks import Hooks
+    from hasten.trainer.trainer import Trainer
+
+# Flags that are sugar for a technique: a fork gets its techniques as a plan.
+_TECHNIQUES = (
+    "precision",
+    "compile",
+    "channels_last",
+    "fused_optimizer",
+    "matmul_precision",
+    "device_prefetch",
+    "batched_fetch",
+    "activation_checkpointing",
+    "benchmark",
+)
+_QUIET: dict[str, Any] = {
+    "plan": None,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "devices": 1,
+    "strategy": "auto",
+    "fast_dev_run": False,
+}
+
+
+def check(trainer: Trainer, fit: dict[str, Any], batches: int, epochs: int, resume: bool) -> Checked:
+    """Check a Trainer's techniques; see `Trainer.check`."""
+    if torch.cuda.is_initialized():
+        raise HastenError(
+            "Trainer.check trains in copies of this process, and a copy of a process that has used the GPU cannot",
+            "call it before anything touches the GPU, or use `hasten check` on the script",
+        )
+    importlib.import_module("torch._dynamo")  # once for all forks: an optimizer's first step imports it, in seconds
+    resume = resume and bool(trainer.checkpoint_callbacks)
+    with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        fits = _Forks(trainer, fit, folder / "saved", batches, epochs)
+        return check_plan(
+            fits, trainer.installed, folder, lambda _: None, resume=resume, at_once=1, load=_loaded, here=folder
+        )
+
+
+def _loaded(path: Path) -> tuple[Any] | None:
+    """What one of hasten's checkpoints holds, but for what is of the run and not of the training."""
+    if path.suffix != ".ckpt":
+        return None
+    try:
+        state = dict(read(path))
+    except CheckpointError:
+        return None
+    state.pop("techniques", None)  # a loss scale: there only under the technique
+    loops = dict(state.get("loops") or {})
+    loops["hasten"] = {key: kept for key, kept in (loops.get("hasten") or {}).items() if key != "outermost"}
+    state["loops"] = loops  # which modules techniques have changed: none without them
+    state.pop("callbacks", None)  # paths, times
+    return (state,)
+
+
+class _Forks:
+    """Fits the module in forks, each from the same beginning; what they save goes to scratch folders."""
+
+    def __init__(self, trainer: Trainer, fit: dict[str, Any], root: Path, batches: int, epochs: int) -> None:
+        self._trainer = trainer
+        self._fit = fit
+        self._root = root
+        self._batches = batches
+        self._epochs = epochs
+        self._random = rng.state()
+
+    def __call__(self, plan: Techniques, witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
+        """Fit once; see `hasten.check.run.Runner`."""
+        scratch = folder / "scratch"
+        scratch.mkdir()
+        checkpoint = None
+        if saved is not None:
+            shutil.copytree(saved, scratch / "files")
+            checkpoint = _newest(scratch / "files")
+        process = multiprocessing.get_context("fork").Process(
+            target=self._in_fork, args=(dict(plan), witness, folder, checkpoint)
+        )
+        process.start()
+        process.join()
+        log = (folder / "log").read_text(errors="replace").strip() if (folder / "log").exists() else ""
+        failed = ""
+        if process.exitcode:
+            failed = log.splitlines()[-1] if log else f"exit code {process.exitcode}"
+        return Ended(failed, scratch / "files", log[-2000:])
+
+    def _in_fork(self, plan: dict[str, Any], witness: WitnessOptions, folder: Path, checkpoint: str | None) -> None:
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        torch.set_num_threads(1)  # also: OpenMP cannot be used by a copy of a process that has used it
+        try:
+            confine(str(folder / "scratch"), witness.folders())
+            rng.restore(self._random)  # Python seeds its own generator anew in a fork
+            self._train(plan, witness, checkpoint)
+        except BaseException:
+            traceback.print_exc(file=sys.stderr)
+            os._exit(1)
+        os._exit(0)  # nothing of the parent's is torn down here
+
+    def _train(self, plan: dict[str, Any], options: WitnessOptions, checkpoint: str | None) -> None:
+        given = {**self._trainer.given, **_QUIET, **dict.fromkeys(_TECHNIQUES), "plan": Plan(plan)}
+        given |= {
+            "default_root_dir": self._root,
+            "max_epochs": self._epochs if checkpoint is None else 2 * self._epochs,
+            "max_steps": -1,
+            "limit_train_batches": self._batches,
+            "limit_val_batches": self._batches,
+        }
+        trainer = type(self._trainer)(**given)
+        witness = Witness(options, lambda: os._exit(0))
+        witness.names.meet(self._fit["model"])
+        listen(witness, backwards=False)
+        _tell_of_losses(witness)
+        trainer.fit(**self._fit, ckpt_path=checkpoint)
+        if checkpoint is not None:
+            witness.read.add(Path(checkpoint).name)
+        witness.end(cut=False)
+
+
+def _newest(saved: Path) -> str | None:
+    """The path, as a confined run sees it, of the checkpoint that was saved last."""
+    found = sorted(saved.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    return f"/{found[-1].relative_to(saved)}" if found else None
+
+
+def _tell_of_losses(witness: Witness) -> None:
+    """Have the witness told of each loss as the module gave it, in front of what techniques make of it."""
+    plain = steps.backward_of
+
+    def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:
+        backward = plain(trainer, hooks)
+
+        def told(loss: Any, *more: Any, **named: Any) -> None:
+            witness.backward(loss)
+            backward(loss, *more, **named)
+
+        return told
+
+    for module in (steps, trainer_module):
+        vars(module)["backward_of"] = backward_of

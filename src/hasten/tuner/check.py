@@ -1,0 +1,167 @@
+"""Check a training: run it, plain and under a plan, in processes that a witness looks at."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hasten.check.options import RECORDS, WitnessOptions
+from hasten.check.run import Checked, Ended, Say, check_plan
+from hasten.errors import HastenError
+from hasten.evidence import read_evidence, this_machine
+from hasten.plan import Setting
+from hasten.taps.config import RunConfig, TrialOptions, environment
+
+_LAST_LINES = 12
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """How a training is checked.
+
+    Attributes:
+        batches: Batches after which each pass through a loader ends.
+        epochs: Passes through the training loader.
+        seconds: Time after which one run counts as hung.
+        resume: Further arguments with which the script goes on from what it saved; None: that is not checked.
+    """
+
+    batches: int = 6
+    epochs: int = 2
+    seconds: float = 300.0
+    resume: tuple[str, ...] | None = None
+
+
+def check(
+    arguments: Sequence[str],
+    command: Sequence[str],
+    plan: Mapping[str, Setting],
+    options: CheckOptions,
+    say: Say,
+) -> Checked:
+    """Check a plan on an unchanged training.
+
+    Args:
+        arguments: Of the process that runs the training.
+        command: The training's own command line.
+        plan: Technique -> setting.
+        options: How much of it, and whether it is resumed.
+        say: Receives progress, a line each.
+
+    Raises:
+        HastenError: The training fails by itself, does not train, or does not go on from what it saved.
+    """
+    with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as scratch:
+        processes = Processes(arguments, tuple(command), options)
+        # A launcher's runs would want the same port, and a GPU may not hold two trainings.
+        alone = arguments[0] != sys.executable or this_machine().device != "cpu"
+        at_once = 1 if alone else max(1, min(2, os.cpu_count() or 1))
+        return check_plan(processes, plan, Path(scratch), say, resume=options.resume is not None, at_once=at_once)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Runs a training in processes of its own, one thread each, confined like a trial."""
+
+    arguments: Sequence[str]
+    command: tuple[str, ...]
+    options: CheckOptions
+
+    def __call__(self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
+        """Run it once; see `hasten.check.run.Runner`."""
+        config = config_of(plan, witness, folder, saved, self.command, self.options)
+        assert config.trial is not None
+        more = self.options.resume or () if saved is not None else ()
+        env = environment(config, {**os.environ, **_ONE_THREAD, "PYTHONHASHSEED": "0"})
+        with (folder / "log").open("wb") as log:
+            try:
+                process = subprocess.Popen(
+                    [*self.arguments, *more],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise HastenError(f"cannot start {self.arguments[0]}: {error}") from None
+            try:
+                code: int | None = process.wait(self.options.seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _end(process)
+        return ended(folder, code, plan, self.options.seconds)
+
+
+def config_of(
+    plan: Mapping[str, Setting],
+    witness: WitnessOptions,
+    folder: Path,
+    saved: Path | None,
+    command: tuple[str, ...],
+    options: CheckOptions,
+) -> RunConfig:
+    """Return what the process of one run is told."""
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    if saved is not None:
+        shutil.copytree(saved, scratch / "files", symlinks=True)
+        if witness.role == RECORDS:
+            witness = dataclasses.replace(witness, resumed=str(scratch / "files"))
+    trial = TrialOptions(
+        str(scratch),
+        batches=options.batches,
+        epochs=options.epochs,
+        steps=options.batches * options.epochs,
+        seconds=10 * options.seconds,  # the bounds must fall alike in all runs, so time may not set them
+    )
+    evidence = str(folder / "evidence.json")
+    return RunConfig(dict(plan), evidence, command, trial, quiet=True, witness=witness)
+
+
+def ended(folder: Path, code: int | None, plan: Mapping[str, Setting], seconds: float) -> Ended:
+    """Return what became of a run's process."""
+    log = "\n".join((folder / "log").read_text(errors="replace").strip().splitlines()[-_LAST_LINES:])
+    saved = folder / "scratch" / "files"
+    if code is None:
+        return Ended(f"not done after {seconds:.0f} s", saved, log)
+    path = folder / "evidence.json"
+    evidence = read_evidence(path) if path.is_file() else None
+    if code:
+        last = log.splitlines()[-1].strip() if log else ""
+        name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        error = evidence.error if evidence is not None else ""
+        return Ended(error or (f"{name}: {last}" if last else name), saved, log)
+    if evidence is None:
+        return Ended("", saved, log)
+    idle = tuple(name for name in plan if name not in evidence.installed)
+    alone = tuple(f"{name} {did}" for name, did in evidence.installed.items() if did.startswith("left alone"))
+    return Ended("", saved, log, idle, alone)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process and all that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def resume_arguments(text: str) -> tuple[str, ...]:
+    """Split the further arguments of a run that goes on, as a shell would."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise HastenError(f"--resume {text!r}: {error}", "quote them as for a shell") from None
