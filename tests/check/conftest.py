@@ -1,0 +1,86 @@
+"""Checks of real trainings, run in forks of one process that has torch imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from hasten.check.options import WitnessOptions
+from hasten.check.run import Checked, Ended, check_plan
+from hasten.plan import Setting
+from hasten.techniques import CATALOGUE
+from hasten.tuner.check import CheckOptions, config_of, ended
+from tests.check import planted
+from tests.techniques.conftest import fork_server  # noqa: F401 - a fixture
+
+Check = Callable[..., Checked]
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder with a short path: workers' sockets lie below it."""
+    with tempfile.TemporaryDirectory(prefix="hc", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def check(fork_server: subprocess.Popen[str], short: Path, monkeypatch: pytest.MonkeyPatch) -> Check:  # noqa: F811
+    """Check a script: `check(script, plan)`; `under_plan` is what runs in place of the script under a plan."""
+    for technique in planted.TECHNIQUES:
+        monkeypatch.setitem(CATALOGUE, technique.name, technique)
+    count = [0]
+
+    def run(
+        script: str,
+        plan: Mapping[str, Setting],
+        resume: tuple[str, ...] | None = None,
+        under_plan: str | None = None,
+        options: CheckOptions | None = None,
+    ) -> Checked:
+        count[0] += 1
+        folder = short / str(count[0])
+        folder.mkdir()
+        runs = ForkedRuns(fork_server, folder, textwrap.dedent(script), options or CheckOptions(resume=resume))
+        if under_plan is not None:
+            runs.under_plan = textwrap.dedent(under_plan)
+        monkeypatch.chdir(folder)
+        found = check_plan(runs, plan, folder / "c", lambda _: None, resume=resume is not None, at_once=1)
+        shutil.rmtree(folder)
+        return found
+
+    return run
+
+
+class ForkedRuns:
+    """Runs a script in forks, as `hasten.tuner.check.Processes` does in processes of its own."""
+
+    def __init__(self, server: subprocess.Popen[str], folder: Path, script: str, options: CheckOptions) -> None:
+        self.server = server
+        self.here = folder
+        self.script = self.under_plan = script
+        self.options = options
+
+    def __call__(self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
+        config = config_of(plan, witness, folder, saved, ("train.py",), self.options)
+        (self.here / "train.py").write_text(self.under_plan if plan else self.script)
+        more = self.options.resume or () if saved is not None else ()
+        job = {
+            "script": str(self.here / "train.py"),
+            "arguments": list(more),
+            "folder": str(self.here),
+            "out": str(folder / "log"),
+            "err": str(folder / "log"),
+            "hasten": json.dumps(dataclasses.asdict(config)),
+        }
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        print(json.dumps(job), file=self.server.stdin, flush=True)
+        return ended(folder, int(self.server.stdout.readline()), plan, self.options.seconds)
