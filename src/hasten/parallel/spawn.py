@@ -17,6 +17,7 @@ import torch
 from hasten.errors import HastenError
 from hasten.evidence import this_machine
 from hasten.parallel import fate
+from hasten.parallel.apart import Apart
 from hasten.parallel.command import rank_environment
 from hasten.parallel.follow import follow
 from hasten.parallel.world import close_current, mark_failed, serve_store
@@ -112,7 +113,10 @@ class _FunctionChild:
         self.report, theirs = context.Pipe(duplex=False)
         # Not a daemon: it may start DataLoader workers.
         self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-            target=_run, args=(theirs, os.getpid(), env, function, args, kwargs), name=f"rank {rank}", daemon=False
+            target=_run,
+            args=(theirs, os.getpid(), env, Apart((function, args, kwargs))),
+            name=f"rank {rank}",
+            daemon=False,
         )
         # A fresh Python reads its number of threads when it imports torch, before our code runs.
         before = os.environ.get("OMP_NUM_THREADS")
@@ -153,11 +157,10 @@ def _run(
     report: Connection,
     parent: int,
     env: dict[str, str],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    job: Apart,
 ) -> None:
     """A rank's whole life."""
+    function, args, kwargs = job.value
     follow(parent)
     os.setpgid(0, 0)  # Ctrl-C reaches the main process, which ends the ranks
     os.environ.update(env)
