@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import HastenError
-from hasten.trainer.callbacks.shared import weights_are_finite
+from hasten.trainer.callbacks.buffers import spoilt_buffers
+from hasten.trainer.callbacks.shared import spoilt_weights
 from hasten.trainer.checkpoint import CheckpointError, Claim, Saver, claim, latest_good, read
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Checkpointing:
         self.path: str | None = None
         self.loaded: dict[str, Any] | None = None
         self._noted: set[str] = set()
+        self._spoilt_before: frozenset[str] = frozenset()
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -88,6 +90,19 @@ class Checkpointing:
                 if not any(folder.iterdir()):  # nothing was saved
                     folder.rmdir()
             self._claims, self._made = {}, set()
+
+    def begin(self) -> None:
+        """Training is about to begin: see where folders are, and which buffers hold NaN by design."""
+        self.hold_folders()
+        self._spoilt_before = frozenset(spoilt_buffers(self._trainer.model))
+
+    def spoilt(self) -> str:
+        """Name weights and buffers that are not finite, on any rank; "" if all are worth keeping. Reads the device."""
+        module, world = self._trainer.model, self._trainer.world
+        bad = [*spoilt_weights(module), *spoilt_buffers(module, self._spoilt_before)]
+        if not world.any(bool(bad)):
+            return ""
+        return ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "") or "on another rank"
 
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint, behind the writes that were asked for before."""
@@ -366,8 +381,11 @@ class Checkpointing:
             return None
         name = f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
         path = str(Path(self.interrupted_folder()) / name)
-        if not trainer.may_save() or trainer.world.any(not weights_are_finite(trainer.model)):
-            trainer.warn("the weights are not finite, so they were not saved; earlier checkpoints stay")
+        if spoilt := self.spoilt():
+            trainer.warn(f"the weights are not finite ({spoilt}), so they were not saved; earlier checkpoints stay")
+            return None
+        if not trainer.may_save():
+            trainer.warn("a callback objects, so nothing was saved; earlier checkpoints stay")
             return None
         self.save(path)
         self.saver.wait()

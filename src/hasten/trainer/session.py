@@ -330,7 +330,7 @@ def train(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
     if resumed is not None and resumed.get("outermost") is not None:
         change_again(trainer, resumed["outermost"])
     _warn_of_eval_mode(trainer)
-    trainer.checkpointing.hold_folders()
+    trainer.checkpointing.begin()
     loop.run()
 
 

@@ -21,7 +21,6 @@ from hasten.trainer.callbacks.shared import (
     metric,
     missing_metric,
     say,
-    weights_are_finite,
 )
 
 
@@ -395,10 +394,12 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Any, module: Any, path: str) -> bool:
         """Save unless the weights are not finite or a callback objects."""
-        if not trainer.may_save() or trainer.world.any(not weights_are_finite(module)):
+        spoilt = trainer.checkpointing.spoilt()
+        if spoilt or not trainer.may_save():
+            why = f"the weights are not finite ({spoilt})" if spoilt else "a callback objects"
             warnings.warn(
-                f"step {trainer.global_step}: the weights are not finite, so {path} was not written and earlier"
-                " checkpoints stay; hasten.callbacks.NaNWatch says where it began and can stop or skip",
+                f"step {trainer.global_step}: {why}, so {path} was not written and earlier checkpoints stay;"
+                " hasten.callbacks.NaNWatch says where it began and can stop or skip",
                 stacklevel=2,
             )
             return False

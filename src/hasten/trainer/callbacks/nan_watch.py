@@ -10,7 +10,8 @@ import torch
 
 from hasten.errors import HastenError
 from hasten.trainer.callbacks.base import Callback
-from hasten.trainer.callbacks.shared import alike, finite, non_finite_flag, say, weights_are_finite
+from hasten.trainer.callbacks.buffers import BufferCopies
+from hasten.trainer.callbacks.shared import alike, finite, non_finite_flag, say
 
 _FIX = (
     "lower the learning rate, clip gradients (gradient_clip_val=1.0), or look at that batch; NaNWatch('skip') goes on"
@@ -27,6 +28,9 @@ class NaNWatch(Callback):
     "skip" drops each optimizer step whose gradients are not finite (the optimizer's state is untouched too). A fused
     optimizer skips by itself, told by a flag on the device; another one costs one read per step. Under
     `precision="16-mixed"` the gradient scaler skips already, and this only watches the loss.
+
+    With a step that is dropped, all buffers (BatchNorm's statistics) are put back to what they were before its first
+    batch, in manual optimization before this batch; for that they are copied each step.
 
     Args:
         action: "stop": training ends as after its last step; "raise": HastenError; "skip": see above.
@@ -61,6 +65,13 @@ class NaNWatch(Callback):
         self.skipped = 0
         self._where = ""  # what was bad, in words; "" while all is well
         self._poisoned = False  # a bad loss went into the gradients that are being gathered
+        self._wary = False  # a bad loss was seen, and it is not known which of several optimizers it concerns
+        self._buffers: BufferCopies | None = None
+        self._kept_buffers: list[torch.Tensor] = []  # what a checkpoint brought of them, until training starts
+        self._gathers = False  # over several batches
+        self._undone = False  # the buffers are put back already; a later optimizer of this batch may have gone on
+        self._window_open = False  # the buffers may be put back to before this step
+        self._bad_window: torch.Tensor | None = None  # on the device: 1 where a loss of this step is bad
         self._row = 0  # dropped steps in a row
         self._losses: list[tuple[int, torch.Tensor]] = []  # unread
         self._flags: list[tuple[int, torch.Tensor]] = []  # unread: 1 where gradients were bad
@@ -69,37 +80,68 @@ class NaNWatch(Callback):
         self._scaled = False
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Settle on how to watch."""
+        """Settle on how to watch, and begin with nothing found; a checkpoint that is loaded later may say otherwise."""
         self._reads_freely = trainer.device.type == "cpu" and trainer.world_size == 1
         self._scaled = trainer.precision == "16-mixed"
+        self._where, self._poisoned, self._wary, self._row = "", False, False, 0
+        self._losses, self._flags = [], []
+        self._buffers, self._kept_buffers, self._window_open, self._bad_window = None, [], False, None
 
     def needs(self, hook: str) -> bool:
         """Gradients are looked at if somebody asked, or where it is free to drop a poisoned step."""
         wanted = self._reads_freely or self.watch_gradients or self.action == "skip"
+        if hook == "on_train_batch_start":
+            return self._drops
         return hook != "on_before_optimizer_step" or (wanted and not self._scaled)
 
+    @property
+    def _drops(self) -> bool:
+        """Whether a step may be dropped, and training go on, or weights be kept, without it."""
+        return self._reads_freely or self.action == "skip"
+
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Begin with nothing found."""
+        """Count reads from here, and find the buffers."""
         self._read_step = trainer.global_step
-        self._where, self._poisoned, self._row = "", False, 0
-        self._losses, self._flags = [], []
+        self._buffers = BufferCopies(module) if self._drops else None
+        if self._buffers is not None and self._kept_buffers:
+            self._buffers.load_state_dict(self._kept_buffers)
+            self._window_open = True
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        """Find the buffers that were registered since."""
+        if self._buffers is not None:
+            self._buffers.look()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+        """Copy the buffers where a step begins: not in the middle of an accumulation."""
+        if self._buffers is not None and (not self._window_open or not batch_idx % trainer.accumulate_grad_batches):
+            self._buffers.take()
+            self._gathers = trainer.accumulate_grad_batches > 1
+            self._window_open, self._bad_window, self._poisoned, self._undone = True, None, False, False
+        return None
 
     def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
         """Look at the loss, or keep it for later."""
         loss = loss.detach()
         if not self._reads_freely:
-            self._losses.append((trainer.global_step, loss.clone()))  # a captured graph would write over it
+            loss = loss.clone()  # a captured graph would write over it
+            self._losses.append((trainer.global_step, loss))
+            if self._buffers is not None and (self._scaled or self._gathers):
+                flag = ~torch.isfinite(loss).all()
+                self._bad_window = flag if self._bad_window is None else self._bad_window | flag
         elif not math.isfinite(value := loss.item() if loss.numel() == 1 else float(loss.sum())):
-            self._poisoned = True
+            self._poisoned = self._wary = True
             self._found(trainer.global_step, f"the loss is {value}")
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Drop the step if it is poisoned."""
-        poisoned, self._poisoned = self._poisoned, False
+        several = not module.automatic_optimization  # then nobody knows which optimizer a bad loss was for
+        poisoned, self._poisoned = self._poisoned and not several, self._poisoned and several
         if poisoned:
             self._drop(optimizer)
-        elif self.action == "skip" or self.watch_gradients:
+        elif self.action == "skip" or self.watch_gradients or (several and self._wary):
             self._check_gradients(trainer, module, optimizer)
+        self._window_open = False
 
     def _check_gradients(self, trainer: Any, module: Any, optimizer: Any) -> None:
         groups = alike(p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
@@ -121,6 +163,8 @@ class NaNWatch(Callback):
         elif getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.found_inf = flag  # the fused kernel leaves weights and state as they are where this is 1
             self._flags.append((step, flag))
+            if self._buffers is not None:
+                self._buffers.put_back_if(flag)
         elif bool(flag):
             self._found(step, f"the gradient of {_bad_names(module, of_gradients=True)} is not finite")
             self._drop(optimizer)
@@ -137,12 +181,21 @@ class NaNWatch(Callback):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+        if self._buffers is not None:
+            self._buffers.put_back()
+            self._undone = True
         if self.action == "skip":
             self.skipped += 1
             self._row += 1
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Read what was gathered, if it is time to; act on what was found."""
+        if self._buffers is not None:
+            # In the middle of an accumulation a checkpoint may be written, and a gradient scaler drops the step itself.
+            if self._bad_window is not None:
+                self._buffers.put_back_if(self._bad_window)
+            elif self._poisoned and not self._undone:
+                self._buffers.put_back()
         if not self._reads_freely:
             if trainer.global_step - self._read_step < self.every_n_steps:
                 return
@@ -188,23 +241,28 @@ class NaNWatch(Callback):
         trainer.should_stop = True
         say(trainer, f"NaNWatch: {where}. Training stops.\n  {_FIX}")
 
-    def allows_checkpoint(self, trainer: Any) -> bool:
-        """Whether the weights are worth keeping: finite, on all ranks. Reads the device."""
-        return not trainer.world.any(not weights_are_finite(trainer.lightning_module))
-
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Take the flags off the optimizers."""
+        """Take the flags off the optimizers, and let the copies go."""
+        self._buffers = None
         for optimizer in trainer.optimizers:
             optimizer.__dict__.pop("found_inf", None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was dropped so far."""
-        return {"skipped": self.skipped, "bad_steps": list(self.bad_steps)}
+        """What was dropped so far, and what the step that is being gathered would be dropped by."""
+        state: dict[str, Any] = {"skipped": self.skipped, "bad_steps": list(self.bad_steps), "row": self._row}
+        if self._poisoned:
+            state["poisoned"] = True
+        if self._buffers is not None and self._window_open and self._gathers:
+            state["buffers"] = self._buffers.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Count on."""
         self.skipped = state_dict["skipped"]
         self.bad_steps = list(state_dict["bad_steps"])
+        self._row = state_dict.get("row", 0)
+        self._poisoned = self._wary = state_dict.get("poisoned", False)
+        self._kept_buffers = state_dict.get("buffers", [])
 
 
 def _bad_names(module: torch.nn.Module, of_gradients: bool) -> str:

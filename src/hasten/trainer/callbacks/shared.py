@@ -49,12 +49,15 @@ def metric(metrics: Mapping[str, Any], name: str) -> torch.Tensor | None:
     return value.detach().cpu().squeeze()
 
 
-def weights_are_finite(module: torch.nn.Module) -> bool:
-    """Whether all trained parameters are finite; one read of the device for each kind of tensor.
+def spoilt_weights(module: torch.nn.Module) -> list[str]:
+    """Return the names of trained parameters that are not finite; one read of the device for each kind of tensor.
 
     Only parameters that are trained are asked: a frozen table of attention masks may well hold infinities.
     """
-    return all(finite(group) for group in alike([p for p in module.parameters() if p.requires_grad]))
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad and p.layout == torch.strided}
+    if all(finite(group) for group in alike(trained.values())):
+        return []
+    return [name for name, p in trained.items() if not torch.isfinite(p.detach()).all()]
 
 
 def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

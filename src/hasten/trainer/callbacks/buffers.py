@@ -1,0 +1,140 @@
+"""Buffers of a module, such as BatchNorm's statistics: a copy from before a step, and whether they are spoilt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hasten.trainer.callbacks.shared import alike, finite
+
+
+class BufferCopies:
+    """A copy of all buffers of a module, from which they can be put back when a step is dropped.
+
+    A forward writes to buffers before anybody knows whether its loss is finite, so a step that is dropped must undo
+    that, or one NaN sample stays in BatchNorm's statistics for ever.
+
+    Args:
+        module: Whose buffers. Those registered later are copied from the next `look` on.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self.look()
+
+    def look(self) -> None:
+        """Find the buffers; walking through the modules is too slow for each step."""
+        seen: set[int] = set()
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        for owner in self._module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and buffer.layout == torch.strided and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    self._slots.append((owner._buffers, name))
+        self._tensors: list[Any] = []
+        self._groups: list[_Group] = []
+
+    def take(self) -> None:
+        """Copy the buffers as they are now."""
+        now = [buffers.get(name) for buffers, name in self._slots]
+        if len(now) != len(self._tensors) or any(a is not b for a, b in zip(now, self._tensors, strict=True)):
+            self._tensors = now  # the first time, or `self.buffer = ...` put another tensor there
+            self._groups = [_Group.of(tensors) for tensors in _by_kind(now)]
+        with torch.no_grad():
+            for group in self._groups:
+                torch._foreach_copy_(group.views, group.tensors)
+
+    def put_back(self) -> None:
+        """Give the buffers the values of the last `take`."""
+        self._same_tensors()
+        with torch.no_grad():
+            for group in self._groups:
+                torch._foreach_copy_(group.tensors, group.views)
+
+    def put_back_if(self, flag: torch.Tensor) -> None:
+        """Do the same where `flag`, one value on the device, is not 0, and do not wait for the device."""
+        self._same_tensors()
+        with torch.no_grad():
+            for group in self._groups:
+                now = torch.cat([tensor.reshape(-1) for tensor in group.tensors])
+                # Not a product: NaN times 0 is NaN.
+                torch.where(flag.to(now.device) != 0, group.flat, now, out=now)
+                torch._foreach_copy_(group.tensors, _views(now, group.tensors))
+
+    def _same_tensors(self) -> None:
+        """Put the tensors themselves back where the forward put others."""
+        for (buffers, name), tensor in zip(self._slots, self._tensors, strict=False):
+            if buffers.get(name) is not tensor:
+                buffers[name] = tensor
+
+    def state_dict(self) -> list[torch.Tensor]:
+        """The copies; they change with the next `take`."""
+        return [group.flat.clone() for group in self._groups]
+
+    def load_state_dict(self, kept: list[torch.Tensor]) -> None:
+        """Go on with the copies of another process, where they fit."""
+        self.take()
+        if [one.shape for one in kept] == [group.flat.shape for group in self._groups]:
+            for group, one in zip(self._groups, kept, strict=True):
+                group.flat.copy_(one)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Buffers of one device and dtype, and their copies: one tensor, and its parts in their shapes."""
+
+    tensors: list[torch.Tensor]
+    flat: torch.Tensor
+    views: list[torch.Tensor]
+
+    @staticmethod
+    def of(tensors: list[torch.Tensor]) -> _Group:
+        flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+        return _Group(tensors, flat, _views(flat, tensors))
+
+
+def _views(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _by_kind(tensors: list[Any]) -> list[list[torch.Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor is not None:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())
+
+
+def spoilt_buffers(module: torch.nn.Module, spoilt_before: frozenset[str] = frozenset()) -> list[str]:
+    """Return the names of saved buffers that hold what none should: NaN, or infinity in the statistics of a norm.
+
+    A mask may well be full of infinities, and "not known yet" may be NaN from the start.
+
+    Args:
+        module: Whose buffers.
+        spoilt_before: Names of those that held NaN when the training began.
+    """
+    statistics, others = {}, {}
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None or name in owner._non_persistent_buffers_set:
+                continue
+            name = f"{prefix}.{name}" if prefix else name
+            if isinstance(owner, torch.nn.modules.batchnorm._NormBase):
+                statistics[name] = buffer
+            elif name not in spoilt_before:
+                others[name] = buffer
+    bad = []
+    if not all(finite(group) for group in alike(statistics.values())):
+        bad += [name for name, buffer in statistics.items() if not torch.isfinite(buffer).all()]
+    if not all(_without_nan(group) for group in alike(others.values())):
+        bad += [name for name, buffer in others.items() if torch.isnan(buffer).any()]
+    return bad
+
+
+def _without_nan(tensors: list[torch.Tensor]) -> bool:
+    """Read the device once: the largest absolute value is NaN where any value is."""
+    return not bool(torch.isnan(torch.stack(torch._foreach_norm(tensors, float("inf")))).any())
