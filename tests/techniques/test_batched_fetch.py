@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from hasten.evidence import Probe
 from hasten.run import Run
@@ -53,19 +55,12 @@ def test_a_training_stays_the_same_bit_by_bit(train: Train, workers: int) -> Non
     assert "loader" in changed.installed["batched_fetch"]
 
 
-class Fetcher:
-    """What torch makes for a loader; see `torch.utils.data._utils.fetch`."""
-
-    def __init__(self, dataset: Any, collate_fn: Any = default_collate, auto_collation: bool = True) -> None:
-        self.dataset = dataset
-        self.collate_fn = collate_fn
-        self.auto_collation = auto_collation
-
-    def fetch(self, indices: Any) -> Any:
-        return self.collate_fn([self.dataset[index] for index in indices])
+def Fetcher(dataset: Any, collate_fn: Any = default_collate, auto_collation: bool = True) -> Any:
+    """What torch makes for a loader."""
+    return _MapDatasetFetcher(dataset, auto_collation, collate_fn, False)  # type: ignore[no-untyped-call]
 
 
-def changed(fetcher: Fetcher) -> Any:
+def changed(fetcher: Any) -> Any:
     return Run(build({"batched_fetch": True}, CATALOGUE)).fetcher(fetcher)
 
 
@@ -161,6 +156,114 @@ def test_a_dataset_changed_between_epochs_is_gathered_anew(train: Train) -> None
         torch.save({"seen": seen}, "left.pt")
     """
     assert train(script).left == train(script, batched_fetch=True).left
+
+
+CHANGES = {
+    "tensors": "dataset.tensors = (dataset.tensors[0] * 10, dataset.tensors[1])",
+    "another number of tensors": "dataset.tensors = dataset.tensors[:1]",
+    "a list of tensors": "dataset.tensors = list(dataset.tensors)",
+    "fewer rows": "dataset.tensors = (dataset.tensors[0], dataset.tensors[1][:6])",
+    "a tensor that asks for gradients": "dataset.tensors[0].requires_grad_()",
+    "a tensor of channels-last rows": "dataset.tensors = (image.to(memory_format=torch.channels_last_3d),)",
+    "a tensor's own class": "dataset.tensors = (nn.Parameter(dataset.tensors[0]), dataset.tensors[1])",
+    "written by NumPy": "dataset.tensors[0].numpy()[3] = 99",
+    "written by .data": "dataset.tensors[0].data[2] = 99",
+    "indices": "subset.indices = [1, 3, 5, 7]",
+    "an element of the indices": "subset.indices[1] = 5",
+    "indices by NumPy": "subset.indices = np.array([1, -3, 5, 7])",
+    "indices as tensor": "subset.indices = torch.tensor([1, 3, 5, 7])",
+    "a mask among the indices": "subset.indices = [True, torch.tensor([True] * 8), 2, 3]",
+    "an index tensor a sample": "subset.indices = [torch.tensor([1, 2])] * 4",
+    "the dataset inside": "subset.dataset = TensorDataset(dataset.tensors[1])",
+    "a dataset of rows doubled": "subset.dataset = Doubled(*dataset.tensors)",
+    "a patched __getitem__": "TensorDataset.__getitem__ = lambda self, i: (self.tensors[0][i] * 2,)",
+    "a patched Subset": "Subset.__getitems__ = lambda self, i: [(torch.ones(2),)]",
+    "__getitems__ of its own": "dataset.__getitems__ = lambda i: [(torch.ones(2),)]",
+    "__getitems__ of the class": "TensorDataset.__getitems__ = lambda self, i: [(torch.ones(2),)]",
+    "a collate map": "collate.default_collate_fn_map[torch.Tensor] = lambda batch, collate_fn_map: len(batch)",
+    "a collate map's new entry": "collate.default_collate_fn_map[tuple] = lambda batch, collate_fn_map: len(batch)",
+    "another collate function": "loader.collate_fn = len",
+    "a patched stack": "plain = torch.stack; torch.stack = lambda *a, **k: plain(*a, **k) * 2",
+}
+
+
+@pytest.mark.parametrize("when", ["between passes", "in a pass"])
+def test_whatever_is_changed_is_seen(train: Train, when: str) -> None:
+    script = f"""
+        import multiprocessing
+        import numpy as np
+        import torch
+        from torch import nn
+        from torch.utils.data import DataLoader, Subset, TensorDataset
+        from torch.utils.data._utils import collate
+
+        class Doubled(TensorDataset):
+            def __getitem__(self, i): return [2 * t[i] for t in self.tensors]
+        image = torch.rand(8, 2, 3, 4, 5)
+        seen = {{}}
+        def one(name, change):
+            dataset = TensorDataset(torch.arange(8.0), torch.arange(8))
+            subset = Subset(dataset, [0, 2, 4, 6])
+            loader = DataLoader(subset, batch_size=2)
+            got = seen[name] = []
+            def batches(loader, change):
+                try:
+                    for batch in loader:
+                        stride = [x.stride() for x in batch if hasattr(x, "stride")] if type(batch) is list else ""
+                        got.append((type(batch).__name__, repr(batch), stride))
+                        if change:
+                            exec(change, {{**globals(), **here}})
+                            change = ""
+                except Exception as error:
+                    got.append((type(error).__name__, str(error)))
+            here = {{"dataset": dataset, "subset": subset, "loader": loader}}
+            batches(loader, change if "{when}" == "in a pass" else "")
+            if "{when}" == "between passes":
+                exec(change, {{**globals(), **here}})
+            batches(loader, "")
+            torch.save(got, name + ".pt")
+        for name, change in {CHANGES!r}.items():
+            child = multiprocessing.get_context("fork").Process(target=one, args=(name, change))
+            child.start(); child.join()
+            seen[name] = torch.load(name + ".pt")
+        torch.save(seen, "left.pt")
+    """
+    plain, fast = train(script), train(script, batched_fetch=True)
+    assert plain.code == fast.code == 0, plain.err + fast.err
+    assert plain.left == fast.left
+    assert len({str(got) for got in plain.left.values()}) > 15  # the changes do change something
+
+
+SAMPLERS = [
+    "[True, False, True]",
+    "torch.tensor([2, 0, 1])",
+    "np.array([2, 0, -1])",
+    "[torch.tensor([1, 2]), torch.tensor([3, 4])]",
+    "[torch.tensor([True] * 5), torch.tensor([True] * 5)]",
+    "[[0, 1], [2, 3]]",
+    "[slice(0, 2), slice(2, 4)]",
+    "[0, 7]",
+    "[-1, -5]",
+    "[-6]",
+    "[1.0]",
+]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("dataset", ["whole", "Subset(whole, [4, 3, 2, 1, 0])", "Subset(whole, np.arange(5))"])
+def test_a_sampler_may_give_what_it_likes(sampler: str, dataset: str) -> None:
+    whole = TensorDataset(torch.arange(5.0), torch.arange(5))
+    names = {"torch": torch, "np": numpy, "Subset": Subset, "whole": whole}
+    fetcher = Fetcher(eval(dataset, names))
+    indices = list(eval(sampler, names))
+
+    def batch(fetcher: Any) -> Any:
+        try:
+            return fetcher.fetch(indices)
+        except Exception as error:
+            return type(error), str(error)
+
+    assert identical(batch(changed(fetcher)), batch(fetcher))
 
 
 @pytest.mark.parametrize(

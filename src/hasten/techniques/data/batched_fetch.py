@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FunctionType, ModuleType
 from typing import Any
 
 from hasten.evidence import Evidence, Finding, HowKnown
@@ -18,6 +20,9 @@ class BatchedFetch(Technique):
 
     The DataLoader asks a dataset for each sample and stacks them; for tensors that lie in memory anyway this
     is most of the cost of a small step. Values, order and random numbers stay the same.
+
+    Each batch is looked at: one whose rows could come out otherwise (another class, a method or collate function that
+    was replaced, indices that are no plain ints, tensors of another kind) is gathered sample by sample.
     """
 
     name = "batched_fetch"
@@ -68,57 +73,142 @@ class BatchedFetch(Technique):
 
     def loader_options(self, options: dict[str, Any]) -> None:
         """Note which loaders will be gathered: where they have workers, that happens in those."""
+        from torch.utils.data import default_collate
+
         batched = options["batch_size"] is not None or options["batch_sampler"] is not None
-        if row_tensors(_Planned(options["dataset"], options["collate_fn"], batched))[0] is not None:
+        if batched and options["collate_fn"] in (None, default_collate) and holds_rows(options["dataset"]):
             self.did("loader")
 
     def fetcher(self, fetcher: Any) -> Any:
         """Gather batches at once where samples are rows of tensors."""
-        tensors, rows = row_tensors(fetcher)
-        if tensors is None:
-            return fetcher
-        return _Gather(fetcher, tensors, rows)
-
-
-def row_tensors(fetcher: Any) -> tuple[tuple[Any, ...] | None, Any]:
-    """The tensors whose rows this fetcher's samples are, and their row numbers (None: as they stand)."""
-    import torch
-    from torch.utils.data import Subset, TensorDataset, default_collate
-
-    if getattr(fetcher, "collate_fn", None) is not default_collate or not getattr(fetcher, "auto_collation", False):
-        return None, None
-    dataset, rows = fetcher.dataset, None
-    while type(dataset) is Subset:
-        inner = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
-        rows = inner if rows is None else inner[rows]
-        dataset = dataset.dataset
-    if type(dataset) is not TensorDataset or not dataset.tensors or any(t.requires_grad for t in dataset.tensors):
-        return None, None
-    return dataset.tensors, rows
-
-
-class _Planned:
-    """What `row_tensors` looks at, of a loader that is not built yet."""
-
-    def __init__(self, dataset: Any, collate_fn: Any, auto_collation: bool) -> None:
         from torch.utils.data import default_collate
+        from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-        self.dataset = dataset
-        self.collate_fn = collate_fn or default_collate
-        self.auto_collation = auto_collation
+        if type(fetcher) is not _MapDatasetFetcher or not _is_torchs(_MapDatasetFetcher.fetch):
+            return fetcher
+        if not fetcher.auto_collation or fetcher.collate_fn is not default_collate or not holds_rows(fetcher.dataset):
+            return fetcher
+        return _Gather(fetcher)
+
+
+class _OneByOne(Exception):  # noqa: N818 - no error: it says how a batch has to be gathered
+    """This batch has to be gathered sample by sample."""
+
+
+def holds_rows(dataset: Any) -> bool:
+    """Whether a dataset's samples are rows of tensors, as torch's own TensorDataset and Subset give them."""
+    try:
+        tensors, _ = _below(dataset, [])
+    except _OneByOne:
+        return False
+    return bool(tensors) and all(map(_plain_rows, tensors)) and _all_torchs()
+
+
+def _below(dataset: Any, rows: list[int]) -> tuple[Any, list[int]]:
+    """The tensors of the TensorDataset inside a dataset's Subsets, and which of their rows these samples are."""
+    from torch.utils.data import Subset, TensorDataset
+
+    while type(dataset) is Subset:
+        inside = dataset.__dict__
+        if "__getitems__" in inside:
+            raise _OneByOne
+        rows = _rows_of(inside.get("indices"), rows) if rows else rows
+        dataset = inside.get("dataset")
+    if type(dataset) is not TensorDataset or "__getitems__" in dataset.__dict__:
+        raise _OneByOne
+    tensors = dataset.__dict__.get("tensors")
+    if type(tensors) not in (tuple, list):
+        raise _OneByOne
+    return tensors, rows
+
+
+def _rows_of(places: Any, indices: list[int]) -> list[int]:
+    """Return `[places[i] for i in indices]` as plain ints."""
+    numpy = sys.modules.get("numpy")
+    try:
+        if type(places) in (list, tuple, range):
+            return _as_ints([places[i] for i in indices])
+        if numpy is not None and type(places) is numpy.ndarray and places.ndim == 1 and places.dtype.kind == "i":
+            return list(places[indices].tolist())
+    except IndexError:  # gathered one by one, plain torch says which
+        raise _OneByOne from None
+    raise _OneByOne
+
+
+def _as_ints(numbers: Any) -> list[int]:
+    """Python's ints for indices that select the same rows: ints and NumPy's, no booleans, masks or tensors."""
+    kinds = set(map(type, numbers))
+    if kinds == {int}:
+        return list(numbers)
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not kinds <= {int, numpy.int64, numpy.int32}:
+        raise _OneByOne
+    return [int(number) for number in numbers]
+
+
+def _plain_rows(tensor: Any) -> bool:
+    """Whether stacking rows of this tensor is the same as selecting them, strides included."""
+    import torch
+
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.dim() > 0
+        and not tensor.requires_grad
+        and tensor.is_contiguous()  # torch.stack keeps the order of channels-last rows, index_select does not
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
+    )
+
+
+def _is_torchs(function: Any) -> bool:
+    """Whether a function is the one that stands in torch's file, not one that a script put in its place."""
+    if type(function) is not FunctionType:
+        return False
+    room: ModuleType | None = sys.modules.get(function.__module__)
+    code = function.__code__
+    return room is not None and room.__name__.startswith("torch.utils.data.") and code.co_filename == room.__file__
+
+
+def _now() -> list[Any]:
+    """What decides how torch gathers and collates rows, as it stands now."""
+    import torch
+    from torch.utils.data import Dataset, Subset, TensorDataset
+    from torch.utils.data._utils import collate
+
+    parts = [Subset.__getitem__, Subset.__getitems__, TensorDataset.__getitem__, collate.default_collate]
+    parts += [collate.collate, collate.collate_tensor_fn, *collate.default_collate_fn_map.values()]
+    own = [getattr(Dataset, "__getitems__", None), getattr(TensorDataset, "__getitems__", None)]
+    own += [vars(TensorDataset).get("tensors"), vars(Subset).get("dataset"), vars(Subset).get("indices")]
+    return [*parts, *own, torch.Tensor.__getitem__, torch.stack, *collate.default_collate_fn_map]
+
+
+def _all_torchs() -> bool:
+    """Whether all that `_now` names is torch's own."""
+    import torch
+    from torch.utils.data._utils import collate
+
+    now = _now()
+    functions = 6 + len(collate.default_collate_fn_map)
+    return (
+        all(map(_is_torchs, now[:functions]))
+        and now[functions : functions + 5] == [None] * 5
+        and not isinstance(torch.Tensor.__getitem__, FunctionType)
+        and not isinstance(torch.stack, FunctionType)
+        and tuple not in collate.default_collate_fn_map
+    )
 
 
 class _Gather:
     """A fetcher that indexes whole batches."""
 
-    def __init__(self, fetcher: Any, tensors: tuple[Any, ...], rows: Any) -> None:
+    def __init__(self, fetcher: Any) -> None:
         import torch
 
-        self.dataset = fetcher.dataset
         self._fetcher = fetcher
-        self._tensors = tensors
-        self._rows = rows
-        self._as_index = torch.as_tensor
+        self._torchs = _now()
+        self._modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+        self._as_index = torch.tensor
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fetcher, name)
@@ -126,10 +216,21 @@ class _Gather:
     def fetch(self, indices: Any) -> Any:
         """What `default_collate([dataset[i] for i in indices])` gives."""
         try:
-            index = self._as_index(indices)
-            if self._rows is not None:
-                index = self._rows[index]
-            # Unlike tensor[index], this gives the strides that stacking gives; they decide which kernels run.
-            return [tensor.index_select(0, index) for tensor in self._tensors]
-        except (IndexError, RuntimeError):  # an index from the end, or one that is not there
+            tensors, rows = self._rows(indices)
+        except _OneByOne:
             return self._fetcher.fetch(indices)
+        index = self._as_index(rows)
+        return [tensor.index_select(0, index) for tensor in tensors]
+
+    def _rows(self, indices: Any) -> tuple[Any, list[int]]:
+        """The tensors and the rows of them that this batch has."""
+        fetcher = self._fetcher
+        if type(indices) not in (list, tuple) or not indices or any(mode() for mode in self._modes):
+            raise _OneByOne
+        tensors, rows = _below(fetcher.dataset, _as_ints(indices))
+        least, most = min(rows), max(rows)
+        if not tensors or least < 0 or not all(_plain_rows(tensor) and most < len(tensor) for tensor in tensors):
+            raise _OneByOne
+        if fetcher.collate_fn is not self._torchs[3] or _now() != self._torchs:
+            raise _OneByOne
+        return tensors, rows

@@ -11,7 +11,7 @@ from typing import Any
 
 from hasten.data.sample_store import pack
 from hasten.evidence import Probe
-from hasten.techniques.data.batched_fetch import row_tensors
+from hasten.techniques.data.batched_fetch import holds_rows
 from hasten.techniques.data.crossing import holds_open
 from hasten.techniques.data.sample_cache import with_loader_function
 
@@ -22,9 +22,11 @@ _SECONDS = 2.0  # a slow dataset is asked less often
 
 def probe(loader: Any) -> Probe:
     """Probe the dataset of a DataLoader; calls `dataset[i]` and changes the global random states."""
+    from torch.utils.data import default_collate
+
     dataset = loader.dataset
     unsafe = holds_open(dataset)
-    in_memory = row_tensors(_AsFetcher(loader))[0] is not None
+    in_memory = loader._auto_collation and loader.collate_fn is default_collate and holds_rows(dataset)
     try:
         length = len(dataset)
         indices = sorted({i * (length - 1) // (_INDICES - 1) for i in range(_INDICES)}) if length else []
@@ -127,12 +129,3 @@ def _random_states() -> tuple[Any, ...]:
     numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     drawn = (numpy[1].tobytes(), *numpy[2:]) if numpy else None
     return random.getstate(), torch.get_rng_state().numpy().tobytes(), drawn
-
-
-class _AsFetcher:
-    """What `row_tensors` looks at, read off a loader."""
-
-    def __init__(self, loader: Any) -> None:
-        self.dataset = loader.dataset
-        self.collate_fn = loader.collate_fn
-        self.auto_collation = loader._auto_collation
