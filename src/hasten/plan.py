@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import HastenError
+from hasten.files import write_whole
 
 if TYPE_CHECKING:
     from tomlkit.items import Table
@@ -118,13 +119,10 @@ class Plan:
             HastenError: The folder cannot be written to.
         """
         path = Path(path)
-        temporary = path.with_name(f".{path.name}.tmp")
         try:
-            # "replace": a command line may hold bytes that are not UTF-8, which Python keeps as lone surrogates.
-            temporary.write_text(self.to_toml(), encoding="utf-8", errors="replace")
-            temporary.replace(path)
+            # A command line may hold bytes that are not UTF-8; Python keeps them as lone surrogates, which become "?".
+            write_whole(path, self.to_toml())
         except OSError as error:
-            temporary.unlink(missing_ok=True) if path.parent.is_dir() else None
             raise HastenError(f"cannot write the plan {path}: {error}", "name another file with --out FILE") from None
 
     def to_toml(self) -> str:

@@ -62,6 +62,8 @@ def test_without_a_limit_slower_is_no_failure(runs):
         (("main.json", "bad.json"), "bad.json is not JSON"),
         (("main.json", "slow.json", "--fail-if-slower", "0.05"), "write it as 5%"),
         (("main.json", "slow.json", "--fail-if-slower=-5%"), "not a percentage"),
+        (("main.json", "slow.json", "--fail-if-slower", ""), "not a percentage"),
+        (("main.json", "slow.json", "--fail-if-slower", "1" * 400 + "%"), "not a percentage"),
         (("main.json", "short.json", "--fail-if-slower", "5%"), "too few steady steps to tell"),
         (("main.json", "slow.json", "--json", "no/such/out.json"), "cannot write the comparison"),
         (("main.json",), "AFTER"),

@@ -237,7 +237,7 @@ def test_gpu_memory_and_names_are_shown(make):
 
 def test_write_replaces_the_page_whole(make, tmp_path: Path):
     path = tmp_path / "hasten-report.html"
-    path.write_text("old")
+    path.write_text('<!doctype html><meta name="generator" content="hasten 0.1">old')
     write(make(), path)
     assert path.read_text(encoding="utf-8") == render(make())
     assert [each.name for each in tmp_path.iterdir()] == ["hasten-report.html"]

@@ -29,11 +29,11 @@ def state(folder: Path) -> State:
     return found
 
 
-def in_a_trial(folder: Path, scratch: Path, *arguments: str) -> Done:
+def in_a_trial(folder: Path, scratch: Path, *arguments: str, **variables: str) -> Done:
     """Run a script as a trial runs it."""
     scratch.mkdir(exist_ok=True)
     config = RunConfig({}, str(scratch / "evidence.json"), tuple(arguments), TrialOptions(str(scratch)), quiet=True)
-    env = trial_environment(config, environment(HOME=str(scratch.parent / "home")))
+    env = trial_environment(config, environment(HOME=str(scratch.parent / "home"), **variables))
     return execute(PYTHON, *arguments, cwd=folder, env=env)
 
 
@@ -134,6 +134,28 @@ print(sorted(e.name for e in os.scandir("made")), sorted(e.path for e in os.scan
 def test_files_of_every_kind(home: Path) -> None:
     expected = same_as_outside(home, PLAIN_FILES)
     assert len(expected.out.splitlines()) > 30
+
+
+CACHES_THAT_ARE_NONE = {
+    "HF_HOME": "{work}/",
+    "TORCH_HOME": ".",
+    "NUMBA_CACHE_DIR": "./",
+    "XDG_CACHE_HOME": "{parent}/link",
+    "MPLCONFIGDIR": "{work}/data/..",
+    "TORCHINDUCTOR_CACHE_DIR": "//{parent}",
+}
+
+
+@pytest.mark.parametrize("name", CACHES_THAT_ARE_NONE)
+def test_a_cache_variable_that_covers_the_working_folder_gives_nothing_of_it_away(home: Path, name: str) -> None:
+    (home.parent / "link").symlink_to(home)
+    text = "import os, shutil; open('notes.txt', 'w').write('x'); os.remove('helper.py'); shutil.rmtree('runs')"
+    write(home, "train.py", text)
+    before = state(home)
+    value = CACHES_THAT_ARE_NONE[name].format(work=home, parent=home.parent)
+    done = in_a_trial(home, home.parent / "scratch", "train.py", **{name: value})
+    assert done.code == 0, done.err
+    assert state(home) == before
 
 
 def test_torch_numpy_and_sqlite(home: Path) -> None:

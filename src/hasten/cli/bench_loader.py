@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from hasten import files
 from hasten.cli.command import process_arguments
 from hasten.cli.script import training
 from hasten.errors import HastenError
@@ -32,6 +33,7 @@ def bench_loader(
     """
     from rich.console import Console
 
+    from hasten.doctor.loader_bench import is_loader_bench
     from hasten.doctor.loader_bench_run import bench_loader as measure
     from hasten.evidence import read_evidence
     from hasten.report import loader_bench as report
@@ -40,9 +42,10 @@ def bench_loader(
         raise HastenError(f"--seconds {seconds:g}: a bench needs one second at least")
     command = training(ctx)
     arguments = process_arguments(command)
-    for path in filter(None, (json, html)):
-        if not path.absolute().parent.is_dir() or path.is_dir():
-            raise HastenError(f"cannot write {path}", "name a file in a folder that exists")
+    if json is not None:
+        files.check_target(json, "the figures", is_loader_bench)
+    if html is not None:
+        files.check_target(html, "the report", files.is_page)
     heard = read_evidence(evidence) if evidence is not None else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is shown
     start = time.monotonic()

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import typer
 
+from hasten import files
 from hasten.cli.command import process_arguments
 from hasten.cli.script import training
-from hasten.errors import HastenError
 from hasten.plan import DEFAULT_NAME, Plan
 from hasten.techniques import check as check_names
+
+_SCHEMA = "hasten-check/1"
+_is_answer = files.json_of(_SCHEMA)
 
 
 def check(
@@ -46,6 +49,8 @@ def check(
     arguments = process_arguments(command, "check")
     chosen = Plan.read(plan)
     check_names(chosen)
+    if json_file is not None:
+        files.check_target(json_file, "the answer", _is_answer)
     start = time.monotonic()
 
     def say(line: str) -> None:
@@ -54,14 +59,8 @@ def check(
     options = CheckOptions(batches, epochs, resume=None if resume is None else resume_arguments(resume))
     found = check_training(arguments, command, chosen.techniques, options, say)
     if json_file is not None:
-        _write(json_file, json.dumps(found.as_json(), indent=1, allow_nan=False) + "\n")
+        text = json.dumps({"schema": _SCHEMA, **found.as_json()}, indent=1, allow_nan=False) + "\n"
+        files.write_own(json_file, text, "the answer", _is_answer)
     check_terminal.show(found, Console())
     if found.ok is not True:
         raise typer.Exit(1 if found.ok is False else 3)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise HastenError(f"cannot write {path}: {error.strerror}", "name a file in a folder that exists") from None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from hasten import files
 from hasten.errors import HastenError
 
 
@@ -16,8 +17,8 @@ def compare(
         metavar="BEFORE", help="The earlier run: what `hasten doctor --json` wrote, or evidence."
     ),
     after: Path = typer.Argument(metavar="AFTER", help="The later run, likewise."),
-    fail_if_slower: str = typer.Option(
-        "", metavar="PERCENT", help="Exit with 1 if the later run's step is slower by more than this, as 5%."
+    fail_if_slower: str | None = typer.Option(
+        None, metavar="PERCENT", help="Exit with 1 if the later run's step is slower by more than this, as 5%."
     ),
     json_file: Path | None = typer.Option(None, "--json", help="Write the comparison there, for programs."),
 ) -> None:
@@ -38,10 +39,13 @@ def compare(
     from hasten.doctor import compare as doctor
     from hasten.report import compare_terminal
 
+    if json_file is not None:
+        files.check_target(json_file, "the comparison", files.json_of(doctor.SCHEMA))
     found = doctor.compare(doctor.read(before), doctor.read(after))
     compare_terminal.show(found, Console())
     if json_file is not None:
-        _write(json_file, json.dumps(found.as_json(), indent=1, allow_nan=False))
+        text = json.dumps(found.as_json(), indent=1, allow_nan=False)
+        files.write_own(json_file, text, "the comparison", files.json_of(doctor.SCHEMA))
     if limit is None:
         return
     slower = found.slower(limit)
@@ -50,22 +54,11 @@ def compare(
         raise typer.Exit(1)
 
 
-def _limit(text: str) -> float | None:
+def _limit(text: str | None) -> float | None:
     """`5%` as 0.05."""
-    if not text:
+    if text is None:
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", text.strip())
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?%", text.strip())
     if match is None:
-        raise HastenError(f"--fail-if-slower {text}: not a percentage", "write it as 5%")
+        raise HastenError(f"--fail-if-slower {text!r}: not a percentage", "write it as 5%")
     return float(match[1]) / 100
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise HastenError(
-            f"cannot write the comparison {path}: {error.strerror}", "name a file in a folder that exists"
-        ) from None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from hasten import files
 from hasten.cli.command import process_arguments, script_of, split_line
 from hasten.cli.script import ScriptCommand, training
 from hasten.errors import HastenError
@@ -88,8 +89,7 @@ def doctor(
         from hasten.cli.source import check_source
 
         raise typer.Exit(check_source(command, format, fail_on, out, select, strict_ignores))
-    for path in (json, html, trace, evidence):
-        _writable(path)
+    _check_targets(json, html, trace, evidence)
     kept = _kept_evidence(command)
     if kept is not None:
         diagnosis, told, code = *_look_again(kept), 0
@@ -228,19 +228,17 @@ def _severity(name: str) -> None:
         )
 
 
-def _writable(path: Path | None) -> None:
-    """A file that cannot be written is said before the run, not after it."""
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir():
-        why = "it is a folder" if path.is_dir() else f"no such folder {folder}"
-        raise HastenError(f"cannot write {path}: {why}", "name another file")
-    if path.exists() and not path.is_file():
-        return  # a pipe or a device
-    probe = folder / f".hasten-{os.getpid()}.tmp"
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise HastenError(f"cannot write {path}: {error.strerror}", "name another file") from None
+def _check_targets(json: Path | None, html: Path | None, trace: Path | None, evidence: Path | None) -> None:
+    """What cannot be written, or would overwrite something else, is said before the run, not after it."""
+    from hasten.doctor.diagnosis import is_diagnosis
+    from hasten.evidence.schema import is_evidence
+
+    targets: tuple[tuple[Path | None, str, files.Recognise], ...] = (
+        (json, "the diagnosis", is_diagnosis),
+        (html, "the report", files.is_page),
+        (trace, "the trace", files.is_trace),
+        (evidence, "the evidence", is_evidence),
+    )
+    for path, what, recognise in targets:
+        if path is not None:
+            files.check_target(path, what, recognise)

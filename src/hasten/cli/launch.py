@@ -10,7 +10,9 @@ from pathlib import Path
 from hasten.cli.command import process_arguments, split_line
 from hasten.errors import HastenError
 from hasten.evidence import this_machine
-from hasten.evidence.live import live_path
+from hasten.evidence.live import is_live, live_path
+from hasten.evidence.schema import is_evidence
+from hasten.files import check_target, mark_of
 from hasten.plan import DEFAULT_NAME, Plan
 from hasten.taps.config import RunConfig, environment
 from hasten.techniques import check, remarks
@@ -45,9 +47,8 @@ def launch(
     check(chosen)
     _fits_machine(chosen, any_machine, quiet)
     if evidence is not None:
-        _writable(evidence)
-        if evidence.is_file():
-            evidence.unlink()  # that of another run would be taken for this one's
+        check_target(evidence, "the evidence", is_evidence)
+        check_target(live_path(evidence), "the live file", is_live)
     if not quiet:
         for remark in remarks(chosen, this_machine()):
             print(f"hasten: {remark}", file=sys.stderr)
@@ -56,6 +57,7 @@ def launch(
         evidence=str(evidence.absolute()) if evidence else "",
         command=tuple(command),
         quiet=quiet,
+        former=mark_of(evidence) if evidence else "",
         live=str(live_path(evidence.absolute())) if evidence else "",
     )
     listens = bool(config.techniques or config.evidence)
@@ -80,17 +82,3 @@ def _fits_machine(plan: Plan, any_machine: bool, quiet: bool) -> None:
             f"has {machine.cores} of {machine.cpu}: its speed-up may be another",
             file=sys.stderr,
         )
-
-
-def _writable(path: Path) -> None:
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise HastenError(f"cannot write the evidence {path}: no such folder {folder}")
-    probe = folder / f".hasten-{os.getpid()}.tmp"
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise HastenError(f"cannot write the evidence {path}: {error.strerror}") from None
-    if path.is_dir():
-        raise HastenError(f"cannot write the evidence {path}: it is a folder")

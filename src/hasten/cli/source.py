@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import hasten
+from hasten import files
 from hasten.errors import HastenError
 from hasten.plan import did_you_mean
 
@@ -46,8 +47,9 @@ def check_source(
         raise HastenError(
             f"--format {format}: unknown", did_you_mean(format, FORMATS) or f"it takes: {', '.join(FORMATS)}"
         )
-    files = named(paths, "hasten doctor --source PATHS")
-    checked = check(files, known_rules(select), strict_ignores)
+    if out is not None:
+        files.check_target(out, "the findings", is_former)
+    checked = check(named(paths, "hasten doctor --source PATHS"), known_rules(select), strict_ignores)
     if format == "text":
         text = as_text(checked)
     else:
@@ -90,6 +92,19 @@ def known_rules(names: Collection[str]) -> frozenset[str]:
     return frozenset(chosen)
 
 
+def is_former(content: bytes) -> bool:
+    """Whether this is what `--out` wrote, in any of its formats."""
+    from hasten.doctor.source.formats import SCHEMA
+
+    if files.json_of(SCHEMA)(content):
+        return True
+    text = content.decode("utf-8", "replace").rstrip("\n")
+    if text.startswith("{"):
+        return re.search(r'"tool": \{\s*"driver": \{\s*"name": "hasten"', text) is not None
+    last = text.rpartition("\n")[2]
+    return re.fullmatch(r"nothing found in \d+ files?|\d+ findings? in .*nothing was measured", last) is not None
+
+
 def put(text: str, out: Path | None) -> None:
     """Print, or write whole or not at all.
 
@@ -103,10 +118,4 @@ def put(text: str, out: Path | None) -> None:
         stream.write(text)
         stream.flush()
         return
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(out)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise HastenError(f"cannot write {out}: {error.strerror}", "name a file in a folder that exists") from None
+    files.write_own(out, text, "the findings", is_former)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -15,6 +14,7 @@ import typer
 from hasten.cli.command import process_arguments, script_of
 from hasten.cli.script import training
 from hasten.errors import HastenError
+from hasten.files import check_target, is_page, write_whole
 from hasten.plan import DEFAULT_NAME, Plan, did_you_mean
 from hasten.techniques import CATALOGUE, Effect
 
@@ -64,13 +64,22 @@ def _leave(plan: Plan, proof: Proof, out: Path) -> None:
 
     from hasten.report import html, terminal
 
-    stem = out.with_name("hasten-report" if out.name == DEFAULT_NAME else f"{out.stem}-report")
-    if out.exists():
-        out.replace(out.with_name(f"{out.name}.bak"))  # a person may have edited it
+    stem = _report_of(out)
+    if out.is_file():
+        write_whole(_backup_of(out), out.read_bytes())  # a person may have edited it
     plan.write(out)
     proof.write(stem.with_suffix(".json"))
     html.write(proof, stem.with_suffix(".html"))
     terminal.show(proof, Console(), out, stem.with_suffix(".html"))
+
+
+def _report_of(out: Path) -> Path:
+    """The report's path, but for what its kind is."""
+    return out.with_name("hasten-report" if out.name == DEFAULT_NAME else f"{out.stem}-report")
+
+
+def _backup_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}.bak")
 
 
 def _seconds(text: str) -> float:
@@ -112,22 +121,18 @@ def _compiles(command: list[str]) -> None:
 
 
 def _writable(out: Path) -> None:
-    folder = out.absolute().parent
-    if not folder.is_dir():
-        raise HastenError(f"cannot write the plan {out}: no such folder {folder}", "name another file with --out FILE")
-    probe = folder / f".hasten-{os.getpid()}.tmp"
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise HastenError(
-            f"cannot write the plan {out}: {error.strerror}", "name another file with --out FILE"
-        ) from None
-    if out.is_dir():
-        raise HastenError(f"cannot write the plan {out}: it is a folder", "name another file with --out FILE")
-    if out.exists():
-        try:
-            Plan.read(out)
-        except HastenError as error:
-            why = error.message.splitlines()[0]
-            raise HastenError(f"{out} exists and is not a plan ({why})", "name another file with --out FILE") from None
+    """What cannot be written, or would overwrite something else, is said before the trials."""
+    from hasten.tuner.proof import is_report
+
+    fix = "name another file with --out FILE"
+    stem = _report_of(out)
+    check_target(out, "the plan", None, fix)
+    check_target(stem.with_suffix(".json"), "the report", is_report, fix)
+    check_target(stem.with_suffix(".html"), "the report", is_page, fix)
+    for plan in (out, _backup_of(out)):
+        if plan.exists():
+            try:
+                Plan.read(plan)
+            except HastenError as error:
+                why = error.message.splitlines()[0]
+                raise HastenError(f"{plan} exists and is not a plan ({why})", fix) from None

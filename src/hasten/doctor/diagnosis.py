@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hasten.errors import HastenError
+from hasten import files
 from hasten.evidence import Finding, Machine
 from hasten.evidence.plain import finite, read_plain
 
@@ -104,16 +104,12 @@ class Diagnosis:
         """Write as JSON, whole or not at all.
 
         Raises:
-            HastenError: The file cannot be written.
+            HastenError: The file cannot be written, or holds something else.
         """
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            temporary.write_text(json.dumps(self.as_json(), indent=1, allow_nan=False), encoding="utf-8")
-            temporary.replace(path)
-        except OSError as error:
-            raise HastenError(
-                f"cannot write the diagnosis {path}: {error.strerror}", "name a folder that exists"
-            ) from None
+        files.write_own(path, json.dumps(self.as_json(), indent=1, allow_nan=False), "the diagnosis", is_diagnosis)
+
+
+is_diagnosis = files.json_of(SCHEMA)
 
 
 def read_diagnosis(path: Path) -> Diagnosis:

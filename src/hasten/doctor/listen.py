@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import dataclasses
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from hasten import files
 from hasten.doctor.endings import how_it_ended, nothing_heard, signal_name
 from hasten.doctor.jobs import jobs
 from hasten.doctor.measure import measure
@@ -285,10 +285,7 @@ def _adopt_orphans() -> None:
 
 
 def _keep(evidence: Evidence, path: Path) -> None:
-    try:
-        evidence.write(path)
-    except OSError as error:
-        raise HastenError(f"cannot write the evidence {path}: {error.strerror}") from None
+    evidence.write(path)
 
 
 def _keep_trace(heard: Heard, made: Path, path: Path) -> Heard:
@@ -296,10 +293,7 @@ def _keep_trace(heard: Heard, made: Path, path: Path) -> Heard:
     evidence = heard.evidence
     if not made.is_file():
         return dataclasses.replace(heard, unseen=(*heard.unseen, "a trace: no step was sampled"))
-    try:
-        shutil.copyfile(made, path)
-    except OSError as error:
-        raise HastenError(f"cannot write the trace {path}: {error.strerror}") from None
+    files.write_own(path, made.read_bytes(), "the trace", files.is_trace)
     if evidence.sampled is not None:
         sampled = dataclasses.replace(evidence.sampled, trace=str(path))
         evidence = dataclasses.replace(evidence, sampled=sampled)

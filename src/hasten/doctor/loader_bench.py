@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten.errors import HastenError
+from hasten import files
 from hasten.evidence import LoaderFacts, Machine, Stages
 from hasten.evidence.plain import finite
 
@@ -106,13 +105,10 @@ class LoaderBench:
         """Write as JSON, whole or not at all.
 
         Raises:
-            HastenError: The file cannot be written.
+            HastenError: The file cannot be written, or holds something else.
         """
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(
-                json.dumps(finite(dataclasses.asdict(self)), indent=1, allow_nan=False), encoding="utf-8"
-            )
-            temporary.replace(path)
-        except OSError as error:
-            raise HastenError(f"cannot write {path}: {error.strerror}", "name a folder you can write to") from None
+        text = json.dumps(finite(dataclasses.asdict(self)), indent=1, allow_nan=False)
+        files.write_own(path, text, "the figures", is_loader_bench)
+
+
+is_loader_bench = files.json_of(SCHEMA)

@@ -21,6 +21,7 @@ from typing import Any
 from hasten.evidence.machine import this_machine
 from hasten.evidence.plain import finite, read_plain
 from hasten.evidence.schema import Evidence, Flags, LoaderFacts, ModelFacts, OptimizerFacts, Pass
+from hasten.files import json_of, refuse_others, write_whole
 
 SCHEMA = "hasten-live/1"
 _STEPS = 600  # of the last steps kept; the file stays below 100 kB
@@ -114,6 +115,9 @@ def live_path(evidence: Path) -> Path:
     'runs/today/evidence.live.json'
     """
     return evidence.with_name(f"{evidence.stem}.live.json")
+
+
+is_live = json_of(SCHEMA)
 
 
 def read_live(path: Path) -> Live:
@@ -210,9 +214,9 @@ class LiveFile:
             pause = max(self._interval, (time.thread_time() - began) / _SHARE)
 
     def _write(self, text: str) -> None:
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        temporary.write_text(text)
-        temporary.replace(self.path)
+        if not self._written:
+            refuse_others(self.path, "the live file", is_live)
+        write_whole(self.path, text, durable=False)  # the next one comes in a second
         self._written = True
 
     def _snapshot(self, recorder: Any, skipped: list[str]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -26,6 +25,7 @@ from hasten.evidence.observed import (
     Use,
 )
 from hasten.evidence.plain import finite, read_plain
+from hasten.files import json_of, write_own
 
 SCHEMA = "hasten-evidence/1"
 
@@ -332,14 +332,16 @@ class Evidence:
         return next((loader for loader in self.loaders if loader.role == "train"), None)
 
     def write(self, path: Path) -> None:
-        """Write as JSON, whole or not at all (a pipe or a device is written to as it is)."""
-        path = path.resolve()
-        if path.exists() and not path.is_file():
-            path.write_text(json.dumps(finite(dataclasses.asdict(self)), allow_nan=False))
-            return
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(finite(dataclasses.asdict(self)), allow_nan=False))
-        temporary.replace(path)
+        """Write as JSON, whole or not at all (a pipe or a device is written to as it is).
+
+        Raises:
+            HastenError: It cannot be written, or the file holds something other than evidence.
+        """
+        text = json.dumps(finite(dataclasses.asdict(self)), allow_nan=False)
+        write_own(path, text, "the evidence", is_evidence)
+
+
+is_evidence = json_of(SCHEMA)
 
 
 def read_evidence(path: Path) -> Evidence:

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from hasten.errors import HastenError
+from hasten import files
 from hasten.report import words
 
 
@@ -32,13 +32,6 @@ def write_whole(text: str, path: Path) -> None:
     """Write a page, whole or not at all.
 
     Raises:
-        HastenError: The folder cannot be written to.
+        HastenError: The folder cannot be written to, or the file holds something else.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        if path.parent.is_dir():
-            temporary.unlink(missing_ok=True)
-        raise HastenError(f"cannot write the report {path}: {error}", "name a folder you can write to") from None
+    files.write_own(path, text, "the report", files.is_page)

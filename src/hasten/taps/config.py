@@ -76,6 +76,7 @@ class RunConfig:
     """The plan to install, and what to leave behind.
 
     Attributes:
+        former: `files.mark_of` the evidence of an earlier run that lies there; "": none did.
         live: File that is rewritten about once a second while the training goes on, for `hasten watch`; "": none.
         witness: How `hasten check` looks at the training; None: it does not.
     """
@@ -88,6 +89,7 @@ class RunConfig:
     doctor: DoctorOptions | None = None
     live: str = ""
     witness: WitnessOptions | None = None
+    former: str = ""
 
     @classmethod
     def from_json(cls, text: str) -> RunConfig:

@@ -55,14 +55,21 @@ def confine(scratch: str, also: tuple[str, ...] = ()) -> None:
         f"{home}/.nv",
     ]
     caches += [os.environ[name] for name in _CACHES if os.environ.get(name)]
-    here = os.getcwd()
-    caches = [folder for folder in caches if not (here + os.sep).startswith(folder + os.sep)]
+    # A cache that holds the working folder, the script or the home is no cache: `HF_HOME=.`, `NUMBA_CACHE_DIR=/ws/`.
+    theirs = [os.getcwd(), home, *(os.path.dirname(word) or "." for word in sys.argv[:1])]
+    caches = [folder for folder in map(os.path.abspath, caches) if not any(holds(folder, place) for place in theirs)]
     for folder in caches:
         with contextlib.suppress(OSError):  # a home that cannot be written to: then nothing is cached
             os.makedirs(folder, exist_ok=True)
     free = [scratch, *also, "/dev", "/proc", *caches]
     Overlay(os.path.join(scratch, "files"), free).install()
     unguarded = forbid_writing(free)
+
+
+def holds(folder: str, place: str) -> bool:
+    """Whether a place is a folder or lies in it, however both are spelled."""
+    real = os.path.realpath(folder)
+    return (os.path.realpath(place) + os.sep).startswith(real if real == os.sep else real + os.sep)
 
 
 class Overlay:

@@ -21,6 +21,7 @@ from hasten.evidence import Evidence, Phase, Validation, this_machine
 from hasten.evidence.live import LiveFile
 from hasten.evidence.open_pass import OpenPass
 from hasten.evidence.recorder import Recorder
+from hasten.files import mark_of
 from hasten.run import Run
 from hasten.taps.boot import describe
 from hasten.taps.bounds import Bounds
@@ -267,7 +268,11 @@ class Session:
         recorder, self.run.recorder = self.run.recorder, None
         path = Path(self.config.evidence)
         stuck = self.stopped_at and self.listens_to_training()
-        if not recorder.kept.numbers and not stuck and (path.exists() or self.is_helper()):
+        if (
+            not recorder.kept.numbers
+            and not stuck
+            and (self.is_helper() or mark_of(path) not in ("", self.config.former))
+        ):
             return  # a launcher, a worker, a helper: the process that trained leaves its own
         if self.rank:
             return

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from hasten import files
 from hasten.check.run import Checked
 from hasten.errors import HastenError
 from hasten.evidence import Machine
@@ -190,12 +191,7 @@ class Proof:
 
     def write(self, path: Path) -> None:
         """Write `hasten-report.json`, whole or not at all."""
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            temporary.write_text(self.to_json(), encoding="utf-8")
-            temporary.replace(path)
-        except OSError as error:
-            raise HastenError(f"cannot write the report {path}: {error}", "name another folder with --out") from None
+        files.write_own(path, self.to_json(), "the report", is_report, "name another folder with --out")
 
     @classmethod
     def read(cls, path: Path) -> Proof:
@@ -218,3 +214,6 @@ class Proof:
             return TypeAdapter(cls).validate_python(data)
         except ValidationError as error:
             raise HastenError(f"{path} does not fit the schema {SCHEMA}: {error}") from None
+
+
+is_report = files.json_of(SCHEMA)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hasten.files import write_whole
 from hasten.trainer.loggers.base import FolderLogger, plain_params
 
 
@@ -67,7 +69,7 @@ class CSVLogger(FolderLogger):
             return
         # JSON is YAML: each value stands as JSON behind its name, so no YAML library is needed to write it.
         lines = [f"{json.dumps(str(name))}: {json.dumps(value, default=str)}\n" for name, value in self.hparams.items()]
-        (self._made_log_dir() / self.NAME_HPARAMS_FILE).write_text("".join(lines))
+        write_whole(self._made_log_dir() / self.NAME_HPARAMS_FILE, "".join(lines))
 
     def save(self) -> None:
         """Write the rows gathered."""
@@ -100,14 +102,13 @@ def _columns(path: Path) -> list[str]:
 
 def _widen(path: Path, columns: list[str]) -> None:
     """Give the file this first line; rows that it has get empty fields at their end. Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", newline="") as new:
-        writer = csv.writer(new)
-        writer.writerow(columns)
-        if path.exists():
-            with path.open(newline="") as old:
-                rows = csv.reader(old)
-                next(rows, None)
-                for row in rows:
-                    writer.writerow(row + [""] * (len(columns) - len(row)))
-    temporary.replace(path)
+    new = io.StringIO(newline="")
+    writer = csv.writer(new)
+    writer.writerow(columns)
+    if path.exists():
+        with path.open(newline="") as old:
+            rows = csv.reader(old)
+            next(rows, None)
+            for row in rows:
+                writer.writerow(row + [""] * (len(columns) - len(row)))
+    write_whole(path, new.getvalue())
