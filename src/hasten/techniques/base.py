@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -178,6 +179,12 @@ class Technique:
     def refused(self, why: str) -> None:
         """Note that the technique left something alone, and why."""
         self.acted[f"left alone: {why}"] = self.acted.get(f"left alone: {why}", 0) + 1
+
+    def let_go(self, why: str) -> None:
+        """Say, once for each reason, that the technique acts no more from here on; the caller sees to that."""
+        if f"left alone: {why}" not in self.acted:
+            print(f"hasten: {self.name} does not act from here on: {why}", file=sys.stderr)
+        self.refused(why)
 
 
 class CudaOnly(Technique):

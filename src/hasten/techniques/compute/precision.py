@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hasten.evidence import Evidence, Finding, HowKnown, Machine
@@ -14,6 +14,7 @@ from hasten.evidence.weigh import CERTAIN, gain_of, in_words, on_gpu, place_of, 
 from hasten.plan import Setting
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
 from hasten.techniques.compute.loss_scaling import LossScaler
+from hasten.techniques.compute.true_precision import convert, in_dtype
 from hasten.techniques.memory.allocator import keeping
 from hasten.techniques.nested import map_tensors
 
@@ -49,9 +50,10 @@ class Precision(Technique):
     else. "16-mixed" scales the loss so that small gradients survive fp16, unscales them before anyone sees them
     (but for hooks on tensors inside the graph), and skips a step whose gradients overflowed.
 
-    "bf16-true", "16-true" and "64-true" convert the model itself, cast floating-point inputs, and let tensors made
-    in the forward be of that type too; outputs stay in it. tune does not try them, since weights that are kept
-    in 16 bits lose small updates.
+    "bf16-true", "16-true" and "64-true" are for the Trainer: they convert the model itself, cast floating-point
+    inputs, and let tensors made in the forward be of that type too; outputs stay in it. A script's model is left as
+    it is, since what the script holds of it (an average, weights that processes share, files) would not follow. tune
+    does not try them.
     """
 
     name = "precision"
@@ -149,12 +151,14 @@ class Precision(Technique):
         """With "bf16-true", "16-true" and "64-true": make floating-point parameters and buffers of that type.
 
         In place: the parameters stay the same objects. Does nothing with the mixed settings, nor a second time.
+
+        Raises:
+            HastenError: Something outside of the model shares its memory.
         """
         dtype = self._true_dtype()
         if dtype is None:
             return
-        if any(tensor.is_floating_point() and tensor.dtype is not dtype for tensor in _tensors_of(model)):
-            {"bfloat16": model.bfloat16, "float16": model.half, "float64": model.double}[_TRUE[str(self.setting)]]()
+        convert(model, dtype)
         if model not in self._converted:
             self._converted.update(model.modules())
             self.did("model")
@@ -167,13 +171,27 @@ class Precision(Technique):
         return getattr(torch, name) if name else None
 
     def model(self, model: Any, args: tuple[Any, ...]) -> None:
-        """Convert a model that is not converted yet."""
-        self.prepare(model)
+        """A script's model is not converted: what the script holds of it, an average or a saved file, would not be."""
+        if self._converted:  # the Trainer's: a part of it that was added later
+            self.prepare(model)
+        elif self.setting in _TRUE:
+            kind = _TRUE[str(self.setting)]
+            self.let_go(
+                f'"{self.setting}" is for the Trainer: a script\'s own averages, shared weights and files would not '
+                f"follow its model into {kind}; call model.to(torch.{kind}) in the script"
+            )
 
     def forward(self, call: Call) -> Call:
         """The forward under autocast, or in the model's own type."""
         dtype = self._true_dtype()
-        return self._mixed(call) if dtype is None else _in_dtype(call, dtype)
+        if dtype is None:
+            return self._mixed(call)
+        in_its_type = in_dtype(call, dtype)
+
+        def as_prepared(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return (in_its_type if module in self._converted else call)(module, args, kwargs)
+
+        return as_prepared
 
     def _mixed(self, call: Call) -> Call:
         """Autocast around the forward, float32 behind it."""
@@ -259,30 +277,6 @@ def device_to_cast(module: Any, torch: Any) -> str:
     """Where a module computes in float32: "cpu", "cuda", or "" when none of its parameters is float32."""
     device = next((parameter.device for parameter in module.parameters() if parameter.dtype is torch.float32), None)
     return "" if device is None else str(device.type)
-
-
-def _in_dtype(call: Call, dtype: Any) -> Call:
-    """Floating-point inputs cast, new tensors of that type."""
-    import torch
-
-    def cast(tensor: Any) -> Any:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    def converted(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = map_tensors(cast, (args, kwargs))
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            return call(module, args, kwargs)
-        finally:
-            torch.set_default_dtype(before)
-
-    return converted
-
-
-def _tensors_of(model: Any) -> Iterator[Any]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _unbound_step(optimizer: Any) -> Call:
