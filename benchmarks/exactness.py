@@ -25,8 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.exact.cover import pairs_of
 from benchmarks.exact.rows import ELSEWHERE, SETTINGS, Row, alone, covering
+from hasten.check.checked import Checked
 from hasten.check.options import WitnessOptions
-from hasten.check.run import Checked, Ended, check_plan
+from hasten.check.run import check_plan
+from hasten.check.runs import Ended
 from hasten.evidence import this_machine
 from hasten.plan import Setting
 from hasten.taps.config import VARIABLE

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from hasten.check.checked import Checked
 from hasten.check.options import WitnessOptions
-from hasten.check.run import Checked, Ended, check_plan
+from hasten.check.run import check_plan
+from hasten.check.runs import Ended
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE
 from hasten.tuner.check import CheckOptions, config_of, ended

@@ -155,6 +155,20 @@ class SavesOtherOptions(_Planted):
         optimizer.register_state_dict_post_hook(changed)
 
 
+class LoadsOtherOptions(_Planted):
+    """After a resume the optimizer has another learning rate than was saved."""
+
+    name = "loads_other_options"
+    effect = Effect.EXACT
+
+    def optimizer(self, optimizer: Any) -> None:
+        def changed(this: Any) -> None:
+            for group in this.param_groups:
+                group["lr"] = 2.0 * group["lr"]
+
+        optimizer.register_load_state_dict_post_hook(changed)
+
+
 class Fails(_Planted):
     """The script fails under it, in its third step."""
 
@@ -182,6 +196,7 @@ TECHNIQUES = (
     OnlyTogetherToo,
     LeavesAlone,
     SavesOtherOptions,
+    LoadsOtherOptions,
     Fails,
 )
 

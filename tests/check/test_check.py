@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.exact.trainings import MODELS, training
-from hasten.check.run import Checked
+from hasten.check.checked import Checked
 from hasten.errors import HastenError
 from tests.check.conftest import Check
 
@@ -142,3 +142,11 @@ def test_no_training_and_a_failing_script_are_said(check: Check) -> None:
         check("import torch; torch.ones(2)", {"leaves_alone": True})
     with pytest.raises(HastenError, match=r"fails by itself.*planted"):
         check("import torch\nraise RuntimeError('planted')", {"leaves_alone": True})
+
+
+def test_what_is_lost_on_resume_is_blamed_on_its_technique(check: Check) -> None:
+    plan = {"leaves_alone": True, "loads_other_options": True, "batched_fetch": True}
+    found = check(training(), plan, resume=("--resume",))
+    assert found.ok is False
+    assert all(run.ok for run in found.runs)
+    assert found.culprits == ("loads_other_options",)

@@ -7,8 +7,8 @@ import json
 import re
 from pathlib import Path
 
+from hasten.check.checked import Checked
 from hasten.check.judge import Compared, Difference
-from hasten.check.run import Checked
 from hasten.evidence import Machine
 from hasten.tuner import proof
 

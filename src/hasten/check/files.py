@@ -7,16 +7,25 @@ import pickle
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-_ROUNDED = 0.05  # relative difference of a saved tensor that may come of one step's rounding
+ROUNDED = 0.05
+"""Relative difference of a saved tensor that may come of one step's rounding."""
 
 
 Load = Callable[[Path], tuple[Any] | None]
 """Gives what a file holds, as plain values and tensors; None for a file that is none of its kind."""
 
 
-def compare_files(plain: Path, plan: Path, exact: bool, load: Load, here: Path) -> list[tuple[str, str]]:
+class FileDifference(NamedTuple):
+    """One value that was saved otherwise: in which file, where in it ("" for the file itself), and how."""
+
+    file: str
+    at: str
+    how: str
+
+
+def compare_files(plain: Path, plan: Path, rounded: float, load: Load, here: Path) -> list[FileDifference]:
     """Compare the folders into which two runs saved.
 
     Files that torch wrote are compared value by value, strides included, since an optimizer's fused kernels take them
@@ -26,20 +35,23 @@ def compare_files(plain: Path, plan: Path, exact: bool, load: Load, here: Path) 
     Args:
         plain: What the script saved as it is.
         plan: What it saved under the plan.
-        exact: Whether values must be equal to the bit.
+        rounded: Relative difference that saved tensors may have; 0.0: equal to the bit.
         load: Reads files of the kind that the training saves.
         here: The folder that names are told from: confined runs save under the whole path of what they would write.
 
     Returns:
-        Pairs of file and how it differs, in the order of their names.
+        What differs, in the order of the files' names.
     """
     mine, theirs = _by_name(plan, here), _by_name(plain, here)
     found = []
     for name in sorted({*mine, *theirs}):
         if name not in mine or name not in theirs:
-            found.append((name, "saved only as it is" if name in theirs else "saved only under the plan"))
-        elif differs := _compare(theirs[name], mine[name], exact, load):
-            found.append((name, differs))
+            found.append(
+                FileDifference(name, "", "saved only as it is" if name in theirs else "saved only under the plan")
+            )
+        else:
+            differences = _compare(theirs[name], mine[name], rounded, load)
+            found += [FileDifference(name, at, how) for at, how in differences]
     return found
 
 
@@ -56,13 +68,14 @@ def _by_name(root: Path, here: Path) -> dict[str, Path]:
     return named
 
 
-def _compare(plain: Path, plan: Path, exact: bool, load: Load) -> str:
+def _compare(plain: Path, plan: Path, rounded: float, load: Load) -> Iterator[tuple[str, str]]:
     theirs, mine = load(plain), load(plan)
     if theirs is not None and mine is not None:
-        return next(_differences("", theirs[0], mine[0], exact), "")
-    if (theirs is None) != (mine is None):
-        return "only one of the two can be read"
-    return "other bytes" if exact and plain.read_bytes() != plan.read_bytes() else ""
+        yield from _differences("", theirs[0], mine[0], rounded)
+    elif (theirs is None) != (mine is None):
+        yield "", "only one of the two can be read"
+    elif not rounded and plain.read_bytes() != plan.read_bytes():
+        yield "", "other bytes"
 
 
 def saved_by_torch(path: Path) -> tuple[Any] | None:
@@ -79,48 +92,48 @@ def saved_by_torch(path: Path) -> tuple[Any] | None:
         return None
 
 
-def _differences(at: str, plain: Any, plan: Any, exact: bool) -> Iterator[str]:
+def _differences(at: str, plain: Any, plan: Any, rounded: float) -> Iterator[tuple[str, str]]:
     import torch
 
     if type(plain) is not type(plan):
-        yield f"{at or 'it'} is a {type(plan).__name__}, and a {type(plain).__name__} without the plan"
+        yield at, f"is a {type(plan).__name__}, and a {type(plain).__name__} without the plan"
     elif isinstance(plain, dict):
         if list(plain) != list(plan):
             other = [str(key) for key in {**plain, **plan} if (key in plain) != (key in plan)]
-            yield f"{at or 'it'} has other keys: {', '.join(other[:4]) or 'in another order'}"
+            yield at, f"has other keys: {', '.join(other[:4]) or 'in another order'}"
             return
         for key in plain:
-            yield from _differences(f"{at}[{key!r}]", plain[key], plan[key], exact)
+            yield from _differences(f"{at}[{key!r}]", plain[key], plan[key], rounded)
     elif isinstance(plain, list | tuple):
         if len(plain) != len(plan):
-            yield f"{at or 'it'} has {len(plan)} entries, and {len(plain)} without the plan"
+            yield at, f"has {len(plan)} entries, and {len(plain)} without the plan"
             return
         for place, (one, other) in enumerate(zip(plain, plan, strict=True)):
-            yield from _differences(f"{at}[{place}]", one, other, exact)
+            yield from _differences(f"{at}[{place}]", one, other, rounded)
     elif isinstance(plain, torch.Tensor):
-        yield from _of_tensors(at, plain, plan, exact)
-    elif isinstance(plain, int | float) and not isinstance(plain, bool) and not exact:
-        if not abs(plain - plan) <= _ROUNDED * abs(plain) + 1:  # a loss, a count of right answers
-            yield f"{at or 'it'} is {plan}, and {plain} without the plan"
+        yield from ((at, how) for how in _of_tensors(plain, plan, rounded))
+    elif isinstance(plain, int | float) and not isinstance(plain, bool) and rounded:
+        if not abs(plain - plan) <= rounded * abs(plain) + 1:  # a loss, a count of right answers
+            yield at, f"is {plan}, and {plain} without the plan"
     elif plain != plan and not (isinstance(plain, float) and math.isnan(plain) and math.isnan(plan)):
-        yield f"{at or 'it'} is {plan!r:.60}, and {plain!r:.60} without the plan"
+        yield at, f"is {plan!r:.60}, and {plain!r:.60} without the plan"
 
 
-def _of_tensors(at: str, plain: Any, plan: Any, exact: bool) -> Iterator[str]:
+def _of_tensors(plain: Any, plan: Any, rounded: float) -> Iterator[str]:
     import torch
 
     from hasten.check import state
 
     if (plain.dtype, plain.shape) != (plan.dtype, plan.shape):
-        yield f"{at} is {plan.dtype}{tuple(plan.shape)}, and {plain.dtype}{tuple(plain.shape)} without the plan"
+        yield f"is {plan.dtype}{tuple(plan.shape)}, and {plain.dtype}{tuple(plain.shape)} without the plan"
     elif plain.layout is torch.strided and plain.stride() != plan.stride():
-        yield f"{at} lies in memory with strides {plan.stride()}, and {plain.stride()} without the plan"
-    elif exact:
+        yield f"lies in memory with strides {plan.stride()}, and {plain.stride()} without the plan"
+    elif not rounded:
         if state.digest(plain) != state.digest(plan):
-            yield f"{at} has other bits"
+            yield "has other bits"
     elif plain.is_floating_point():
         a, b = plan.double(), plain.double()
-        if not float((a - b).norm()) <= _ROUNDED * float(b.norm()) + 1e-12:
-            yield f"{at} differs by {float((a - b).norm()) / max(float(b.norm()), 1e-300):.2g} of its size"
+        if not float((a - b).norm()) <= rounded * float(b.norm()) + 1e-12:
+            yield f"differs by {float((a - b).norm()) / max(float(b.norm()), 1e-300):.2g} of its size"
     elif not torch.equal(plain, plan):
-        yield f"{at} has other values"
+        yield "has other values"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,30 @@ def roundoff_of(plan: Mapping[str, Setting]) -> float:
     return max((CATALOGUE[name].roundoff(setting) for name, setting in plan.items()), default=SINGLE)
 
 
+def parts_of(plan: Mapping[str, Setting]) -> list[tuple[dict[str, Setting], Effect]]:
+    """Return the parts of a plan that are checked, each with the level it must fulfil, the strictest first."""
+    plan = {name: setting for name, setting in plan.items() if setting is not False}
+
+    def part(keeps: Callable[[str, Setting], bool]) -> dict[str, Setting]:
+        return {name: setting for name, setting in plan.items() if keeps(name, setting)}
+
+    def is_in(*effects: Effect) -> Callable[[str, Setting], bool]:
+        return lambda name, setting: CATALOGUE[name].effect_of(setting) in effects
+
+    rounds = is_in(Effect.EXACT, Effect.ROUNDING)
+    candidates = [
+        (part(is_in(Effect.EXACT)), Effect.EXACT),
+        (part(lambda n, s: rounds(n, s) and CATALOGUE[n].roundoff(s) <= SINGLE), Effect.ROUNDING),
+        (part(rounds), Effect.ROUNDING),
+        (part(is_in(Effect.EXACT, Effect.ROUNDING, Effect.SAMPLING)), Effect.SAMPLING),
+    ]
+    found: list[tuple[dict[str, Setting], Effect]] = []
+    for techniques, level in candidates:
+        if techniques and all(techniques != known for known, _ in found):
+            found.append((techniques, level))
+    return found
+
+
 def judged(
     plan: Mapping[str, Setting],
     level: Effect,
@@ -109,7 +133,7 @@ def judged(
         return Compared(**common, ok=False, first=Difference(**seen["first"]))
     if level is Effect.EXACT:
         return Compared(**common, ok=True)
-    table = _Noise(noise)
+    table = _Noise(noise, roundoff_of(plan))
     worst, worst_at, first = 0.0, "", None
     first_step = next((moment for moment in seen["measured"] if moment["kind"] == "step"), None)
     for moment in seen["measured"]:
@@ -142,8 +166,9 @@ def _difference(place: str, what: str, apart: float, bound: float, size: float) 
 class _Noise:
     """How far noise moved each tensor of the plain run, and which differences that allows."""
 
-    def __init__(self, results: Sequence[Any]) -> None:
+    def __init__(self, results: Sequence[Any], roundoff: float) -> None:
         self.steps = 0
+        self._roundoff = roundoff
         self._share: dict[str, float] = {}  # the greatest difference, as a share of the tensor
         self._most: dict[str, float] = {}  # and as it is
         self._along: dict[str, list[float]] = {}
@@ -166,7 +191,8 @@ class _Noise:
 
     def _tilt_bound(self, name: str) -> float:
         along = self._along.get(name, [0.0])
-        return _TILTS * math.sqrt(statistics.fmean(value**2 for value in along)) + _SUMS * SINGLE
+        least = max(_SUMS * SINGLE, self._roundoff / 2)  # a weight that changes little is rounded alike in each step
+        return _TILTS * math.sqrt(statistics.fmean(value**2 for value in along)) + least
 
     def tilted(self, measured: Iterable[Any]) -> Difference | None:
         """Return the gradient that is longer or shorter in every step, more than chance would have it."""

@@ -8,8 +8,8 @@ from hasten.evidence.figures import percent
 from hasten.techniques.base import toml_value
 
 if TYPE_CHECKING:
+    from hasten.check.checked import Checked
     from hasten.check.judge import Compared
-    from hasten.check.run import Checked
 
 _LEVELS = {
     "exact": "equal to the bit",

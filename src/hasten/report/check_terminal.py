@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from hasten.check import words
-from hasten.check.run import Checked
+from hasten.check.checked import Checked
 from hasten.report.screen import Screen
 from hasten.report.words import clean
 

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten.check.checked import Checked
 from hasten.check.listen import listen
 from hasten.check.options import WitnessOptions
-from hasten.check.run import Checked, Ended, Techniques, check_plan
+from hasten.check.run import check_plan
+from hasten.check.runs import Ended, Techniques
 from hasten.check.witness import Witness
 from hasten.data import rng
 from hasten.errors import HastenError

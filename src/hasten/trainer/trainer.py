@@ -38,7 +38,7 @@ from hasten.trainer.stages import Metrics, Stage
 from hasten.trainer.steps import Step, backward_of
 
 if TYPE_CHECKING:
-    from hasten.check.run import Checked
+    from hasten.check.checked import Checked
     from hasten.trainer.lightning_face import Face
 
 Loaders = Any

@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hasten.check.checked import Checked
 from hasten.check.options import RECORDS, WitnessOptions
-from hasten.check.run import Checked, Ended, Say, check_plan
+from hasten.check.run import check_plan
+from hasten.check.runs import Ended, Say
 from hasten.errors import HastenError
 from hasten.evidence import read_evidence, this_machine
 from hasten.plan import Setting

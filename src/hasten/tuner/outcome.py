@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import hasten
-from hasten.check.run import Checked
+from hasten.check.checked import Checked
 from hasten.evidence import this_machine
 from hasten.plan import Plan
 from hasten.techniques import CATALOGUE

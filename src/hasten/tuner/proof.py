@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hasten import files
-from hasten.check.run import Checked
+from hasten.check.checked import Checked
 from hasten.errors import HastenError
 from hasten.evidence import Machine
 from hasten.plan import Setting

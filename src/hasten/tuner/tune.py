@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten.check.run import Checked
+from hasten.check.checked import Checked
 from hasten.errors import HastenError
 from hasten.plan import Plan
 from hasten.taps.config import TrialOptions

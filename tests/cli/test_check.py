@@ -1,0 +1,122 @@
+"""`hasten check` from the command line: real processes, exit codes, files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.exact.trainings import training
+from hasten.plan import Plan
+from hasten.tuner.proof import Proof
+from tests.taps.scripts import HASTEN, Done, execute, write
+
+
+def check(folder: Path, *arguments: str, plan: str, script: str) -> Done:
+    """Check a script under a plan."""
+    write(folder, "train.py", script)
+    write(folder, "hasten.toml", plan)
+    return execute(HASTEN, "check", "--json", "found.json", *arguments, "train.py", cwd=folder, timeout=280)
+
+
+def plan_of(**techniques: str | bool | int) -> str:
+    """A plan's text, as `hasten tune` writes it."""
+    return Plan(dict(techniques)).to_toml()
+
+
+@pytest.mark.timeout(300)
+def test_a_plan_that_keeps_its_word_both_ways(tmp_path: Path) -> None:
+    write(tmp_path, "last.pt", "a person's own, which a check leaves alone")
+    done = check(tmp_path, "--resume", "--resume", plan=plan_of(batched_fetch=True), script=training())
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["ok"] is True
+    assert {way for way, _ in found["resumed"]} == {
+        "saved as it is, resumed under the plan",
+        "saved under the plan, resumed as it is",
+    }
+    assert (tmp_path / "last.pt").read_text() == "a person's own, which a check leaves alone"
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "hasten.toml", "found.json", "last.pt"}
+
+
+@pytest.mark.timeout(300)
+def test_what_parts_is_named_with_its_technique(tmp_path: Path) -> None:
+    doubles = """
+def linear(self, x):
+    return F.linear(x, self.weight, self.bias) * (1.5 if torch.is_autocast_enabled("cpu") else 1.0)
+
+nn.Linear.forward = linear
+"""
+    script = training(prelude=doubles)
+    done = check(tmp_path, plan=plan_of(precision="bf16-mixed", batched_fetch=True), script=script)
+    assert done.code == 1, done.out + done.err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["culprits"] == ["precision"]
+    assert found["first"]["place"] == "optimizer step 1"
+    assert "precision" in done.out
+
+
+@pytest.mark.timeout(300)
+def test_a_script_that_does_not_repeat_itself_is_not_known(tmp_path: Path) -> None:
+    script = training(prelude="import os\ntorch.manual_seed(int.from_bytes(os.urandom(4)))")
+    done = check(tmp_path, plan=plan_of(batched_fetch=True), script=script)
+    assert done.code == 3, done.out + done.err
+    assert "does not repeat itself" in done.out
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("raise SystemExit('no data here')", "no data here"), ("print('nothing to train')", "no training was found")],
+)
+def test_a_script_that_fails_or_trains_nothing(tmp_path: Path, script: str, words: str) -> None:
+    done = check(tmp_path, plan=plan_of(batched_fetch=True), script=script)
+    assert done.code == 2
+    assert words in done.err
+    assert not (tmp_path / "found.json").exists()
+
+
+def test_a_resume_that_reads_nothing_is_refused(tmp_path: Path) -> None:
+    done = check(tmp_path, "--resume", "--other", plan=plan_of(batched_fetch=True), script=training())
+    assert done.code == 2
+    assert "read nothing of what it had saved" in done.err
+
+
+SHRINKS_BESIDE_WORKERS = """
+import multiprocessing, sys, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Samples(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        time.sleep(0.002)
+        return torch.full((8,), i / 64), torch.tensor(i % 3)
+
+if __name__ == "__main__":
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(Samples(), batch_size=4, shuffle=True)
+    for epoch in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            if multiprocessing.active_children():
+                model[0].weight.grad.mul_(0.99)
+            optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tune_takes_back_what_does_not_keep_its_word(tmp_path: Path) -> None:
+    """Faster by far, and its losses look alike: only the comparison of steps sees it."""
+    write(tmp_path, "train.py", SHRINKS_BESIDE_WORKERS)
+    done = execute(HASTEN, "tune", "--budget", "6m", "--only", "loader_workers", "train.py", cwd=tmp_path, timeout=580)
+    assert done.code == 0, done.err
+    assert "loader_workers" not in Plan.read(tmp_path / "hasten.toml").techniques
+    proof = Proof.read(tmp_path / "hasten-report.json")
+    assert "does not keep its word" in next(one.reason for one in proof.tried if one.name == "loader_workers")
+    assert "gradient" in next(one.reason for one in proof.tried if one.name == "loader_workers")
