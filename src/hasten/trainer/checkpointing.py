@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class Checkpointing:
         self.loaded: dict[str, Any] | None = None
         self._noted: set[str] = set()
         self._spoilt_before: frozenset[str] = frozenset()
+        self._begun = 0.0  # when this fit began; orders the checkpoints of several runs in one folder
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ class Checkpointing:
 
     def _loops(self) -> dict[str, Any]:
         loop = self._trainer.loop
-        version = {"hasten_version": sys.modules["hasten"].__version__}
+        version = {"hasten_version": sys.modules["hasten"].__version__, "begun": self._begun}
         return version if loop is None else {**version, "hasten": loop.state_dict()}
 
     def _callback_states(self) -> dict[str, Any]:
@@ -197,7 +199,7 @@ class Checkpointing:
                     why = "is not configured to save the best model (save_top_k=0)"
                 raise BestMissingError(f'ckpt_path="best", but `ModelCheckpoint` {why}.', "give a path, or train first")
             return best
-        found = self._latest()
+        found = self._latest(fn)
         if found is None and fn != "fit":
             raise NoCheckpointError(
                 'ckpt_path="last", but there is no checkpoint yet', "train first, or give the path of a checkpoint"
@@ -206,7 +208,7 @@ class Checkpointing:
             trainer.warn('ckpt_path="last", but there is none yet. No checkpoint will be loaded')
         return found
 
-    def _latest(self) -> str | None:
+    def _latest(self, fn: str) -> str | None:
         folders: dict[Path, None] = {}
         for callback in self._trainer.checkpoint_callbacks:
             for kept in ("dirpath", "last_model_path", "best_model_path"):
@@ -216,20 +218,14 @@ class Checkpointing:
             for folder in resolve(self._trainer) if resolve is not None else ():
                 folders[Path(folder)] = None
         folders[Path(self.interrupted_folder())] = None
-        newest: tuple[float, str] | None = None
-        for folder in folders:
-            if not folder.is_dir():
-                continue
-            good, notes = latest_good(folder)
-            for note in notes:
-                self._trainer.warn(str(note))
-            if good is not None and (newest is None or good.stat().st_mtime > newest[0]):
-                newest = good.stat().st_mtime, str(good)
-        return newest[1] if newest else None
+        good, notes = latest_good(folders, to_resume=fn == "fit")
+        for note in notes:
+            self._trainer.warn(note)
+        return None if good is None else str(good)
 
     def load(self, path: str | None) -> None:
         """Read a checkpoint; one that is damaged is replaced by the newest good one beside it, and that is said."""
-        self.path, self.loaded = path, None
+        self.path, self.loaded, self._begun = path, None, time.time()
         if path is None:
             return
         trainer = self._trainer
@@ -240,7 +236,7 @@ class Checkpointing:
             folder = Path(path).parent
             if not Path(path).is_file() or trainer.stage.fn != "fit":
                 raise
-            good, _ = latest_good(folder)
+            good, _ = latest_good(folder, to_resume=True)
             if good is None or good == Path(path):
                 raise
             trainer.warn(f"{error.message}; going on from {good} instead")
@@ -309,6 +305,9 @@ class Checkpointing:
         if trainer.lightning is not None:
             trainer.lightning.load_metric_states(state.get("torchmetrics") or {})
         loops = state.get("loops") or {}
+        # Later than what it goes on from, also on a machine whose clock is behind.
+        before = loops.get("begun")
+        self._begun = max(time.time(), (before if isinstance(before, float) else 0.0) + 0.001)
         if "hasten" not in loops:  # saved before training began, or by Lightning
             trainer.current_epoch = state["epoch"] if "hasten_version" in loops else self._lightning_epoch(state)
             self._check_epochs(trainer.current_epoch)

@@ -138,6 +138,16 @@ def verify(path: str | Path) -> None:
     _compare(path, layout, digest.hexdigest())
 
 
+def read_structure(path: Path) -> str | None:
+    """Read the plain part of a checkpoint as JSON; "" where it lies among the tensors, None in torch's format.
+
+    Raises:
+        CheckpointError: The file is missing, or its beginning is damaged or of another kind.
+    """
+    with _open(path) as file:
+        return None if _is_torch(file) else _layout(path, file).structure
+
+
 @dataclass(frozen=True)
 class _Layout:
     """What a file's header says."""

@@ -7,9 +7,11 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +19,7 @@ from types import TracebackType
 from hasten.errors import HastenError
 from hasten.trainer.checkpoint.files import verify
 from hasten.trainer.checkpoint.refusals import CheckpointError
+from hasten.trainer.checkpoint.standing import Standing, standing
 from hasten.trainer.checkpoint.writing import check_writable, not_for_children, sweep
 
 LOCK = ".hasten.lock"
@@ -95,32 +98,62 @@ def _is_still_there(path: Path, fd: int) -> bool:
         return False
 
 
-def latest_good(folder: str | Path, pattern: str = "*.ckpt") -> tuple[Path | None, list[str]]:
-    """The newest checkpoint of a folder that is whole, by time of writing.
+def latest_good(
+    folders: str | Path | Iterable[str | Path], pattern: str = "*.ckpt", to_resume: bool = False
+) -> tuple[Path | None, list[str]]:
+    """The checkpoint of a folder whose training was furthest, of those that are whole; see `Standing`.
 
     Args:
-        folder: Where to look; one that does not exist has none.
+        folders: Where to look, one or several; one that does not exist has none.
         pattern: Which files are checkpoints; "**/*.ckpt" looks in folders below, too.
+        to_resume: Pass over those that hold weights only.
 
     Returns:
-        Its path, None if there is none; and for each newer one that was passed over, what is wrong with it.
+        Its path, None if there is none; and for each that may be later and was passed over, what is wrong with it.
     """
-    found = []
-    for path in Path(folder).glob(pattern):
+    folders = [folders] if isinstance(folders, str | Path) else folders
+    found: list[tuple[Standing, int, str, Path]] = []
+    broken: list[tuple[int, str]] = []
+    for path, written in _checkpoints(folders, pattern):
         try:
-            if path.is_file() and not path.name.startswith("."):
-                found.append((path.stat().st_mtime_ns, str(path), path))
-        except FileNotFoundError:  # removed meanwhile
-            continue
-    notes = []
-    for _, _, path in sorted(found, reverse=True):
-        try:
-            verify(path)
+            found.append((standing(path), written, str(path), path))
         except CheckpointError as error:
-            notes.append(error.message)
+            broken.append((written, error.message))
+    notes = [message for _, message in sorted(broken, reverse=True)]
+    chosen = None
+    for stands, _, _, path in sorted(found, reverse=True):
+        if to_resume and not stands.resumable:
+            notes.append(f"{path} was passed over: it holds weights only, and no training can go on from it.")
+        elif wrong := _what_is_wrong(path):
+            notes.append(wrong)
         else:
-            return path, notes
-    return None, notes
+            chosen = stands, path
+            break
+    # A flipped bit may have made a file look earlier than it is: the one written last is looked at in any case.
+    newest = max(found, key=lambda one: one[1], default=None)
+    if chosen is not None and newest is not None and newest[3] != chosen[1] and newest[0] <= chosen[0]:
+        notes += [wrong] if (wrong := _what_is_wrong(newest[3])) else []
+    return None if chosen is None else chosen[1], notes
+
+
+def _what_is_wrong(path: Path) -> str:
+    try:
+        verify(path)
+    except CheckpointError as error:
+        return error.message
+    return ""
+
+
+def _checkpoints(folders: Iterable[str | Path], pattern: str) -> Iterator[tuple[Path, int]]:
+    """The files and when they were written."""
+    for folder in folders:
+        for path in Path(folder).glob(pattern):
+            try:
+                about = path.stat()
+            except OSError:  # removed meanwhile, or a link to nothing
+                continue
+            if stat.S_ISREG(about.st_mode) and not path.name.startswith("."):
+                yield path, about.st_mtime_ns
 
 
 def _no_lock(path: Path, error: OSError) -> HastenError:
