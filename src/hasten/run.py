@@ -121,6 +121,15 @@ class Run:
             if technique.acted
         }
 
+    def left_alone(self) -> list[str]:
+        """What techniques did not act on although they were meant to, and why."""
+        return [
+            f"{technique.name} {what}"
+            for technique in self.techniques
+            for what in technique.acted
+            if what.startswith("left alone: ")
+        ]
+
     def idle(self) -> list[str]:
         """Techniques that found nothing to act on, each with what it was looking for."""
         return [

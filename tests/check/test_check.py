@@ -74,7 +74,6 @@ def test_two_techniques_that_part_only_together_are_both_named(check: Check) -> 
     assert found.culprits == ("only_together", "only_together_too")
 
 
-@pytest.mark.xfail(strict=True, reason="fused_optimizer leaves its flag in what is saved")
 def test_rounding_is_held_to_the_scripts_own(check: Check) -> None:
     plan = {"precision": "bf16-mixed", "fused_optimizer": True}
     found = check(training("attention"), plan)

@@ -282,7 +282,7 @@ class Session:
             print(f"hasten: could not write the evidence {path}: {error!r}", file=sys.stderr)
 
     def _say_idle(self) -> None:
-        lines = [f"skipped {line}" for line in self.run.skipped] + self.run.idle()
+        lines = [f"skipped {line}" for line in self.run.skipped] + self.run.idle() + self.run.left_alone()
         if not self.config.quiet and self.run.models:
             for line in lines:
                 print(f"hasten: {line}", file=sys.stderr)

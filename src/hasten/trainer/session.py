@@ -147,12 +147,8 @@ def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     for line in trainer.run.skipped:
         trainer.say(f"skipped: {line}", once=True)
     if fn == "fit":
-        for line in trainer.run.idle():
+        for line in (*trainer.run.idle(), *trainer.run.left_alone()):
             trainer.say(line, once=True)
-        for technique in trainer.run.techniques:
-            for what in technique.acted:
-                if what.startswith("left alone: "):
-                    trainer.say(f"{technique.name} {what}", once=True)
     return answer
 
 

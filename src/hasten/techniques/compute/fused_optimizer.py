@@ -13,11 +13,12 @@ FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
 class FusedOptimizer(Technique):
-    """Make torch's own Adam, AdamW, SGD and Adagrad what they would be if built with `fused=True`.
+    """Update the parameters of torch's own Adam, AdamW, SGD and Adagrad with the kernels of `fused=True`.
 
-    One kernel for all parameters in place of one per parameter and operation. Subclasses and optimizers by
-    others are left alone, as are sparse gradients and complex parameters. After a checkpoint of an optimizer that
-    was not fused is loaded, it is fused again.
+    One kernel for all parameters in place of one per parameter and operation. The optimizer's options and state, and
+    so its checkpoints, stay as they are without. Fused kernels read a parameter, its gradient and its state as one
+    flat piece of memory, so each update is looked at first: what lies otherwise in memory than its parameter, is
+    sparse, has gaps or shares memory goes the ordinary way. Subclasses and optimizers by others are left alone.
     """
 
     name = "fused_optimizer"
@@ -65,66 +66,15 @@ class FusedOptimizer(Technique):
         )  # fmt: skip
 
     def optimizer(self, optimizer: Any) -> None:
-        """Ask for the fused kernel; take it back where the first gradients turn out to be sparse."""
-        kind = type(optimizer)
+        """Hand its updates to the fused kernel; nothing that a checkpoint holds changes."""
+        from hasten.techniques.compute.fused_update import fuse_updates
+
+        name = type(optimizer).__name__
         if why := _why_not(optimizer):
-            self.refused(f"{kind.__name__}: {why}")
-            return
-        if not optimizer.defaults.get("fused"):
-            fuse(optimizer)
+            self.refused(f"{name}: {why}")
+        elif not optimizer.defaults.get("fused"):
+            fuse_updates(optimizer, lambda why: self.refused(f"{name}: {why}"))
             self.did("optimizer")
-        looked: list[bool] = []
-
-        def look_once(this: Any, *_: Any) -> None:
-            if looked:
-                return
-            looked.append(True)
-            groups = this.param_groups
-            sparse = any(p.grad is not None and p.grad.is_sparse for group in groups for p in group["params"])
-            if why := "its gradients are sparse" if sparse else _why_not(this):  # groups may have been added
-                for options in (this.defaults, *groups):
-                    options["fused"] = False
-                this._step_supports_amp_scaling = False
-                self.refused(f"{kind.__name__}: {why}")
-
-        def fuse_again(this: Any) -> None:
-            groups = this.param_groups
-            if this.defaults["fused"] and not any(group["fused"] for group in groups):  # of a run without fusing
-                for group in groups:
-                    group["fused"], group["foreach"] = True, None
-                _move_counters(this)
-
-        optimizer.register_step_pre_hook(look_once)
-        optimizer.register_load_state_dict_post_hook(fuse_again)
-
-
-def fuse(optimizer: Any) -> None:
-    """Make an optimizer that has a fused kernel what it would be if built with `fused=True, foreach=None`.
-
-    Groups that were given options of their own keep them. Where steps were made already, their counters move to
-    where the fused kernel reads them.
-    """
-    fused, foreach = optimizer.defaults.get("fused"), optimizer.defaults.get("foreach")
-    for group in optimizer.param_groups:
-        if group["fused"] is fused:
-            group["fused"] = True
-        if group["foreach"] is foreach:
-            group["foreach"] = None
-    optimizer.defaults.update(fused=True, foreach=None)
-    optimizer._step_supports_amp_scaling = True
-    if type(optimizer).__name__ in ("SGD", "Adagrad"):
-        optimizer._need_device_dtype_check_for_fused = True
-    _move_counters(optimizer)
-
-
-def _move_counters(optimizer: Any) -> None:
-    import torch
-
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group["fused"] else ():
-            state = optimizer.state.get(parameter, {})
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
 
 
 def _why_not(optimizer: Any) -> str:

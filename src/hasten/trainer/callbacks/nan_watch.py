@@ -25,8 +25,8 @@ class NaNWatch(Callback):
     before it reaches the weights, whatever the action. Elsewhere losses stay on the device and are read together
     every `every_n_steps`; meanwhile the weights may be lost, but no checkpoint of them is written.
 
-    "skip" drops each optimizer step whose gradients are not finite (the optimizer's state is untouched too). A fused
-    optimizer skips by itself, told by a flag on the device; another one costs one read per step. Under
+    "skip" drops each optimizer step whose gradients are not finite (the optimizer's state is untouched too). One
+    built with `fused=True` skips by itself, told by a flag on the device; another one costs one read per step. Under
     `precision="16-mixed"` the gradient scaler skips already, and this only watches the loss.
 
     With a step that is dropped, all buffers (BatchNorm's statistics) are put back to what they were before its first
