@@ -282,10 +282,11 @@ class Session:
             print(f"hasten: could not write the evidence {path}: {error!r}", file=sys.stderr)
 
     def _say_idle(self) -> None:
-        lines = [f"skipped {line}" for line in self.run.skipped] + self.run.idle() + self.run.left_alone()
-        if not self.config.quiet and self.run.models:
-            for line in lines:
-                print(f"hasten: {line}", file=sys.stderr)
+        if self.config.quiet:
+            return
+        lines = [f"skipped {line}" for line in self.run.skipped] + self.run.idle() if self.run.models else []
+        for line in (*lines, *(() if self._is_fork else self.run.left_alone())):
+            print(f"hasten: {line}", file=sys.stderr)
 
     def _evidence(self, recorder: Recorder) -> Evidence:
         recorder.close()
