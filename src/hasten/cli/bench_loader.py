@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from pathlib import Path
 
 import typer
 
-from hasten import files
+from hasten import files, messages
 from hasten.cli.command import process_arguments
 from hasten.cli.script import training
 from hasten.errors import HastenError
@@ -51,7 +50,7 @@ def bench_loader(
     start = time.monotonic()
 
     def say(line: str) -> None:
-        print(f"hasten {time.monotonic() - start:5.0f}s  {line}", file=sys.stderr, flush=True)
+        messages.tell(f"hasten {time.monotonic() - start:5.0f}s  {line}")
 
     bench = measure(arguments, command, seconds, patience, flame, heard, say)
     report.show(bench, Console(), html)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 
 import typer
 
-from hasten import files
+from hasten import files, messages
 from hasten.cli.command import process_arguments
 from hasten.cli.script import training
 from hasten.plan import DEFAULT_NAME, Plan
@@ -54,7 +53,7 @@ def check(
     start = time.monotonic()
 
     def say(line: str) -> None:
-        print(f"hasten {time.monotonic() - start:5.0f}s  {line}", file=sys.stderr, flush=True)
+        messages.tell(f"hasten {time.monotonic() - start:5.0f}s  {line}")
 
     options = CheckOptions(batches, epochs, resume=None if resume is None else resume_arguments(resume))
     found = check_training(arguments, command, chosen.techniques, options, say)

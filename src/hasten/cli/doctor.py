@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hasten import files
+from hasten import files, messages
 from hasten.cli.command import process_arguments, script_of, split_line
 from hasten.cli.script import ScriptCommand, training
 from hasten.errors import HastenError
@@ -132,7 +132,7 @@ def _run(
     name = _script(command) or " ".join(command[: 1 + (command[0] == "-m")])
 
     def say(line: str) -> None:
-        print(f"hasten: {line}", file=sys.stderr, flush=True)
+        messages.tell(f"hasten: {line}")
 
     say(f"listening to {name}, {_bounds(options, whole)}")
     if behind := [word for word in command[1:] if word.partition("=")[0] in _OURS_ALONE]:

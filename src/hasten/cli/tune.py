@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from hasten import messages
 from hasten.cli.command import process_arguments, script_of
 from hasten.cli.script import training
 from hasten.errors import HastenError
@@ -50,7 +51,7 @@ def tune(
     start = time.monotonic()
 
     def say(line: str) -> None:
-        print(f"hasten {time.monotonic() - start:5.0f}s  {line}", file=sys.stderr, flush=True)
+        messages.tell(f"hasten {time.monotonic() - start:5.0f}s  {line}")
 
     tuned = tune_training(arguments, command, options, say)
     _leave(tuned.plan, tuned.proof, out)

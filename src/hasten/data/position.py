@@ -6,7 +6,6 @@ import copy
 import functools
 import itertools
 import logging
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +24,7 @@ from hasten.data.loader_facts import (
     workers_of,
 )
 from hasten.data.watched_workers import Watch, advance, kind_of_workers, watch_of, watching
+from hasten.messages import warn
 
 _log = logging.getLogger("hasten")
 
@@ -300,4 +300,4 @@ def _holds_data_state(own: Any) -> bool:
 
 def _warn(messages: list[str]) -> None:
     for message in messages:
-        warnings.warn(f"resume: {message}", stacklevel=3)
+        warn(f"resume: {message}", stacklevel=3)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten import messages
 from hasten.errors import HastenError
 from hasten.evidence import this_machine
 from hasten.parallel import fate, world
@@ -271,8 +272,7 @@ class Ranks:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
         fate.end_all(self.children)
         if not self._heard.wait(_UNHEARD_SECONDS):  # inside of native code, waiting for a rank that is gone
-            sys.stderr.write(f"hasten: {failure}\n")
-            sys.stderr.flush()
+            messages.tell(f"hasten: {failure}")
             os._exit(1)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -309,11 +309,11 @@ class Ranks:
         if not failed:
             while not self._wait(_ENDING_SECONDS):
                 left = ", ".join(str(child.rank) for child in self.children if child.code() is None)
-                sys.stderr.write(f"hasten: rank 0 is done and waits for rank {left} to end; Ctrl-C ends it\n")
+                messages.tell(f"hasten: rank 0 is done and waits for rank {left} to end; Ctrl-C ends it")
         fate.end_all(self.children)
         bad = [child for child in self.children if child.code()]
         if bad and not already and not failed:
-            sys.stderr.write(f"hasten: {fate.verdict(bad, self.size)}\n")
+            messages.tell(f"hasten: {fate.verdict(bad, self.size)}")
 
 
 def is_lost_partner(error: BaseException) -> bool:

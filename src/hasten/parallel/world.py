@@ -7,13 +7,13 @@ import os
 import socket
 import sys
 import time
-import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten import messages
 from hasten.errors import HastenError
 from hasten.parallel.place import Place, find_place
 
@@ -192,7 +192,7 @@ class World:
                 dist.destroy_process_group()
             return
         if not self._all_reached("parting"):
-            warnings.warn(f"rank {self.rank}: not all ranks came to the end of the training", stacklevel=2)
+            messages.warn(f"rank {self.rank}: not all ranks came to the end of the training", stacklevel=2)
         else:
             self.barrier("parting")
             dist.destroy_process_group()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from hasten import messages
 from hasten.taps.config import VARIABLE, RunConfig
 
 
@@ -85,7 +86,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         try:
             self.then()
         except Exception as error:  # the script goes on as if hasten were not there
-            print(f"hasten: its taps could not be set, the script runs without them: {error!r}", file=sys.stderr)
+            messages.tell(f"hasten: its taps could not be set, the script runs without them: {error!r}")
 
 
 def describe(error: BaseException) -> str:
@@ -112,7 +113,7 @@ def _note_an_early_end(path: str) -> None:
                 with open(path, "w") as file:
                     file.write(describe(error))
             except OSError as refused:
-                print(f"hasten: could not note how the script ended: {refused}", file=sys.stderr)
+                messages.tell(f"hasten: could not note how the script ended: {refused}")
         show(kind, error, traceback)
 
     sys.excepthook = noted

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hasten import messages
 from hasten.evidence import Evidence, Phase, Validation, this_machine
 from hasten.evidence.live import LiveFile
 from hasten.evidence.open_pass import OpenPass
@@ -279,14 +280,14 @@ class Session:
         try:
             self._evidence(recorder).write(path)
         except Exception as error:  # a script's exit code is not ours to spoil
-            print(f"hasten: could not write the evidence {path}: {error!r}", file=sys.stderr)
+            messages.tell(f"hasten: could not write the evidence {path}: {error!r}")
 
     def _say_idle(self) -> None:
         if self.config.quiet:
             return
         lines = [f"skipped {line}" for line in self.run.skipped] + self.run.idle() if self.run.models else []
         for line in (*lines, *(() if self._is_fork else self.run.left_alone())):
-            print(f"hasten: {line}", file=sys.stderr)
+            messages.tell(f"hasten: {line}")
 
     def _evidence(self, recorder: Recorder) -> Evidence:
         recorder.close()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hasten import messages
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, Finding, Machine
 from hasten.plan import Setting
@@ -183,7 +183,7 @@ class Technique:
     def let_go(self, why: str) -> None:
         """Say, once for each reason, that the technique acts no more from here on; the caller sees to that."""
         if f"left alone: {why}" not in self.acted:
-            print(f"hasten: {self.name} does not act from here on: {why}", file=sys.stderr)
+            messages.tell(f"hasten: {self.name} does not act from here on: {why}")
         self.refused(why)
 
 

@@ -6,7 +6,6 @@ import importlib
 import multiprocessing
 import os
 import shutil
-import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten import messages
 from hasten.check.checked import Checked
 from hasten.check.listen import listen
 from hasten.check.options import WitnessOptions
@@ -130,7 +130,7 @@ class _Forks:
             rng.restore(self._random)  # Python seeds its own generator anew in a fork
             self._train(plan, witness, checkpoint)
         except BaseException:
-            traceback.print_exc(file=sys.stderr)
+            messages.tell(traceback.format_exc())
             os._exit(1)
         os._exit(0)  # nothing of the parent's is torn down here
 

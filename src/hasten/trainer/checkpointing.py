@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hasten import messages
 from hasten.errors import HastenError
 from hasten.trainer.callbacks.buffers import spoilt_buffers
 from hasten.trainer.callbacks.shared import spoilt_weights
@@ -62,7 +62,7 @@ class Checkpointing:
         fresh = [note for note in notes if note not in self._noted]
         self._noted.update(fresh)
         for note in fresh:
-            warnings.warn(f"{path.name}: {note}", stacklevel=2)
+            messages.warn(f"{path.name}: {note}", stacklevel=2)
 
     def hold_folders(self) -> None:
         """Before the first step: that checkpoints can be written where they will go, and that nobody else does."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten import messages
 from hasten.trainer import feeding, sources, steps
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def predict(
         output = step(*places) if with_idx else step(batch, *places[2:])
         names["_current_fx_name"] = None
         if output is None:
-            warnings.warn("predict_step gave None", stacklevel=2)
+            messages.warn("predict_step gave None", stacklevel=2)
         for hook in on_end:
             hook(output, *places)
         if keep or by_epoch:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy
 import torch
 
+from hasten import messages
 from hasten.errors import HastenError
 from hasten.trainer.batches import batch_size as size_of
 
@@ -319,7 +319,7 @@ class Board:
             reduce, op = self._reduce, entry.reduce
             entry.sync = lambda value, reduce_op=op: reduce(value, reduce_op=reduce_op, group=group)
         if isinstance(value, torch.Tensor) and not value.is_floating_point() and epoch:
-            warnings.warn(
+            messages.warn(
                 f"self.log({name!r}, ...) in {hook}: an integer is reduced as a float; log value.float()", stacklevel=4
             )
         self.entries[hook, name, index] = entry

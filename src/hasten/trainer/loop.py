@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten import messages
 from hasten.data import rng
 from hasten.trainer import feeding, sources, steps
 from hasten.trainer.logged import Board
@@ -243,7 +243,7 @@ class FitLoop:
             every = trainer.accumulate_grad_batches
             ends = False
             if batch is None:
-                warnings.warn("train_dataloader yielded None: batch skipped", stacklevel=2)
+                messages.warn("train_dataloader yielded None: batch skipped", stacklevel=2)
             else:
                 for hook in on_start:
                     hook(batch, batch_idx)
@@ -396,7 +396,7 @@ class FitLoop:
                             f" Available metrics are: {sorted(trainer.callback_metrics)}",
                             'log it, or say "strict": False in the lr scheduler dict',
                         )
-                    warnings.warn(
+                    messages.warn(
                         f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available but strict is"
                         " False: it does not step",
                         RuntimeWarning,

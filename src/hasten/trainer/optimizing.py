@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from hasten import messages
 from hasten.errors import HastenError
 
 _SHAPES = (
@@ -83,7 +83,7 @@ def parsed(
         HastenError: The answer has none of the known shapes.
     """
     if given is None:
-        warnings.warn("configure_optimizers gave None: this fit will run with no optimizer", stacklevel=3)
+        messages.warn("configure_optimizers gave None: this fit will run with no optimizer", stacklevel=3)
         given = NoOptimizer()
     optimizers, schedulers, monitor = _unpacked(given, error)
     if automatic and len(optimizers) > 1:
@@ -130,7 +130,7 @@ def _known_keys(given: Mapping[str, Any], error: Any) -> None:
             _SHAPES,
         )
     if unknown := given.keys() - {"optimizer", "lr_scheduler", "monitor"}:
-        warnings.warn(
+        messages.warn(
             f"Found unsupported keys in the optimizer configuration: {set(unknown)}; they are ignored",
             RuntimeWarning,
             stacklevel=6,
@@ -148,7 +148,7 @@ def _config(given: Any, monitor: str | None, automatic: bool, error: Any) -> Sch
         return SchedulerConfig(given, reduce_on_plateau=plateau and automatic, monitor=monitor if plateau else None)
     known = {field.name for field in fields(SchedulerConfig)}
     if unknown := given.keys() - known:
-        warnings.warn(
+        messages.warn(
             f"Found unsupported keys in the lr scheduler dict: {set(unknown)}; they are ignored",
             RuntimeWarning,
             stacklevel=5,
@@ -158,7 +158,7 @@ def _config(given: Any, monitor: str | None, automatic: bool, error: Any) -> Sch
     config = SchedulerConfig(**{key: value for key, value in given.items() if key in known})
     if not automatic:
         if idle := given.keys() & {"reduce_on_plateau", "monitor", "strict"}:
-            warnings.warn(
+            messages.warn(
                 f"The lr scheduler dict has {sorted(idle)}, but the keys will be ignored: in manual optimization you"
                 " step schedulers yourself",
                 RuntimeWarning,
@@ -177,7 +177,7 @@ def _config(given: Any, monitor: str | None, automatic: bool, error: Any) -> Sch
             '{"scheduler": scheduler, "monitor": "val_loss"}',
         )
     if isinstance(config.scheduler, OneCycleLR) and config.interval == "epoch":
-        warnings.warn('OneCycleLR steps by batch, but "interval" is "epoch" here', RuntimeWarning, stacklevel=5)
+        messages.warn('OneCycleLR steps by batch, but "interval" is "epoch" here', RuntimeWarning, stacklevel=5)
     return config
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from hasten import messages
 
 
 class NoProfiler:
@@ -56,7 +59,7 @@ class SimpleProfiler:
 
     def describe(self) -> None:
         """Print the table."""
-        print(self.summary())
+        messages.tell(self.summary(), sys.stdout)
 
 
 class TraceProfiler(SimpleProfiler):
@@ -108,7 +111,9 @@ class TraceProfiler(SimpleProfiler):
         """Say where the trace is, and print the table."""
         self._end()
         if self.path is not None:
-            print(f"trace of {self._steps} training steps: {self.path} (open it in https://ui.perfetto.dev)")
+            messages.tell(
+                f"trace of {self._steps} training steps: {self.path} (open it in https://ui.perfetto.dev)", sys.stdout
+            )
         super().describe()
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten import messages
 from hasten.trainer import flags as say
 
 if TYPE_CHECKING:
@@ -314,14 +313,15 @@ class Readable:
             self._said.add(text)
             log = logging.getLogger(say.log_name())
             if log.isEnabledFor(logging.INFO) and log.hasHandlers():
-                log.info("hasten: %s", text)
+                with messages.harmless():
+                    log.info("hasten: %s", text)
             else:
-                sys.stderr.write(f"hasten: {text}\n")
+                messages.tell(f"hasten: {text}")
 
     def warn(self, text: str) -> None:
         """Warn, in the first process only."""
         if self.is_global_zero:
-            warnings.warn(text, say.warning_kind(), stacklevel=3)
+            messages.warn(text, say.warning_kind(), stacklevel=3)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print`, in the first process only, and above the progress line."""
@@ -331,7 +331,8 @@ class Readable:
         if bar is not None and getattr(bar, "is_enabled", True) and hasattr(bar, "print") and "file" not in kwargs:
             bar.print(*args, **kwargs)
         else:
-            print(*args, **kwargs)
+            with messages.harmless():
+                print(*args, **kwargs)
 
 
 def _before_opening(number: str) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten import messages
 from hasten.data import rng
 from hasten.parallel import ending, guard, open_world, sync_batchnorm, wrap
 from hasten.trainer import attachments, checks, evaluate, signals, spawned
@@ -56,6 +56,7 @@ def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
             raise
         finally:
             trainer.board = None
+            messages.settle()  # the exit code is the training's, though nobody can read what was said
 
 
 def _left(trainer: Trainer) -> None:
@@ -82,7 +83,7 @@ def _failed(trainer: Trainer, error: BaseException) -> None:
     try:
         _tear_down(trainer)
     except Exception as second:  # the first error is the one to show
-        warnings.warn(f"while ending: {second}", stacklevel=2)
+        messages.warn(f"while ending: {second}", stacklevel=2)
     trainer.stage.stage = None
 
 

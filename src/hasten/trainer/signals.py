@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from hasten import messages
 from hasten.trainer.flags import uses_lightning
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def watched(trainer: Trainer) -> Iterator[None]:
 
     def asked(number: int, frame: FrameType | None) -> None:
         if trainer.asked_to_stop and number == signal.SIGINT:
-            os.write(2, b"\nhasten: stopped at once, nothing was saved\n")
+            messages.tell_from_handler("hasten: stopped at once, nothing was saved")
             os._exit(128 + number)
         first = not trainer.asked_to_stop
         trainer.asked_to_stop = number
@@ -70,7 +71,7 @@ def _tell(trainer: Trainer, number: int) -> None:
     if trainer.is_global_zero:
         again = "; Ctrl-C again quits at once" if number == signal.SIGINT else ""
         name = signal.Signals(number).name
-        os.write(2, f"\nhasten: {name}: saving at the end of this batch, then stopping{again}\n".encode())
+        messages.tell_from_handler(f"hasten: {name}: saving at the end of this batch, then stopping{again}")
 
 
 class Agreement:

@@ -55,7 +55,7 @@ class Nursery:
         root.mkdir(parents=True, exist_ok=True)
         self._logs += 1
         log = root.parent / f"log-{os.getpid()}-{self._logs}.txt"
-        return Process(self, self.ask({"start": spec, "log": str(log)}), log)
+        return Process(self, self.ask({"start": spec, "log": str(log), "streams": spec.get("streams")}), log)
 
     def run(self, spec, code=0):
         process = self.start(spec)
@@ -92,6 +92,23 @@ def assert_same(one, other, where="outcome"):
         assert one == other, f"{where}: {one!r} is not {other!r}"
 
 
+def _spoil(streams):
+    """Make stdout and stderr what nobody can write to."""
+    if streams == "full disk":
+        nowhere = os.open("/dev/full", os.O_WRONLY)
+    elif streams == "nobody reads":
+        reader, nowhere = os.pipe()
+        os.close(reader)
+    elif streams == "closed files":
+        sys.stdout.close()
+        sys.stderr.close()
+        return
+    else:
+        return
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
 def _serve():
     import warnings
 
@@ -123,6 +140,7 @@ def _serve():
                 nothing = os.open(os.devnull, os.O_RDONLY)
                 for fd, ours in ((nothing, 0), (log, 1), (log, 2)):
                     os.dup2(fd, ours)
+                _spoil(question["streams"])
                 # Who starts the tests in the background has Ctrl-C ignored in them; a terminal has not.
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -13,7 +13,7 @@ def _start() -> None:
         import sitecustomize  # noqa: F401  (the one that ours stands in front of, if there is any)
     except ImportError as error:
         if error.name != "sitecustomize":
-            print(f"sitecustomize: {error!r}", file=sys.stderr)
+            _say(f"sitecustomize: {error!r}")
     finally:
         sys.modules.setdefault(__name__, ours)
     if "HASTEN_RUN" in os.environ:
@@ -22,10 +22,14 @@ def _start() -> None:
 
             boot()
         except Exception as error:  # the script goes on as if hasten were not there
-            print(
-                f"hasten: could not start in this process, the script runs without it: {error!r}",
-                file=sys.stderr,
-            )
+            _say(f"hasten: could not start in this process, the script runs without it: {error!r}")
+
+
+def _say(text: str) -> None:
+    try:  # hasten itself may be what cannot be imported
+        print(text, file=sys.stderr)
+    except (OSError, ValueError):  # nobody can read it
+        return
 
 
 _start()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 import zlib
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
+from hasten import messages
 from hasten.data import SampleStore
 from hasten.data.sample_store import pack, room
 from hasten.evidence import Evidence, Finding, HowKnown, LoaderFacts, Phase, Probe
@@ -169,10 +169,9 @@ class _Audited:
             anew = make(key)
             if pack(anew) != pack(sample):
                 self._untrue = True
-                print(
+                messages.tell(
                     "hasten: sample_cache: the same index gave another sample than before; the dataset is read without "
                     "the cache from here on. Take sample_cache out of the plan.",
-                    file=sys.stderr,
                 )
             return anew
         return sample

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any
 
+from hasten import messages
 from hasten.evidence import Evidence, Finding, Phase, Severity
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import seconds_of
@@ -127,9 +127,8 @@ class NoGradValidation(Technique):
         for module in list(self._without):
             self._alone.add(module)
             self.refused(f"{type(module).__name__} is trained in eval mode")
-            print(
+            messages.tell(
                 f"hasten: no_grad_validation: {type(module).__name__} seems to be trained in eval mode, and missed one "
                 "gradient; it is left alone from here on. Take no_grad_validation out of the plan.",
-                file=sys.stderr,
             )
         self._without.clear()

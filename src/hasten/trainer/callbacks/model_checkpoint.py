@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import warnings
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from hasten import messages
 from hasten.errors import HastenError
 from hasten.trainer.callbacks.base import Callback
 from hasten.trainer.callbacks.checkpoint_names import checkpoint_name
@@ -308,7 +308,7 @@ class ModelCheckpoint(Callback):
 
     def _not_finite(self, trainer: Any, module: Any, values: dict[str, Any], current: torch.Tensor) -> None:
         """Never one of the best. Who keeps all (-1) gets the file, unranked."""
-        warnings.warn(
+        messages.warn(
             f"step {trainer.global_step}: {self.monitor} is {current.item()}, so this is none of the best checkpoints",
             stacklevel=2,
         )
@@ -397,7 +397,7 @@ class ModelCheckpoint(Callback):
         spoilt = trainer.checkpointing.spoilt()
         if spoilt or not trainer.may_save():
             why = f"the weights are not finite ({spoilt})" if spoilt else "a callback objects"
-            warnings.warn(
+            messages.warn(
                 f"step {trainer.global_step}: {why}, so {path} was not written and earlier checkpoints stay;"
                 " hasten.callbacks.NaNWatch says where it began and can stop or skip",
                 stacklevel=2,
@@ -442,7 +442,7 @@ class ModelCheckpoint(Callback):
         self.best_model_path = state_dict["best_model_path"]
         before = state_dict.get("dirpath", self.dirpath)
         if before != self.dirpath:
-            warnings.warn(
+            messages.warn(
                 f"checkpoints go to {self.dirpath} now, no longer to {before}: those there stay, and the best of them"
                 " are not compared with new ones",
                 stacklevel=2,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any, Literal
 
 import torch
 
+from hasten import messages
 from hasten.errors import HastenError
 from hasten.trainer.callbacks.base import Callback
 from hasten.trainer.callbacks.buffers import BufferCopies
@@ -235,7 +235,7 @@ class NaNWatch(Callback):
             raise HastenError(f"NaNWatch: {where}", _FIX)
         if self.action == "skip":
             if self._row < self.patience:
-                warnings.warn(f"NaNWatch: {where}; dropped {self.skipped} steps so far", stacklevel=2)
+                messages.warn(f"NaNWatch: {where}; dropped {self.skipped} steps so far", stacklevel=2)
                 return
             where += f", and {self._row} steps in a row were dropped"
         trainer.should_stop = True

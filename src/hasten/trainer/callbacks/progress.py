@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hasten import messages
 from hasten.trainer.callbacks.base import Callback
 
 _WIDTH = 24  # characters of the bar
@@ -76,9 +77,12 @@ class Progress(Callback):
         try:
             yield
         except (OSError, ValueError) as error:
-            self._enabled, self._live = False, None
-            with contextlib.suppress(OSError, ValueError):  # stderr may be gone too
-                print(f"hasten: progress is not shown any more: {error}", file=sys.stderr)
+            self._enabled, live, self._live = False, self._live, None
+            with contextlib.suppress(OSError, ValueError):  # it gives sys.stdout back, though it cannot write
+                if live is not None:
+                    live.stop()
+            messages.settle()
+            messages.tell(f"hasten: progress is not shown any more: {error}")
 
     def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
         """What is shown besides the loss: name -> number or tensor. To be overridden to show something else."""
@@ -89,7 +93,7 @@ class Progress(Callback):
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Only rank 0 shows progress; only a terminal gets a live line."""
         self._enabled = self._enabled and trainer.is_global_zero
-        self._on_terminal = self._enabled and sys.stdout is not None and sys.stdout.isatty()
+        self._on_terminal = self._enabled and messages.is_terminal(sys.stdout)
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """Leave the terminal as it was."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from hasten import messages
 from hasten.errors import HastenError
 
 
 def say(trainer: Any, message: str) -> None:
     """One line to the person, from rank 0."""
     if trainer.is_global_zero:
-        print(f"hasten: {message}", file=sys.stderr, flush=True)
+        messages.tell(f"hasten: {message}")
 
 
 def check_mode(who: str, mode: str) -> None:

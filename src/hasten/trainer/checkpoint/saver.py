@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hasten import messages
 from hasten.errors import HastenError
 from hasten.trainer.checkpoint.files import write
 from hasten.trainer.checkpoint.plain import Packed, pack, type_name
@@ -231,7 +231,7 @@ _unreported: set[Saver] = set()
 def _report() -> None:
     for saver in _unreported:
         for failure in saver.failures:
-            print(f"hasten: {failure}", file=sys.stderr)
+            messages.tell(f"hasten: {failure}")
 
 
 atexit.register(_report)
