@@ -489,3 +489,51 @@ def test_estimates_that_nobody_can_make():
 
     with pytest.raises(HastenError, match="schedule"):
         quiet(accumulate_grad_batches={1: 2}).fit(Asks(), loader())
+
+
+def _append(optimizer, more):
+    optimizer.param_groups[0]["params"].append(more)
+
+
+def _replace(optimizer, more):
+    first = optimizer.param_groups[0]
+    first["params"] = [*first["params"][:-1], more]
+
+
+def _pop_and_add(optimizer, more):
+    optimizer.param_groups.pop()
+    optimizer.add_param_group({"params": [more]})
+
+
+@pytest.mark.parametrize("change", [_append, _replace, _pop_and_add])
+def test_gradients_are_cleared_of_the_parameters_that_the_groups_have_now(change):
+    class Changes(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if batch_idx == 2:
+                change(trainer.optimizers[0], module.more)
+
+    class Summed(hasten.Module):
+        """Two weights, of which the optimizer has one at first."""
+
+        def __init__(self):
+            super().__init__()
+            self.w, self.more = (torch.nn.Parameter(torch.zeros(())) for _ in range(2))
+
+        def training_step(self, batch, batch_idx):
+            return self.w + self.more
+
+        def configure_optimizers(self):
+            return SGD([self.w], lr=1.0)
+
+    class Clean(Summed):
+        """Clears by the optimizer's own zero_grad."""
+
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            optimizer.zero_grad()
+
+    weights = []
+    for kind in (Summed, Clean):
+        module = kind()
+        quiet(callbacks=[Changes()]).fit(module, loader(64))
+        weights.append([module.w.item(), module.more.item()])
+    assert weights[0] == weights[1]

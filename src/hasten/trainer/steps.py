@@ -57,8 +57,6 @@ class Window:
         self._own = hooks.of_module("optimizer_zero_grad")
         plain = getattr(type(optimizer), "zero_grad", None) is torch.optim.Optimizer.zero_grad
         self._plain = plain and "zero_grad" not in vars(optimizer)
-        self._groups = -1
-        self._parameters: list[Any] = []
 
     def clear(self, batch_idx: int) -> None:
         """Drop the gradients of the step before."""
@@ -67,12 +65,9 @@ class Window:
         if self._own is not None:
             self._own(self._trainer.current_epoch, batch_idx, self._optimizer)
         elif self._plain:
-            groups = self._optimizer.param_groups
-            if len(groups) != self._groups:  # the list of parameters is made once; groups may join later
-                self._groups = len(groups)
-                self._parameters = [p for group in groups for p in group["params"]]
-            for parameter in self._parameters:
-                parameter.grad = None
+            for group in self._optimizer.param_groups:  # as they are now: a callback may have changed them
+                for parameter in group["params"]:
+                    parameter.grad = None
         else:
             self._optimizer.zero_grad()
 
