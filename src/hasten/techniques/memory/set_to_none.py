@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-import inspect
-import types
+import functools
+import sys
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import in_ms, per_step
 from hasten.evidence.weigh import on_gpu, share_of, timed
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.plan import Setting
+from hasten.techniques import onlookers
+from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
+
+_LARGE = 1 << 20  # elements: smaller ones are added in the cache, and to allocate them all costs as much
+_Zeros = tuple[Any, Any, int]
+"""A parameter and its gradient, by weak references, and the gradient's version when it was filled with zeros."""
 
 _BYTES, _GPU_BYTES = 10e9, 2e12  # of memory moved a second
 
 
 class SetToNone(Technique):
-    """`zero_grad(set_to_none=False)` sets gradients to None all the same.
+    """Large gradients that `zero_grad(set_to_none=False)` filled with zeros are dropped as the backward begins.
 
-    Saves a write of zeros and a read-add per parameter. The numbers stay the same as long as every parameter gets
-    a gradient in every step, which is what the evidence must show. The Trainer clears gradients so anyway; a
-    module's own `optimizer_zero_grad` is reached too.
+    The backward then hands its own gradient over instead of reading and adding to zeros. To the script gradients are
+    zeros as before: those that the backward leaves without one are zeros again behind it. A gradient is dropped only
+    where nothing but its parameter holds it (no view of a flat buffer, no variable) and nothing wrote to it since; with
+    hooks inside the backward, or functions of the script's own, none is. What changes is the sign of some zeros:
+    0.0 + -0.0 is 0.0.
     """
 
     name = "set_to_none"
     finds = "zeroed_gradients"
-    effect = Effect.EXACT
+    effect = Effect.ROUNDING
     relieves = Resource.OPTIMIZER
     sources = ("Lin, tip 14", "Kuhn, tip 10")
     acts_on = "an optimizer that is told to fill gradients with zeros"
@@ -66,26 +76,124 @@ class SetToNone(Technique):
             sources=cls.sources,
         )
 
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._zeros: list[_Zeros] = []
+        self._alone: tuple[int, int, int] = (0, 0, 0)  # holders of a gradient that its parameter alone holds
+        self._onlooker = ""
+        self._functions = 0
+
     def process(self) -> None:
-        """Let `Module.zero_grad` drop gradients too."""
+        """Note what `zero_grad` fills with zeros, and who looks into the backward."""
         import torch
 
-        zero_grad = torch.nn.Module.zero_grad
+        sample = torch.nn.Parameter(torch.zeros(1))
+        sample.grad = torch.zeros(1)
+        self._alone = _holders(sample.grad)
+        onlookers.watch(self._looked)
+        optimizer, module = torch.optim.Optimizer, torch.nn.Module
+        optimizer.zero_grad = self._noting(optimizer.zero_grad)  # type: ignore[method-assign]
+        module.zero_grad = self._noting(module.zero_grad)  # type: ignore[method-assign]
 
-        def to_none(module: Any, set_to_none: bool = True) -> None:
-            zero_grad(module, True)
+    def _looked(self, what: str) -> None:
+        self._onlooker = what
 
-        torch.nn.Module.zero_grad = to_none  # type: ignore[assignment, method-assign]
+    def _noting(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def zero_grad(this: Any, set_to_none: bool = True) -> None:
+            plain(this, set_to_none)
+            if not set_to_none and not self._onlooker:
+                self._note(_parameters(this))
 
-    def optimizer(self, optimizer: Any) -> None:
-        """Drop this optimizer's gradients."""
-        zero_grad = type(optimizer).zero_grad
-        if "set_to_none" not in inspect.signature(zero_grad).parameters:
-            self.refused(f"{type(optimizer).__name__} clears gradients in its own way")
-            return
+        return zero_grad
 
-        def to_none(self: Any, set_to_none: bool = True) -> None:
-            zero_grad(self, set_to_none=True)
+    def _note(self, parameters: Iterable[Any]) -> None:
+        """Note the large gradients that are zeros now."""
+        self._zeros = [one for one in self._zeros if one[1]() is not None]
+        for parameter in parameters:
+            if parameter.numel() >= _LARGE and (gradient := parameter.grad) is not None:
+                self._zeros.append((weakref.ref(parameter), weakref.ref(gradient), gradient._version))
 
-        optimizer.zero_grad = types.MethodType(to_none, optimizer)
-        self.did("optimizer")
+    def backward(self, call: Call) -> Call:
+        """Drop zeros before it, and put them back where it brought no gradient."""
+
+        def dropping(*args: Any, **kwargs: Any) -> Any:
+            if not self._zeros:
+                return call(*args, **kwargs)
+            noted, self._zeros = self._zeros, []
+            if kwargs.get("create_graph") or (len(args) > 3 and args[3]) or self._is_watched():
+                return call(*args, **kwargs)
+            dropped = [parameter for one in noted if (parameter := self._dropped(*one)) is not None]
+            if dropped and not self.acted:
+                self.did("optimizer")
+            try:
+                return call(*args, **kwargs)
+            finally:
+                for parameter in dropped:
+                    _fill(parameter)
+
+        return dropping
+
+    def _is_watched(self) -> bool:
+        """Whether the script can see gradients inside a backward; once it does, zeros stay for good."""
+        import torch
+
+        if not self._onlooker:
+            functions = torch.autograd.Function.__subclasses__()
+            if len(functions) != self._functions:
+                self._functions = len(functions)
+                own = (one.__name__ for one in functions if not one.__module__.startswith(("torch.", "hasten.")))
+                self._onlooker = next(own, "")
+        if self._onlooker:
+            self.let_go(f"{self._onlooker} can see gradients inside the backward")
+        return bool(self._onlooker)
+
+    def _dropped(self, parameter: Any, gradient: Any, version: int) -> Any:
+        """Drop a parameter's gradient and return the parameter; None where it may be no zeros, or others hold it."""
+        parameter = parameter()
+        if parameter is None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return None
+        if parameter.grad is None or parameter.grad is not gradient() or parameter.grad._version != version:
+            return None
+        if not _as_new(parameter, parameter.grad) or _holders(parameter.grad) != self._alone:
+            return None
+        parameter.grad = None
+        return parameter
+
+
+def _parameters(of: Any) -> Iterable[Any]:
+    groups = getattr(of, "param_groups", None)
+    return of.parameters() if groups is None else (parameter for group in groups for parameter in group["params"])
+
+
+def _as_new(parameter: Any, gradient: Any) -> bool:
+    """Whether a backward would lay out a new gradient like this one."""
+    import torch
+
+    return bool(
+        type(gradient) is torch.Tensor
+        and gradient.layout is torch.strided
+        and (gradient.dtype, gradient.shape) == (parameter.dtype, parameter.shape)
+        and gradient.is_contiguous()
+        and parameter.is_contiguous()
+        and not gradient.requires_grad
+        and not torch.is_inference(gradient)
+    )
+
+
+def _holders(gradient: Any) -> tuple[int, int, int]:
+    """How many hold a gradient, from Python and from C++, and its memory; called in one way only."""
+    import torch
+
+    memory = gradient.untyped_storage()._cdata
+    return sys.getrefcount(gradient), gradient._use_count(), torch._C._storage_Use_Count(memory)
+
+
+def _fill(parameter: Any) -> None:
+    """Make a parameter's gradient what it would have become by adding to zeros."""
+    import torch
+
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    elif parameter.grad.layout is not torch.strided:
+        parameter.grad = torch.zeros_like(parameter).add_(parameter.grad)
