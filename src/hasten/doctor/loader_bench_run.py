@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 import hasten
+from hasten.child import Child
 from hasten.doctor.flame import record
 from hasten.doctor.loader_bench import Consumed, LoaderBench, Rate
 from hasten.doctor.others import Others
@@ -96,27 +97,21 @@ class _Bench:
         )
         with self.log.open("wb") as log:
             try:
-                process = subprocess.Popen(
-                    self.arguments,
-                    env=environment(config, dict(os.environ)),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
+                env = environment(config, dict(os.environ))
+                child = Child(self.arguments, env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             except OSError as error:
                 raise HastenError(f"cannot start {self.arguments[0]}: {error.strerror}") from None
-            self.pid = process.pid
+            self.pid = child.pid
             try:
-                self._follow(process)
+                self._follow(child)
             except KeyboardInterrupt:
                 self.ended = "stopped"
             finally:
-                _end_all(process)
+                child.end(_GRACE)
                 self._hear()
 
-    def _follow(self, process: subprocess.Popen[bytes]) -> None:
-        while process.poll() is None:
+    def _follow(self, child: Child) -> None:
+        while child.wait(0) is None:
             time.sleep(_POLL)
             self._hear()
             if self._of("done"):
@@ -125,7 +120,7 @@ class _Bench:
             if waited > (_LONG * self.seconds + 60 if self._of("loader") else self.patience):
                 self.ended = "cut"
                 return
-        self.code = process.returncode
+        self.code = child.wait(0)
 
     def _hear(self) -> None:
         """Read what was told since."""
@@ -291,20 +286,3 @@ def _consumed(evidence: Evidence | None, facts: LoaderFacts) -> Consumed | None:
         waited=sum(step[Phase.DATA] for step in steps) / total,
         workers=evidence.train_loader.num_workers,
     )
-
-
-def _end_all(process: subprocess.Popen[bytes]) -> None:
-    """End the script and all it started: workers, ranks (each in a session of its own), servers."""
-    family: list[psutil.Process] = []
-    with suppress(psutil.Error):
-        family = psutil.Process(process.pid).children(recursive=True)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for member in family:
-        with suppress(psutil.Error):
-            member.kill()
-    process.wait()

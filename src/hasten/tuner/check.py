@@ -18,6 +18,7 @@ from hasten.check.checked import Checked
 from hasten.check.options import RECORDS, WitnessOptions
 from hasten.check.run import check_plan
 from hasten.check.runs import Ended, Say
+from hasten.child import Child
 from hasten.errors import HastenError
 from hasten.evidence import read_evidence, this_machine
 from hasten.plan import Setting
@@ -87,22 +88,13 @@ class Processes:
         env = environment(config, {**os.environ, **_ONE_THREAD, "PYTHONHASHSEED": "0"})
         with (folder / "log").open("wb") as log:
             try:
-                process = subprocess.Popen(
-                    [*self.arguments, *more],
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
+                child = Child([*self.arguments, *more], env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             except OSError as error:
                 raise HastenError(f"cannot start {self.arguments[0]}: {error}") from None
             try:
-                code: int | None = process.wait(self.options.seconds)
-            except subprocess.TimeoutExpired:
-                code = None
+                code = child.wait(self.options.seconds)
             finally:
-                _end(process)
+                child.end(patience=0)
         return ended(folder, code, plan, self.options.seconds)
 
 
@@ -150,15 +142,6 @@ def ended(folder: Path, code: int | None, plan: Mapping[str, Setting], seconds: 
     idle = tuple(name for name in plan if name not in evidence.installed)
     alone = tuple(f"{name} {did}" for name, did in evidence.installed.items() if did.startswith("left alone"))
     return Ended("", saved, log, idle, alone)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
 
 
 def resume_arguments(text: str) -> tuple[str, ...]:

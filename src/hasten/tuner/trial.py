@@ -15,8 +15,10 @@ from pathlib import Path
 
 import psutil
 
+from hasten.child import Child
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, read_evidence
+from hasten.messages import is_terminal
 from hasten.plan import Setting
 from hasten.taps.config import RunConfig, TrialOptions, environment
 from hasten.tuner.timing import Timing, timing_of
@@ -97,24 +99,21 @@ class Trials:
         start = time.monotonic()
         with (folder / "log").open("wb") as log:
             try:
-                process = subprocess.Popen(
+                child = Child(
                     self.arguments,
-                    env=env,
-                    stdin=None if sys.stdin.isatty() else subprocess.DEVNULL,
+                    env,
+                    stdin=None if is_terminal(sys.stdin) else subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,
                 )
             except OSError as error:
                 raise HastenError(f"cannot start {self.arguments[0]}: {error}") from None
-            watch = _MemoryWatch(process.pid)
+            watch = _MemoryWatch(child.pid)
             try:
-                code: int | None = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                code = None
+                code = child.wait(timeout)
             finally:
                 seconds = time.monotonic() - start
-                _end_group(process)
+                child.end()
                 peak = watch.stop()
         said = (folder / "log").read_text(errors="replace").strip()
         return self._judge(config, folder, code, seconds, peak, said)
@@ -159,20 +158,6 @@ def _outcome(code: int | None, evidence: Evidence | None, said: str, seconds: fl
     if evidence is None or not evidence.step_start:
         return "no training", "no training step was seen"
     return "ok", ""
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all it started: workers, ranks, servers."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(2.0 if number == signal.SIGTERM else None)
-        except subprocess.TimeoutExpired:
-            continue
-        time.sleep(0.02)
 
 
 class _MemoryWatch:

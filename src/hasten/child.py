@@ -1,0 +1,169 @@
+"""Start a process so that nothing of it outlives this one, and end it with all that it has started.
+
+A child gets a session of its own and a mark in its environment, which all that it starts inherits. A watcher, a small
+process per hasten process, holds one end of a pipe: when this process is gone, whatever it died of, the pipe closes,
+and the watcher ends every process with the mark of a child that had not been ended. Run by its path, this file is that
+watcher; so it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+_MARK = "HASTEN_CHILD_"
+_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL
+_UNTIL_GONE = 5.0  # seconds after which a process that SIGKILL does not end (in a broken file system) is given up
+
+
+class Child:
+    """A process, with all that it starts, which does not outlive this one.
+
+    Args:
+        arguments: Its command line.
+        env: Its environment.
+        options: For `subprocess.Popen`.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], **options: Any) -> None:
+        self._mark = _MARK + secrets.token_hex(8)
+        _watcher.tell(f"+{self._mark}")  # before it starts, so that there is no moment without
+        try:
+            self.process = subprocess.Popen(arguments, env={**env, self._mark: "1"}, start_new_session=True, **options)
+        except BaseException:
+            _watcher.tell(f"-{self._mark}")
+            raise
+        self.pid = self.process.pid
+        _watcher.tell(f"+{self._mark} {self.pid}")
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Return its exit code, -N after signal N; None if it still runs after so many seconds."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def end(self, patience: float = _PATIENCE) -> None:
+        """End it and all that it started: asked with SIGTERM, and after `patience` seconds with SIGKILL."""
+        with suppress(ProcessLookupError, PermissionError):
+            if patience and self.process.poll() is None:
+                os.killpg(self.pid, signal.SIGTERM)
+                self.wait(patience)
+        end_family(self._mark, self.pid)
+        self.wait(_UNTIL_GONE)
+        _watcher.tell(f"-{self._mark}")
+
+
+def end_family(mark: str, pid: int) -> None:
+    """Kill a child that has this mark, and all that it started; returns when none is left."""
+    end = time.monotonic() + _UNTIL_GONE
+    while time.monotonic() < end:
+        with suppress(ProcessLookupError, PermissionError):
+            if pid:
+                os.killpg(pid, signal.SIGKILL)
+        left = family(mark, pid)
+        if not left:
+            return
+        for member in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(member, signal.SIGKILL)
+        time.sleep(0.02)  # one that was being forked meanwhile is seen in the next round
+
+
+def family(mark: str, session: int = 0) -> list[int]:
+    """Return the processes that live and have a mark in their environment, or belong to a session.
+
+    Empty where there is no /proc: there the process group is all that is known.
+    """
+    found = []
+    with suppress(OSError):
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdigit() or int(folder.name) == os.getpid():
+                continue
+            try:
+                state, *numbers = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+                if state in (b"Z", b"X"):
+                    continue
+                marked = mark.encode() in (folder / "environ").read_bytes()
+            except OSError:  # gone meanwhile, or somebody else's
+                continue
+            if marked or (session and int(numbers[2]) == session):
+                found.append(int(folder.name))
+    return found
+
+
+class _Watcher:
+    """This process's end of the pipe to its watcher, which is started with the first child."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pipe: IO[bytes] | None = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def tell(self, line: str) -> None:
+        """Tell the watcher of a child; without one (no more processes allowed) children are ended from here only."""
+        with self._lock, suppress(OSError):
+            if self._pipe is None:
+                self._pipe = self._start()
+            self._pipe.write(line.encode() + b"\n")
+
+    def _start(self) -> IO[bytes]:
+        reader, writer = os.pipe()  # neither is inherited by what is executed
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__],
+                stdin=reader, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C, or a kill of this process's group, must not reach it
+                cwd="/",
+            )  # fmt: skip
+        except BaseException:
+            os.close(writer)
+            raise
+        finally:
+            os.close(reader)
+        process.returncode = 0  # nobody waits for it: it ends after us
+        return os.fdopen(writer, "wb", buffering=0)
+
+    def _forget(self) -> None:
+        """A fork of this process must not keep the pipe open."""
+        self._lock = threading.Lock()
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+
+
+_watcher = _Watcher()
+
+
+def _watch() -> None:
+    """Read of children, one a line, until the process that started them is gone; then end what is left of them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    children: dict[str, int] = {}
+    for line in sys.stdin.buffer:
+        mark, _, pid = line.decode().strip()[1:].partition(" ")
+        if line.startswith(b"+"):
+            children[mark] = int(pid or 0)
+        else:
+            children.pop(mark, None)
+    for mark, process in children.items():
+        end_family(mark, process)
+        if not process:  # it was about to be started
+            time.sleep(0.2)
+            end_family(mark, process)
+
+
+if __name__ == "__main__":
+    _watch()
