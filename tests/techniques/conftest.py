@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -223,3 +223,8 @@ def close(one: Any, other: Any, tolerance: float) -> bool:
     if isinstance(one, dict):
         return list(one) == list(other) and all(close(one[key], other[key], tolerance) for key in one)
     return torch.allclose(torch.as_tensor(one), torch.as_tensor(other), rtol=tolerance, atol=tolerance)
+
+
+def slow_but(fast: tuple[str, ...], cases: Iterable[str]) -> list[Any]:
+    """Cases to parametrize with: those in `fast` always run, the others with `MARK=slow`."""
+    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]

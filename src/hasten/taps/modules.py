@@ -53,6 +53,16 @@ def _tap_forward(session: Any) -> None:
         return outermost(self, args, kwargs)
 
     Module.__call__ = __call__  # type: ignore[method-assign]
+    from hasten.techniques.rerun.forward import tell_inside
+
+    tell_inside.append(_set_inside)
+
+
+def _set_inside(inside: bool) -> bool:
+    """A technique runs a forward again in a backward: its modules are inside, and no outermost ones."""
+    global _inside
+    before, _inside = _inside, inside
+    return before
 
 
 def _outermost(session: Any, plain: Any, torch: Any) -> Any:

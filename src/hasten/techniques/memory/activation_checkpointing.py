@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+from hasten import messages
 from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
@@ -20,11 +21,13 @@ class ActivationCheckpointing(Technique):
     the outermost such ones; a string names their classes instead: "Block" or "EncoderLayer,DecoderLayer". Saves
     memory and costs about a third more computation, so it pays where it makes room for a bigger batch.
 
-    Random numbers, autocast and buffers (BatchNorm's statistics) are as they were in the first forward, so the
-    numbers stay the same. Forwards in eval mode or without gradients are left alone. Hooks on layers inside a block
-    run twice, and what a forward notes on the side is noted twice. A block that changes its input in place, or
-    fills a cache that it was given, ends in torch's own error in the backward: name other blocks then. Compiled
-    too, BatchNorm is still right, but a block with spectral_norm sees its vectors one step further in the backward.
+    A block is run again exactly as it was: random states (Python's, NumPy's, torch's, and generators that the block
+    keeps), autocast, parameters, buffers, attributes and what its code names of globals are put back, and what its
+    forward notes on the side is noted once. Some numbers are compared: where others come out the backward ends in an
+    error, never in a wrong gradient. A block that cannot be run again (it changes its inputs in place, has hooks of
+    the script's inside, or uses torch.func) keeps its activations, and that is said. So does one that is called
+    under hooks for saved tensors. Forwards in eval mode or without gradients are left alone. Compiled too, a block
+    with spectral_norm sees its vectors one step further in the backward.
     """
 
     name = "activation_checkpointing"
@@ -65,8 +68,15 @@ class ActivationCheckpointing(Technique):
         blocks = repeated(model) if self.setting is True else named(model, _names(str(self.setting)))
         for block in blocks:
             if not isinstance(vars(block).get("forward"), Checkpointed):
-                vars(block)["forward"] = Checkpointed(block, whole_when_compiled=not knows and _has_statistics(block))
+                whole = not knows and _has_statistics(block)
+                vars(block)["forward"] = Checkpointed(block, whole_when_compiled=whole, told=self._tell)
                 self.did("block")
+
+    def _tell(self, reason: str) -> None:
+        """Say once why blocks keep their activations after all."""
+        if f"left alone: {reason}" not in self.acted:
+            messages.tell(f"hasten: activation_checkpointing: activations are kept: {reason}")
+            self.refused(reason)
 
 
 def _names(setting: str) -> list[str]:
@@ -104,19 +114,32 @@ def named(model: Any, names: list[str]) -> list[Any]:
     return list(blocks.values())
 
 
+def _repeatable(block: Any, told: Callable[[str], None]) -> Any:
+    from hasten.techniques.rerun.forward import Repeatable
+
+    kind = type(block).__name__
+
+    def left_alone(reason: str) -> None:
+        told(f"{kind}: {reason}")
+
+    name = ActivationCheckpointing.name
+    return Repeatable(name, left_alone, asked=lambda: None, or_else=f', or name other blocks ({name} = "Block").')
+
+
 class Checkpointed:
     """Stands in a block's `__dict__` as its `forward`, so the block stays the same object with the same names.
 
     Copies of the block are checkpointed too; a pickle holds the plain `forward`, and needs no hasten.
     """
 
-    def __init__(self, block: Any, whole_when_compiled: bool) -> None:
+    def __init__(self, block: Any, whole_when_compiled: bool, told: Callable[[str], None]) -> None:
         self.block = block
         self.whole_when_compiled = whole_when_compiled
         # Another one may stand there already: accelerate and peft replace forwards as well.
         self.forward = vars(block).get("forward") or functools.partial(type(block).forward, block)
         self.__wrapped__ = self.forward  # whose signature it is
-        self.changing: list[Any] | None = None  # modules whose buffers change in a forward; None: not known yet
+        self.told = told
+        self.repeatable = _repeatable(block, told)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, to be run again in the backward."""
@@ -125,26 +148,16 @@ class Checkpointed:
 
         if not self.block.training or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        forward = functools.partial(self.forward, **kwargs) if kwargs else self.forward
-        if torch.compiler.is_compiling() and self.whole_when_compiled:
+        if not torch.compiler.is_compiling():
+            return self.repeatable.run(self.block, self.forward, args, kwargs)
+        if self.whole_when_compiled:
             return self.forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler cuts the graph itself, and keeps track of buffers
-            return checkpoint(forward, *args, use_reentrant=False)
-        contexts = contextlib.nullcontext(), _AsItWas(self._with_buffers() if self.changing is None else self.changing)
-        if self.changing is not None:
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts)
-        before = {module: _versions(module) for module in self._with_buffers()}
-        output = checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts)
-        self.changing = [
-            module for module, versions in before.items() if versions is None or versions != _versions(module)
-        ]
-        return output
-
-    def _with_buffers(self) -> list[Any]:
-        return [module for module in self.block.modules() if module._buffers]
+        # The compiler cuts the graph itself, and keeps track of buffers.
+        forward = functools.partial(self.forward, **kwargs) if kwargs else self.forward
+        return checkpoint(forward, *args, use_reentrant=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = Checkpointed(copy.deepcopy(self.block, memo), self.whole_when_compiled)
+        twin = Checkpointed(copy.deepcopy(self.block, memo), self.whole_when_compiled, self.told)
         twin.forward = twin.__wrapped__ = copy.deepcopy(self.forward, memo)
         return twin
 
@@ -154,51 +167,6 @@ class Checkpointed:
 
 
 def _has_statistics(block: Any) -> bool:
-    return any(_versions(module) is None for module in block.modules())
-
-
-def _versions(module: Any) -> list[tuple[int, int]] | None:
-    """Which buffers a module has and how often they were changed; None where changes leave no trace."""
     from torch.nn.modules.batchnorm import _NormBase
 
-    if isinstance(module, _NormBase) and module.running_mean is not None:
-        return None
-    return [(id(buffer), buffer._version) for buffer in module._buffers.values() if buffer is not None]
-
-
-class _AsItWas:
-    """Brings back, for the forward in the backward, the modules' buffers and the default dtype of now.
-
-    May be entered several times, one after the other: `retain_graph=True` lets two backwards pass.
-    """
-
-    def __init__(self, modules: list[Any]) -> None:
-        import torch
-
-        self._dtype = torch.get_default_dtype()
-        self._then = [
-            (
-                module._buffers,
-                {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()},
-            )
-            for module in modules
-        ]
-        self._now: list[dict[str, Any]] = []
-        self._dtype_now: Any = None
-
-    def __enter__(self) -> None:
-        import torch
-
-        self._dtype_now = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
-        self._now = [dict(buffers) for buffers, _ in self._then]
-        for buffers, then in self._then:
-            buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in then.items()})
-
-    def __exit__(self, *_: object) -> None:
-        import torch
-
-        torch.set_default_dtype(self._dtype_now)
-        for (buffers, _then), now in zip(self._then, self._now, strict=True):
-            buffers.update(now)
-        self._now = []
+    return any(isinstance(module, _NormBase) and module.running_mean is not None for module in block.modules())

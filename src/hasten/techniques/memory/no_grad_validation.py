@@ -12,13 +12,17 @@ from hasten.evidence.weigh import seconds_of
 from hasten.plan import Setting
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
 
+_KEEPS = 2  # first forwards in eval mode that keep all until their end
+
 
 class NoGradValidation(Technique):
-    """Run forwards of a model in eval mode under `torch.no_grad`.
+    """Forwards of a model in eval mode keep no activations: their graph stays, but for its memory.
 
-    Only where no backward was ever seen through an eval-mode forward: a model that is trained with frozen
-    BatchNorm, or differentiated for its inputs, is left alone, and so is a forward whose input wants a
-    gradient. A model counts as validating once it has been trained in train mode. The Trainer validates so anyway.
+    A graph without activations looks the same to the script, and the same kernels run. If a backward goes through one
+    after all (consistency training, adversarial examples, EWC), the forward runs again just as it was and the gradient
+    is the same to the bit; the model is left alone from there on. Where that is not possible since a weight changed in
+    between, the backward ends in an error. So is a forward left alone whose input wants a gradient. A model counts as
+    validating once it has been trained in train mode. The Trainer validates without graphs anyway.
     """
 
     name = "no_grad_validation"
@@ -75,60 +79,62 @@ class NoGradValidation(Technique):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._trained: weakref.WeakSet[Any] = weakref.WeakSet()  # were in train mode once
-        self._without: weakref.WeakSet[Any] = weakref.WeakSet()  # had their last forward without a graph
-        self._alone: weakref.WeakSet[Any] = weakref.WeakSet()  # are trained in eval mode
+        self._alone: weakref.WeakSet[Any] = weakref.WeakSet()  # are differentiated in eval mode
 
     def forward(self, call: Call) -> Call:
-        """No graph in eval mode."""
+        """Keep no activations in eval mode."""
         import torch
+        from torch.compiler import is_compiling
         from torch.utils._pytree import tree_iter
 
-        no_grad = torch.no_grad
+        from hasten.techniques.rerun.forward import Repeatable
+
+        known: weakref.WeakKeyDictionary[Any, Repeatable] = weakref.WeakKeyDictionary()
+        grad_enabled = torch.is_grad_enabled
 
         def validating(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if module.training:
                 self._trained.add(module)
-                self._without.discard(module)
                 return call(module, args, kwargs)
-            if not torch.is_grad_enabled() or module not in self._trained or module in self._alone:
+            if not grad_enabled() or module not in self._trained or module in self._alone or is_compiling():
                 return call(module, args, kwargs)
             if any(getattr(part, "requires_grad", False) for part in tree_iter((args, kwargs))):
                 return call(module, args, kwargs)  # somebody differentiates for the input: a GAN, an attack
-            self._without.add(module)
-            if not self.acted:
-                self.did("model")
-            with no_grad():
-                return call(module, args, kwargs)
+            repeatable = known.get(module)
+            if repeatable is None:
+                repeatable = known[module] = self._repeatable(module)
+            return repeatable.run(module, _Forward(call, module), args, kwargs)
 
         return validating
 
-    def backward(self, call: Call) -> Call:
-        """Leave a model alone from now on when its eval mode turns out to be a part of training."""
+    def _repeatable(self, module: Any) -> Any:
+        from hasten.techniques.rerun.forward import Repeatable
 
-        def explained(*args: Any, **kwargs: Any) -> Any:
-            if self._without:
-                self._look_again()
-            try:
-                return call(*args, **kwargs)
-            except RuntimeError as error:
-                if "does not require grad" in str(error):
-                    error.add_note(
-                        "hasten: if this loss comes from a model in eval mode, take no_grad_validation out of the plan"
-                    )
-                raise
+        itself, kind = weakref.ref(module), type(module).__name__
+        self.did("model")
 
-        return explained
+        def asked() -> None:
+            if (module := itself()) is not None and module not in self._alone:
+                self._alone.add(module)
+                self._say(f"a backward goes through {kind} in eval mode: left alone from here on")
 
-    def _look_again(self) -> None:
-        """A backward with no train-mode forward of a model since its last eval-mode one: that one was no validation.
+        def left_alone(reason: str) -> None:
+            if (module := itself()) is not None and module not in self._alone:
+                self._alone.add(module)
+                self._say(f"{kind} is left alone: {reason}")
 
-        (After a validation, training goes on with a train-mode forward.) The one gradient that is lost is said.
-        """
-        for module in list(self._without):
-            self._alone.add(module)
-            self.refused(f"{type(module).__name__} is trained in eval mode")
-            messages.tell(
-                f"hasten: no_grad_validation: {type(module).__name__} seems to be trained in eval mode, and missed one "
-                "gradient; it is left alone from here on. Take no_grad_validation out of the plan.",
-            )
-        self._without.clear()
+        return Repeatable(self.name, left_alone, asked, waits=_KEEPS, with_hooks=True)
+
+    def _say(self, line: str) -> None:
+        self.refused(line)
+        messages.tell(f"hasten: {self.name}: {line}")
+
+
+class _Forward:
+    """A module's forward behind the other techniques."""
+
+    def __init__(self, call: Call, module: Any) -> None:
+        self._call, self._module = call, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._module, args, kwargs)

@@ -1,0 +1,183 @@
+"""A block that is run again in the backward is run as it was, or says that it cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.techniques.conftest import Train, identical
+
+TRAINING = """
+    import random, types
+    import numpy as np
+    import torch
+    from torch import nn
+    F = nn.functional
+    random.seed(1); np.random.seed(1); torch.manual_seed(1)
+    own, numbers, lucky = torch.Generator().manual_seed(3), np.random.default_rng(3), random.Random(3)
+    noted, count = [], 0
+    config = types.SimpleNamespace(scale=1.0, seen=[])
+
+    class Block(nn.Module):
+        total = 0
+        def __init__(self, number):
+            super().__init__()
+            self.number, self.scale, self.calls, self.aux, self.own = number, 1.0, 0, [], own
+            self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.1)
+            self.register_buffer("mean", torch.zeros(8))
+            self.config, self.state, self.before = config, {"n": {"m": 0}}, torch.zeros(8)
+        def forward(self, x, cache=None):
+            h = self.up(x + 0)
+            BODY
+            return x + self.drop(self.down(h.tanh()))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.head = nn.ModuleList(Block(i) for i in range(3)), nn.Linear(8, 1)
+        def forward(self, x, cache=None):
+            for block in self.blocks:
+                x = block(x, cache)
+            return self.head(x)
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    def forward(x):
+        return model(x).pow(2).mean()
+    for step in range(6):
+        x = torch.randn(4, 8)
+        STEP
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        model.train()
+        losses.append(loss.item())
+    left = {"losses": losses, "model": model.state_dict(), "noted": noted, "count": [count, Block.total],
+            "random": [random.random(), np.random.rand(), torch.rand(1), numbers.random(), lucky.random()],
+            "blocks": [[b.calls, len(b.aux), b.scale, b.state["n"]["m"]] for b in model.blocks],
+            "seen": len(config.seen)}
+    torch.save(left, "left.pt")
+"""
+LOSS = "loss = forward(x)"
+# name: (what the block does, what the step does)
+THE_SAME = {
+    "python": ("h = h * random.random() if random.random() < 0.7 else h", LOSS),
+    "numpy": ("h = h * float(np.random.rand())", LOSS),
+    "numpy's spare gauss": ("h = h * float(np.random.randn())", LOSS),
+    "python's late": ("h = h * random.random() if len(losses) > 4 else h", LOSS),
+    "numpy's late": ("h = h * np.random.rand() if len(losses) > 4 else h", LOSS),
+    "own generator": ("h = h * torch.rand(h.shape, generator=self.own)", LOSS),
+    "global generators": ("h = h * float(numbers.random()) * lucky.random()", LOSS),
+    "layer drop": ("if random.random() < 0.5: return x", LOSS),
+    "eval before the backward": ("h = F.dropout(h, 0.3, self.training)", LOSS + "; model.eval()"),
+    "attribute switched": (
+        "h = h * self.scale",
+        "first = forward(x); [setattr(b, 'scale', 0.5) for b in model.blocks]; loss = first + forward(x)",
+    ),
+    "object switched": ("h = h * self.config.scale", LOSS + "; config.scale *= 0.9"),
+    "global switched": ("h = h * (1 + 0.1 * count)", LOSS + "; count += 1"),
+    "functional_call": (
+        "h = h.sin()",
+        """fast = {n: p * 0.5 for n, p in model.named_parameters()}
+        loss = torch.func.functional_call(model, fast, (x,)).pow(2).mean() + forward(x)""",
+    ),
+    "weights swapped for others": (
+        "h = h.sin()",
+        """loss = forward(x); block = model.blocks[1]; old = block.up.weight
+        block.up.weight = nn.Parameter(old.detach() * 2); loss.backward(); block.up.weight = old
+        losses.append(old.grad.sum().item()); loss = forward(x)""",
+    ),
+    "counters and lists": (
+        """global count; count += 1; Block.total += 1; self.calls += 1; self.aux.append(h.mean())
+            noted.append(self.number); self.config.seen.append(1); self.state['n']['m'] += 1""",
+        LOSS + " + sum(b.aux[-1] for b in model.blocks)",
+    ),
+    "state from before": ("h = h + self.before.mean(); self.before = h.detach()", LOSS),
+    "statistics": ("self.mean.mul_(0.9).add_(x.detach().mean(0)); h = h + self.mean.mean()", LOSS),
+    "statistics late": ("self.mean.add_(1) if len(losses) > 3 else 0; h = h + self.mean.mean()", LOSS),
+    "tensor attribute in place": ("self.before += 1; h = h + self.before.mean()", LOSS),
+    "input in place": ("F.relu(x, inplace=True)", "loss = forward(x.clone())"),
+    "a cache it was given": (
+        "cache.append(h); h = h + sum(c.mean() for c in cache)",
+        "loss = model(x, []).pow(2).mean()",
+    ),
+    "gradient inside": ("h = h + torch.autograd.grad(self.up(x).pow(2).sum(), self.up.weight)[0].mean()", LOSS),
+    "torch.func inside": ("h = h + torch.func.grad(lambda w: (x @ w.T).pow(2).sum())(self.up.weight).mean()", LOSS),
+    "hooks inside": (
+        "h = h.sin()",
+        """step or model.blocks[0].up.register_forward_hook(lambda *_: noted.append(1))
+        loss = forward(x)""",
+    ),
+    "hooks for saved tensors": (
+        "h = h.sin()",
+        "with torch.autograd.graph.saved_tensors_hooks(lambda t: t.round(decimals=1), lambda t: t): loss = forward(x)",
+    ),
+    "script's own checkpoint": (
+        "h = torch.utils.checkpoint.checkpoint(lambda h: F.dropout(h.sin(), 0.2), h, use_reentrant=False)",
+        LOSS,
+    ),
+    "inside a checkpoint": (
+        "h = F.dropout(h, 0.3)",
+        """run = lambda x: model(x)
+        loss = torch.utils.checkpoint.checkpoint(run, x.requires_grad_(), use_reentrant=True).pow(2).mean()""",
+    ),
+    "double backward": (
+        "h = h.sin()",
+        "x.requires_grad_(); g, = torch.autograd.grad(forward(x), x, create_graph=True); loss = g.pow(2).sum()",
+    ),
+    "two forwards": ("h = F.dropout(h, 0.2)", "loss = forward(x) * forward(x + 1)"),
+    "autocast": (
+        "h = h.sin()",
+        "with torch.autocast('cpu', torch.bfloat16): loss = forward(x).float()",
+    ),
+    "data clamped": ("self.down.weight.data.clamp_(-0.1, 0.1)", LOSS),
+}
+
+
+def script_of(body: str, step: str) -> str:
+    return TRAINING.replace("BODY", body).replace("STEP", step)
+
+
+FAST = ("python", "numpy's late", "own generator", "layer drop", "eval before the backward", "attribute switched",
+        "functional_call", "counters and lists", "statistics late", "input in place", "torch.func inside")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in THE_SAME]
+)
+def test_the_same_to_the_bit(train: Train, case: str) -> None:
+    script = script_of(*THE_SAME[case])
+    plain, changed = train(script), train(script, activation_checkpointing=True)
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    assert identical(plain.left, changed.left)
+
+
+LOUD = {
+    "weights clamped": "loss = forward(x); [p.data.mul_(0.5) for p in model.parameters()]",
+    "weights stepped": "loss = forward(x)\n        with torch.no_grad(): model.blocks[0].up.bias.add_(1)",
+    "weights' memory replaced": "loss = forward(x); w = model.blocks[2].up.weight; w.data = w.data + 1",
+    "hook set in between": "loss = forward(x); model.blocks[0].up.register_forward_hook(lambda *_: None)",
+    "what nobody sees": "loss = forward(x); torch.nn.functional.gelu = torch.sin",
+}
+
+
+QUIET = ("weights stepped", "hook set in between")  # compared when all is
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in QUIET else case for case in LOUD]
+)
+def test_what_cannot_be_put_back_is_an_error(train: Train, case: str) -> None:
+    changed = train(script_of("h = F.gelu(h)", LOUD[case]), activation_checkpointing=True)
+    assert changed.code == 1
+    assert "the activations of Block cannot be computed again" in changed.err
+    assert "Take activation_checkpointing out of the plan, or name other blocks" in changed.err
+
+
+def test_modules_inside_are_no_models_when_they_run_again(train: Train) -> None:
+    """(Else mixed precision would widen what they hand on, and compile would compile them one by one.)"""
+    script = script_of("h = F.gelu(h)", LOSS)
+    alone = train(script, precision="bf16-mixed")
+    both = train(script, precision="bf16-mixed", activation_checkpointing=True)
+    assert alone.code == both.code == 0, both.err
+    assert identical(alone.left, both.left)
+    assert both.evidence is not None
+    assert [model.name for model in both.evidence.models] == ["Net"]
