@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from hasten.errors import HastenError
 from hasten.evidence import Evidence, Finding, HowKnown, Measurement, Severity, severity_of, split_place
 from hasten.evidence.weigh import in_words, share_of, steady_seconds
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
 
-_PROFILED_STEPS = 20
-
 
 class DebugOff(Technique):
-    """Anomaly detection does nothing, and a profiler without a schedule stops after its first 20 optimizer steps.
+    """Anomaly detection writes down no tracebacks in the forward; a backward still looks for NaN.
 
-    What the profiler has gathered by then can still be printed and exported. Gradient checks are left alone,
-    since their result is asked for. The Trainer switches neither on by itself.
+    A backward that makes NaN raises the same error at the same operator, for scripts that skip such batches; the
+    forward line that goes with it is not known (take debug_off out of the plan to see it). With `check_nan=False`
+    nothing is left to do. Profilers and gradient checks are left alone, since their result is asked for. The Trainer
+    switches none of them on by itself.
     """
 
     name = "debug_off"
@@ -25,16 +28,16 @@ class DebugOff(Technique):
     effect = Effect.EXACT
     relieves = Resource.COMPUTE
     sources = ("Lin, tip 18", "Kuhn, tip 12")
-    acts_on = "anomaly detection or a profiler"
+    acts_on = "anomaly detection"
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
         """On where one was seen."""
-        found = ["anomaly detection"] if evidence.flags.anomaly else []
-        found += [evidence.flags.profiler] if evidence.flags.profiler else []
-        if not found:
-            return Refusal("no debug tool is on")
-        return Choices((True,), f"left on: {', '.join(found)}")
+        if evidence.flags.anomaly:
+            return Choices((True,), "left on: anomaly detection")
+        if evidence.flags.profiler:
+            return Refusal(f"{evidence.flags.profiler} is on, whose result the script may want: take it out by hand")
+        return Refusal("no debug tool is on")
 
     @classmethod
     def finding(cls, evidence: Evidence) -> Finding | None:
@@ -66,55 +69,49 @@ class DebugOff(Technique):
             severity_of(worth) if worth and worth >= 0.05 else Severity.MEDIUM,
             worth, HowKnown.ESTIMATED, file, line,
             details=tuple(map(in_words, tried)),
-            technique=cls.name if set(found) != {"gradcheck"} else "",
-            setting="true" if set(found) != {"gradcheck"} else "",
+            technique=cls.name if "anomaly" in found else "",
+            setting="true" if "anomaly" in found else "",
             sources=cls.sources,
         )  # fmt: skip
 
     def process(self) -> None:
-        """Take the switches out."""
+        """Switch anomaly detection on in backwards only, where the script wants it on."""
         import torch
 
-        self._anomaly_off(torch)
-        self._stop_profilers(torch)
+        if not hasattr(torch.autograd, "_engine_run_backward"):
+            raise HastenError("this version of torch runs backwards elsewhere", "anomaly detection stays as it is")
+        wish = _Wish(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        switch, plain = torch.set_anomaly_enabled, torch.autograd._engine_run_backward
 
-    def _anomaly_off(self, torch: Any) -> None:
-        grad_mode = torch.autograd.anomaly_mode
-        set_mode = torch.set_anomaly_enabled
-
-        def stay_off(enabled: bool, check_nan: bool = True) -> None:
+        def set_anomaly_enabled(enabled: bool, check_nan: bool = True) -> None:
+            switch(False, check_nan)  # also says what is wrong with the arguments
+            wish.enabled, wish.check_nan = enabled, check_nan
             if enabled:
                 self.did("anomaly detection")
-            set_mode(False, check_nan)
 
-        torch.set_anomaly_enabled = grad_mode.torch.set_anomaly_enabled = stay_off
+        @functools.wraps(plain)
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if not (wish.enabled and wish.check_nan):
+                return plain(*args, **kwargs)
+            switch(True, True)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                switch(False, True)
 
-    def _stop_profilers(self, torch: Any) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        # What a script asks, and what torch.autograd.detect_anomaly puts back at its end, is what was wished.
+        torch.set_anomaly_enabled = set_anomaly_enabled
+        torch.is_anomaly_enabled = lambda: wish.enabled
+        torch.is_anomaly_check_nan_enabled = lambda: wish.check_nan
+        torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = run_backward
 
-        profile = torch.profiler.profile
-        start, stop = profile.start, profile.stop
-        running: dict[int, list[Any]] = {}
 
-        def started(this: Any) -> None:
-            start(this)
-            if getattr(this, "schedule", None) is torch.profiler.profiler._default_schedule_fn:
-                running[id(this)] = [this, 0]
+@dataclass
+class _Wish:
+    """How the script has set anomaly detection."""
 
-        def stopped(this: Any) -> None:
-            if running.pop(id(this), None) is not None or not getattr(this, "_hasten_stopped", False):
-                stop(this)
-
-        def after_step(*_: Any) -> None:
-            for entry in list(running.values()):
-                entry[1] += 1
-                if entry[1] >= _PROFILED_STEPS:
-                    stopped(entry[0])
-                    entry[0]._hasten_stopped = True
-                    self.did("profiler")
-
-        profile.start, profile.stop = started, stopped
-        register_optimizer_step_post_hook(after_step)
+    enabled: bool
+    check_nan: bool
 
 
 def _of_tools(evidence: Evidence, tried: Sequence[Measurement]) -> float:
