@@ -61,6 +61,14 @@ class Run:
                 options = changed
         return options
 
+    def loader(self, loader: Any) -> None:
+        """A DataLoader was built."""
+        for technique in self.acting("loader"):
+            try:
+                technique.loader(loader)
+            except Exception as error:  # a technique never breaks a script
+                self.skip(technique.name, error)
+
     def fetcher(self, fetcher: Any) -> Any:
         """The object that shall gather samples."""
         for technique in self.acting("fetcher"):

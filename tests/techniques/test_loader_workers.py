@@ -19,7 +19,7 @@ from hasten.techniques.data.crossing import holds_open
 from hasten.techniques.data.loader_workers import LoaderWorkers
 from tests.techniques.conftest import CPU, LOADER, Train, evidence_of
 
-TWO = {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True}
+TWO = {"num_workers": 2, "prefetch_factor": 3}
 SCRIPT = """
     import multiprocessing, os, sqlite3, sys
     import torch
@@ -66,52 +66,270 @@ def test_batches_come_from_workers_in_the_same_order(train: Train) -> None:
     assert len({str(order) for order in changed["seen"][:3]}) == 3
     assert plain["pids"] == [[False]] * 3
     assert changed["pids"] == [[True, True]] * 3
-    assert changed["options"] == [[2, 3, True]] * 3
+    assert changed["options"] == [[0, None, False]] * 3  # the script's loader is as it made it
     assert said == "loader"
 
 
-def test_a_number_is_a_setting_and_0_takes_workers_away(train: Train) -> None:
+def test_a_number_is_a_setting_and_workers_of_its_own_get_another_number(train: Train) -> None:
     own = "num_workers=1, prefetch_factor=2, persistent_workers=True, timeout=9, multiprocessing_context='fork'"
     middle = f"read(DataLoader(Data(), 4, {own}))"
+    plain, changed, _ = compared(train, middle, 2)
+    assert (plain["options"], changed["options"]) == ([[1, 2, True]], [[2, 2, True]])
     plain, changed, _ = compared(train, middle, 0)
-    assert (plain["options"], changed["options"]) == ([[1, 2, True]], [[0, None, False]])
+    assert changed["options"] == [[0, None, False]]
     assert changed["pids"] == [[False]]
 
 
-def test_what_the_script_chose_beyond_them_stays(train: Train) -> None:
-    middle = """
-    def init(number): print("init", number, file=open("init", "a"))
-    own = dict(timeout=9, multiprocessing_context="fork", worker_init_fn=init, drop_last=True)
-    loader = DataLoader(Data(), 4, num_workers=1, **own)
-    read(loader)
-    kind = type(loader.multiprocessing_context).__name__
-    options.append([loader.timeout, kind, loader.drop_last, len(open("init").readlines())])
-    """
-    _, changed, _ = compared(train, middle)
-    assert changed["options"] == [[2, 3, True], [9, "ForkContext", True, 2]]
-
-
-def test_workers_that_stay_alive_see_a_dataset_changed_between_epochs(train: Train) -> None:
-    middle = """
-    data = Data()
-    loader = DataLoader(data, 5)
-    for epoch in range(3):
-        data.scale = epoch + 1
-        read(loader)
-    """
-    _, changed, _ = compared(train, middle)
-    assert changed["seen"][1][0] == [0, 2, 4, 6, 8]
-    assert changed["options"] == [[2, 3, True]] * 3
-
-
 @pytest.mark.parametrize(
-    ("setting", "own", "workers", "said"),
-    [(1, 0, 1, "loader"), (2, 0, 0, "left alone"), (2, 1, 1, "left alone"), (0, 1, 1, "left alone")],
+    ("data", "said"),
+    [
+        ("Data(), 4, num_workers=1, worker_init_fn=print", "worker_init_fn"),
+        ("Counts(), 4, num_workers=1", "samples change what it holds"),
+        ("Asks(), 4, num_workers=1", "`get_worker_info`"),
+        ("Data(), 4, num_workers=1, sampler=Own()", "the order of Own"),
+    ],
 )
-def test_a_stream_is_read_once(train: Train, setting: int, own: int, workers: int, said: str) -> None:
-    _, changed, noted = compared(train, f"read(DataLoader(Stream(), 3, num_workers={own}))", setting)
-    assert changed["options"][0][0] == workers
+def test_workers_of_its_own_stay_where_their_number_matters(train: Train, data: str, said: str) -> None:
+    _, changed, noted = compared(train, OTHERS + f"read(DataLoader({data}))")
+    assert changed["options"][0][0] == 1
     assert said in noted
+
+
+OTHERS = """
+    class Own:
+        def __len__(self): return 10
+        def __iter__(self): return iter(range(10))
+    class Counts(Data):
+        count = 0
+        def __getitem__(self, index):
+            self.count += 1
+            return super().__getitem__(index)
+    class Asks(Data):
+        def __getitem__(self, index):
+            info = get_worker_info()
+            return (index if info is None else -info.id), os.getpid()
+    """
+
+
+def test_an_iterable_dataset_is_left_alone(train: Train) -> None:
+    for own in (0, 1):
+        _, changed, noted = compared(train, f"read(DataLoader(Stream(), 3, num_workers={own}))", 1)
+        assert changed["options"][0][0] == own
+        assert "left alone: an iterable dataset" in noted
+
+
+# What a dataset reads, and how a training changes it.
+READS = """
+    import array, numpy as np, random
+    class Box: pass
+    bonus, box, outer = 0, Box(), Box()
+    box.bonus = 0
+    def closure(start):
+        bonus = start
+        def add(value=None):
+            nonlocal bonus
+            if value is None: return bonus
+            bonus = value
+        return add
+    add = closure(0)
+    class Reads(Data):
+        total = 0
+        def __init__(self):
+            self.labels = [0] * 5000
+            self.array, self.np, self.t = array.array("l", [0] * 10), np.zeros(10, int), torch.zeros(10).long()
+            self.own, self.deep, self.names = 0, {"a": [[0]]}, [(f"a{i}", i) for i in range(5000)]
+        def __getitem__(self, index):
+            more = bonus + box.bonus + add() + self.total + self.own + self.deep["a"][0][0] + self.labels[index]
+            return index + more + self.array[index] + int(self.np[index] + self.t[index]), os.getpid()
+    data = Reads()
+    """
+CHANGES = {
+    "a global": "bonus = VALUE",
+    "an attribute of a global": "box.bonus = VALUE",
+    "a closure": "add(VALUE)",
+    "a class attribute": "Reads.total = VALUE",
+    "an attribute": "data.own = VALUE",
+    "an element deep inside": 'data.deep["a"][0][0] = VALUE',
+    "an element of a long list": "data.labels[9] = VALUE",
+    "array.array": "data.array[9] = VALUE",
+    ".data": "data.t.data[9] = VALUE",
+    "a view by NumPy": "data.t.numpy()[9] = VALUE",
+    "an array": "data.np[9] = VALUE",
+    "a method": "Reads.__getitem__ = lambda self, index: (VALUE, os.getpid())",
+}
+
+
+def test_what_changes_between_passes_is_seen(train: Train) -> None:
+    changes = "\n".join(
+        f"    {one.replace('VALUE', str(i))}\n    read(loader)" for i, one in enumerate(CHANGES.values(), 7)
+    )
+    _, changed, said = compared(train, READS + "loader = DataLoader(data, 5)\n    read(loader)\n" + changes)
+    assert changed["pids"] == [[True, True]] * (len(CHANGES) + 1)
+    assert len({str(batches) for batches in changed["seen"]}) == len(CHANGES) + 1
+    assert said == "loader"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_during_a_pass_ends_the_workers(train: Train, change: str) -> None:
+    middle = f"""
+    loader = DataLoader(data, 1)
+    for epoch in range(2):
+        for number, (x, pid) in enumerate(loader):
+            seen.append(x.tolist())
+            pids.append(pid.tolist())
+            if number == 4:
+                {CHANGES[change].replace("VALUE", "50 + epoch")}
+    """
+    _, changed, said = compared(train, READS + middle)
+    by_workers = [pid[0] for pid in changed["pids"]]
+    # A long list is looked at where the batch's samples stand: its element 9 is needed for batch 9.
+    assert by_workers[: by_workers.index(False)] == [True] * (9 if "long list" in change else 5)
+    assert not any(by_workers[10:])
+    assert "changed during a pass" in said
+
+
+OF_ITS_OWN = {
+    "a counter": "self.count = getattr(self, 'count', 0) + 1; return index + self.count, os.getpid()",
+    "a counter in a long list": "self.seen[index] += 1; return index, os.getpid()",
+    "a counter in an array": "self.big[index] += 1; return index, os.getpid()",
+    "a cache": "self.kept.setdefault(index, len(self.kept)); return self.kept[index], os.getpid()",
+    "a counter of the class": "type(self).total += 1; return index, os.getpid()",
+    "a generator of its own": "return int(self.rng.integers(99)), os.getpid()",
+    "a generator of torch": "return int(torch.randint(99, (), generator=self.g)), os.getpid()",
+    "a global": "global counted; counted += 1; return counted, os.getpid()",
+    "what it says": "print(index); return index, os.getpid()",
+    "a file": "open('log', 'a').write(str(index)); return index, os.getpid()",
+    "the worker": "info = get_worker_info(); return (-1 if info else index), os.getpid()",
+    "its own error": "return [index, 1 // (index - 6)], os.getpid()",
+    "what cannot be sent": "return (lambda: index)(), os.getpid(), threading.Lock()",
+}
+
+
+@pytest.mark.parametrize("what", OF_ITS_OWN)
+def test_a_dataset_with_doings_of_its_own_is_read_by_the_training(train: Train, what: str) -> None:
+    middle = f"""
+    import numpy as np, threading
+    counted = 0
+    class Own(Data):
+        total = 0
+        def __init__(self):
+            self.seen, self.big, self.kept = [0] * 5000, np.zeros(100000), {{}}
+            self.rng, self.g = np.random.default_rng(0), torch.Generator()
+        def __getitem__(self, index): {OF_ITS_OWN[what]}
+    data = Own()
+    loader = DataLoader(data, 2, shuffle=True, collate_fn=list if "Lock" in {OF_ITS_OWN[what]!r} else None)
+    torch.manual_seed(3)
+    for epoch in range(3):
+        try:
+            for number, batch in enumerate(loader):
+                seen.append(str(batch[0]) if loader.collate_fn is not list else [x[0] for x in batch])
+                if number == 2: seen.append(str([data.seen, data.big.sum(), data.kept, data.total, counted]))
+                pids.append(batch[-1].tolist() if loader.collate_fn is not list else [x[1] for x in batch])
+        except Exception as error:
+            seen.append(repr(error))
+        seen.append(str([data.seen, data.big.sum(), data.kept, data.total, counted, getattr(data, "count", 0)]))
+        seen.append(torch.rand(1).item())
+    """
+    _, changed, said = compared(train, middle)
+    assert "left alone" in said
+    if what != "its own error":
+        assert not any(pid for batch in changed["pids"] for pid in batch)
+
+
+PASSES = {
+    "inside itself": """
+    for number, (x, _) in enumerate(loader):
+        seen.append(x.tolist())
+        if number == 1:
+            seen += [inner.tolist() for inner, _ in loader]""",
+    "zipped with itself": "seen += [[x.tolist(), y.tolist()] for (x, _), (y, _) in zip(loader, loader)]",
+    "zipped": """
+    other = DataLoader(Data(), 2, shuffle=True)
+    seen += [[x.tolist(), y.tolist()] for (x, _), (y, _) in zip(loader, other)]""",
+    "by hand": """
+    one, other = iter(loader), iter(loader)
+    torch.manual_seed(5)
+    seen += [next(one)[0].tolist(), next(other)[0].tolist(), torch.rand(1).item(), next(one)[0].tolist()]""",
+    "cut short": """
+    for epoch in range(3):
+        for number, (x, _) in enumerate(loader):
+            seen.append(x.tolist())
+            if number == epoch: break""",
+    "with draws between": "seen += [[x.tolist(), torch.rand(1).item()] for x, _ in loader]",
+    "a generator of its own": """
+    loader = DataLoader(Data(), 3, shuffle=True, generator=torch.Generator().manual_seed(1))
+    for epoch in range(2): seen += [[x.tolist(), int(loader.generator.initial_seed())] for x, _ in loader]
+    seen.append(loader.generator.get_state().tolist())""",
+    "a batch size that grows": """
+    for x, _ in loader:
+        seen.append(x.tolist())
+        loader.batch_sampler.batch_size = 2""",
+    "by the length": "seen += [len(loader), len(iter(loader)), loader.num_workers]",
+    "with a sampler that listens": """
+    class Listens:
+        last = 0
+        def __len__(self): return 10
+        def __iter__(self):
+            for _ in range(10): yield self.last
+    sampler = Listens()
+    for number, (x, _) in enumerate(DataLoader(Data(), 1, sampler=sampler)):
+        seen.append(x.tolist()); sampler.last = (number * 7) % 10""",
+    "with replacement": """
+    from torch.utils.data import RandomSampler
+    g = torch.Generator()
+    for x, _ in DataLoader(Data(), 4, sampler=RandomSampler(Data(), True, 100, g)):
+        seen.append([x.tolist(), torch.randint(9, (), generator=g).item()])""",
+    "with weights": """
+    from torch.utils.data import WeightedRandomSampler
+    sampler = WeightedRandomSampler(torch.ones(10), 20)
+    for x, _ in DataLoader(Data(), 4, sampler=sampler):
+        seen.append(x.tolist()); sampler.weights[int(x[0])] = 0""",
+    "with indices that change": """
+    from torch.utils.data import SubsetRandomSampler
+    sampler = SubsetRandomSampler([1, 2, 3, 4, 5])
+    for epoch in range(2):
+        for x, _ in DataLoader(Data(), 1, sampler=sampler):
+            seen.append(x.tolist())
+            sampler.indices = [int(x) + 1 for x in sampler.indices] if epoch else sampler.indices""",
+    "whose batches are the dataset's own": """
+    class Views(Data):
+        def __init__(self): self.rows = torch.zeros(10, 2)
+        def __getitem__(self, index): return self.rows[index]
+    data = Views()
+    for epoch in range(2):
+        for row in DataLoader(data, batch_size=None):
+            seen.append(row.tolist())
+            row += 1
+        for rows in DataLoader(data, 5, collate_fn=list):
+            for row in rows: row += 1
+    seen.append(data.rows.tolist())""",
+}
+
+
+@pytest.mark.parametrize("how", PASSES)
+def test_a_loader_may_be_passed_over_in_any_way(train: Train, how: str) -> None:
+    compared(
+        train, f"torch.manual_seed(0)\n    loader = DataLoader(Data(), 3, shuffle=True)\n    {PASSES[how].strip()}"
+    )
+
+
+def test_draws_of_samples_are_others_and_only_those(train: Train) -> None:
+    middle = """
+    import random, numpy as np
+    class Draws(Data):
+        def __getitem__(self, index): return [index, random.random(), np.random.rand(), torch.rand(())], os.getpid()
+    def draws(loader):
+        torch.manual_seed(1); random.seed(1); np.random.seed(1)
+        batches = [[part.tolist() for part in parts] for parts, _ in loader]
+        return [index for index, *_ in batches], [drawn for _, *drawn in batches]
+    order, drawn = draws(DataLoader(Draws(), 2, shuffle=True))
+    seen.append(order)
+    again = draws(DataLoader(Draws(), 2, shuffle=True))
+    assert again == (order, drawn)  # the same seed, the same numbers
+    options.append(len({str(one) for batch in drawn for kind in batch for one in kind}))
+    """
+    _, changed, _ = compared(train, middle)
+    assert changed["options"] == [30]
 
 
 UNSAFE = {
@@ -179,8 +397,7 @@ def test_threads_that_wait_leave_their_cores_to_workers(setting: Any, own: dict[
 def test_numbers_of_workers_worth_trying() -> None:
     assert counts(LoaderWorkers.settings(facts())) == [3, 4, 2, 1]
     assert counts(LoaderWorkers.settings(facts(num_workers=3, persistent_workers=True))) == [4, 2, 1]
-    assert counts(LoaderWorkers.settings(facts(num_workers=2))) == [2, 3, 4, 1]  # its own number, but persistent
-    assert counts(LoaderWorkers.settings(facts(iterable=True))) == [1]
+    assert counts(LoaderWorkers.settings(facts(num_workers=2))) == [3, 4, 1]
     one_core = dataclasses.replace(facts(), machine=dataclasses.replace(CPU, cores=1))
     assert counts(LoaderWorkers.settings(one_core)) == [1]
 
@@ -191,7 +408,7 @@ def test_numbers_of_workers_worth_trying() -> None:
         (evidence_of(loaders=()), "without a DataLoader"),
         (evidence_of(data_share=0.001), "waits 0.1 %"),
         (facts(probe=Probe(fork_unsafe="holds an open sqlite3.Connection (.db)")), "sqlite3"),
-        (facts(iterable=True, num_workers=2, persistent_workers=True), "has its worker"),
+        (facts(iterable=True), "keeps its place"),
     ],
 )
 def test_not_worth_trying(evidence: Evidence, words: str) -> None:

@@ -136,6 +136,9 @@ def _batches(witness: Witness) -> None:
 
     @functools.wraps(begin)
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        if getattr(loader, "hasten_within", False):  # workers of a pass that is listened to itself
+            begin(self, loader, *args, **kwargs)
+            return
         self._hasten_name = f"loader {numbers.setdefault(id(loader), len(numbers) + 1)}"
         self._hasten_indices = []
         begin(self, loader, *args, **kwargs)
@@ -160,7 +163,8 @@ def _batches(witness: Witness) -> None:
 
     @functools.wraps(reset)
     def _reset(self: Any, *args: Any, **kwargs: Any) -> None:
-        self._hasten_indices = []  # what was drawn ahead in a pass that was cut short
+        if hasattr(self, "_hasten_indices"):
+            self._hasten_indices = []  # what was drawn ahead in a pass that was cut short
         reset(self, *args, **kwargs)
 
     kind.__init__, kind._next_index, kind._reset, kind.__next__ = __init__, _next_index, _reset, __next__

@@ -42,6 +42,7 @@ def loader_facts(loader: Any, options: dict[str, Any], where: str) -> LoaderFact
     from torch.utils.data import IterableDataset, default_collate
 
     context = options.get("multiprocessing_context")
+    handed = getattr(loader, "_hasten_workers", None)  # workers that a technique gave it: see hasten.data.handed_over
     method = context if isinstance(context, str) else getattr(context, "_name", None)
     return LoaderFacts(
         dataset=type(options["dataset"]).__name__,
@@ -50,8 +51,8 @@ def loader_facts(loader: Any, options: dict[str, Any], where: str) -> LoaderFact
         batches=_length(loader),
         samples=_length(options["dataset"]),
         batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-        num_workers=options["num_workers"],
-        prefetch_factor=options["prefetch_factor"],
+        num_workers=handed.workers if handed is not None else options["num_workers"],
+        prefetch_factor=handed.prefetch if handed is not None else options["prefetch_factor"],
         persistent_workers=options["persistent_workers"],
         pin_memory=bool(options["pin_memory"]),
         start_method=method or torch.multiprocessing.get_start_method(allow_none=True) or _default_start_method(),

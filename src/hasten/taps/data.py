@@ -12,8 +12,6 @@ from typing import Any
 from hasten.evidence import facts
 from hasten.taps.built import BuiltLoader
 from hasten.taps.steps_over import NEVER
-from hasten.techniques.data.loader_workers import draw_base_seed
-from hasten.techniques.data.sample_cache import state_of
 
 
 def install(session: Any) -> None:
@@ -40,7 +38,6 @@ def install(session: Any) -> None:
 def _tap_class(kind: Any, session: Any) -> None:
     signature = inspect.signature(kind.__init__)
     build = kind.__init__
-    stay = "_hasten_own_workers"
 
     @functools.wraps(build)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,14 +61,13 @@ def _tap_class(kind: Any, session: Any) -> None:
             build(self, *args, **kwargs)
         if options is None or wanted is None:
             return None
-        if wanted["persistent_workers"] and not options["persistent_workers"]:
-            self.__dict__[stay] = state_of(self.dataset)
+        session.run.loader(self)
         _register(self, wanted, session)
         return None
 
     kind.__init__ = __init__
     if "__iter__" in vars(kind):
-        _tap_iter(kind, session, stay)
+        _tap_iter(kind, session)
     if session.trial is not None and session.trial.cut and "_index_sampler" in vars(kind):
         _tap_sampler(kind, session.trial.batches)
 
@@ -89,18 +85,12 @@ def _register(loader: Any, options: dict[str, Any], session: Any) -> None:
         session.kept_loaders.append(loader)  # alive until they are measured; `for batch in DataLoader(...)` keeps none
 
 
-def _tap_iter(kind: Any, session: Any, stay: str) -> None:
+def _tap_iter(kind: Any, session: Any) -> None:
     begin = kind.__iter__
 
     @functools.wraps(begin)
     def __iter__(self: Any) -> Any:
         recorder = session.run.recorder
-        if stay in self.__dict__ and self.__dict__[stay] != (state := state_of(self.dataset)):
-            # The script changed its dataset between epochs: workers that stayed alive would not know.
-            self.__dict__[stay] = state
-            self._iterator = None
-        if stay in self.__dict__:
-            draw_base_seed(self)
         if recorder is None:
             iterator = begin(self)
         else:

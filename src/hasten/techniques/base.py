@@ -131,6 +131,9 @@ class Technique:
     def loader_options(self, options: dict[str, Any]) -> None:
         """Change the arguments of a DataLoader that is being built, by their names."""
 
+    def loader(self, loader: Any) -> None:
+        """Change a DataLoader that was built, before its first pass."""
+
     def fetcher(self, fetcher: Any) -> Any:
         """Replace or change the object that gathers a batch's samples (one a loader, or one a worker)."""
         return fetcher

@@ -16,7 +16,6 @@ from hasten.data.position import Position
 from hasten.errors import HastenError
 from hasten.parallel import set_epoch
 from hasten.run import Run
-from hasten.techniques.data.loader_workers import draw_base_seed
 from hasten.trainer.batches import mapped
 
 MODES = ("max_size_cycle", "min_size", "max_size", "sequential")
@@ -81,8 +80,6 @@ class Combined:
         def open_one() -> Callable[[], Any]:
             state = resumed.pop() if resumed else None
             going_on = None if state is None else position.resume(state)
-            if going_on is None:
-                _as_without_workers(self.leaves[index])
             iterator = position.begin() if going_on is None else going_on
             self._drawn[index] = 0 if state is None else state["batches"]
             return with_techniques(iterator, run)
@@ -140,12 +137,6 @@ def with_techniques(iterator: Iterator[Any], run: Run) -> Callable[[], Any]:
     if fetcher is not None and run.acting("fetcher"):
         iterator._dataset_fetcher = run.fetcher(fetcher)  # type: ignore[attr-defined]
     return run.batches(iterator.__next__, iterator)
-
-
-def _as_without_workers(loader: Any) -> None:
-    """Draw what a loader without workers would, where hasten made the workers stay alive between epochs."""
-    if getattr(loader, "hasten_workers_stay", False):
-        draw_base_seed(loader)
 
 
 def _limited(fetch: Callable[[], Any], limit: float) -> Callable[[], Any]:
@@ -308,8 +299,10 @@ def with_options(loader: Any, run: Run) -> Any:
             wanted["prefetch_factor"] = 2
         different = {name: wanted[name] for name in names if wanted[name] is not options[name]}
         if different:
-            stays = bool(different.get("persistent_workers"))
-            loader = changed(loader, hasten_workers_stay=stays, **different)
+            loader = changed(loader, **different)
+    if run.acting("loader"):
+        loader = changed(loader)
+        run.loader(loader)
     if loader.num_workers and run.acting("fetcher"):
         loader = changed(loader, worker_init_fn=_FetcherInWorker(run, loader.worker_init_fn))
     return loader
@@ -349,7 +342,6 @@ def evaluation_batches(source: Combined, limits: list[float], run: Run) -> Itera
         for index, (leaf, limit) in enumerate(zip(source.leaves, limits, strict=True)):
             if not limit:
                 continue
-            _as_without_workers(leaf)
             position = source.positions[index]
             stays = is_persistent(leaf) and position.loader is leaf  # its workers' states go on from pass to pass
             fetch = _limited(with_techniques(position.begin() if stays else iter(leaf), run), limit)

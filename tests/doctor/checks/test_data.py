@@ -85,7 +85,7 @@ def test_workers_are_proposed_with_what_they_would_bring() -> None:
     assert (finding.name, finding.technique) == ("workers_zero", "loader_workers")
     assert finding.worth == pytest.approx((0.030 - 0.0105) / 0.030, rel=0.03)
     assert finding.fix == "give the loader num_workers=2, persistent_workers=True"
-    assert finding.setting == "{num_workers = 2, prefetch_factor = 2, persistent_workers = true}"
+    assert finding.setting == "{num_workers = 2, prefetch_factor = 2}"
     assert finding.how_known is HowKnown.ESTIMATED
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,19 @@ _SHM = Path("/dev/shm")
 
 
 class LoaderWorkers(Technique):
-    """Load in worker processes that stay alive between epochs.
+    """Load in worker processes.
 
-    A setting is the number of workers, or a table `{num_workers, prefetch_factor, persistent_workers}`.
-    Random augmentation draws other numbers in workers than in the main process, hence `sampling`. An
-    IterableDataset gets at most one worker, since each further one would read the whole stream again. OpenMP's
-    threads are told to sleep while they wait, unless OMP_WAIT_POLICY is set: by default they keep cores busy that
-    the workers need. Under the Trainer, whose process runs already, that comes too late.
+    A setting is the number of workers, or a table `{num_workers, prefetch_factor}` (`persistent_workers`, of older
+    plans, does nothing). Workers are forked at each pass's first batch, so they know what the training knows by then.
+    While a pass runs, what samples depend on is looked at: attributes, elements, arrays, globals and closures that the
+    dataset's code reads. If any changes, in the training or because a sample's making changes it (a counter), the
+    training makes this batch and all later ones itself, and says so. Left alone are datasets that cannot be looked
+    into, that say or write something, iterable ones, and samplers that may depend on the training.
+
+    Random augmentation draws other numbers in workers than in the main process, hence `sampling`; the other random
+    numbers of the training stay. OpenMP's threads are told to sleep while they wait, unless OMP_WAIT_POLICY is set: by
+    default they keep cores busy that the workers need. Under the Trainer, whose process runs already, that comes too
+    late.
     """
 
     name = "loader_workers"
@@ -42,7 +49,6 @@ class LoaderWorkers(Technique):
         table = setting if isinstance(setting, dict) else {"num_workers": setting}
         self.num_workers = int(table["num_workers"])
         self.prefetch_factor = int(table.get("prefetch_factor", 2))
-        self.persistent = bool(table.get("persistent_workers", True))
 
     @classmethod
     def check(cls, setting: Setting) -> str:
@@ -78,21 +84,17 @@ class LoaderWorkers(Technique):
         if loader.probe is not None and loader.probe.fork_unsafe:
             return Refusal(f"the dataset {loader.probe.fork_unsafe}: not safe to share with worker processes")
         if loader.iterable:
-            counts = [1] if loader.num_workers == 0 else []
-        else:
-            cores = evidence.machine.cores
-            counts = [n for n in _counts(cores) if n != loader.num_workers]
-        if evidence.share(Phase.DATA) < 0.02 and (loader.num_workers == 0 or loader.persistent_workers):
+            return Refusal("an iterable dataset keeps its place in the process that reads it")
+        counts = [n for n in _counts(evidence.machine.cores) if n != loader.num_workers]
+        if evidence.share(Phase.DATA) < 0.02:
             return Refusal(f"the step waits {percent(evidence.share(Phase.DATA))} of its time for data")
-        if loader.num_workers and not loader.persistent_workers:
-            counts.insert(0, loader.num_workers)
         settings: list[Setting] = [
-            {"num_workers": count, "prefetch_factor": depth, "persistent_workers": True}
+            {"num_workers": count, "prefetch_factor": depth}
             for count in counts
             if (depth := _depth(loader, count)) >= 1
         ]
         if not settings:
-            return Refusal(_no_room(loader) if counts else "an iterable dataset that already has its worker")
+            return Refusal(_no_room(loader))
         return Choices(tuple(settings), f"the step waits {percent(evidence.share(Phase.DATA))} of its time for data")
 
     def environment(self, env: dict[str, str]) -> None:
@@ -118,7 +120,7 @@ class LoaderWorkers(Technique):
         workers = proposal.workers
         if not workers:
             return None
-        table: Setting = {"num_workers": workers, "prefetch_factor": 2, "persistent_workers": True}
+        table: Setting = {"num_workers": workers, "prefetch_factor": 2}
         left = ordinary_seconds(evidence) - proposal.seconds
         how = (
             f"with {workers} of them the step would take {in_ms(left)}: the greatest of its own computation, a batch's "
@@ -139,44 +141,90 @@ class LoaderWorkers(Technique):
             HowKnown.ESTIMATED,
             place=loader.where,
             details=(how,),
-            technique=cls.name,
-            setting=toml_value(table),
+            technique="" if loader.iterable else cls.name,
+            setting="" if loader.iterable else toml_value(table),
             sources=cls.sources,
         )
 
     def loader_options(self, options: dict[str, Any]) -> None:
-        """Give the loader its workers; what the script chose for itself beyond them stays."""
-        import torch
-        from torch.utils.data import IterableDataset
-
-        if torch.utils.data.get_worker_info() is not None or multiprocessing.current_process().daemon:
-            return  # such a process may have no children
-        iterable = isinstance(options["dataset"], IterableDataset)
-        if iterable and (self.num_workers > 1 or options["num_workers"]):
-            self.refused("an iterable dataset may repeat itself in further workers")
-            return
-        if unsafe := holds_open(options["dataset"]):
-            self.refused(f"the dataset {unsafe}")
+        """Give a loader that has workers of its own another number of them."""
+        if not options["num_workers"] or _no_children():
+            return  # see `loader`
+        if why := _why_not(options):
+            self.refused(why)
             return
         options["num_workers"] = self.num_workers
         options["prefetch_factor"] = self.prefetch_factor if self.num_workers else None
-        options["persistent_workers"] = self.persistent and self.num_workers > 0
         if not self.num_workers:
+            options["persistent_workers"] = False
             options["timeout"] = 0
             options["multiprocessing_context"] = None
         self.did("loader")
 
+    def loader(self, loader: Any) -> None:
+        """Hand the passes over a loader without workers to workers."""
+        from torch.utils.data import DataLoader
 
-def draw_base_seed(loader: Any) -> None:
-    """Draw what torch draws for an epoch's new iterator, where workers that stayed alive get none.
+        from hasten.data.handed_over import HandedOver, hand_over
+        from hasten.data.orders import why_not
 
-    To be called before `iter(loader)` when workers are persistent by hasten's choice, not by the script's, and
-    this is not the loader's first epoch: the shuffle of this and later epochs is then the one without workers.
-    """
+        if loader.num_workers or not self.num_workers or _no_children():
+            return
+        why = _unsafe(loader.dataset) or why_not(
+            loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        )
+        if type(loader)._get_iterator is not DataLoader._get_iterator:
+            why = why or f"{type(loader).__name__} makes iterators of its own"
+        if why:
+            self.refused(why)
+            return
+        hand_over(loader, HandedOver(self.num_workers, self.prefetch_factor, self._let_go))
+        self.did("loader")
+
+    def _let_go(self, why: str) -> None:
+        self.refused(why)
+        print(
+            f"hasten: loader_workers: {why}; the training makes this loader's batches itself from here on.",
+            file=sys.stderr,
+        )
+
+
+def _no_children() -> bool:
+    """Whether this process may have no children, or could not fork them."""
     import torch
 
-    if getattr(loader, "_iterator", None) is not None:
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    inside = torch.utils.data.get_worker_info() is not None or multiprocessing.current_process().daemon
+    return inside or sys.platform != "linux"
+
+
+def _unsafe(dataset: Any) -> str:
+    from torch.utils.data import IterableDataset
+
+    if isinstance(dataset, IterableDataset):
+        return "an iterable dataset keeps its place in the process that reads it"
+    if unsafe := holds_open(dataset):
+        return f"the dataset {unsafe}"
+    return ""
+
+
+def _why_not(options: dict[str, Any]) -> str:
+    """Why a loader with workers of its own must keep their number; "" where another gives the same samples."""
+    from torch.utils.data import default_collate
+
+    from hasten.data.handed_over import says
+    from hasten.data.look import Look
+    from hasten.data.orders import why_not
+
+    dataset = options["dataset"]
+    if why := _unsafe(dataset):
+        return why
+    order = options["batch_sampler"] if options["batch_sampler"] is not None else options["sampler"]
+    if order is not None and (why := why_not(order)):
+        return why
+    if options["worker_init_fn"] is not None:
+        return "its workers are set up by a worker_init_fn"
+    look = Look({"dataset": dataset, "collate_fn": options["collate_fn"] or default_collate})
+    return (look.blind and f"the dataset {look.blind}") or says(look) or ("samples change what it holds" * look.stores)
 
 
 def _counts(cores: int) -> list[int]:

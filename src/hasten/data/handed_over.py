@@ -1,0 +1,306 @@
+"""A pass over a loader without workers whose batches are made by workers, as long as that gives what it would have.
+
+torch's own iterator draws what it draws; at its first batch, workers are forked: they know all that the training
+knows by then. Each batch comes with what its making changed. As soon as anything that samples depend on changed, in
+the training or in a worker, the workers are dismissed, and this batch and all later ones are made by the training.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import random
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+
+from hasten.data.carried import why_not_carried
+from hasten.data.look import Look, random_states
+from hasten.data.orders import Positions, batches, batching
+from hasten.data.reach import SAYS, WRITES
+
+_END = "end"  # a task: say what a whole look finds changed
+
+
+class Made:
+    """A batch that a worker made, and what that changed."""
+
+    __slots__ = ("batch", "changed", "drew")
+
+    def __init__(self, batch: Any, changed: str, drew: bool) -> None:
+        self.batch, self.changed, self.drew = batch, changed, drew
+
+    def pin_memory(self, device: str | None = None) -> Made:
+        """Called by torch's pin_memory thread."""
+        return Made(pin_memory(self.batch, device), self.changed, self.drew)
+
+
+class _Maker:
+    """In a worker, what torch takes for its dataset: makes the batches of the training's own fetcher."""
+
+    def __init__(self, fetcher: Any, look: Look, seed: int) -> None:
+        self._fetcher, self._look, self._seed = fetcher, look, seed
+        self._looked = False
+
+    def __getitem__(self, task: Any) -> Made:
+        if task == _END:
+            return Made(None, self._look.changed_at_all(), drew=False)
+        number, indices = task
+        before = _seed(self._seed, number)
+        batch = self._fetcher.fetch(indices)
+        changed = self._look.changed() if self._looked else self._look.changed_at_all()
+        self._looked = True
+        if not changed and self._look.holds(batch):
+            changed = "its batches have parts that are the dataset's own"
+        elif not changed and (why := why_not_carried(batch)):
+            changed = f"its batches {why}"
+        return Made(None if changed else batch, changed, random_states() != before)
+
+
+def _seed(seed: int, number: int) -> tuple[Any, ...]:
+    """Seed the generators for a batch, the same whichever worker makes it."""
+    mixed = (seed * 1_000_003 + number) % 2**63
+    random.seed(mixed)
+    torch.manual_seed(mixed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(random.Random(mixed).getrandbits(32))
+    return random_states()
+
+
+def _as_it_is(made: Made) -> Made:
+    return made
+
+
+class _Workers(_MultiProcessingDataLoaderIter):
+    """torch's own iterator over workers, which asks the pass for its indices."""
+
+    def __init__(self, loader: Any, tasks: Callable[[], Any]) -> None:
+        self._hasten_tasks = tasks
+        super().__init__(loader)
+
+    def _next_index(self) -> Any:
+        return self._hasten_tasks()
+
+    def hasten_next(self) -> Made:
+        """The next batch; StopIteration at the end."""
+        made: Made = cast(Any, self)._next_data()
+        return made
+
+    def hasten_end(self) -> None:
+        """Dismiss the workers."""
+        self._shutdown_workers()
+
+
+class HandedOver:
+    """On a loader: its passes are handed over to workers.
+
+    Args:
+        workers: How many.
+        prefetch: How many batches each may be ahead.
+        let_go: Told why, when they must not be any more.
+    """
+
+    def __init__(self, workers: int, prefetch: int, let_go: Callable[[str], None]) -> None:
+        self.workers, self.prefetch = workers, prefetch
+        self._let_go = let_go
+
+    def stop(self, why: str) -> None:
+        """From here on the training makes this loader's batches."""
+        if self.workers:
+            self.workers = 0
+            self._let_go(why)
+
+    def __reduce__(self) -> Any:
+        return HandedOver, (0, 0, _nobody)  # a copy in another process has a loader like any other
+
+
+def _nobody(why: str) -> None:
+    """Tell nobody."""
+
+
+def hand_over(loader: Any, to: HandedOver) -> None:
+    """Let the passes over a loader without workers be made by workers."""
+    loader.__dict__["_hasten_workers"] = to
+    kind: Any = DataLoader
+    plain = kind._get_iterator
+    if getattr(plain, "_hasten", False):
+        return
+
+    @functools.wraps(plain)
+    def _get_iterator(self: Any) -> Any:
+        known = self.__dict__.get("_hasten_workers")
+        if known is None or not known.workers or self.num_workers:
+            return plain(self)
+        return Pass(self, known)
+
+    _get_iterator.__dict__["_hasten"] = True
+    kind._get_iterator = _get_iterator
+
+
+class Pass(_SingleProcessDataLoaderIter):
+    """torch's iterator of a loader without workers, whose batches workers make.
+
+    Args:
+        loader: Without workers, over a map-style dataset.
+        handed: How it is handed over.
+    """
+
+    _sampler_iter: Iterator[Any]
+
+    def __init__(self, loader: Any, handed: HandedOver) -> None:
+        super().__init__(loader)
+        self._hasten_loader_itself = loader
+        self._hasten_positions = Positions(loader, self._sampler_iter)
+        self._sampler_iter = self._hasten_positions.order
+        self._hasten_counts = handed.workers, handed.prefetch
+        self._hasten_let_go = handed.stop
+        self._hasten_workers: _Workers | None = None
+        self._hasten_look: Look | None = None
+        self._hasten_drawn: deque[Any] = deque()  # indices of batches that are not given yet, as they were drawn
+        self._hasten_sent: deque[Any] = deque()  # and as workers got them
+        self._hasten_number = self._hasten_ends = 0
+        self._hasten_begun = self._hasten_ahead = False
+
+    def _next_data(self) -> Any:
+        if not self._hasten_begun:
+            self._hasten_begun = True
+            self._hasten_begin()
+        if self._hasten_workers is not None:
+            made = self._hasten_made()
+            if made is not None:
+                return made.batch
+        return cast(Any, super())._next_data()
+
+    def _next_index(self) -> Any:
+        if not self._hasten_ahead and self._hasten_drawn:  # drawn for workers that are dismissed
+            return self._hasten_positions.indices(self._hasten_drawn.popleft())
+        drawn = cast(Any, super())._next_index()
+        self._hasten_number += 1  # counted from the pass's first batch, also where a pass is resumed later
+        if self._hasten_ahead:
+            self._hasten_drawn.append(drawn)
+        return self._hasten_positions.indices(drawn)
+
+    # -- the workers ----------------------------------------------------------------------------------
+
+    def _hasten_begin(self) -> None:
+        loader = self._hasten_loader_itself
+        look = Look({"dataset": self._dataset_fetcher.dataset, "collate_fn": loader.collate_fn})
+        if why := (look.blind and f"the dataset {look.blind}") or says(look):
+            self._hasten_let_go(why)
+            return
+        self._hasten_look = look
+        self._hasten_ambient = _ambient()
+        self._hasten_batching = batching(loader)
+        count, prefetch = self._hasten_counts
+        options = {
+            "dataset": _Maker(self._dataset_fetcher, look, int(self._base_seed)),
+            "num_workers": count,
+            "prefetch_factor": prefetch,
+            "collate_fn": _as_it_is,
+            "sampler": (),
+            "batch_sampler": None,
+            "worker_init_fn": None,
+            "persistent_workers": False,
+            "in_order": True,
+            "generator": torch.Generator(),  # the seed is drawn already
+            "hasten_within": True,
+        }
+        within = copy.copy(loader)
+        within.__dict__.update(options, _DataLoader__multiprocessing_context=torch.multiprocessing.get_context("fork"))
+        within.__dict__["_dataset_kind"] = _DatasetKind.Map
+        me = weakref.ref(self)  # no circle: workers end as soon as nobody holds the pass
+
+        def task() -> Any:
+            known = me()
+            if known is None:
+                raise StopIteration
+            return known._hasten_task()
+
+        self._hasten_ahead = True
+        self._hasten_workers = _Workers(within, task)
+
+    def _hasten_task(self) -> Any:
+        try:
+            indices = self._next_index()
+        except StopIteration:  # then each worker is asked for a last look
+            if self._hasten_ends == self._hasten_counts[0]:
+                raise
+            self._hasten_ends += 1
+            return _END
+        self._hasten_sent.append(indices)
+        return self._hasten_number, indices
+
+    def _hasten_made(self) -> Made | None:
+        """The next batch from the workers; None where the training has to make it."""
+        assert self._hasten_look is not None
+        workers = self._hasten_workers
+        assert workers is not None
+        rows = self._hasten_positions.indices(self._hasten_drawn[0]) if self._hasten_drawn else ()
+        why = self._hasten_look.changed(rows)
+        if self._hasten_positions.exchanged(rows, self._hasten_sent):
+            why = why or "what the sampler orders"
+        if _ambient() != self._hasten_ambient:
+            why = why or "torch's default type or grad mode"
+        if batching(self._hasten_loader_itself) != self._hasten_batching:
+            self._hasten_batch_again()
+            why = why or "the batch size"
+        if why:
+            self._hasten_dismiss(f"{why} changed during a pass")
+            return None
+        try:
+            made = workers.hasten_next() if self._hasten_drawn else self._hasten_ended(workers)
+        except StopIteration:
+            raise
+        except Exception as error:  # the training makes this batch, and raises what it raises
+            self._hasten_dismiss(f"a worker failed ({type(error).__name__})")
+            return None
+        if made.changed:
+            self._hasten_dismiss(made.changed)
+            return None
+        self._hasten_drawn.popleft()
+        self._hasten_sent.popleft()
+        return made
+
+    def _hasten_ended(self, workers: _Workers) -> Made:
+        """Hear what whole looks find at a pass's end."""
+        assert self._hasten_look is not None
+        found = self._hasten_look.changed_at_all()
+        reports = [workers.hasten_next() for _ in range(self._hasten_counts[0])]
+        self._hasten_workers = None
+        workers.hasten_end()
+        if said := found or next((report.changed for report in reports if report.changed), ""):
+            self._hasten_let_go(
+                f"{said} changed during a pass, seen only at its end: batches of this pass may not be what they "
+                "would have been"
+            )
+        raise StopIteration
+
+    def _hasten_dismiss(self, why: str) -> None:
+        workers, self._hasten_workers, self._hasten_ahead = self._hasten_workers, None, False
+        if workers is not None:
+            workers.hasten_end()
+        self._hasten_let_go(why)
+
+    def _hasten_batch_again(self) -> None:
+        """The batch size changed: indices that were drawn ahead are put into batches of the new size."""
+        sampler = self._hasten_loader_itself.batch_sampler
+        rest = itertools.chain.from_iterable(list(self._hasten_drawn))
+        self._hasten_drawn = deque()
+        self._sampler_iter = batches(itertools.chain(rest, itertools.chain.from_iterable(self._sampler_iter)), sampler)
+
+
+def _ambient() -> Any:
+    return torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+def says(look: Look) -> str:
+    named = sorted(look.names & (SAYS | WRITES))
+    return f"samples' code names `{named[0]}`: it may say or write something of its own" if named else ""

@@ -1,0 +1,294 @@
+"""The parts that a look goes through."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import functools
+import itertools
+import logging
+import operator
+import pathlib
+import re
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hasten.data.look_stamp import Stamp
+from hasten.data.reach import globals_of, is_trusted, names_of, stores, words
+
+_MOST_NODES, _MOST_BYTES = 200_000, 1 << 29
+_MISSING = object()
+Node = tuple[str, Any, Callable[[Any], Any], Any]
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis), type(NotImplemented)})
+_CLOSED = (
+    *(enum.Enum, pathlib.PurePath, re.Pattern, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
+    *(decimal.Decimal, types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType),
+    *(types.MethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType, types.GenericAlias),
+    *(types.ClassMethodDescriptorType, types.CodeType, operator.itemgetter, operator.attrgetter, slice),
+)  # fmt: skip
+_IMMUTABLE = words("torch.dtype torch.device torch.Size torch.layout torch.memory_format numpy.ufunc")
+# Methods that nothing in a sample's making calls, unless their class is itself named there.
+_NOT_CALLED = words(
+    "__init__ __new__ __post_init__ __repr__ __str__ __del__ __getstate__ __setstate__ __reduce__ __reduce_ex__ "
+    "__init_subclass__ __class_getitem__ __set_name__ __sizeof__ __format__ __dir__"
+)
+_BY_LIBRARIES = frozenset({"forward", "transform", "get_params", "loader", "target_transform", "transforms"})
+
+
+def same_parts(was: list[Any], now: list[Any]) -> bool:
+    """Whether two lists hold the same objects, or equal plain values."""
+    if len(was) != len(now):
+        return False
+    if all(map(operator.is_, was, now)):
+        return True
+    return all(
+        one is other or (type(one) is type(other) and type(one) in ATOMS and (one == other or one != one))
+        for one, other in zip(was, now, strict=True)
+    )
+
+
+def weight(node: Node) -> tuple[bool, int]:
+    """Return what puts attributes, code and classes before containers, and small ones before great ones."""
+    return isinstance(node[1], list | dict | set | deque), len(node[3])
+
+
+def _dict_parts(thing: Any) -> list[Any]:
+    return [*thing, *thing.values()]
+
+
+def _instance_parts(thing: Any) -> list[Any]:
+    inside = thing.__dict__
+    return [type(thing), *inside, *inside.values()]
+
+
+class Parts:
+    """All parts of some objects, breadth first.
+
+    Attributes:
+        nodes: Name, object, how to read its parts, and what they were.
+        stamps: Arrays, tensors, random generators.
+        blind: See `Look`.
+        names: See `Look`.
+        stores: See `Look`.
+        alive: Every object met, by its id: none of these ids is given to another while a look lives.
+    """
+
+    def __init__(self, roots: dict[str, Any]) -> None:
+        self.nodes: list[Node] = []
+        self.stamps: list[Stamp] = []
+        self.blind = ""
+        self.names: set[str] = set(_BY_LIBRARIES)
+        self.stores = False
+        self.alive: dict[int, Any] = {}
+        self._bytes = 0
+        self._waiting: dict[str, list[tuple[str, Any]]] = {}  # methods that nobody has named yet
+        self._modules: list[tuple[str, Any, set[str]]] = []
+        self._queue: deque[tuple[str, Any]] = deque(roots.items())
+        while self._queue and not self.blind:
+            self._meet(*self._queue.popleft())
+            if not self._queue:
+                self._members_of_modules()
+        if len(self.nodes) > _MOST_NODES or self._bytes > _MOST_BYTES:
+            self.blind = self.blind or "holds more than can be looked at in each pass"
+
+    # -- one object -----------------------------------------------------------------------------------
+
+    def _meet(self, name: str, value: Any) -> None:
+        kind = type(value)
+        if kind in ATOMS or id(value) in self.alive:
+            return
+        self.alive[id(value)] = value
+        if len(self.nodes) > _MOST_NODES:
+            self.blind = "holds more than can be looked at in each pass"
+        elif isinstance(value, type):
+            self._class(name, value, constructed=True)
+        elif isinstance(value, types.ModuleType):
+            if not is_trusted(value):
+                self._modules.append((name, value, set()))
+        elif isinstance(value, types.FunctionType):
+            self._function(name, value)
+        elif isinstance(value, types.MethodType):
+            self._all(name, [value.__func__, value.__self__])
+        elif isinstance(value, property | staticmethod | classmethod | functools.cached_property):
+            inner = [getattr(value, part, None) for part in ("fget", "fset", "__func__", "func")]
+            self._all(name, [part for part in inner if part is not None])
+        elif isinstance(value, functools.partial):
+            self._all(name, [value.func, value.args, value.keywords])
+        elif isinstance(value, logging.Logger):
+            self.names.add("getLogger")
+        elif not self._is_closed(value, kind) and not self._stamped(name, value):
+            self._instance(name, value, kind)
+
+    def _is_closed(self, value: Any, kind: type) -> bool:
+        if kind is object or isinstance(value, _CLOSED) or _is_numpy_scalar(value):
+            return True
+        if kind.__module__.startswith("hasten."):  # a technique's wrapper: what it wraps counts
+            self._all("", [getattr(value, "__wrapped__", None)])
+            return True
+        return f"{kind.__module__}.{kind.__name__}" in _IMMUTABLE
+
+    def _stamped(self, name: str, value: Any) -> bool:
+        stamp = Stamp.of(name, value)
+        if isinstance(stamp, str):
+            self.blind = f"{stamp} ({name})"
+            return True
+        if stamp is None:
+            return False
+        self.stamps.append(stamp)
+        self._bytes += stamp.size
+        return True
+
+    def _instance(self, name: str, value: Any, kind: type) -> None:
+        contained = True
+        if isinstance(value, dict):
+            self._node(name, value, _dict_parts)
+        elif isinstance(value, list | deque | set | tuple | frozenset):
+            if not isinstance(value, tuple | frozenset):
+                self._node(name, value, list)
+            else:
+                self._all(name, value)
+        elif type(value).__name__ == "ndarray":  # of objects
+            self._node(name, value, lambda array: array.ravel().tolist())
+        else:
+            contained = False
+        slots = [slot for base in kind.__mro__ for slot in _slots(base)]
+        has_dict = hasattr(value, "__dict__")
+        if not contained and _has_hidden_state(kind, len(slots), has_dict):
+            self.blind = f"holds {_a(kind)} ({name})"
+            return
+        if has_dict:
+            self._node(name, value, _instance_parts)
+        if slots:
+            self._node(name, value, lambda thing: [getattr(thing, slot, _MISSING) for slot in slots])
+        self._class(name, kind, constructed=False)
+
+    def _node(self, name: str, value: Any, read: Callable[[Any], Any]) -> None:
+        parts = read(value)
+        self.nodes.append((name, value, read, parts))
+        if read is _instance_parts:
+            half = (len(parts) - 1) // 2
+            for key, part in zip(parts[1 : half + 1], parts[half + 1 :], strict=True):
+                if type(part) not in ATOMS:
+                    self._queue.append((f"{name}.{key}", part))
+        else:
+            self._all(name, parts)
+
+    def _all(self, name: str, parts: Iterable[Any]) -> None:
+        parts = list(parts)
+        kinds = set(map(type, parts))
+        if kinds <= ATOMS:
+            return
+        if kinds == {tuple} and set(map(type, itertools.chain.from_iterable(parts))) <= ATOMS:
+            return  # (path, label), a million times
+        self._queue.extend((name, part) for part in parts if type(part) not in ATOMS)
+
+    # -- code -----------------------------------------------------------------------------------------
+
+    def _function(self, name: str, function: types.FunctionType) -> None:
+        self._all(name, [function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None)])
+        if is_trusted(function):
+            cells = function.__closure__ or ()
+            self._all(name, [cell.cell_contents for cell in cells if _is_set(cell)])
+            return
+        names = names_of(function)
+        self._reach(names)
+        self.stores = self.stores or stores(function)
+        cells, room, used = function.__closure__ or (), function.__globals__, globals_of(function)
+
+        def read(thing: types.FunctionType) -> list[Any]:
+            inside = [cell.cell_contents if _is_set(cell) else _MISSING for cell in cells]
+            own = [thing.__code__, thing.__defaults__, thing.__kwdefaults__]
+            return [*own, *inside, *(room.get(name, _MISSING) for name in used)]
+
+        parts = read(function)
+        self.nodes.append((f"{name}: what {function.__name__} reads", function, read, parts))
+        named = [*(code_name for code_name in function.__code__.co_freevars), *used]
+        self._queue.extend(
+            (f"{name}: {label}", part)
+            for label, part in zip(named, parts[3:], strict=True)
+            if type(part) not in ATOMS and part is not _MISSING
+        )
+
+    def _class(self, name: str, kind: type, constructed: bool) -> None:
+        library = any(is_trusted(base) and base.__module__ not in _NEUTRAL for base in kind.__mro__)
+        for base in kind.__mro__:
+            if is_trusted(base) or (id(base) in self.alive and not constructed):
+                continue
+            self.alive[id(base)] = base
+            self.nodes.append((f"class {base.__name__}", base, _class_parts, _class_parts(base)))
+            for key, part in list(vars(base).items()):
+                self._member(f"{base.__name__}.{key}", key, part, called=library, constructed=constructed)
+
+    def _member(self, name: str, key: str, part: Any, called: bool, constructed: bool) -> None:
+        special = key.startswith("__")
+        if not callable(part) and not isinstance(part, property | staticmethod | classmethod):
+            if not special and not isinstance(part, types.GetSetDescriptorType):
+                self._all(name, [part])
+        elif key in _NOT_CALLED:
+            if constructed and isinstance(part, types.FunctionType):
+                self._queue.append((name, part))
+        elif special or called or key in self.names:
+            self._queue.append((name, part))
+        else:
+            self._waiting.setdefault(key, []).append((name, part))
+
+    def _reach(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.names:
+                self.names.add(name)
+                self._queue.extend(self._waiting.pop(name, ()))
+
+    def _members_of_modules(self) -> None:
+        """Go into what code may read off the script's own modules: `config.size`."""
+        for name, module, known in self._modules:
+            used = sorted((self.names & vars(module).keys()) - known)
+            if not used:
+                continue
+            known.update(used)
+
+            def read(thing: types.ModuleType, used: list[str] = used) -> list[Any]:
+                return [vars(thing).get(name, _MISSING) for name in used]
+
+            self._node(f"{name}: module {module.__name__}", module, read)
+
+
+_NEUTRAL = words("builtins typing abc collections torch.utils.data.dataset torch.nn.modules.module")
+
+
+def _class_parts(kind: type) -> list[Any]:
+    inside = vars(kind)
+    return [*inside, *inside.values()]
+
+
+def _slots(base: type) -> list[str]:
+    slots = vars(base).get("__slots__", ())
+    slots = [slots] if isinstance(slots, str) else list(slots)
+    return [slot for slot in slots if slot not in ("__dict__", "__weakref__")]
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - an empty cell says so by raising
+    except ValueError:
+        return False
+    return True
+
+
+def _has_hidden_state(kind: type, slots: int, has_dict: bool) -> bool:
+    """Whether an object has room for more than its attributes: something written in C that cannot be looked into."""
+    room = object.__basicsize__ + 8 * slots + (16 if has_dict else 8)
+    return kind.__basicsize__ > room or (not has_dict and not slots and kind.__basicsize__ > object.__basicsize__)
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic | numpy.dtype) and type(value) is not numpy.void
+
+
+def _a(kind: type) -> str:
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
