@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hasten.errors import HastenError
 from hasten.evidence import Evidence
 from hasten.run import Run
 from hasten.techniques import CATALOGUE, Choices, Refusal, build
+from hasten.techniques.compute.loss_scaling import LossScaler
 from hasten.techniques.compute.precision import Precision
 from tests.techniques.conftest import CPU, FLAGS, GPU, MODEL, OLD_CPU, Train, close, evidence_of, identical
 
@@ -113,6 +115,109 @@ def test_loss_scaling_is_exact_and_invisible(train: Train, case: str) -> None:
     plain, changed = train(script), train(script, precision="16-mixed")
     assert plain.code == changed.code == 0, plain.err + changed.err
     assert identical(plain.left, changed.left)
+
+
+SEES_INSIDE = {  # what is set up, what is done with the loss, and what is said
+    "retain_grad": ("", "h.retain_grad(); loss.backward(); seen.append(h.grad)", "retain_grad sees"),
+    "tensor": ("", "h.register_hook(lambda g: seen.append(g.clone())); loss.backward()", "a hook on a tensor"),
+    "node": ("", "h.grad_fn.register_hook(lambda i, o: seen.append(o[0])); loss.backward()", "a backward hook"),
+    "module": ("model[0].register_full_backward_hook(SEE)", "loss.backward()", "a backward hook"),
+    "function": ("h_of = Clip.apply", "loss.backward()", "the backward of Clip sees"),
+    "checkpoint": ("h_of = lambda h: checkpoint(torch.tanh, h, use_reentrant=True)", "loss.backward()", "Checkpoint"),
+    "penalty": (
+        "",
+        "g, = torch.autograd.grad(loss, h, create_graph=True); (loss + g.norm()).backward()",
+        "autograd.grad",
+    ),
+    "create_graph": ("", "loss.backward(create_graph=True); NORMS.backward()", "create_graph"),
+    "inputs": ("", "loss.backward(inputs=[h, *model.parameters()]); seen.append(h.grad)", "inside the graph"),
+    "scaler": (
+        "s = torch.amp.GradScaler('cpu')",
+        "s.scale(loss).backward(); s.unscale_(optimizer); s.update()",
+        "itself",
+    ),
+    "in the backward": ("for p in model.parameters(): POST", "loss.backward()", "a hook on a parameter"),
+    "LBFGS": ("optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)", "optimizer.step(closure)", "more than once"),
+    "failure": ("", "loss.backward(); k = h.tanh(); k.register_hook(fail); again(k)", "a hook on a tensor"),
+}
+SHORT = {
+    "SEE": "lambda m, i, o: seen.append(o[0])",
+    "NORMS": "sum(p.grad.norm() for p in model.parameters())",
+    "POST": "p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))",
+}
+INSIDE = """
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    class Clip(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return x.clone()
+        @staticmethod
+        def backward(ctx, g): return g.clamp(-0.01, 0.01)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))DOUBLE
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen, losses, h_of = [], [], lambda h: h
+    def fail(g):
+        raise ValueError
+    def again(tensor):
+        try: tensor.sum().backward()
+        except ValueError: pass
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss
+    SETUP
+    for x in torch.randn(6, 5, 6)DOUBLE:
+        x.requires_grad_()
+        optimizer.zero_grad()
+        h = h_of(model[0](x))
+        loss = (model[2](h.tanh()) * 1e-2).pow(2).mean()
+        BODY
+        if "LBFGS" not in repr(optimizer): optimizer.step()
+        losses.append(loss.item())
+    torch.save({"losses": losses, "seen": seen, "model": model.state_dict()}, "left.pt")
+"""
+
+
+def inside(case: str, double: bool) -> str:
+    """A float64 model is not cast: scaling is seen alone, from the first step on."""
+    setup, body, _ = SEES_INSIDE[case]
+    script = INSIDE.replace("SETUP", setup).replace("BODY", body).replace("DOUBLE", ".double()" if double else "")
+    return functools.reduce(lambda made, name: made.replace(name, SHORT[name]), SHORT, script)
+
+
+@pytest.mark.parametrize("case", SEES_INSIDE)
+def test_fp16_lets_go_where_scaled_gradients_would_be_seen(train: Train, case: str) -> None:
+    plain, changed = train(inside(case, double=True)), train(inside(case, double=True), precision="16-mixed")
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    assert identical(plain.left, changed.left)
+    assert SEES_INSIDE[case][2] in changed.err
+    assert changed.err.count("precision does not act from here on") == 1
+
+
+def test_after_fp16_was_let_go_all_is_float32(train: Train) -> None:
+    script = inside("module", double=False).replace("seen.append(o[0])", "seen.append(i[0].dtype)").replace(
+        "    for x in", "    model[2].register_forward_hook(lambda m, i, o: seen.append(o.dtype))\n    for x in"
+    )  # fmt: skip
+    plain, changed = train(script), train(script, precision="16-mixed")
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    assert set(changed.left["seen"]) == {torch.float32}
+    assert close(plain.left["losses"], changed.left["losses"], 0.01)
+
+
+def test_a_loss_in_fp16_and_a_failed_backward() -> None:
+    scaler, weight = LossScaler(), nn.Parameter(torch.ones(3))
+    scaler.backward(torch.autograd.backward, weight.half().sum())  # 3 * 2^15 is no number in fp16
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.0] * 3
+    loss = weight.pow(2).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        scaler.backward(torch.autograd.backward, loss)
+    assert weight.grad.tolist() == [3.0] * 3
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch(train: Train) -> None:

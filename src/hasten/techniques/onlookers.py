@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
-Told = Callable[[str], None]
+Told = Callable[[Any, str], None]
 
-_told: list[Told] = []
+_inside: weakref.WeakKeyDictionary[Any, Told] = weakref.WeakKeyDictionary()
+_beside: weakref.WeakKeyDictionary[Any, Told] = weakref.WeakKeyDictionary()
 
 
-def watch(told: Told) -> None:
-    """Call `told(what)` whenever code other than hasten's asks to see or change gradients inside a backward.
+def watch(technique: Any, told: Told) -> None:
+    """Call `told(technique, who)` whenever code other than hasten's asks to see or change gradients inside a backward.
 
     That is: hooks on tensors, on nodes of the graph and so on modules, and `retain_grad`. Nothing is watched in the
     backward itself, so it costs nothing there. Hooks that were registered earlier are not told of, but those of
     modules are registered again in each forward.
     """
-    if not _told:
-        _tap()
-    _told.append(told)
+    if not _inside:
+        _tap_hooks()
+    _inside[technique] = told
+
+
+def watch_own_ways(technique: Any, told: Told) -> None:
+    """Call `told(technique, how)` whenever a script takes gradients by `torch.autograd.grad`, or scales its loss."""
+    if not _beside:
+        _tap_own_ways()
+    _beside[technique] = told
 
 
 def own_function(node: Any) -> str:
@@ -32,12 +41,17 @@ def own_function(node: Any) -> str:
     if function is None:
         return ""
     home = getattr(function, "__module__", "")
-    if home.startswith("torch.") and home != "torch.utils.checkpoint":
+    if home.startswith(("torch.", "hasten.")) and home != "torch.utils.checkpoint":
         return ""
     return str(function.__name__)
 
 
-def _tap() -> None:
+def _tell(watching: Any, what: str) -> None:
+    for technique, told in list(watching.items()):
+        told(technique, what)
+
+
+def _tap_hooks() -> None:
     import torch
 
     for name, what in (
@@ -56,8 +70,27 @@ def _telling(plain: Any, what: str) -> Any:
     def told(*args: Any, **kwargs: Any) -> Any:
         hook = args[-1] if args else None
         if not str(getattr(hook, "__module__", "")).startswith("hasten."):
-            for one in _told:
-                one(what)
+            _tell(_inside, what)
         return plain(*args, **kwargs)
 
     return told
+
+
+def _tap_own_ways() -> None:
+    import torch
+
+    plain_grad, plain_scale = torch.autograd.grad, torch.amp.GradScaler.scale
+
+    @functools.wraps(plain_grad)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        _tell(_beside, "torch.autograd.grad gives gradients that are not scaled")
+        return plain_grad(*args, **kwargs)
+
+    @functools.wraps(plain_scale)
+    def scale(self: Any, outputs: Any) -> Any:
+        if self.is_enabled():
+            _tell(_beside, "the script scales its loss itself (GradScaler)")
+        return plain_scale(self, outputs)
+
+    torch.autograd.grad = grad
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]

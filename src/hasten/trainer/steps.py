@@ -237,7 +237,7 @@ def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:
     run = trainer.run
     plain: Callable[..., Any]
     if own is not None:
-        plain = own
+        plain = through(run.wrapped("backward", torch.autograd.backward), own) if run.acting("backward") else own
     elif run.acting("backward"):
         plain = run.wrapped("backward", torch.autograd.backward)
     else:
@@ -251,6 +251,20 @@ def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:
         plain(loss, *args, **kwargs)
         for hook in after:
             hook()
+
+    return backward
+
+
+def through(wrapped: Callable[..., None], own: Callable[..., None]) -> Callable[..., None]:
+    """A module's own way to differentiate; the `loss.backward()` in it passes through the techniques."""
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        plain = torch.autograd.backward
+        torch.autograd.backward = wrapped
+        try:
+            own(*args, **kwargs)
+        finally:
+            torch.autograd.backward = plain
 
     return backward
 

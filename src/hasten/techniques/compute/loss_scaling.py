@@ -2,72 +2,108 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hasten.techniques.base import Call
+from hasten.techniques.onlookers import own_function
+
+_fine: set[type] = set()  # kinds of nodes that are torch's own
 
 
 class LossScaler:
     """Dynamic loss scaling around `backward`, invisible to what comes after it.
 
     Gradients are brought back to their true size right after each backward, so clipping and logging see what
-    they expect. The scale is a power of two, which makes the way there and back exact. Where a parameter has
-    hooks, which would see scaled gradients, nothing is scaled.
+    they expect. The scale is a power of two, which makes the way there and back exact. Where something would see
+    gradients inside a backward, which are scaled, or takes them from elsewhere, nothing is scaled any more.
+
+    Args:
+        let_go: Called with the reason once nothing may be scaled, nor computed in fp16, any more.
+
+    Attributes:
+        scale: What a loss is multiplied by.
+        gone: Why nothing is scaled any more; "" while it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, let_go: Callable[[str], None] = lambda why: None) -> None:
         self.scale = 2.0**15
+        self.gone = ""
+        self._let_go = let_go
         self._clean_steps = 0
         self._overflows: Any = None  # on the device: backwards so far that overflowed
         self._adapted = 0  # how many of them have made the scale smaller
         self._answered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._rests = False
+        self._inside = False
+        self._in_flight = True  # whether the next backward may go through a graph in fp16
 
-    @contextlib.contextmanager
-    def resting(self) -> Iterator[None]:
-        """Scale nothing meanwhile."""
-        self._rests = True
-        try:
-            yield
-        finally:
-            self._rests = False
+    def leave(self, why: str) -> None:
+        """Scale nothing from here on. Of the next backward, whose forward may be in fp16, overflows still count."""
+        if not self.gone:
+            self.gone = why
+            self._let_go(why)
 
     def backward(self, call: Call, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """`call`, which is `torch.autograd.backward` or wraps it, on the scaled loss."""
         import torch
 
-        single = isinstance(tensors, torch.Tensor)
-        roots = [tensors] if single else list(tensors)
-        leaves = _leaves(roots)
-        if self._rests or any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves):
+        # A backward inside a backward (a reentrant checkpoint) has a scaled gradient already.
+        if self._inside or (self.gone and not self._in_flight):
             call(tensors, *args, **kwargs)
             return
+        single = isinstance(tensors, torch.Tensor)
+        roots = [tensors] if single else list(tensors)
+        leaves, function = _leaves(roots)
+        if not self.gone and (why := function or _reason(leaves, args, kwargs)):
+            self.leave(why)
+        if self.gone:
+            self._in_flight = False
+            call(tensors, *args, **kwargs)
+            if not _create_graph(args, kwargs):
+                self._unscale(leaves, 1.0)
+            return
+        scale, self._inside = self.scale, True
         before = _gradients(leaves)
         if before:  # accumulated so far: scaled along, so that one division serves the sum
-            torch._foreach_mul_(before, self.scale)
-        scaled = [root * self.scale for root in roots]
-        call(scaled[0] if single else scaled, *args, **kwargs)
+            torch._foreach_mul_(before, scale)
+        # In 32 bits: a loss in fp16 times the scale is infinite.
+        scaled = [(root.float() if root.itemsize < 4 else root) * scale for root in roots]
+        try:
+            call(scaled[0] if single else scaled, *args, **kwargs)
+        except BaseException:
+            torch._foreach_mul_(_gradients(leaves), 1.0 / scale)
+            raise
+        finally:
+            self._inside = False
+        self._unscale(leaves, scale)
+
+    def _unscale(self, leaves: list[Any], scale: float) -> None:
+        """Divide gradients by the scale, and count an overflow if one is not finite."""
+        import torch
+
         by_device: dict[Any, list[Any]] = {}
         for gradient in _gradients(leaves):
             by_device.setdefault(gradient.device, []).append(gradient)
         for device, gradients in by_device.items():
             overflow = torch.zeros(1, device=device)
-            inverse = torch.full((1,), 1.0 / self.scale, device=device)
+            inverse = torch.full((1,), 1.0 / scale, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
             self._overflows = overflow if self._overflows is None else self._overflows + overflow.to(self._overflows)
 
     def state_dict(self) -> dict[str, Any]:
         """The scale, and how many steps it has held; for between two steps."""
-        return {"scale": self.scale, "clean_steps": self._clean_steps}
+        state: dict[str, Any] = {"scale": self.scale, "clean_steps": self._clean_steps}
+        return {**state, "gone": self.gone} if self.gone else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, with no overflow that awaits its step."""
         self.scale, self._clean_steps = float(state["scale"]), int(state["clean_steps"])
         self._overflows, self._adapted = None, 0
         self._answered.clear()
+        if state.get("gone"):
+            self.leave(str(state["gone"]))
+            self._in_flight = False
 
     def joined(self, optimizer: Any) -> None:
         """An optimizer was built: overflows before that are none of its own."""
@@ -92,14 +128,32 @@ class LossScaler:
 
 
 def _gradients(leaves: list[Any]) -> list[Any]:
-    """The leaves' gradients; of sparse ones the values."""
-    present = [leaf.grad for leaf in leaves if leaf.grad is not None]
-    return [gradient._values() if gradient.is_sparse else gradient for gradient in present]
+    """The leaves' gradients, each once; of sparse ones the values."""
+    present = {id(leaf.grad): leaf.grad for leaf in leaves if leaf.grad is not None}
+    return [gradient._values() if gradient.is_sparse else gradient for gradient in present.values()]
 
 
-def _leaves(roots: list[Any]) -> list[Any]:
-    """The leaf tensors that a backward from `roots` accumulates into."""
+def _create_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("create_graph") or (len(args) > 2 and args[2]))
+
+
+def _reason(leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why scaled gradients would be seen in this backward, or not be brought back behind it; "" if neither."""
+    if _create_graph(args, kwargs):
+        return "gradients are differentiated again (create_graph)"
+    if any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves):
+        return "a hook on a parameter sees its gradient"
+    if any(leaf.itemsize < 4 for leaf in leaves):
+        return "a parameter is in 16 bits already"
+    inputs = kwargs.get("inputs") or ()
+    inputs = [inputs] if hasattr(inputs, "is_leaf") else inputs
+    return "" if all(getattr(one, "is_leaf", False) for one in inputs) else "gradients inside the graph are asked for"
+
+
+def _leaves(roots: list[Any]) -> tuple[list[Any], str]:
+    """The leaf tensors that a backward from `roots` accumulates into, and who of the script's own looks on."""
     found: dict[int, Any] = {}
+    own = ""
     seen, queue = set(), [root.grad_fn for root in roots if root.grad_fn is not None]
     while queue:
         node = queue.pop()
@@ -109,5 +163,10 @@ def _leaves(roots: list[Any]) -> list[Any]:
         variable = getattr(node, "variable", None)
         if variable is not None:
             found[id(variable)] = variable
+        elif type(node) not in _fine:
+            if name := own_function(node):
+                own = own or f"the backward of {name} sees its gradient"
+            else:
+                _fine.add(type(node))
         queue += [following for following, _ in node.next_functions]
-    return list(found.values())
+    return list(found.values()), own

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import types
+import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +11,10 @@ from hasten.evidence import Evidence, Finding, HowKnown, Machine
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import CERTAIN, gain_of, in_words, on_gpu, place_of, products, saved, share_of, timed
 from hasten.plan import Setting
+from hasten.techniques import onlookers
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
 from hasten.techniques.compute.loss_scaling import LossScaler
+from hasten.techniques.compute.scaled_steps import guard
 from hasten.techniques.compute.true_precision import convert, in_dtype
 from hasten.techniques.memory.allocator import keeping
 from hasten.techniques.nested import map_tensors
@@ -47,8 +48,10 @@ class Precision(Technique):
 
     "bf16-mixed" and "16-mixed" run the forward of outermost modules (under the Trainer the whole step, loss
     included) under autocast, and hand outputs back in float32; parameters stay float32. "bf16-mixed" needs nothing
-    else. "16-mixed" scales the loss so that small gradients survive fp16, unscales them before anyone sees them
-    (but for hooks on tensors inside the graph), and skips a step whose gradients overflowed.
+    else. "16-mixed" scales the loss so that small gradients survive fp16, unscales them right after the backward,
+    and skips a step whose gradients overflowed, which it says. It goes back to float32, with the reason, where
+    something sees gradients inside the backward (hooks, `retain_grad`, autograd functions of the script) or takes them
+    in a way of its own (`torch.autograd.grad`, a GradScaler, an optimizer that differentiates more than once a step).
 
     "bf16-true", "16-true" and "64-true" are for the Trainer: they convert the model itself, cast floating-point
     inputs, and let tensors made in the forward be of that type too; outputs stay in it. A script's model is left as
@@ -66,7 +69,7 @@ class Precision(Technique):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._scaler = LossScaler() if setting == "16-mixed" else None
+        self._scaler = LossScaler(self.let_go) if setting == "16-mixed" else None
         self._converted: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @classmethod
@@ -147,6 +150,19 @@ class Precision(Technique):
             technique=cls.name, setting=setting, sources=cls.sources,
         )  # fmt: skip
 
+    def process(self) -> None:
+        """With fp16: notice who looks at gradients inside the backward, or differentiates by itself."""
+        if self._scaler is not None:
+            onlookers.watch(self, Precision._looked)
+            onlookers.watch_own_ways(self, Precision._leave)
+
+    def _looked(self, who: str) -> None:
+        self._leave(f"{who} sees gradients inside the backward")
+
+    def _leave(self, why: str) -> None:
+        if self._scaler is not None:
+            self._scaler.leave(why)
+
     def prepare(self, model: Any) -> None:
         """With "bf16-true", "16-true" and "64-true": make floating-point parameters and buffers of that type.
 
@@ -201,6 +217,7 @@ class Precision(Technique):
         kinds: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         # Without autocast's cache of cast weights: it hides a step of the optimizer within a training step, and weights
         # first used under no_grad would get no gradient.
+        scaler = self._scaler
         contexts = {
             kind: torch.autocast(kind, dtype, cache_enabled=False)
             for kind in ("cpu", "cuda")
@@ -216,7 +233,7 @@ class Precision(Technique):
                 kind = kinds[module] = device_to_cast(module, torch)
                 if kind:
                     self.did("model")
-            if kind not in contexts:
+            if kind not in contexts or (scaler is not None and scaler.gone):
                 return call(module, args, kwargs)
             with contexts[kind]:
                 output = call(module, args, kwargs)
@@ -226,31 +243,16 @@ class Precision(Technique):
 
     def optimizer(self, optimizer: Any) -> None:
         """With fp16: skip a step that overflowed."""
-        scaler = self._scaler
-        if scaler is None:
-            return
-        import torch
+        if self._scaler is not None:
+            guard(optimizer, self._scaler, self._may_step)
 
-        scaler.joined(optimizer)
-        step = _unbound_step(optimizer)
-        alone = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ != "LBFGS"
-
-        @functools.wraps(optimizer.step)
-        def guarded(this: Any, *args: Any, **kwargs: Any) -> Any:
-            closure = args[0] if args else kwargs.get("closure")
-            if closure is None:
-                return step(this, *args, **kwargs) if scaler.may_step(this) else None
-            if alone:  # torch's own optimizers call it once, before they change anything: so it can come first
-                with torch.enable_grad():
-                    loss = closure()
-                if scaler.may_step(this):
-                    step(this, None, *args[1:], **{name: value for name, value in kwargs.items() if name != "closure"})
-                return loss
-            # The optimizer calls backward itself, when it is too late to skip: nothing may overflow then.
-            with scaler.resting():
-                return step(this, *args, **kwargs)
-
-        optimizer.step = types.MethodType(guarded, optimizer)
+    def _may_step(self, optimizer: Any) -> bool:
+        if self._scaler is None or self._scaler.may_step(optimizer):
+            return True
+        if "step skipped" not in self.acted:
+            print("hasten: precision: gradients overflowed in fp16; this step is skipped (said once)", file=sys.stderr)
+        self.did("step skipped")
+        return False
 
     def backward(self, call: Call) -> Call:
         """With fp16: scale the loss, unscale the gradients."""
@@ -277,17 +279,3 @@ def device_to_cast(module: Any, torch: Any) -> str:
     """Where a module computes in float32: "cpu", "cuda", or "" when none of its parameters is float32."""
     device = next((parameter.device for parameter in module.parameters() if parameter.dtype is torch.float32), None)
     return "" if device is None else str(device.type)
-
-
-def _unbound_step(optimizer: Any) -> Call:
-    """The optimizer's `step` as a function of the optimizer; a schedule may have put one of its own in its place."""
-    own = vars(optimizer).get("step")
-    if own is None:
-        return type(optimizer).step  # type: ignore[no-any-return]
-    if isinstance(own, types.MethodType):
-        return own.__func__
-
-    def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
-
-    return step

@@ -90,7 +90,7 @@ class SetToNone(Technique):
         sample = torch.nn.Parameter(torch.zeros(1))
         sample.grad = torch.zeros(1)
         self._alone = _holders(sample.grad)
-        onlookers.watch(self._looked)
+        onlookers.watch(self, SetToNone._looked)
         optimizer, module = torch.optim.Optimizer, torch.nn.Module
         optimizer.zero_grad = self._noting(optimizer.zero_grad)  # type: ignore[method-assign]
         module.zero_grad = self._noting(module.zero_grad)  # type: ignore[method-assign]
