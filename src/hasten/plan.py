@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import HastenError
-from hasten.files import write_whole
+from hasten.files import read_bytes, write_whole
 
 if TYPE_CHECKING:
     from tomlkit.items import Table
@@ -19,6 +19,7 @@ Setting = bool | int | float | str | dict[str, bool | int | float | str]
 
 VERSION = 1
 DEFAULT_NAME = "hasten.toml"
+_MOST_BYTES = 1 << 16  # tomllib takes minutes for a key of 50,000 parts
 _TABLES = ("hasten", "machine", "techniques")
 
 
@@ -74,7 +75,10 @@ class Plan:
 
         path = Path(path)
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            content = read_bytes(path)
+            if len(content) > _MOST_BYTES:
+                raise HastenError(f"{path} is no plan: it has {len(content):,} bytes", "name a plan with --plan FILE")
+            text = content.decode("utf-8-sig")
         except FileNotFoundError:
             raise HastenError(
                 f"no plan at {path}",
@@ -84,8 +88,9 @@ class Plan:
             raise HastenError(f"cannot read the plan {path}: {error}") from None
         try:
             data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise HastenError(f"{path} is not valid TOML: {error}", "mend that line, or tune anew") from None
+        except (ValueError, RecursionError) as error:  # also a number of 5000 digits, and brackets 1000 deep
+            why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise HastenError(f"{path} is not valid TOML: {why}", "mend that line, or tune again") from None
         return cls._checked(data, path, text)
 
     @classmethod

@@ -30,6 +30,16 @@ def hasten(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
 
 
+def test_numbers_that_no_run_leaves_are_one_message(runs):
+    data = json.loads((runs / "main.json").read_text())
+    (runs / "strange.json").write_text(json.dumps({**data, "blocks": [1e308] * 5, "step": -1e308, "phases": {"x": 1}}))
+    (runs / "deep.json").write_text("[" * 10**5)
+    for name in ("strange.json", "deep.json"):
+        done = hasten(runs, "main.json", name)
+        assert "Traceback" not in done.stderr
+        assert name in done.stderr or done.returncode == 0
+
+
 def test_slower_beyond_the_limit_is_exit_code_one(runs):
     done = hasten(runs, "main.json", "slow.json", "--fail-if-slower", "5%", "--json", "out.json")
     assert done.returncode == 1, done.stderr

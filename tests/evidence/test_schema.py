@@ -112,6 +112,12 @@ evidences = st.builds(
 )
 
 
+def _with_one_entry_a_step(evidence: Evidence) -> Evidence:
+    lists = ("step_start", "step_phases", "losses")
+    many = min(len(getattr(evidence, name)) for name in lists)
+    return dataclasses.replace(evidence, **{name: getattr(evidence, name)[:many] for name in lists})
+
+
 def _as_read(evidence: Evidence) -> Evidence:
     """What JSON makes of losses that are not finite."""
     return dataclasses.replace(
@@ -123,7 +129,7 @@ def _as_read(evidence: Evidence) -> Evidence:
     )
 
 
-@given(evidence=evidences)
+@given(evidence=evidences.map(_with_one_entry_a_step))
 def test_evidence_reads_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, evidence: Evidence) -> None:
     path = tmp_path_factory.mktemp("evidence") / "e.json"
     evidence.write(path)
@@ -239,3 +245,28 @@ def test_this_machine_is_described() -> None:
     assert (machine.device == "cuda") == bool(machine.gpus)
     assert machine.cpu
     assert 0 < memory_free() <= memory_limit()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"step_phases": ((0.0,) * 9,) * 3}, "step_phases has 3 entries, step_start 2"),
+        ({"losses": (None,)}, "losses has 1 entries, step_start 2"),
+        ({"numbers": (0, 5, 9)}, "numbers has 3 entries"),
+        ({"step_phases": ((0.0,) * 9, (0.0,) * 8)}, "an entry of step_phases has 8 phases, not 9"),
+        ({"aside": (1.0,)}, "an entry of aside has 1 phases"),
+        ({"every": 0}, "every is 0"),
+    ],
+)
+def test_evidence_whose_parts_do_not_fit_is_refused(tmp_path, changes, why):
+    steps = {"step_start": (0.0, 1.0), "step_phases": ((0.0,) * 9,) * 2, "losses": (None, None)}
+    evidence_of(**{**steps, **changes}).write(tmp_path / "e.json")
+    with pytest.raises(HastenError, match=why):
+        read_evidence(tmp_path / "e.json")
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, '{"schema": ' + "9" * 9999 + "}", '{"schema": 1e400}', '{"a":' * 10**5])
+def test_strange_json_is_one_message(tmp_path, text):
+    (tmp_path / "e.json").write_text(text)
+    with pytest.raises(HastenError, match="is not evidence"):
+        read_evidence(tmp_path / "e.json")

@@ -268,3 +268,17 @@ def test_plans_and_help_need_no_torch(tmp_path: Path, code: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 5000, "a = " + "1" * 5000, "a" + ".b" * 50_000 + " = 1"])
+def test_strange_toml_is_one_message(tmp_path, text):
+    (tmp_path / "p.toml").write_text(text)
+    with pytest.raises(HastenError):
+        Plan.read(tmp_path / "p.toml")
+
+
+def test_a_plan_that_is_a_pipe_without_a_writer_does_not_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr("hasten.files._PATIENCE", 0.1)
+    os.mkfifo(tmp_path / "p.toml")
+    with pytest.raises(HastenError, match="cannot read the plan"):
+        Plan.read(tmp_path / "p.toml")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import http.client
+import os
 import socket
+import struct
+import threading
+import time
 
 import pytest
 
 from hasten.errors import HastenError
+from hasten.report.following import Followed
 from hasten.report.watch import Watch
 
 
@@ -94,3 +99,51 @@ def test_it_listens_on_the_loopback_only(watch: Watch) -> None:
     assert watch._server.server_address[0] == "127.0.0.1"
     with socket.create_connection(("127.0.0.1", watch.port), timeout=5):
         pass
+
+
+STRANGE = (
+    b"GET //[ HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\xff\xfe\r\n\r\n",
+    b"GET / HTTP/9.x\r\n\r\n",
+    b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/1.1\r\n" + b"X: 1\r\n" * 200 + b"\r\n",
+    b"GET / HTTP/1.1\r\nCookie: \xff=\xfe\r\nAuthorization: Bearer \xed\xa0\x80\r\nHost: \xff\r\n\r\n",
+    b"",
+)
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_what_strangers_send_is_not_shown(watch: Watch, capfd: pytest.CaptureFixture[str], resets: bool) -> None:
+    for request in STRANGE:
+        with socket.create_connection(("127.0.0.1", watch.port), timeout=5) as stranger:
+            if resets:  # closing answers with a reset instead of a goodbye
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.sendall(request)
+            if not resets:
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(1 << 16):
+                    pass
+    assert ask(watch, "/body", Authorization=f"Bearer {watch.token}")[0] == 200
+    time.sleep(0.1)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_slow_strangers_take_few_threads_and_do_not_lock_the_person_out(watch: Watch) -> None:
+    before = threading.active_count()
+    slow = [socket.create_connection(("127.0.0.1", watch.port), timeout=5) for _ in range(60)]
+    for stranger in slow:
+        stranger.sendall(b"GET / HT")
+    assert ask(watch, "/body", Authorization=f"Bearer {watch.token}")[0] == 200
+    deadline = time.monotonic() + 5
+    while threading.active_count() - before > 16 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() - before <= 16
+    for stranger in slow:
+        stranger.close()
+
+
+def test_a_pipe_among_the_files_is_passed_over(tmp_path) -> None:
+    os.mkfifo(tmp_path / "evidence.live.json")
+    os.mkfifo(tmp_path / "evidence.json")
+    assert "no run to be seen" in Followed(tmp_path).body()
+    assert "no run to be seen" in Followed(tmp_path / "evidence.json").body()

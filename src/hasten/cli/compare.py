@@ -37,12 +37,15 @@ def compare(
     from rich.console import Console
 
     from hasten.doctor import compare as doctor
+    from hasten.doctor.diagnosis import makes_sense
     from hasten.report import compare_terminal
 
     if json_file is not None:
         files.check_target(json_file, "the comparison", files.json_of(doctor.SCHEMA))
-    found = doctor.compare(doctor.read(before), doctor.read(after))
-    compare_terminal.show(found, Console())
+    runs = doctor.read(before), doctor.read(after)
+    with makes_sense(Path(f"{before} or {after}")):
+        found = doctor.compare(*runs)
+        compare_terminal.show(found, Console())
     if json_file is not None:
         text = json.dumps(found.as_json(), indent=1, allow_nan=False)
         files.write_own(json_file, text, "the comparison", files.json_of(doctor.SCHEMA))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -90,12 +91,15 @@ def doctor(
 
         raise typer.Exit(check_source(command, format, fail_on, out, select, strict_ignores))
     _check_targets(json, html, trace, evidence)
+    from hasten.doctor.diagnosis import makes_sense
+
     kept = _kept_evidence(command)
     if kept is not None:
         diagnosis, told, code = *_look_again(kept), 0
     else:
         diagnosis, told, code = _run(command, steps, seconds, epochs, whole, trace, evidence, not no_sample)
-    _show(diagnosis, told, html, json)
+    with makes_sense(kept) if kept is not None else contextlib.nullcontext():
+        _show(diagnosis, told, html, json)
     if not code and fail_on:
         bad = _SEVERITIES[: _SEVERITIES.index(fail_on) + 1]
         code = int(any(finding.severity in bad for finding in diagnosis.findings))
@@ -199,10 +203,12 @@ def _kept_evidence(command: list[str]) -> Path | None:
 
 def _look_again(path: Path) -> tuple[Diagnosis, Evidence]:
     from hasten.doctor.diagnose import diagnose
+    from hasten.doctor.diagnosis import makes_sense
     from hasten.evidence import read_evidence
 
     evidence = read_evidence(path)
-    return _heeding_comments(diagnose(evidence)), evidence
+    with makes_sense(path):
+        return _heeding_comments(diagnose(evidence)), evidence
 
 
 def _show(diagnosis: Diagnosis, evidence: Evidence | None, html: Path | None, json: Path | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
 import statistics
@@ -12,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hasten import files
 from hasten.doctor.diagnosis import SCHEMA as DIAGNOSIS
-from hasten.doctor.diagnosis import Diagnosis, read_diagnosis
+from hasten.doctor.diagnosis import Diagnosis, makes_sense, read_diagnosis
 from hasten.errors import HastenError
 from hasten.evidence import PHASES, Finding, read_evidence
 from hasten.evidence.plain import finite
@@ -131,20 +131,24 @@ def read(path: Path) -> list[Diagnosis]:
 
 def _read(path: Path) -> Diagnosis:
     try:
-        data = json.loads(path.read_bytes())
+        data = files.parse_json(files.read_bytes(path))
     except FileNotFoundError:
         raise HastenError(f"no file {path}") from None
     except OSError as error:
         raise HastenError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise HastenError(f"{path} is not JSON", "name what `hasten doctor --json FILE` wrote, or evidence") from None
+    except ValueError as error:
+        raise HastenError(
+            f"{path} is not JSON: {error}", "name what `hasten doctor --json FILE` wrote, or evidence"
+        ) from None
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema == DIAGNOSIS:
         return read_diagnosis(path)
     if schema == EVIDENCE:
         from hasten.doctor.diagnose import diagnose  # it opens the whole catalogue
 
-        return diagnose(read_evidence(path))
+        evidence = read_evidence(path)
+        with makes_sense(path):
+            return diagnose(evidence)
     what = f"of the schema {schema}" if isinstance(schema, str) else "of no schema"
     raise HastenError(
         f"{path} is {what}, neither a diagnosis ({DIAGNOSIS}) nor evidence ({EVIDENCE})",

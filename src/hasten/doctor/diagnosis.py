@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hasten import files
+from hasten.errors import HastenError
 from hasten.evidence import Finding, Machine
 from hasten.evidence.plain import finite, read_plain
 
@@ -118,4 +121,18 @@ def read_diagnosis(path: Path) -> Diagnosis:
     Raises:
         HastenError: No such file, or not a diagnosis of this schema.
     """
-    return read_plain(Diagnosis, path, SCHEMA, "a diagnosis", "run `hasten doctor --json` anew")
+    return read_plain(Diagnosis, path, SCHEMA, "a diagnosis", "run `hasten doctor --json` again")
+
+
+@contextlib.contextmanager
+def makes_sense(path: Path) -> Iterator[None]:
+    """Turn errors of reckoning with a file that a person named into one message: no run leaves such values.
+
+    Raises:
+        HastenError: Its numbers cannot be reckoned with: a step of 1e308 seconds, a negative count.
+    """
+    try:
+        yield
+    except (ArithmeticError, LookupError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise HastenError(f"{path} holds values that no run leaves ({what})", "listen again") from error

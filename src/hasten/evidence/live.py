@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hasten.errors import HastenError
 from hasten.evidence.machine import this_machine
 from hasten.evidence.plain import finite, read_plain
-from hasten.evidence.schema import Evidence, Flags, LoaderFacts, ModelFacts, OptimizerFacts, Pass
+from hasten.evidence.schema import Evidence, Flags, LoaderFacts, ModelFacts, OptimizerFacts, Pass, misfit
 from hasten.files import json_of, refuse_others, write_whole
 
 SCHEMA = "hasten-live/1"
@@ -126,9 +127,12 @@ def read_live(path: Path) -> Live:
     Raises:
         HastenError: No such file (the run is over, or has not begun to train), or not a live file of this schema.
     """
-    return read_plain(
+    live = read_plain(
         Live, path, SCHEMA, "a live file", "start the run with this hasten", missing="no run is going on at"
     )
+    if wrong := misfit(live.as_evidence("")):
+        raise HastenError(f"{path} is not a whole live file: {wrong}", "start the run with this hasten")
+    return live
 
 
 def plain(facts: Any) -> Any:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hasten.errors import HastenError
+from hasten.files import parse_json, read_bytes
 
 Kind = TypeVar("Kind")
+
+_LONG = 2000  # characters of a message; pydantic names every value that does not fit
 
 
 def read_plain(
@@ -38,7 +40,7 @@ def read_plain(
 
     name = what.removeprefix("a ")
     try:
-        data = json.loads(path.read_bytes())
+        data = parse_json(read_bytes(path))
         if not isinstance(data, dict) or data.get("schema") != schema:
             raise HastenError(f"{path} is not {what} of the schema {schema}", anew)
         reader = TypeAdapter(kind)
@@ -53,8 +55,12 @@ def read_plain(
         raise HastenError(f"{missing or f'no {name} at'} {path}") from None
     except OSError as error:
         raise HastenError(f"cannot read the {name} {path}: {error.strerror}") from None
-    except (ValueError, TypeError, LookupError) as error:  # pydantic's ValidationError is a ValueError
-        raise HastenError(f"{path} is not {what} of the schema {schema}: {error}") from None
+    except (ValueError, TypeError, LookupError, RecursionError) as error:  # pydantic's is a ValueError
+        raise HastenError(f"{path} is not {what} of the schema {schema}: {_shortened(str(error))}") from None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) < _LONG else f"{text[:_LONG]}..."
 
 
 def _set_to_nan(data: Any, place: Sequence[str | int]) -> None:

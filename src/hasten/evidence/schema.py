@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from hasten.errors import HastenError
 from hasten.evidence.machine import Machine
 from hasten.evidence.observed import (
     Event,
@@ -348,6 +349,26 @@ def read_evidence(path: Path) -> Evidence:
     """Read what a run left behind.
 
     Raises:
-        HastenError: No such file, not readable, not JSON, or another schema.
+        HastenError: No such file, not readable, not JSON, another schema, or its parts do not fit together.
     """
-    return read_plain(Evidence, path, SCHEMA, "evidence", "listen anew with this hasten")
+    evidence = read_plain(Evidence, path, SCHEMA, "evidence", "listen again with this hasten")
+    if wrong := misfit(evidence):
+        raise HastenError(f"{path} is not whole evidence: {wrong}", "listen again")
+    return evidence
+
+
+def misfit(evidence: Evidence) -> str:
+    """Say what of a run's steps does not fit together; "" where all does."""
+    many = len(evidence.step_start)
+    for name in ("step_phases", "losses", "numbers"):
+        found = len(getattr(evidence, name))
+        if found != many and (found or name != "numbers"):
+            return f"{name} has {found} entries, step_start {many}"
+    rows = {"step_phases": evidence.step_phases, "aside": (evidence.aside,), "unfinished": (evidence.unfinished,)}
+    for name, all_phases in rows.items():
+        for phases in all_phases:
+            if len(phases) != len(PHASES) and (phases or name == "step_phases"):
+                return f"an entry of {name} has {len(phases)} phases, not {len(PHASES)}"
+    if evidence.every < 1 or evidence.steps < 0:
+        return f"every is {evidence.every} and steps {evidence.steps}"
+    return ""

@@ -100,7 +100,7 @@ class Followed:
         found = [path for deep in range(_DEPTH) for path in self.place.glob("*/" * deep + pattern)]
         if pattern != _LIVE:
             found = [path for path in found if not path.name.endswith(_LIVE[1:])]
-        return max(found, key=lambda path: path.stat().st_mtime, default=None)
+        return max(filter(Path.is_file, found), key=_changed, default=None)  # a pipe would have to be waited for
 
     def _going_on(self, live: Live) -> tuple[Evidence, str]:
         here = _trains_here(live)
@@ -119,6 +119,14 @@ class Followed:
         if silent > _STALE:
             return evidence, f"The process {live.pid} has said nothing for {words.duration(silent)}"
         return evidence, f"Going on: step {live.steps} after {words.duration(live.clock)}, process {live.pid}"
+
+
+def _changed(path: Path) -> float:
+    """When a file was changed; 0 for one that is gone meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _trains_here(live: Live) -> bool:

@@ -7,8 +7,10 @@ HEAD is answered, and nothing that a request says reaches the file system.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -21,6 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 from hasten.errors import HastenError
 
 _TEMPLATES = Path(__file__).with_name("templates")
+_MOST_CONNECTIONS = 16  # at once; a page needs one
 _SLOWEST_REQUEST = 10.0  # seconds until a client that says nothing is let go
 
 Answer = tuple[str, str]  # content type and text
@@ -101,6 +104,31 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = True
     watch: Watch
 
+    def __init__(self, *args: Any) -> None:
+        self._connected: list[socket.socket] = []
+        self._lock = threading.Lock()
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread; the oldest connection makes room where there are too many, as with slow strangers."""
+        with self._lock:
+            self._connected.append(request)
+            too_many = self._connected[:-_MOST_CONNECTIONS]
+        for oldest in too_many:
+            with contextlib.suppress(OSError):  # it has gone by itself
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Forget a connection that is over."""
+        with self._lock:
+            if request in self._connected:
+                self._connected.remove(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Show nothing: a request that breaks off or is no HTTP is a stranger's matter, not the person's."""
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
@@ -111,7 +139,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer what is asked, if it may be."""
         watch = self.server.watch
-        asked = urlsplit(self.path)
+        try:
+            asked = urlsplit(self.path)
+        except ValueError as error:  # `//[`
+            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+            return
         if self.headers.get("Host", "") not in watch.hosts():
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to 127.0.0.1 and localhost only")
             return
@@ -185,4 +217,4 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _same(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode(), token.encode())
+    return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())

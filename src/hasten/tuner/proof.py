@@ -201,7 +201,7 @@ class Proof:
             HastenError: The file is missing, is not JSON, or is of another schema.
         """
         try:
-            data: Any = json.loads(path.read_text(encoding="utf-8"))
+            data: Any = files.parse_json(files.read_bytes(path))
         except FileNotFoundError:
             raise HastenError(f"no such report: {path}", "`hasten tune` writes one") from None
         except OSError as error:
