@@ -106,6 +106,11 @@ class Checkpointing:
             return ""
         return ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "") or "on another rank"
 
+    def abandon(self) -> None:
+        """The process ends at once, from whatever thread: leave no lock behind."""
+        for held in list(self._claims.values()):
+            held.abandon()
+
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint, behind the writes that were asked for before."""
         if self._trainer.is_global_zero:

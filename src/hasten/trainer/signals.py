@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -17,14 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from hasten import messages
 from hasten.trainer.flags import uses_lightning
+from hasten.trainer.watchdog import Watchdog
+from hasten.trainer.watchdog import is_interactive as is_interactive
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
-
-
-def is_interactive() -> bool:
-    """Whether a person types into this process: there Ctrl-C must not end it."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 
 @contextlib.contextmanager
@@ -35,11 +31,17 @@ def watched(trainer: Trainer) -> Iterator[None]:
         return
     before: dict[int, Any] = {}
     agreement = trainer.agreement = Agreement(trainer) if trainer.world.size > 1 else None
+    watchdog = Watchdog(trainer)
+    process = os.getpid()
 
     def asked(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:
+            _in_a_fork(number)
+            return
         if trainer.asked_to_stop and number == signal.SIGINT:
-            messages.tell_from_handler("hasten: stopped at once, nothing was saved")
-            os._exit(128 + number)
+            if is_interactive():
+                raise KeyboardInterrupt
+            watchdog.end_now(number, "stopped at once, nothing was saved")
         first = not trainer.asked_to_stop
         trainer.asked_to_stop = number
         if first:
@@ -52,6 +54,7 @@ def watched(trainer: Trainer) -> Iterator[None]:
         if signal.getsignal(number) is signal.SIG_IGN:  # whoever started us wants this signal ignored
             continue
         before[number] = signal.signal(number, asked)
+    watchdog.start()
     try:
         if agreement is not None:
             agreement.listen()
@@ -59,12 +62,20 @@ def watched(trainer: Trainer) -> Iterator[None]:
     finally:
         if agreement is not None:
             agreement.close()
+        watchdog.close()
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
+def _in_a_fork(number: int) -> None:
+    """A worker was forked while training: the process that trains decides about Ctrl-C; SIGTERM ends the worker."""
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
 def _tell(trainer: Trainer, number: int) -> None:
-    """Say what happens next; with `os.write`, since a handler may run in the middle of a print."""
+    """Say what happens next; a handler may run in the middle of a print."""
     from hasten.parallel import forward
 
     forward(number)

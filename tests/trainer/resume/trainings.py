@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -32,6 +33,8 @@ class Drawing(Dataset):
         if i == self.at:
             if self.breaks == "raise":
                 raise ValueError("sample 77 is broken")
+            if self.breaks == "hang":
+                time.sleep(600)
             os.kill(os.getpid(), signal.SIGKILL)
         generator = torch.Generator().manual_seed(i)
         x = torch.randn(8, generator=generator) + 0.1 * torch.randn(8) + 0.1 * random.random()
@@ -141,6 +144,11 @@ class Act(Callback):
             elif self.what == "say":  # and wait for whatever is to happen to this process
                 Path(self.options["file"]).write_text(str(os.getpid()))
                 time.sleep(self.options.get("wait", 0))
+            elif self.what == "hang":  # in native code, where no handler of Python's runs
+                Path(self.options["file"]).write_text(str(os.getpid()))
+                mutex = ctypes.create_string_buffer(64)
+                for _ in range(2):
+                    ctypes.CDLL(None).pthread_mutex_lock(mutex)
             elif self.what == "raise":
                 raise RuntimeError("the training itself failed")
 
@@ -175,6 +183,7 @@ def validation(data):
 
 def run(spec):
     """Train as the spec says; with `out`, leave there all that two equal trainings have in common."""
+    os.environ.update(spec.get("env", {}))
     torch.set_num_threads(1)
     hasten.seed_everything(3)
     root = spec["root"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -48,6 +49,12 @@ class Claim:
             (self.folder / LOCK).unlink(missing_ok=True)  # while it is still held: nobody else's can be there
             self._fd = -1
         self._open.close()
+
+    def abandon(self) -> None:
+        """Takes the lock file away, from any thread; the lock itself ends with the process."""
+        if self._pid == os.getpid() and self._fd >= 0:
+            with contextlib.suppress(OSError):
+                (self.folder / LOCK).unlink()
 
     def __enter__(self) -> Claim:
         return self

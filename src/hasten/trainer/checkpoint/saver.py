@@ -84,6 +84,11 @@ class Saver:
             return bool(self._tasks)
 
     @property
+    def works(self) -> bool:
+        """As `busy`, at once: it may be asked while another thread hangs."""
+        return bool(self._tasks)
+
+    @property
     def failures(self) -> tuple[HastenError, ...]:
         """What failed in the background and was not raised yet, oldest first."""
         with self._changed:

@@ -1,0 +1,86 @@
+"""A training that hangs ends all the same when it is told to, with all that it started, and leaves no lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.trainer.resume.test_signals import Ranks
+
+TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
+SOON = {"HASTEN_STOP_SECONDS": "0.5"}
+
+
+def until(what):
+    end = time.monotonic() + 60
+    while not (found := what()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found
+
+
+def children(pid):
+    return [one.pid for one in psutil.Process(pid).children(recursive=True)]
+
+
+def gone(pids):
+    until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids))
+
+
+def hung(nursery, tmp_path, where, env=SOON):
+    """A training that hangs, and the workers it has."""
+    file = tmp_path / "hangs"
+    spec = {"root": str(tmp_path / "run"), "checkpoints": [{}], "env": env}
+    if where == "native code":
+        spec |= {"acts": [{"what": "hang", "hook": "on_train_batch_start", "nth": 3, "file": str(file)}]}
+        spec |= {"data": {"workers": 1}}
+    else:
+        spec |= {"acts": [{"what": "say", "hook": "on_train_batch_end", "nth": 1, "file": str(file)}]}
+        spec |= {"data": {"workers": 2, "breaks": "hang", "at": 77}}
+    process = nursery.start(spec)
+    until(lambda: file.exists() and file.read_text())
+    return process, until(lambda: children(process.pid))
+
+
+@pytest.mark.parametrize("where", ["native code", "a worker"])
+@pytest.mark.parametrize("numbers", [[TERM], [INT], [INT, INT], [TERM, INT]], ids=str)
+def test_it_ends_and_leaves_nothing(nursery, tmp_path, where, numbers):
+    process, workers = hung(nursery, tmp_path, where, SOON if len(numbers) == 1 else {})
+    for number in numbers:
+        time.sleep(0.2)
+        process.kill(number)
+    assert process.wait() == 128 + numbers[-1], process.said()
+    gone(workers)
+    assert not (tmp_path / "run" / ".hasten.lock").exists()
+    assert ("stopped at once" if len(numbers) == 2 else "nothing has moved") in process.said()
+    assert "Traceback" not in process.said()
+
+
+@pytest.mark.parametrize("numbers", [[TERM], [INT, INT]], ids=str)
+def test_ranks_of_which_one_hangs(tmp_path, monkeypatch, numbers):
+    if len(numbers) == 1:
+        monkeypatch.setenv(*next(iter(SOON.items())))
+    ranks = Ranks(tmp_path).start(100_000)
+    pids = [ranks.pid(0), ranks.pid(1)]
+    os.kill(pids[1], signal.SIGSTOP)
+    for number in numbers:
+        time.sleep(0.5)
+        os.kill(pids[0], number)
+    code, said = ranks.ended()
+    assert code == 128 + numbers[-1], said
+    gone(pids)
+    assert not (ranks.root / ".hasten.lock").exists()
+
+
+def test_a_worker_of_a_training_hears_terminate(nursery, tmp_path):
+    """It was forked while the training's own handlers were set, which are not meant for it."""
+    process, (worker, *_) = hung(nursery, tmp_path, "native code")
+    os.kill(worker, signal.SIGINT)  # as a terminal does, to all of the group
+    os.kill(worker, signal.SIGTERM)
+    gone([worker])
+    process.kill(TERM)
+    assert process.wait() == 143
