@@ -6,12 +6,15 @@ import dataclasses
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch._inductor
 
 from hasten.techniques import CATALOGUE, Choices, Refusal, build
 from hasten.techniques.compute.compile import Compile, compiler
-from tests.techniques.conftest import FLAGS, GPU, MODEL, Train, close, evidence_of
+from tests.techniques.conftest import FLAGS, GPU, MODEL, Train, close, evidence_of, identical
 
 needs_compiler = pytest.mark.skipif(not compiler(), reason="no C++ compiler")
 
@@ -51,6 +54,48 @@ def test_a_compiled_training(train: Train) -> None:
     assert (plain.left["graphs"], changed.left["graphs"]) == (0, 1)
     assert close(plain.left["losses"], changed.left["losses"], 1e-4)
     assert changed.installed == {"compile": "3 x model"}  # its copies are models of their own
+
+
+DRAWS = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Dropout(0.5), nn.Linear(16, 4))
+        def forward(self, x):
+            return self.body(x) + 0.1 * torch.randn_like(x) * torch.rand(4)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for number in range(4):
+        loss = model(torch.randn(8, 4)).pow(2).mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        losses.append(loss.item())
+    torch.save({"losses": losses, "random": torch.get_rng_state(), "model": model.state_dict()}, "left.pt")
+"""
+
+
+@needs_compiler
+def test_the_same_random_numbers_are_drawn(train: Train) -> None:
+    plain, changed = train(DRAWS), train(DRAWS, compile="default")
+    assert plain.code == changed.code == 0, changed.err
+    assert changed.installed == {"compile": "model"}
+    assert identical(plain.left["random"], changed.left["random"])
+    assert close(plain.left["model"], changed.left["model"], 1e-5)
+
+
+@pytest.mark.parametrize("mode", Compile.values)
+def test_a_mode_keeps_what_it_means(mode: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    seen: list[dict[str, Any]] = []
+    (technique,) = build({"compile": mode}, CATALOGUE)
+    with mock.patch("torch.compile", lambda _, **options: seen.append(options)):
+        technique.model(model, ())
+    expected = {} if mode == "default" else torch._inductor.list_mode_options(mode)
+    assert seen == [{"options": {**expected, "fallback_random": True}}]
 
 
 @needs_compiler

@@ -21,7 +21,8 @@ class Compile(Technique):
     A setting is a mode of torch.compile. Compilation takes from seconds to minutes at the first step; tune
     reports it apart and weighs it against the length of the full run. A model that cannot be compiled runs on
     uncompiled under `hasten run`; in a trial it counts as a failure. Under the Trainer it compiles the modules that
-    the step calls (the module itself where it says `self(x)`), not the step around them.
+    the step calls (the module itself where it says `self(x)`), not the step around them. Random numbers are those that
+    the model draws uncompiled: dropout has the same masks.
     """
 
     name = "compile"
@@ -101,8 +102,11 @@ class Compile(Technique):
             return
         if any(type(layer).__name__ == "OptimizedModule" for layer in model.modules()):
             return
-        mode = str(self.setting)
-        options: dict[str, Any] = {"mode": None if mode == "default" else mode}
+        import torch._inductor
+
+        # Random numbers from torch's own generator, as without compiling: else dropout draws other masks.
+        mode = {} if self.setting == "default" else torch._inductor.list_mode_options(str(self.setting))
+        options: dict[str, Any] = {"options": {**mode, "fallback_random": True}}
         if type(model).forward.__module__.startswith("torch."):
             # torch.compile passes over torch's own files: of nn.Sequential, `model.compile()` compiles nothing.
             from torch._dynamo.external_utils import wrap_inline
