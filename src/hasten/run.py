@@ -110,6 +110,11 @@ class Run:
             except Exception as error:  # a technique never breaks a script
                 self.skip(technique.name, error)
 
+    def over(self) -> None:
+        """The training is over, and the process goes on."""
+        for technique in self.acting("over"):
+            technique.over()
+
     def wrapped(self, place: str, call: Call) -> Call:
         """`forward` or `backward` behind the techniques that wrap it."""
         for technique in self.acting(place):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+import textwrap
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from hasten.run import Run
-from hasten.techniques import CATALOGUE, Choices, Refusal, build
+from hasten.techniques import Choices, Refusal
 from hasten.techniques.compute.channels_last import ChannelsLast
 from tests.techniques.conftest import MODEL, Train, close, evidence_of, identical
 
@@ -44,7 +43,7 @@ def test_convolutions_read_pixel_by_pixel(train: Train) -> None:
     script = TRAINING.replace("MODEL", CNN).replace("INPUT", "4, 3, 8, 8")
     plain, changed = train(script), train(script, channels_last=True)
     assert plain.code == changed.code == 0, changed.err
-    assert (plain.left["layouts"], changed.left["layouts"]) == ({False}, {True})
+    assert (plain.left["layouts"], changed.left["layouts"]) == ({False}, {False, True})  # the input is the script's
     assert changed.left["same"]  # the optimizer still has the model's parameters
     assert list(plain.left["model"]) == list(changed.left["model"])
     assert close(plain.left["losses"], changed.left["losses"], 1e-4)
@@ -67,41 +66,206 @@ def test_a_model_without_2d_convolutions_is_left_alone(train: Train, model: str,
     assert changed.installed == {}
 
 
-class Stepping(nn.Module):
-    """A module as the Trainer drives it: its step takes a whole batch."""
+LOOP = """
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Conv2d(3, 2, 3)
-        self.seen: list[bool] = []
+    torch.manual_seed(0)
+    extra, more = [], []
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
+            self.body = nn.Conv2d(8, 8, 3, groups=2)
+            self.up, self.head = nn.ConvTranspose2d(8, 4, 2), nn.Linear(100, 2)
+        def forward(self, x):
+            h = F.relu(self.norm(self.stem(x)))
+            h = self.between(self.body(h))
+            return self.head(self.up(h).flatten(1))
+        def between(self, h):
+            return h
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    def run(x): return model(x).pow(2).mean()
+    def after(number): pass
+    SETUP
+    losses = []
+    for number in range(4):
+        loss = run(torch.randn(4, 3, 8, 8))
+        optimizer.zero_grad(); loss.backward(); after(number); optimizer.step()
+        losses.append(loss.item())
+    torch.save({"losses": losses, "model": model.state_dict(), "state": optimizer.state_dict(), "extra": extra,
+                "random": torch.rand(3),
+                "strides": [p.grad.stride() for p in model.parameters() if p.grad is not None]}, "left.pt")
+"""
+HOSTILE = {
+    "nothing else": "",
+    "views of activations": """
+        def between(h):
+            h.view(-1)[3] = 7.0
+            h.flatten(2)[:, 0] *= 2
+            h.reshape(4, 8, -1).mul_(0.5)
+            h.contiguous().add_(1)
+            h[:2].view(2, -1).sum()
+            h.as_strided((2, 2), (2, 1)).zero_()
+            return h.clone().view_as(h)
+        model.between = between""",
+    "random numbers for activations": """
+        def between(h):
+            h = F.dropout(h, 0.3) + 0.1 * torch.randn_like(h) + torch.empty_like(h).uniform_()
+            h = F.alpha_dropout(h, 0.2) * torch.bernoulli(torch.sigmoid(h)) + torch.rand_like(h)
+            return F.dropout(h * 2, 0.1, inplace=True)
+        model.between = between""",
+    "activations that are kept": """
+        def between(h):
+            more.append(h)
+            return h + 1
+        model.between = between
+        def after(number):
+            more[-1].view(-1)
+            extra.append(more[-1].detach().clone())""",
+    "an input that is clamped in place": """
+        forward = model.forward
+        def clamping(x):
+            x.clamp_(-0.5, 0.5)
+            return forward(x)
+        model.forward = clamping
+        def run(x):
+            loss = model(x).pow(2).mean()
+            extra.append(x.clone())
+            return loss""",
+    "gradients of the input": """
+        def run(x):
+            x.requires_grad_()
+            out = model(x)
+            grad, = torch.autograd.grad(out.sum(), x, create_graph=True)
+            weights = torch.autograd.grad(out.sum(), list(model.parameters()), retain_graph=True)
+            extra.append(torch.cat([one.view(-1) for one in weights]))
+            return out.pow(2).mean() + grad.view(4, -1).norm(dim=1).mean()""",
+    "an image that comes out": """
+        model.head = nn.Conv2d(4, 1, 1)
+        model.forward = lambda x: {"image": model.head(model.up(model.body(model.stem(x)))), "x": [x]}
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+        def run(x):
+            out = model(x)
+            assert out["image"].is_contiguous() and out["x"][0] is x
+            return out["image"].view(4, -1).pow(2).mean()""",
+    "weights tied by their data": """
+        twin = nn.Conv2d(3, 8, 3, bias=False)
+        twin.weight.data = model.stem.weight.data
+        forward = model.forward
+        model.forward = lambda x: forward(x) + twin(x).mean()
+        model.twin = twin""",
+    "weights in shared memory": """
+        model.share_memory()
+        shared = dict(model.named_parameters())
+        twin = Net()
+        for (name, p), q in zip(shared.items(), twin.parameters()): q.data = p.data
+        def after(number): extra.append(twin.stem.weight.detach().clone())""",
+    "activations that are made once more": """
+        from torch.utils.checkpoint import checkpoint
+        block = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Dropout(0.5), nn.ReLU(), nn.Conv2d(8, 8, 1))
+        model.block = block
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        model.between = lambda h: checkpoint(block, h, use_reentrant=False)""",
+    "its own fused kernel, before the first forward": """
+        optimizer = torch.optim.Adam(model.parameters(), 0.01, fused=True)
+        for p in model.parameters(): p.grad = torch.ones_like(p)
+        optimizer.step()""",
+    "parts that are called by themselves": """
+        def run(x):
+            h = model.stem(x)
+            assert h.is_contiguous()
+            return model.head(model.up(model.body(h)).view(4, -1)).pow(2).mean()""",
+    "functional transforms": """
+        def run(x):
+            weights = {name: p.detach() for name, p in model.named_parameters()}
+            buffers = dict(model.named_buffers())
+            call = lambda w, x: torch.func.functional_call(model.eval(), ({**w, **buffers},), (x[None],)).sum()
+            extra.append(torch.func.vmap(torch.func.grad(call), (None, 0))(weights, x)["stem.weight"])
+            return model.train()(x).pow(2).mean()""",
+}
 
-    def training_step(self, batch: Any, number: int) -> Any:
-        images = [batch["image"], batch["more"][0], batch["pair"].left]
-        self.seen += [image.is_contiguous(memory_format=torch.channels_last) for image in images]
-        return sum(self.net(image).sum() for image in images) + batch["label"].sum()
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_the_script_sees_what_it_sees_without(train: Train, case: str) -> None:
+    script = textwrap.dedent(LOOP).replace("SETUP", textwrap.dedent(HOSTILE[case]))
+    plain, changed = train(script), train(script, channels_last=True, fused_optimizer=True)
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    assert close(plain.left["losses"], changed.left["losses"], 1e-4)
+    assert close(plain.left["model"], changed.left["model"], 1e-3)
+    assert all(close(one, other, 1e-3) for one, other in zip(plain.left["extra"], changed.left["extra"], strict=True))
+    assert identical(plain.left["random"], changed.left["random"])
+    assert plain.left["strides"] == changed.left["strides"]
+    assert _strides(plain.left) == _strides(changed.left)
+    assert changed.installed["channels_last"] in ("model", "2 x model", "3 x model")
 
 
-class Pair(NamedTuple):
-    """Two tensors."""
-
-    left: Any
-    right: Any
+def _strides(left: dict[str, Any]) -> list[Any]:
+    states = [tensor for state in left["state"]["state"].values() for tensor in state.values()]
+    return [tensor.stride() for tensor in (*left["model"].values(), *states) if torch.is_tensor(tensor)]
 
 
-def test_images_inside_a_batch_are_laid_out_too_and_the_batch_stays_as_it_is() -> None:
-    run = Run(build({"channels_last": True}, CATALOGUE))
-    module = Stepping()
-    run.model(module, ())
-    assert module.net.weight.is_contiguous(memory_format=torch.channels_last)
-    step = run.wrapped("forward", lambda this, args, kwargs: this.training_step(*args, **kwargs))
-    image = torch.randn(2, 3, 5, 5)
-    batch = {"image": image, "more": [image], "pair": Pair(image, "b"), "label": torch.ones(2), "name": ["a", "b"]}
-    before = dict(batch)
-    loss = step(module, (batch, 0), {})
-    assert module.seen == [True, True, True]
-    assert all(batch[key] is before[key] for key in before)
-    assert image.is_contiguous()
-    assert torch.allclose(loss, module.training_step(batch, 0), rtol=1e-4)
+@pytest.mark.parametrize("own", ["model.to(memory_format=torch.channels_last)", "last = torch.channels_last"])
+def test_a_script_that_lays_out_its_images_itself_is_left_alone(train: Train, own: str) -> None:
+    script = textwrap.dedent(LOOP).replace("SETUP", own).replace("run(torch.randn(4, 3, 8, 8))", "run(x)")
+    script = script.replace(
+        "    loss = run", "    x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)\n    loss = run"
+    )
+    plain, changed = train(script), train(script, channels_last=True)
+    assert identical(plain.left, changed.left)
+    assert "itself" in changed.installed["channels_last"]
+    assert "hasten: channels_last lets go" in changed.err
+
+
+def test_what_is_scripted_traced_and_pickled_is_as_without(train: Train) -> None:
+    script = """
+        import io
+        import torch
+        from torch import nn
+        torch.manual_seed(0)
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv, self.drop = nn.Conv2d(3, 4, 3), nn.Dropout(0.5)
+            def forward(self, x):
+                x = torch.nn.functional.conv2d(self.conv(x), self.conv.weight[:, :1], groups=4)
+                return torch.flatten(self.drop(x), 1)
+        model = Net()
+        x = torch.randn(2, 3, 8, 8)
+        model(x)
+        scripted = torch.jit.script(model.eval())
+        traced = torch.jit.trace(model, x)
+        whole = io.BytesIO()
+        torch.save(model, whole)
+        graphs = str(scripted.inlined_graph).count("\\n"), str(traced.inlined_graph).count("contiguous")
+        torch.save({"scripted": scripted(x), "graphs": graphs, "hasten": b"hasten" in whole.getvalue()}, "left.pt")
+    """
+    plain, changed = train(script), train(script, channels_last=True)
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    assert close(plain.left.pop("scripted"), changed.left.pop("scripted"), 1e-4)
+    assert plain.left == changed.left
+    assert changed.left["hasten"] is False
+
+
+@pytest.mark.parametrize(
+    "first", [{}, {"channels_last": True, "fused_optimizer": True}], ids=["plain first", "plan first"]
+)
+def test_a_checkpoint_goes_on_under_the_other(train: Train, first: dict[str, Any]) -> None:
+    second = {} if first else {"channels_last": True, "fused_optimizer": True}
+    started = train(textwrap.dedent(LOOP).replace("SETUP", ""), **first)
+    resume = """
+        left = torch.load("../run1/left.pt", weights_only=False)
+        model.load_state_dict(left["model"])
+        optimizer.load_state_dict(left["state"])"""
+    script = textwrap.dedent(LOOP).replace("SETUP", textwrap.dedent(resume))
+    other, same = train(script, **second), train(script, **first)
+    assert started.code == other.code == same.code == 0, other.err
+    assert close(other.left["losses"], same.left["losses"], 1e-4)
+    assert close(other.left["model"], same.left["model"], 1e-4)
+    assert _strides(other.left) == _strides(same.left)
+    assert str(other.left["state"]["param_groups"]) == str(same.left["state"]["param_groups"])
 
 
 @pytest.mark.parametrize(

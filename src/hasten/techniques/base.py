@@ -166,6 +166,9 @@ class Technique:
         schedules may have wrapped its `step` already.
         """
 
+    def over(self) -> None:
+        """The Trainer's stage is over: undo what the technique has changed in the process."""
+
     # -- kept in a checkpoint, so that a training that goes on does so with the same numbers ----------
 
     def state_dict(self) -> dict[str, Any]:

@@ -366,6 +366,7 @@ def _tear_down(trainer: Trainer) -> None:
     """What must be left in order, whether the training ended well or not."""
     trainer.metrics.to_cpu()
     trainer.distributed = None
+    trainer.run.over()
     if trainer.loop is not None:
         trainer.loop.let_go()
     for source in (trainer.train_source, trainer.val_source):

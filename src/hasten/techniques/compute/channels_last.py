@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import CERTAIN, gain_of, in_words, on_gpu, place_of, saved, timed
+from hasten.plan import Setting
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
-from hasten.techniques.nested import map_tensors
+from hasten.techniques.nested import tensors_in
 
 
 class ChannelsLast(Technique):
-    """Keep 4-D tensors of convolutional models in `torch.channels_last`: weights, and inputs however nested.
+    """Let 2-D convolutions compute in `torch.channels_last`, and the layers between them.
 
-    Other kernels run, which add in another order. A model that calls `.view` across channels needs NCHW and
-    fails in its trial; it is then left as it is. Under the Trainer the images in a batch are laid out before the step.
+    Other kernels run, which add in another order. What a convolution reads is laid out when it reads it, so weights,
+    gradients, the optimizer's state, inputs and files lie in memory as they do without, and so does what a model gives
+    to the script. An activation is laid out as without before its memory is given a second name (`view`, `reshape`,
+    `flatten`) or random numbers are drawn for it. A script that uses channels last itself is left alone, as is
+    compiled code, which chooses layouts of its own.
     """
 
     name = "channels_last"
@@ -61,38 +67,77 @@ class ChannelsLast(Technique):
             technique=cls.name, setting="true", sources=cls.sources,
         )  # fmt: skip
 
-    def model(self, model: Any, args: tuple[Any, ...]) -> None:
-        """Change the layout of the weights."""
-        import torch
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._gone = False
 
-        if has_2d_convolution(model):
-            model.to(memory_format=torch.channels_last)
-            self.did("model")
+    def prepare(self, model: Any) -> None:
+        """Go on with the models of the Trainer's stage before."""
+        for one in list(self._models):
+            self._lay_out(one)
+
+    def model(self, model: Any, args: tuple[Any, ...]) -> None:
+        """Lay out what this model's convolutions read."""
+        from hasten.techniques.compute.images_last import LAYOUT, lies_last
+
+        if self._gone or not has_2d_convolution(model):
+            return
+        tensors = [layer.weight for layer in convolutions(model)]
+        if not LAYOUT.weights:  # else they may lie so by this technique: a block that is called again for its backward
+            tensors += tensors_in(args)
+        if any(map(lies_last, tensors)):
+            self._let_go("the script lays out its images channels last itself")
+            return
+        self._models.add(model)
+        self._lay_out(model)
+        self.did("model")
+
+    def _lay_out(self, model: Any) -> None:
+        from torch.nn import Parameter
+
+        from hasten.techniques.compute.images_last import LAYOUT
+
+        if not self._gone:
+            weights = [layer.weight for layer in convolutions(model) if type(layer.weight) is Parameter]
+            LAYOUT.add(weights, self._let_go)
 
     def forward(self, call: Call) -> Call:
-        """Change the layout of the inputs, those inside a batch's lists and dicts too."""
-        import torch
-
-        last = torch.channels_last
-        convolutional: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-        def lay_out(tensor: Any) -> Any:
-            # A tensor that lies so already is given back as it is.
-            return tensor.contiguous(memory_format=last) if tensor.dim() == 4 and not tensor.is_sparse else tensor
+        """Give the script what a model gives as it lies without."""
+        from hasten.techniques.compute.images_last import outputs_as_plain
 
         def laid_out(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            known = convolutional.get(module)
-            if known is None:
-                known = convolutional[module] = has_2d_convolution(module)
-            if known:
-                args, kwargs = map_tensors(lay_out, (args, kwargs))
-            return call(module, args, kwargs)
+            outputs = call(module, args, kwargs)
+            outputs_as_plain(outputs)
+            return outputs
 
         return laid_out
+
+    def over(self) -> None:
+        """Leave the model as any other."""
+        from hasten.techniques.compute.images_last import LAYOUT
+
+        LAYOUT.clear()
+
+    def _let_go(self, why: str) -> None:
+        """Leave everything alone from here on, and say so once."""
+        from hasten.techniques.compute.images_last import LAYOUT
+
+        LAYOUT.clear()
+        if not self._gone:
+            self._gone = True
+            self.refused(why)
+            print(f"hasten: channels_last lets go: {why}. Take it out of the plan.", file=sys.stderr)
 
 
 def has_2d_convolution(model: Any) -> bool:
     """Whether a module holds a 2-D convolution."""
+    return next(convolutions(model), None) is not None
+
+
+def convolutions(model: Any) -> Iterator[Any]:
+    """The 2-D convolutions in a module."""
     import torch
 
-    return any(isinstance(layer, torch.nn.Conv2d | torch.nn.ConvTranspose2d) for layer in model.modules())
+    kinds = torch.nn.Conv2d | torch.nn.ConvTranspose2d
+    return (layer for layer in model.modules() if isinstance(layer, kinds))

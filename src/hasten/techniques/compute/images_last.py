@@ -1,0 +1,183 @@
+"""Convolutions that compute channels last, while the script's tensors stay what they are without."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from torch.jit._builtins import _get_builtin_table, _register_builtin
+
+from hasten.techniques.nested import tensors_in
+
+_LAST = torch.channels_last
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_CONVOLUTIONS = ("conv2d", "conv_transpose2d")
+# They give memory a second name. In a plain run an activation is contiguous, and this is the activation's own memory.
+_RENAMES = ("view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "contiguous", "as_strided")
+# They fill memory in its order: in another order, the same random numbers come to other elements.
+_DRAWS = ("rand_like", "randn_like", "randint_like", "bernoulli", "poisson", "normal", "rrelu", "rrelu_")
+_DRAWS_IN_PLACE = (
+    "bernoulli_",
+    "uniform_",
+    "normal_",
+    "exponential_",
+    "random_",
+    "geometric_",
+    "log_normal_",
+    "cauchy_",
+)
+_DROPOUTS = ("dropout", "dropout_", "alpha_dropout", "alpha_dropout_")
+
+_tracing = torch._C._get_tracing_state
+_transforming = torch._C._are_functorch_transforms_active
+_contiguous = torch.Tensor.contiguous
+
+
+class Layout:
+    """The weights whose convolutions compute channels last.
+
+    There is one in a process, since the functions that it replaces are the process's; they do nothing while there
+    are no weights.
+    """
+
+    def __init__(self) -> None:
+        self.weights: dict[int, weakref.ref[Any]] = {}
+        self.let_go: Callable[[str], None] = lambda why: None
+        self._replaced = False
+
+    def add(self, weights: list[Any], let_go: Callable[[str], None]) -> None:
+        """Lay out what the convolutions with these weights read; `let_go` is told why, should that become unsafe."""
+        if not self._replaced:
+            self._replaced = True
+            _replace_functions(self)
+        self.let_go = let_go
+        for weight in weights:
+            key = id(weight)
+            self.weights[key] = weakref.ref(weight, lambda _, key=key: self.weights.pop(key, None))  # type: ignore[misc]
+
+    def clear(self) -> None:
+        """Leave all convolutions alone from here on."""
+        self.weights.clear()
+
+    def has(self, weight: Any) -> bool:
+        """Whether a convolution's weight is one of them."""
+        held = self.weights.get(id(weight))
+        return held is not None and held() is weight
+
+
+LAYOUT = Layout()
+
+
+def lies_last(tensor: Any) -> bool:
+    """Whether a tensor lies channels last, and not at the same time channels first."""
+    return bool(
+        tensor.layout is torch.strided
+        and tensor.dim() == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=_LAST)
+    )
+
+
+def as_plain(tensor: Any) -> None:
+    """Lay an activation out as a plain run has it: the same object with the same values and graph, channels first.
+
+    It is done in place, so that all who hold it still see one memory. What autograd has saved of it keeps its own.
+    """
+    if type(tensor) is torch.Tensor and lies_last(tensor) and tensor._base is None and not tensor.is_inference():
+        with torch.no_grad():
+            tensor.data = _contiguous(tensor.detach())
+
+
+def outputs_as_plain(outputs: Any) -> None:
+    """Lay out as a plain run has them what a model gives to the script."""
+    if LAYOUT.weights and not _aside():
+        for tensor in (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs):
+            as_plain(tensor)
+
+
+def _aside() -> bool:
+    """Whether what runs is read by a compiler or changed by a transform, whose own layouts are left alone."""
+    return is_compiling() or _tracing() is not None or _transforming()
+
+
+def _replace_functions(layout: Layout) -> None:
+    tensor = torch.Tensor
+    for name in _CONVOLUTIONS:
+        _replace(torch.nn.functional, name, functools.partial(_laid_out, layout))
+    for name in _RENAMES:
+        for owner in (tensor, torch):
+            _replace(owner, name, functools.partial(_renaming, layout))
+    for name in (*_DRAWS, *_DRAWS_IN_PLACE):
+        for owner in (tensor, torch):
+            _replace(owner, name, functools.partial(_drawing, layout))
+    for name in _DROPOUTS:
+        _replace(torch._VF, name, functools.partial(_drawing, layout))
+
+
+def _replace(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
+    """Replace a function by one that does more, also known to TorchScript as what it was."""
+    plain = getattr(owner, name, None)
+    if plain is None:
+        return
+    changed = functools.wraps(plain)(change(plain))
+    setattr(owner, name, changed)
+    if operator := _get_builtin_table().get(id(plain)):
+        _register_builtin(changed, operator)
+
+
+def _laid_out(layout: Layout, plain: Any) -> Any:
+    has, tensor = layout.has, torch.Tensor
+
+    def convolve(input: Any, weight: Any, *args: Any, **options: Any) -> Any:
+        if (
+            type(input) is tensor
+            and has(weight)
+            and input.dim() == 4
+            and input.dtype in _FLOATS
+            and input.layout is torch.strided
+            and not _aside()
+        ):
+            input = _contiguous(input, memory_format=_LAST)  # as it is, where it lies so already
+        return plain(input, weight, *args, **options)
+
+    return convolve
+
+
+def _renaming(layout: Layout, plain: Any) -> Any:
+    tensor = torch.Tensor
+    views = plain.__name__ in ("view", "view_as")
+
+    def rename(self: Any, *args: Any, **options: Any) -> Any:
+        if not layout.weights or type(self) is not tensor or self.is_contiguous() or _aside():
+            return plain(self, *args, **options)
+        # What asks for a memory format, or for another number type, means the tensor as it lies.
+        if options.get("memory_format", torch.contiguous_format) is torch.contiguous_format:
+            as_plain(self)
+        if not views or self.dim() < 3 or self._base is None:
+            return plain(self, *args, **options)
+        try:
+            return plain(self, *args, **options)
+        except RuntimeError:  # a part of an activation: contiguous in a plain run, where this is no error
+            return plain(_contiguous(self), *args, **options)
+
+    return rename
+
+
+def _drawing(layout: Layout, plain: Any) -> Any:
+    tensor = torch.Tensor
+    drops = plain.__name__ in _DROPOUTS
+
+    def draw(*args: Any, **options: Any) -> Any:
+        if layout.weights and args and type(args[0]) is tensor and not args[0].is_contiguous() and not _aside():
+            if drops and len(args) > 2 and not args[2]:  # nothing is dropped in eval mode
+                return plain(*args, **options)
+            as_plain(args[0])
+            if args[0].dim() in (3, 5) and args[0]._base is None:
+                layout.let_go("random numbers are drawn for a tensor of which nobody can say how it lies without")
+        return plain(*args, **options)
+
+    return draw
