@@ -397,14 +397,21 @@ def deterministic(tmp_path):
     assert seen == [(True, False), (True, True), (False, False)]
 
 
+class Switches(Regression):
+    """Notes what is set for the process while it trains."""
+
+    def on_train_start(self):
+        self.benchmark = torch.backends.cudnn.benchmark
+        self.products = torch.get_float32_matmul_precision()
+
+
 @effect
 def benchmark(tmp_path):
     before = torch.backends.cudnn.benchmark
     try:
-        fitted(benchmark=True)
-        assert torch.backends.cudnn.benchmark
-        fitted(benchmark=False)
-        assert not torch.backends.cudnn.benchmark
+        assert fitted(Switches(), benchmark=True).benchmark
+        assert torch.backends.cudnn.benchmark is before
+        assert not fitted(Switches(), benchmark=False).benchmark
     finally:
         torch.backends.cudnn.benchmark = before
 
@@ -548,12 +555,8 @@ def fused_optimizer(tmp_path):
 
 @effect
 def matmul_precision(tmp_path):
-    before = torch.get_float32_matmul_precision()
-    try:
-        fitted(matmul_precision="medium")
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(before)
+    assert fitted(Switches(), matmul_precision="medium").products == "medium"
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @effect

@@ -128,6 +128,9 @@ class Technique:
     def process(self) -> None:
         """Set global switches, once torch is imported."""
 
+    def restore(self) -> None:
+        """Put back what `process` set, behind a Trainer's stage; `process` is called again before the next."""
+
     def loader_options(self, options: dict[str, Any]) -> None:
         """Change the arguments of a DataLoader that is being built, by their names."""
 

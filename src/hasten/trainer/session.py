@@ -56,6 +56,8 @@ def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
             raise
         finally:
             trainer.board = None
+            for technique in trainer.run.acting("restore"):  # what comes after this training is not its own
+                technique.restore()
             messages.settle()  # the exit code is the training's, though nobody can read what was said
 
 
@@ -174,6 +176,9 @@ def _to_device(trainer: Trainer) -> None:
     if not trainer.processed:
         trainer.processed = True
         run.process()
+    else:
+        for technique in run.acting("restore"):
+            technique.process()
     if trainer.deterministic is not None:
         if trainer.deterministic and trainer.device.type == "cuda":
             import os

@@ -5,7 +5,9 @@ from __future__ import annotations
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import in_words, saved, timed
+from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.switches import Switches
 
 
 class Attention(Technique):
@@ -53,9 +55,18 @@ class Attention(Technique):
             sources=("torch.nn.functional.scaled_dot_product_attention",),
         )
 
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._switches = Switches()
+
     def process(self) -> None:
         """Switch the flash kernel off; torch uses this one switch for the CPU too."""
         import torch
 
-        torch.backends.cuda.enable_flash_sdp(False)
+        cuda = torch.backends.cuda
+        self._switches.set(cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False)
         self.did("process")
+
+    def restore(self) -> None:
+        """Put it back."""
+        self._switches.put_back()

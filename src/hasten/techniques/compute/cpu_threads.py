@@ -10,6 +10,7 @@ from hasten.evidence.waiting import mean_during, saturated
 from hasten.evidence.weigh import COMPUTE, on_gpu, seconds_of, share_of
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.switches import Switches
 
 
 class CpuThreads(Technique):
@@ -78,6 +79,10 @@ class CpuThreads(Technique):
             sources=cls.sources,
         )
 
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._switches = Switches()
+
     def environment(self, env: dict[str, str]) -> None:
         """Before OpenMP starts."""
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(self.setting)
@@ -88,5 +93,9 @@ class CpuThreads(Technique):
         import torch
 
         if torch.get_num_threads() != self.setting:
-            torch.set_num_threads(int(str(self.setting)))
+            self._switches.set(torch.get_num_threads, torch.set_num_threads, int(str(self.setting)))
         self.did("process")
+
+    def restore(self) -> None:
+        """Put it back."""
+        self._switches.put_back()

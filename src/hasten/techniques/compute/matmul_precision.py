@@ -7,6 +7,7 @@ from hasten.evidence.figures import percent
 from hasten.evidence.weigh import in_words, on_gpu, place_of, products, saved, share_of, timed
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.switches import Switches
 
 
 class MatmulPrecision(Technique):
@@ -71,11 +72,20 @@ class MatmulPrecision(Technique):
             technique=cls.name, setting="high", sources=cls.sources,
         )  # fmt: skip
 
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._switches = Switches()
+
     def process(self) -> None:
         """Switch it on, for matrix products and (on a GPU) convolutions."""
         import torch
 
-        torch.set_float32_matmul_precision(str(self.setting))
+        switches, cudnn = self._switches, torch.backends.cudnn
+        switches.set(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, str(self.setting))
         if torch.cuda.is_available():
-            torch.backends.cudnn.allow_tf32 = True
+            switches.set(lambda: cudnn.allow_tf32, lambda value: setattr(cudnn, "allow_tf32", value), True)
         self.did("process")
+
+    def restore(self) -> None:
+        """Put it back."""
+        self._switches.put_back()
