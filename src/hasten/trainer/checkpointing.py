@@ -12,7 +12,7 @@ from hasten import messages
 from hasten.errors import HastenError
 from hasten.trainer.callbacks.buffers import spoilt_buffers
 from hasten.trainer.callbacks.shared import spoilt_weights
-from hasten.trainer.checkpoint import CheckpointError, Claim, Saver, claim, latest_good, read
+from hasten.trainer.checkpoint import CheckpointError, Claim, Saver, claim, latest_good, read, standing
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -105,6 +105,17 @@ class Checkpointing:
         if not world.any(bool(bad)):
             return ""
         return ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "") or "on another rank"
+
+    def wrote(self, path: str) -> bool:
+        """Whether a file is a checkpoint of this training, from before the point at which it stands."""
+        file = Path(path)
+        if file.is_symlink() or not file.is_file():
+            return False
+        try:
+            then = standing(file)
+        except CheckpointError:  # damaged, or something else: a person may want to look at it
+            return False
+        return 0 < then.begun <= self._begun and then.step <= self._trainer.global_step
 
     def abandon(self) -> None:
         """The process ends at once, from whatever thread: leave no lock behind."""

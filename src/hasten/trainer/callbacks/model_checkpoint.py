@@ -115,6 +115,8 @@ class ModelCheckpoint(Callback):
         self._last_time_checked = time.monotonic()
         self._after_validation = False  # a save is due, and waits for the metric that validation will bring
         self._fitting = False
+        self._leaving: list[str] = []  # files of ours that others replace, as long as they are there
+        self._surplus: list[str] = []  # such files of the run that is resumed
 
     def _check(self) -> None:
         triggers = {
@@ -182,6 +184,7 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """The interval by time begins."""
         self._last_time_checked = time.monotonic()
+        self._remove_surplus(trainer)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if steps or time say so."""
@@ -281,7 +284,7 @@ class ModelCheckpoint(Callback):
         if self.monitor is None:
             path = self._free_path(trainer, values, taken_by_us=self.best_model_path)
             before, self.best_model_path = self.best_model_path, path
-            if not self._save(trainer, module, path):
+            if not self._save(trainer, module, path, before if self.save_top_k == 1 else ""):
                 self.best_model_path = before
             elif self.save_top_k == 1:
                 self._remove(trainer, before, path)
@@ -324,7 +327,7 @@ class ModelCheckpoint(Callback):
         self.best_k_models[path] = current
         self.current_score = current
         self._rank()  # before saving, since it is part of the state that is saved
-        if not self._save(trainer, module, path):
+        if not self._save(trainer, module, path, gone):
             self.best_k_models = before
             self._rank()
             return
@@ -352,7 +355,7 @@ class ModelCheckpoint(Callback):
         before, self.last_model_path = self.last_model_path, path
         if self.save_last == "link" and self._last_checkpoint_saved and self.save_top_k != 0:
             trainer.link_checkpoint(self._last_checkpoint_saved, path)
-        elif not self._save(trainer, module, path):
+        elif not self._save(trainer, module, path, before):
             self.last_model_path = before
             return
         self._remove(trainer, before, path)
@@ -392,8 +395,8 @@ class ModelCheckpoint(Callback):
         ours = path in self.best_k_models or path in (self.best_model_path, self.last_model_path)
         return bool(trainer.world.any(ours or (trainer.is_global_zero and os.path.lexists(path))))
 
-    def _save(self, trainer: Any, module: Any, path: str) -> bool:
-        """Save unless the weights are not finite or a callback objects."""
+    def _save(self, trainer: Any, module: Any, path: str, replaces: str = "") -> bool:
+        """Save unless the weights are not finite or a callback objects; `replaces` will be removed afterwards."""
         spoilt = trainer.checkpointing.spoilt()
         if spoilt or not trainer.may_save():
             why = f"the weights are not finite ({spoilt})" if spoilt else "a callback objects"
@@ -403,6 +406,8 @@ class ModelCheckpoint(Callback):
                 stacklevel=2,
             )
             return False
+        if replaces not in ("", path, *self._leaving) and self._may_remove(trainer, replaces):
+            self._leaving.append(replaces)
         trainer.save_checkpoint(path, self.save_weights_only)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = path
@@ -412,20 +417,37 @@ class ModelCheckpoint(Callback):
         return True
 
     def _remove(self, trainer: Any, path: str, current: str) -> None:
-        """Remove a file that another replaces: only in our folder, and never the one that was resumed from."""
-        if not path or path == current:
-            return
-        resumed = trainer.ckpt_path
-        old = Path(path).absolute()
-        assert self.dirpath is not None
-        if Path(self.dirpath).absolute() in old.parents and (resumed is None or Path(resumed).absolute() != old):
+        """Remove a file that another replaces."""
+        if path and path != current and self._may_remove(trainer, path):
             trainer.remove_checkpoint(path)
+
+    def _may_remove(self, trainer: Any, path: str) -> bool:
+        """Only in our folder, and never the one that was resumed from."""
+        old, resumed = Path(path).absolute(), trainer.ckpt_path
+        assert self.dirpath is not None
+        return Path(self.dirpath).absolute() in old.parents and (resumed is None or Path(resumed).absolute() != old)
+
+    def _remove_surplus(self, trainer: Any) -> None:
+        """Remove what the run that is resumed had replaced, but was killed before it could remove.
+
+        Only files that this training wrote itself, no later than where it goes on from; nobody else's of that name.
+        """
+        surplus, self._surplus = self._surplus, []
+        kept = {self.best_model_path, self.last_model_path, *self.best_k_models}
+        if not all(os.path.lexists(path) for path in (self.best_model_path, *self.best_k_models) if path):
+            return  # what replaces them was never written
+        for path in surplus:
+            if path not in kept and trainer.checkpointing.wrote(path) and self._may_remove(trainer, path):
+                say(trainer, f"removed {path}, which a later checkpoint replaces; the run was killed before it could")
+                trainer.remove_checkpoint(path)
 
     # -- state -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What is best so far, and where."""
+        self._leaving = [path for path in self._leaving if os.path.lexists(path)]
         return {
+            **({"leaving": list(self._leaving)} if self._leaving else {}),
             "monitor": self.monitor,
             "best_model_score": self.best_model_score,
             "best_model_path": self.best_model_path,
@@ -453,6 +475,7 @@ class ModelCheckpoint(Callback):
         self.kth_best_model_path = state_dict.get("kth_best_model_path", "")
         self.kth_value = state_dict.get("kth_value", self.kth_value)
         self.current_score = state_dict.get("current_score")
+        self._surplus = list(state_dict.get("leaving", []))
         # A checkpoint may be older than the first `last` of its run, whose file is to be replaced all the same.
         last = Path(self.dirpath or "") / (self.CHECKPOINT_NAME_LAST + self.FILE_EXTENSION)
         self.last_model_path = state_dict.get("last_model_path") or str(last)

@@ -8,6 +8,7 @@ from hasten.trainer.checkpoint.files import read, verify, write
 from hasten.trainer.checkpoint.folder import Claim, claim, latest_good
 from hasten.trainer.checkpoint.refusals import CheckpointError
 from hasten.trainer.checkpoint.saver import Saver
+from hasten.trainer.checkpoint.standing import standing
 from hasten.trainer.checkpoint.values import NotSaved
 from hasten.trainer.checkpoint.writing import check_writable, sweep
 
@@ -20,6 +21,7 @@ __all__ = [
     "claim",
     "latest_good",
     "read",
+    "standing",
     "sweep",
     "verify",
     "write",
