@@ -61,6 +61,37 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes, *, durable: 
         raise
 
 
+def write_in_place(path: str | os.PathLike[str], content: bytes) -> None:
+    """Change what a file holds and nothing else of it: owner, mode, attributes and its other names stay.
+
+    Where a new file in its place would have all that too, it is written whole. Else (hard links, attributes, another
+    owner) the file itself is written, its room on the disk taken beforehand, and put back as it was if that fails.
+
+    Raises:
+        OSError: It cannot be written; it is as it was.
+    """
+    old = os.stat(path)
+    if old.st_nlink == 1 and old.st_uid == os.geteuid() and old.st_gid == os.getegid() and not os.listxattr(path):
+        write_whole(path, content)
+        return
+    with open(path, "rb+", buffering=0) as file:
+        before = file.readall()
+        try:
+            os.posix_fallocate(file.fileno(), 0, max(len(content), len(before), 1))
+            _overwrite(file.fileno(), content)
+        except BaseException:
+            _overwrite(file.fileno(), before)
+            raise
+
+
+def _overwrite(fd: int, content: bytes) -> None:
+    done = 0
+    while done < len(content):
+        done += os.pwrite(fd, content[done:], done)
+    os.ftruncate(fd, len(content))
+    os.fsync(fd)
+
+
 def check_target(path: Path, what: str, recognise: Recognise | None, fix: str = _ELSE) -> None:
     """Check, before the work, that a file can be written after it, and is not somebody else's.
 

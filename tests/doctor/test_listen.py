@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from hasten.doctor import listen as room
+from hasten.doctor import measure
+from hasten.doctor.cases import Case, Job
 from hasten.doctor.diagnose import diagnose
 from hasten.doctor.listen import Heard, listen
 from hasten.taps.config import DoctorOptions
+from tests.report import diagnoses
 from tests.taps.scripts import write
 
 TRAIN = """
@@ -79,3 +82,16 @@ child.join()
     assert (seen.code, seen.cut) == (0, True)
     assert seen.evidence.steps > 2
     assert seen.evidence.stopped_at == ""
+
+
+def test_ctrl_c_while_changes_are_tried_shows_what_was_heard_and_is_the_exit_code(monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    job = Job("float64", "in float32", Case("Linear"), Case("Linear"))
+    monkeypatch.setattr(room, "jobs", lambda evidence: [job])
+    monkeypatch.setattr(room, "measure", lambda evidence: measure.in_turn([job], "cpu", 1, 1.0))
+    monkeypatch.setattr(measure.subprocess, "run", interrupted)
+    heard = room._try_changes(Heard(diagnoses.evidence(), 0), lambda line: None)
+    assert heard.stopped == 2
+    assert heard.evidence.measured[0].failed == "interrupted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -35,6 +36,39 @@ def test_mode_and_link_stay_and_other_names_of_the_old_file_keep_the_old_content
     assert real.read_text() == "new"
     assert stat.S_IMODE(real.stat().st_mode) == 0o640
     assert (tmp_path / "copy.json").read_text() == "old"
+
+
+def test_what_belongs_to_a_file_stays_where_its_content_changes(tmp_path, monkeypatch):
+    path, other = tmp_path / "train.py", tmp_path / "other.py"
+    path.write_bytes(b"long " * 100)
+    with contextlib.suppress(OSError):  # a file system without attributes
+        os.setxattr(path, "user.note", b"mine")
+    attributes = os.listxattr(path)
+    os.link(path, other)
+    path.chmod(0o751)
+    before = path.stat()
+    files.write_in_place(path, b"short")
+    assert other.read_bytes() == b"short"
+    assert os.listxattr(path) == attributes
+    after = path.stat()
+    assert (after.st_ino, after.st_mode, after.st_uid, after.st_nlink) == (
+        before.st_ino,
+        before.st_mode,
+        before.st_uid,
+        2,
+    )
+    real, calls = os.pwrite, []
+
+    def fails_once(fd: int, data: bytes, at: int) -> int:
+        calls.append(at)
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+        return real(fd, data[:3], at)
+
+    monkeypatch.setattr(os, "pwrite", fails_once)
+    with pytest.raises(OSError, match="Input/output"):
+        files.write_in_place(path, b"another content")
+    assert path.read_bytes() == other.read_bytes() == b"short"
 
 
 def test_a_new_file_has_the_mode_that_the_umask_leaves(tmp_path):

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.taps.scripts import ctrl_c_works
+
 SCRIPT = """
 import os, signal, sys, time
 import torch
@@ -148,7 +150,16 @@ def test_signal_reaches_each_rank_once(folder: Path, number: signal.Signals) -> 
     )
     command = [sys.executable, "train.py"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=folder, env=ENV, stdout=pipe, stderr=pipe, text=True, process_group=0) as main:
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=ENV,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        process_group=0,
+        preexec_fn=ctrl_c_works,
+    ) as main:
         wait_for_ranks(folder, 2)
         os.killpg(main.pid, number)  # as a terminal does
         out, err = main.communicate(timeout=60)

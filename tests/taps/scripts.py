@@ -51,6 +51,7 @@ def execute(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=ctrl_c_works,
     ) as process:
         try:
             out, err = process.communicate(stdin, timeout)

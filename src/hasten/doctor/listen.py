@@ -21,7 +21,7 @@ import psutil
 from hasten import files
 from hasten.doctor.endings import how_it_ended, nothing_heard, signal_name
 from hasten.doctor.jobs import jobs
-from hasten.doctor.measure import measure
+from hasten.doctor.measure import INTERRUPTED, measure
 from hasten.doctor.use import Sampler
 from hasten.doctor.where import where_is
 from hasten.errors import HastenError
@@ -100,7 +100,10 @@ def _try_changes(heard: Heard, say: Callable[[str], None]) -> Heard:
         measured = measure(heard.evidence)
     except Exception as error:  # what was heard stands by itself
         return dataclasses.replace(heard, unseen=(*heard.unseen, f"what changes would bring: {error!r}"))
-    return dataclasses.replace(heard, evidence=dataclasses.replace(heard.evidence, measured=measured))
+    # Ctrl-C here ends the trying, not the page; the exit code says that it came.
+    stopped = signal.SIGINT if any(one.failed == INTERRUPTED for one in measured) else heard.stopped
+    evidence = dataclasses.replace(heard.evidence, measured=measured)
+    return dataclasses.replace(heard, evidence=evidence, stopped=int(stopped))
 
 
 class _Listening:

@@ -17,6 +17,8 @@ from hasten.techniques.memory.allocator import TUNABLES
 
 SECONDS = 12.0
 
+INTERRUPTED = "interrupted"  # why a change could not be tried
+
 
 def measure(evidence: Evidence, seconds: float = SECONDS) -> tuple[Measurement, ...]:
     """Try what may help the run that left this evidence, before and after in turn, on its own layers and sizes.
@@ -63,7 +65,7 @@ def in_turn(wanted: Sequence[Job], device: str, threads: int, seconds: float) ->
             return _failed(wanted, (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1])
         return tuple(Measurement(**one) for one in json.loads(ran.stdout.splitlines()[-1]))
     except KeyboardInterrupt:  # who does not want to wait is told what was found without it
-        return _failed(wanted, "interrupted")
+        return _failed(wanted, INTERRUPTED)
     except subprocess.TimeoutExpired:
         return _failed(wanted, f"took longer than {seconds + 60.0:.0f} s")
     except (OSError, ValueError, TypeError, LookupError) as error:  # it must not spoil the diagnosis

@@ -219,7 +219,8 @@ class Ranks:
         self._heard = threading.Event()
         self._before: dict[int, Any] = {}
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._on_signal)
+            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGCHLD:  # as under nohup
+                self._before[number] = signal.signal(number, self._on_signal)
         for child in children:
             threading.Thread(target=self._watch, args=(child,), name=f"hasten-rank-{child.rank}", daemon=True).start()
         atexit.register(self._at_exit)

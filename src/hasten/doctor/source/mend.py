@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import stat
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from hasten.doctor.source.check import lines_of, problems_in
 from hasten.doctor.source.ignores import ignores_in
 from hasten.doctor.source.read import Text, UnreadableError, parse
 from hasten.errors import HastenError
+from hasten.files import write_in_place
 
 _ROUNDS = 10
 
@@ -112,23 +112,19 @@ def _one_round(text: Text, select: Collection[str], mended: Mended, first: bool)
 
 
 def write(mended: Mended) -> None:
-    """Write a mended file in the place of the old one, whole or not at all; its mode stays, and a link stays a link.
+    """Write a mended file whole or not at all; all that belongs to it stays: mode, owner, attributes, other names.
 
     Raises:
         HastenError: It cannot be written, or was changed meanwhile.
     """
     path = Path(os.path.realpath(mended.before.path))
-    temporary = path.with_name(f".{path.name}.hasten-{os.getpid()}.tmp")
     try:
         if not os.access(path, os.W_OK):
             raise HastenError(f"cannot write {path}: it is read-only", "make it writable first")
         if path.read_bytes() != mended.before.bytes_of(mended.before.text):
             raise HastenError(f"{path} was changed meanwhile: left as it is", "run `hasten fix` again")
-        temporary.write_bytes(mended.before.bytes_of(mended.after))
-        temporary.chmod(stat.S_IMODE(path.stat().st_mode))
-        temporary.replace(path)
+        write_in_place(path, mended.before.bytes_of(mended.after))
     except UnicodeEncodeError as error:
         raise HastenError(f"cannot write {path}: {error}") from None
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise HastenError(f"cannot write {path}: {error.strerror}") from None
