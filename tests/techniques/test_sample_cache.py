@@ -9,7 +9,7 @@ import pytest
 
 from hasten.evidence import LoaderFacts, Probe
 from hasten.techniques import Choices, Refusal
-from hasten.techniques.data.sample_cache import SampleCache, state_of, with_loader_function
+from hasten.techniques.data.sample_cache import SampleCache, with_loader_function
 from tests.techniques.conftest import LOADER, Train, evidence_of, identical
 
 # As torchvision's ImageFolder, which is not installed here: a `loader` function, then random augmentation.
@@ -22,10 +22,14 @@ IMAGES = """
     from torch import nn
     from torch.utils.data import DataLoader, Dataset, Subset
 
-    reads = Path("reads"); reads.touch()
+    import os, time
+    reads = Path("reads")
+
+    def counted(open_image, log=os.open("reads", os.O_WRONLY | os.O_CREAT | os.O_APPEND)):
+        return lambda *args: (os.write(log, b"x\\n"), open_image(*args))[1]
+    Image.open = counted(Image.open)  # where the cache does not look: what PIL does is PIL's
 
     def pil_loader(path):
-        with reads.open("a") as file: file.write(f"{path}\\n")
         with open(path, "rb") as file:
             return Image.open(file).convert("RGB")
 
@@ -67,6 +71,7 @@ IMAGES = """
 
     random.seed(0); np.random.seed(0); torch.manual_seed(0)
     draw()
+    time.sleep(0.03)  # a file that was just written may be written again at the same time
 """
 
 
@@ -83,7 +88,7 @@ def compared(train: Train, script: str, setting: str) -> tuple[int, int]:
 
 
 # Samples that are made again to be compared would count as read; tests/taps/test_guards.py has their test.
-NOT_LOOKED_OVER = "import hasten.techniques.data.sample_cache as cache; cache._AUDITED = 0"
+NOT_LOOKED_OVER = "import hasten.techniques.data.kept as kept; kept._AUDITED, kept._LOT = 0, 10**9"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -162,6 +167,89 @@ def test_a_dataset_changed_between_epochs_is_read_anew(train: Train, change: str
     """
     plain, changed = compared(train, script, "samples")
     assert changed <= plain
+
+
+STALE = {
+    "one label in 200": "data.labels[epoch * 7] += 1000",
+    "a label in mid-pass": "pass",
+    "an array by a view": "data.view[epoch] += 5",
+    ".data": "data.t.data[epoch + 3] += 5",
+    "array.array": "data.array[epoch + 5] += 5",
+    "a global": "bonus += 1",
+    "a closure": "data.add.__closure__[0].cell_contents += 1",
+    "a class attribute": "Data.total += 1",
+    "one file of 60": "Path(f'files/{epoch + 9}').write_text('77')",
+    "a file put in another's place": "Path('new').write_text('88'); os.replace('new', f'files/{epoch + 9}')",
+    "a file of the same size and time": "touched = os.stat('files/3'); Path('files/3').write_text('9'); "
+    "os.utime('files/3', ns=(touched.st_atime_ns, touched.st_mtime_ns))",
+    "a patched method": "Data.__getitem__ = lambda self, index: torch.tensor(float(epoch))",
+    "a patched function": "read = lambda path: 55",
+}
+DOES = {
+    "a rare augmentation": "if random.random() < 0.03: x += 1",
+    "an augmentation of a few samples": "if index == 150: x += torch.rand(())",
+    "NumPy's numbers": "if index == 150: x += np.random.rand()",
+    "a generator of its own": "x += float(torch.rand((), generator=self.g))",
+    "a counter": "self.count = getattr(self, 'count', 0) + 1",
+    "a counter in a list": "self.seen[0] += 1",
+    "a counter in a long list": "self.labels[199] += 1",
+    "what it says": "print(index)",
+    "a file": "open('log', 'a').close()",
+    "the time": "x += time.time()",
+    "a generator of no seed": "x += np.random.default_rng().random()",
+}
+
+
+@pytest.mark.parametrize("what", [*STALE, *DOES])
+def test_a_sample_is_kept_only_while_all_it_was_made_of_stays(train: Train, what: str) -> None:
+    """Also rarely: one sample of 200."""
+    script = f"""
+    import array
+    Path("files").mkdir()
+    for number in range(60): Path(f"files/{{number}}").write_text(str(number % 10))
+    time.sleep(0.03)
+    bonus = 0
+    def read(path): return int(Path(path).read_text())
+    def adder(start): return lambda x: x + start
+    class Data(Dataset):
+        total = 0
+        def __init__(self):
+            self.labels, self.array, self.t = [0] * 200, array.array("l", [0] * 200), torch.zeros(200)
+            self.view, self.add, self.g, self.seen = np.zeros(200), adder(0), torch.Generator(), [0]
+        def __len__(self): return 200
+        def __getitem__(self, index):
+            x = torch.tensor(float(read(f"files/{{index % 60}}") + bonus + self.total))
+            x += self.labels[index] + self.array[index] + self.t[index] + self.view[index]
+            {DOES.get(what, "pass")}
+            return self.add(x)
+    data = Data()
+    loader = DataLoader(data, batch_size=10)
+    seen = []
+    for epoch in range(4):
+        for number, x in enumerate(loader):
+            seen.append(x.tolist() if {what!r} not in ("the time", "a generator of no seed") else 0)
+            if {what!r} == "a label in mid-pass" and number == 4: data.labels[100 + epoch] += 1000
+        {STALE.get(what, "pass")}
+        time.sleep(0.03)
+    drawn = [random.random(), np.random.rand(), torch.rand(1).item(), data.g.get_state().tolist()]
+    torch.save({{"seen": seen, "drawn": drawn, "own": [data.labels, data.seen, vars(data).get("count")]}}, "left.pt")
+    """
+    plain, changed = train(IMAGES + script), train(IMAGES + script, sample_cache="samples")
+    assert plain.code == changed.code == 0, changed.err
+    assert identical(plain.left, changed.left)
+    assert plain.out == changed.out
+    assert ("left alone" in changed.installed["sample_cache"]) == (what in DOES)
+
+
+def test_batches_that_a_dataset_gives_whole_are_left_alone(train: Train) -> None:
+    script = """
+    class Whole(Images):
+        def __getitems__(self, indices): return [(torch.zeros(1), 2 * index) for index in indices]
+    torch.save({"seen": [y.tolist() for x, y in DataLoader(Whole("images"), batch_size=4)]}, "left.pt")
+    """
+    plain, changed = train(IMAGES + script), train(IMAGES + script, sample_cache="samples")
+    assert plain.left == changed.left
+    assert "__getitems__" in changed.installed["sample_cache"]
 
 
 def test_a_dataset_that_is_gone_leaves_its_room(train: Train) -> None:
@@ -267,18 +355,6 @@ def test_worth_trying(loaders: tuple[LoaderFacts, ...], share: float, expected: 
 class Holder:
     def __init__(self, **parts: Any) -> None:
         self.__dict__.update(parts)
-
-
-def test_the_state_of_a_dataset_stays_while_nothing_changes() -> None:
-    import numpy as np
-    import torch
-
-    cyclic = Holder(x=1)
-    cyclic.dataset = cyclic
-    parts = [{"a": {1: "b"}}, [object()], np.arange(5), np.array(["x"], dtype=object), torch.ones(2), print, type]
-    dataset = Holder(cyclic=cyclic, many=list(range(1000)), function=lambda x: x, parts=parts)
-    assert state_of(dataset) == state_of(dataset)
-    hash(state_of(dataset))
 
 
 def test_the_loader_function_is_found_inside_subsets_only_where_it_is_an_attribute_of_its_own() -> None:

@@ -27,6 +27,8 @@ def why_not_carried(value: Any) -> str:
             queue.extend(part.values())
         elif isinstance(part, tuple) and hasattr(kind, "_fields") and _is_found(kind):
             queue.extend(part)
+        elif kind.__module__ == "PIL.Image" and kind.__name__ == "Image" and part.mode in ("1", "L", "RGB", "RGBA"):
+            queue.append(part.info)
         elif not _is_plain_array(part):
             if not _is_known_object(kind):
                 return f"hold a {kind.__qualname__}"

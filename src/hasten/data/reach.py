@@ -31,6 +31,11 @@ UNSEEN = words(
     "exists isfile is_file isdir is_dir stat getmtime getsize environ getenv time perf_counter monotonic now today "
     "time_ns getpid urandom urlopen token_bytes uuid1 uuid4 default_rng RandomState SystemRandom seed"
 )
+# What reads files where Python does not hear of it.
+UNREAD = words(
+    "cv2 imread read_image read_file read_video decode_image h5py File memmap from_file skimage imageio soundfile "
+    "torchaudio librosa decord av lmdb zarr pyarrow read_parquet pandas sqlite3 fromfile"
+)
 
 
 def is_trusted(thing: Any) -> bool:

@@ -75,6 +75,15 @@ class SampleStore:
         """Bytes that may still be put in."""
         return self._size - int(_NEXT.unpack_from(self._map, 0)[0])
 
+    @property
+    def spoilt(self) -> bool:
+        """Whether a process that shares it said that it must not be used any more."""
+        return bool(self._map[_NEXT.size])
+
+    @spoilt.setter
+    def spoilt(self, spoilt: bool) -> None:
+        self._map[_NEXT.size] = int(spoilt)
+
     def get(self, key: Hashable) -> Any:
         """The sample of a key, as a fresh copy; `SampleStore.MISSING` when it is not there."""
         try:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hasten import messages
 from hasten.evidence import Evidence, Finding, HowKnown, LoaderFacts, Machine, Phase
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import in_ms, ordinary_seconds, typical_wait
@@ -183,10 +184,7 @@ class LoaderWorkers(Technique):
 
     def _let_go(self, why: str) -> None:
         self.refused(why)
-        print(
-            f"hasten: loader_workers: {why}; the training makes this loader's batches itself from here on.",
-            file=sys.stderr,
-        )
+        messages.tell(f"hasten: loader_workers: {why}; the training makes this loader's batches itself from here on.")
 
 
 def _no_children() -> bool:

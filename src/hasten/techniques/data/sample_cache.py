@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-import zlib
-from collections.abc import Callable
-from types import FunctionType, ModuleType
 from typing import Any
 
 from hasten import messages
 from hasten.data import SampleStore
-from hasten.data.sample_store import pack, room
+from hasten.data.sample_store import room
 from hasten.evidence import Evidence, Finding, HowKnown, LoaderFacts, Phase, Probe
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import data_share, faster_loading
 from hasten.evidence.weigh import timed
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique, toml_value
+from hasten.techniques.data.kept import Kept, Stale
 
-_AUDITED, _AUDIT_EVERY = 16, 1000  # kept samples that are made again and compared: the first, and every n-th
 _FAST = 20e-6  # seconds: what the cache itself takes per sample
-_DEPTH, _MOST, _SHORT = 8, 5000, 64  # how far `state_of` looks
 _LOADER_FUNCTION = "loader"  # where torchvision's DatasetFolder and its many imitations keep it
 
 
@@ -30,6 +25,12 @@ class SampleCache(Technique):
     Setting "samples" keeps what `dataset[i]` gives, where the same index was seen to give the same sample.
     Setting "decoded" keeps what the dataset's `loader(path)` gives (ImageFolder's idiom) and leaves the random
     augmentation behind it as it is. Either way the numbers stay the same; the first epoch fills the cache.
+
+    A sample is taken from memory only while all it was made of is as it was: what its code reads (attributes, elements,
+    arrays, globals, closures), and the files that were opened for it. Left alone, with the reason, are datasets that
+    cannot be looked into, and samples that draw random numbers, change something, or are read where Python does not
+    hear of it. One in 200 samples, by lot, is made again and compared; should one differ, that batch is made without
+    the cache, and so are all later ones.
     """
 
     name = "sample_cache"
@@ -42,8 +43,8 @@ class SampleCache(Technique):
 
     def __init__(self, setting: Any) -> None:
         super().__init__(setting)
-        # id of a dataset -> a weak reference to it, so that its samples go when it goes; its store; its state then
-        self._stores: dict[int, tuple[Any, SampleStore, tuple[Any, ...]]] = {}
+        # id of a dataset -> what is kept of it; that holds the dataset, and is held by its loaders
+        self._kept: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -117,104 +118,111 @@ class SampleCache(Technique):
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             return
         if self.setting == "samples":
-            self._store_of(dataset, len(dataset))
-            return
+            return  # see `loader`
         inner = with_loader_function(dataset)
         if inner is None or isinstance(inner.loader, _CachedFunction):
             return
-        inner.loader = _CachedFunction(inner.loader, SampleStore(len(inner), room()))
-        self.did("dataset")
-
-    def _store_of(self, dataset: Any, samples: int) -> SampleStore:
-        kept = self._stores.get(id(dataset))
-        state = state_of(dataset)
-        if kept is None or kept[2] != state:  # samples kept before a transform was exchanged are no longer true
-            gone = functools.partial(_forget, self._stores, id(dataset))
-            kept = (weakref.ref(dataset, gone), SampleStore(samples, room()), state)
-            self._stores[id(dataset)] = kept
+        store = SampleStore(len(inner), room())
+        kept = Kept(store, {"loader": inner.loader}, self._let_go)
+        if not kept.is_over():
+            inner.loader = _CachedFunction(inner.loader, kept)
             self.did("dataset")
-        return kept[1]
+
+    def loader(self, loader: Any) -> None:
+        """Make the store of a loader's samples, which other loaders of the same dataset share."""
+        from torch.utils.data import IterableDataset
+
+        dataset = loader.dataset
+        if self.setting != "samples" or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            return
+        if loader.batch_sampler is None:
+            return
+        if why := _fetches_of_its_own(dataset):
+            self.refused(why)
+            return
+        kept = self._kept.get(id(dataset))
+        if kept is None:
+            kept = Kept(SampleStore(len(dataset), room()), {"dataset": dataset}, self._let_go)
+            self._kept[id(dataset)] = kept
+            if not kept.is_over():
+                self.did("dataset")
+        loader.__dict__["_hasten_kept"] = kept  # what is kept goes when the last loader does
 
     def fetcher(self, fetcher: Any) -> Any:
         """Take samples from the store."""
-        kept = self._stores.get(id(fetcher.dataset))
-        if self.setting != "samples" or kept is None or not getattr(fetcher, "auto_collation", False):
+        from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+        if self.setting != "samples" or type(fetcher) is not _MapDatasetFetcher or not fetcher.auto_collation:
             return fetcher
-        return _CachedFetcher(fetcher, self._store_of(fetcher.dataset, len(fetcher.dataset)))
+        kept = self._kept.get(id(fetcher.dataset))
+        if kept is None or kept.is_over():
+            return fetcher
+        kept.look(whole=True)
+        return fetcher if kept.is_over() else _CachedFetcher(fetcher, kept)
+
+    def _let_go(self, why: str) -> None:
+        self.refused(why)
+        messages.tell(f"hasten: sample_cache: {why}; the dataset is read without the cache from here on.")
 
 
-class _Audited:
-    """A store that is looked over: its first samples, and some later ones, are made again and compared.
+def _fetches_of_its_own(dataset: Any) -> str:
+    """Why a dataset's samples are not what its `__getitem__` gives one by one, or ""."""
+    from torch.utils.data import Subset
 
-    A dataset may read what no look at it shows (a global, a file that changed). One that does is found out within
-    the first repeated samples, and is read as ever from then on.
-    """
-
-    def __init__(self, store: SampleStore) -> None:
-        self._store = store
-        self._hits = 0
-        self._untrue = False
-
-    def get(self, key: Any, make: Callable[[Any], Any]) -> Any:
-        """The sample of a key, kept or made."""
-        if self._untrue:
-            return make(key)
-        sample = self._store.get(key)
-        if sample is SampleStore.MISSING:
-            sample = make(key)
-            self._store.put(key, sample)
-            return sample
-        self._hits += 1
-        if self._hits <= _AUDITED or self._hits % _AUDIT_EVERY == 0:
-            anew = make(key)
-            if pack(anew) != pack(sample):
-                self._untrue = True
-                messages.tell(
-                    "hasten: sample_cache: the same index gave another sample than before; the dataset is read without "
-                    "the cache from here on. Take sample_cache out of the plan.",
-                )
-            return anew
-        return sample
+    while type(dataset) is Subset and "__getitems__" not in vars(dataset):
+        dataset = dataset.dataset
+    own = getattr(dataset, "__getitems__", None)
+    return f"{type(dataset).__name__} gives whole batches of its own (`__getitems__`)" if own else ""
 
 
 class _CachedFetcher:
     """A fetcher that asks the store first."""
 
-    def __init__(self, fetcher: Any, store: SampleStore) -> None:
+    def __init__(self, fetcher: Any, kept: Kept) -> None:
         self._fetcher = fetcher
-        self._kept = _Audited(store)
-        self.dataset = fetcher.dataset
+        self._kept = kept
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fetcher, name)
 
     def fetch(self, indices: Any) -> Any:
         """What the fetcher behind it gives, each sample read once."""
-        return self._fetcher.collate_fn([self._kept.get(index, self.dataset.__getitem__) for index in indices])
+        fetcher, kept = self._fetcher, self._kept
+        if kept.is_over() or type(indices) not in (list, tuple) or not set(map(type, indices)) <= {int}:
+            return fetcher.fetch(indices)
+        kept.look(indices)
+        if kept.is_over() or _fetches_of_its_own(fetcher.dataset):
+            return fetcher.fetch(indices)
+        get, make, samples = kept.get, fetcher.dataset.__getitem__, []
+        for index in indices:
+            try:
+                samples.append(make(index) if kept.is_over() else get(index, make))
+            except Stale:  # what was taken from the store for this batch may be as wrong
+                return fetcher.fetch(indices)
+        return fetcher.collate_fn(samples)
 
 
 class _CachedFunction:
     """A dataset's `loader(path)` behind a store."""
 
-    def __init__(self, function: Any, store: SampleStore) -> None:
+    def __init__(self, function: Any, kept: Kept) -> None:
         self.function = function
-        self._kept = _Audited(store)
+        self._kept = kept
         self.__wrapped__ = function
         self.__name__ = getattr(function, "__name__", "loader")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1 or not isinstance(args[0], str | bytes | int):
+        if kwargs or len(args) != 1 or type(args[0]) not in (str, bytes, int) or self._kept.is_over():
             return self.function(*args, **kwargs)
-        return self._kept.get(args[0], self.function)
+        self._kept.look()
+        try:
+            return self.function(*args) if self._kept.is_over() else self._kept.get(args[0], self.function)
+        except Stale:
+            return self.function(*args)
 
     def __reduce__(self) -> Any:
         # A copy in a process that was not forked has no store to share: it gets the plain function.
         return _plain, (self.function,)
-
-
-def _forget(stores: dict[int, Any], key: int, gone: Any) -> None:
-    if key in stores and stores[key][0] is gone:
-        del stores[key]
 
 
 def _plain(function: Any) -> Any:
@@ -232,45 +240,3 @@ def with_loader_function(dataset: Any) -> Any:
         if dataset is None:
             return None
     return None
-
-
-def state_of(dataset: Any) -> tuple[Any, ...]:
-    """What of a dataset may be exchanged or changed between epochs, as far as can be seen without reading it all.
-
-    Plain values anywhere inside it, which objects it refers to, the elements of its lists, the contents of its arrays.
-    """
-    seen: set[int] = set()
-    return tuple(_state(part, seen, _DEPTH) for part in (dataset,))
-
-
-def _state(value: Any, seen: set[int], depth: int) -> Any:
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    if id(value) in seen or len(seen) > _MOST or not depth or type(value).__module__.startswith("hasten."):
-        return id(value)
-    seen.add(id(value))
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        return id(value), _checksum(value)
-    state: list[Any] = [id(value), _version(value)]  # tensors count their changes
-    if isinstance(value, list | tuple | set | dict):
-        elements = list(value) if not isinstance(value, dict) else [part for item in value.items() for part in item]
-        state.append(hash(tuple(map(id, elements))))
-        state += [_state(element, seen, depth - 1) for element in elements] if len(elements) <= _SHORT else []
-    elif not isinstance(value, type | ModuleType | FunctionType):
-        inside = getattr(value, "__dict__", {})
-        state += [(str(key), _state(inside[key], seen, depth - 1)) for key in sorted(inside, key=str)]
-    return tuple(state)
-
-
-def _version(value: Any) -> Any:
-    """How often a tensor was changed; tensors made in inference mode do not count."""
-    try:
-        return getattr(value, "_version", 0)
-    except RuntimeError:
-        return None
-
-
-def _checksum(array: Any) -> int:
-    """Of an array's contents; of a big one every n-th element's."""
-    flat = array.reshape(-1)
-    return zlib.crc32(flat[:: max(1, flat.nbytes >> 26)].tobytes()) if not flat.dtype.hasobject else 0

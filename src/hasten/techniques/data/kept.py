@@ -1,0 +1,120 @@
+"""What is kept in a store while all it was made of stays as it is."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hasten.data import SampleStore
+from hasten.data.carried import why_not_carried
+from hasten.data.look import Look, random_states
+from hasten.data.opened import opened, unchanged
+from hasten.data.reach import SAYS, UNREAD, UNSEEN, WRITES
+from hasten.data.sample_store import pack
+
+_AUDITED, _LOT = 16, 200  # kept samples that are made again and compared: the first, and one in so many by lot
+_WHOLE_LOOKS = 2  # samples after whose making everything is looked at
+_MISSING = SampleStore.MISSING
+
+
+class Stale(Exception):  # noqa: N818 - no error: it says that a batch is to be made without the store
+    """Something kept is not, or may not be, what would be made now."""
+
+
+class Kept:
+    """A store of what a function gives, for as long as that cannot have changed.
+
+    Args:
+        store: Shared with forked workers.
+        roots: What the function depends on; see `Look`.
+        let_go: Told why nothing is kept any more.
+    """
+
+    def __init__(self, store: SampleStore, roots: dict[str, Any], let_go: Callable[[str], None]) -> None:
+        self._store = store
+        self._roots = roots
+        self._let_go = let_go
+        self._hits = self._made = 0
+        self._lot = random.Random()  # of its own: the training's numbers stay
+        self._over = False
+        self._began()
+        if why := self._why_not():
+            self.end(why)
+
+    def is_over(self) -> bool:
+        """Whether it was given up, here or in a worker."""
+        return self._over or self._store.spoilt
+
+    def end(self, why: str) -> None:
+        """Keep nothing from here on."""
+        if not self._over:
+            self._over = True
+            self._store.spoilt = True
+            self._let_go(why)
+
+    def look(self, rows: Any = (), whole: bool = False) -> None:
+        """Forget all where what samples depend on has changed since they were made."""
+        if self._look.changed_at_all() if whole else self._look.changed(rows):
+            self._began()
+            if why := self._why_not():
+                self.end(why)
+
+    def get(self, key: Any, make: Callable[[Any], Any]) -> Any:
+        """What is kept for a key, or made now.
+
+        Raises:
+            Stale: Another look at it found that it cannot be kept; `end` was told why.
+        """
+        found = self._store.get((self._state, key))
+        if found is _MISSING or not unchanged(found[0]):
+            return self._make(key, make, keep=found is _MISSING)
+        self._hits += 1
+        if self._hits <= _AUDITED or self._lot.random() * _LOT < 1:
+            made = self._make(key, make, keep=False)
+            if pack(made) != pack(found[1]):
+                self.end("the same index gave another sample than before")
+                raise Stale
+            return made
+        return found[1]
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy in another process shares nothing
+
+    def _began(self) -> None:
+        self._look = Look(self._roots)
+        self._state = self._new_state()
+
+    def _new_state(self) -> str:
+        """A name for the state of things now, which no other process gives to another."""
+        return f"{time.time_ns()}-{self._lot.getrandbits(64)}-{os.getpid()}"
+
+    def _why_not(self) -> str:
+        if self._look.blind:
+            return f"what samples are made of {self._look.blind}"
+        named = sorted(self._look.names & (SAYS | WRITES | UNSEEN | UNREAD))
+        if named:
+            return f"samples' code names `{named[0]}`: what that does cannot be seen"
+        return "making a sample changes what the dataset holds" if self._look.stores else ""
+
+    def _make(self, key: Any, make: Callable[[Any], Any], keep: bool) -> Any:
+        before = random_states()
+        with opened() as heard:
+            sample = make(key)
+        self._made += 1
+        whole = self._made <= _WHOLE_LOOKS
+        if random_states() != before:
+            self.end("samples draw random numbers")
+        elif heard.doing:
+            self.end(f"making a sample {heard.doing}")
+        elif self._look.changed_at_all() if whole else self._look.changed():
+            self.end("making a sample changes what the dataset holds")
+        elif self._look.holds(sample):
+            self.end("samples are parts of the dataset itself")
+        elif why := why_not_carried(sample):
+            self.end(f"samples {why}")
+        elif keep and heard.settled():
+            self._store.put((self._state, key), (heard.files, sample))
+        return sample
