@@ -57,29 +57,34 @@ def test_a_compiled_training(train: Train) -> None:
 
 
 DRAWS = """
+    import numpy as np
     import torch
     from torch import nn
 
-    torch.manual_seed(0)
+    torch.manual_seed(0); np.random.seed(0)
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
             self.body = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Dropout(0.5), nn.Linear(16, 4))
         def forward(self, x):
-            return self.body(x) + 0.1 * torch.randn_like(x) * torch.rand(4)
+            noise = torch.as_tensor(np.random.rand(4), dtype=torch.float32)
+            return self.body(x) + noise + 0.1 * torch.randn_like(x) * torch.rand(4)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for number in range(4):
+        if number == 2:  # a hook set late still runs
+            model.body[0].register_forward_hook(lambda module, inputs, output: output * 2)
         loss = model(torch.randn(8, 4)).pow(2).mean()
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         losses.append(loss.item())
-    torch.save({"losses": losses, "random": torch.get_rng_state(), "model": model.state_dict()}, "left.pt")
+    states = [torch.get_rng_state(), np.random.rand()]
+    torch.save({"losses": losses, "random": states, "model": model.state_dict()}, "left.pt")
 """
 
 
 @needs_compiler
-def test_the_same_random_numbers_are_drawn(train: Train) -> None:
+def test_the_same_random_numbers_are_drawn_and_late_hooks_run(train: Train) -> None:
     plain, changed = train(DRAWS), train(DRAWS, compile="default")
     assert plain.code == changed.code == 0, changed.err
     assert changed.installed == {"compile": "model"}

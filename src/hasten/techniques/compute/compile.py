@@ -102,9 +102,11 @@ class Compile(Technique):
             return
         if any(type(layer).__name__ == "OptimizedModule" for layer in model.modules()):
             return
+        import torch._dynamo.config
         import torch._inductor
 
         # Random numbers from torch's own generator, as without compiling: else dropout draws other masks.
+        _look_at_all(torch._dynamo.config)
         mode = {} if self.setting == "default" else torch._inductor.list_mode_options(str(self.setting))
         options: dict[str, Any] = {"options": {**mode, "fallback_random": True}}
         if type(model).forward.__module__.startswith("torch."):
@@ -115,6 +117,16 @@ class Compile(Technique):
         else:
             model.compile(**options)
         self.did("model")
+
+
+def _look_at_all(config: Any) -> None:
+    """Have compiled code notice what it takes for granted by default.
+
+    Hooks set on layers after it was compiled (they would never run), and NumPy's random numbers (torch's would stand in
+    for them). Only once something is compiled: a script's own torch.compile alone stays as it is.
+    """
+    config.skip_nnmodule_hook_guards = False
+    config.use_numpy_random_stream = True
 
 
 def kernel_cache() -> str:
