@@ -242,7 +242,8 @@ def test_fused_optimizer(name):
     expected = by_hand(loader(), make, epochs=2)
     module = Regression(make)
     assert_same(by_trainer(module, loader(), max_epochs=2, fused_optimizer=True), expected, bits=False)
-    assert module.trainer.optimizers[0].param_groups[0]["fused"]
+    assert module.trainer.run.installed() == {"fused_optimizer": "optimizer"}
+    assert module.trainer.optimizers[0].param_groups[0]["fused"] is None  # a checkpoint is any other's
 
 
 def test_a_plain_module_with_a_loss():
@@ -297,3 +298,27 @@ def test_modes_of_submodules_are_put_back_after_validation():
             assert self.net[2].training
 
     quiet(max_epochs=2).fit(Frozen(), loader(), loader())
+
+
+class ByHand(Images):
+    """Sets a gradient as a view of a flat tensor, which lies otherwise in memory than its weight."""
+
+    def on_before_optimizer_step(self, optimizer):
+        weight = self.net[0].weight
+        weight.grad = weight.grad.permute(1, 2, 3, 0).reshape(-1).view(3, 3, 3, -1).permute(3, 0, 1, 2)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_fused_updates_leave_weights_and_checkpoints_as_they_are_without(name):
+    def trained(**flags):
+        module = ByHand()
+        module.optimizer = OPTIMIZERS[name]
+        weights = by_trainer(module, images(), max_epochs=2, **flags)
+        return weights, module.trainer.optimizers[0].state_dict()
+
+    (weights, state), (plain, plain_state) = trained(fused_optimizer=True, channels_last=True), trained()
+    assert_same(weights, plain, bits=False)
+    assert state["param_groups"] == plain_state["param_groups"]
+    for number, values in plain_state["state"].items():
+        for key, value in values.items():
+            assert not torch.is_tensor(value) or state["state"][number][key].stride() == value.stride()

@@ -174,7 +174,7 @@ def optimizer_facts(optimizer: Any, where: str, steps: int, why_not: str, course
         name=type(optimizer).__name__,
         where=where,
         parameters=len(parameters),
-        fused=bool(group.get("fused")),
+        fused=bool(group.get("fused")) or hasattr(vars(optimizer).get("_init_group"), "fuses"),  # by our technique
         foreach=group.get("foreach"),
         fusable=not why_not,
         why_not_fusable=why_not,

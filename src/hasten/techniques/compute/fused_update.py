@@ -60,6 +60,7 @@ def fuse_updates(optimizer: Any, leaves: Callable[[str], None]) -> None:
 
     if not hasattr(getattr(module, name), "hands_on"):
         setattr(module, name, _handing_on(getattr(module, name)))
+    gather.fuses = True  # type: ignore[attr-defined]
     optimizer._init_group = gather  # neither pickled nor copied with the optimizer
 
 
