@@ -8,6 +8,8 @@ watcher; so it imports nothing but the standard library.
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import secrets
 import signal
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 _MARK = "HASTEN_CHILD_"
+_PR_SET_PDEATHSIG = 1
 _PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL
 _UNTIL_GONE = 5.0  # seconds after which a process that SIGKILL does not end (in a broken file system) is given up
 
@@ -102,6 +105,20 @@ def family(mark: str, session: int = 0) -> list[int]:
             if marked or (session and int(numbers[2]) == session):
                 found.append(int(folder.name))
     return found
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process, started by multiprocessing, when its parent dies, whatever of (Linux only).
+
+    A loader's worker looks for its parent between two samples, so one that hangs in a sample would stay for ever.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or sys.platform != "linux":
+        return
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if not parent.is_alive():  # it died before this process said so; under a fork server it is not our parent's number
+        os._exit(1)
 
 
 class _Watcher:

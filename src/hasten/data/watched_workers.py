@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import _IterableDatasetStopIteration
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from hasten.child import die_with_parent
 from hasten.data import rng
 
 _STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
@@ -98,9 +100,13 @@ class _Start:
         self._then = then
         self._collate = collate
         self._states = states
+        # Linux ends such a child with the thread that started it, and only the main thread lives as long as we do.
+        self._follows = threading.current_thread() is threading.main_thread()
 
     def __call__(self, worker: int) -> None:
         global _generators, _reported
+        if self._follows:
+            die_with_parent()
         if self._then is not None:
             self._then(worker)
         info = get_worker_info()

@@ -84,3 +84,10 @@ def test_a_worker_of_a_training_hears_terminate(nursery, tmp_path):
     gone([worker])
     process.kill(TERM)
     assert process.wait() == 143
+
+
+def test_a_worker_that_hangs_dies_with_a_training_that_is_killed(nursery, tmp_path):
+    process, workers = hung(nursery, tmp_path, "a worker")
+    process.kill(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    gone(workers)
