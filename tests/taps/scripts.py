@@ -10,9 +10,11 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+import hasten
 from hasten.evidence import Evidence, read_evidence
 
 PYTHON = sys.executable
+OURS = str(Path(hasten.__file__).parent) + os.sep  # a clone and what is installed in it may lie in a folder `hasten`
 HASTEN = str(Path(sys.executable).with_name("hasten"))
 LISTEN = (HASTEN, "run", "--no-plan", "--evidence", "evidence.json")
 

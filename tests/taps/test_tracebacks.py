@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.taps.scripts import HASTEN, execute, hastened, listened, plain, write
+from tests.taps.scripts import HASTEN, OURS, execute, hastened, listened, plain, write
 
 CASES = """
 import sys, threading
@@ -128,7 +128,7 @@ def test_tracebacks_under_a_plan_that_wraps_everything(tmp_path: Path) -> None:
     )
     done = execute(HASTEN, "run", "--quiet", "train.py", cwd=tmp_path)
     expected = _parts(plain(tmp_path, "train.py").err)
-    assert {name: text for name, text in _parts(done.err).items() if "hasten" in text} == {}
+    assert {name: text for name, text in _parts(done.err).items() if OURS in text} == {}
     assert _parts(done.err).keys() == expected.keys()
     assert _parts(done.err)["in_forward"] == expected["in_forward"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from hasten.evidence import Evidence, Stages, read_evidence
 from hasten.taps.config import DoctorOptions, RunConfig, environment
-from tests.taps.scripts import Done, execute, plain, write
+from tests.taps.scripts import OURS, Done, execute, plain, write
 from tests.taps.scripts import environment as bare
 
 HEAD = """
@@ -264,7 +264,7 @@ train(DataLoader(Bad(), 8))
     )
     assert done.code == 1
     assert done.err.endswith("KeyError: 'no sample 20'\n")
-    assert "hasten" not in done.err
+    assert OURS not in done.err
     assert evidence.stages == ()
     assert "no sample 20" in evidence.error
 
