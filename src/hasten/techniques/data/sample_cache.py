@@ -13,6 +13,7 @@ from hasten.evidence.figures import percent
 from hasten.evidence.waiting import data_share, faster_loading
 from hasten.evidence.weigh import timed
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique, toml_value
+from hasten.techniques.data.batched_fetch import holds_rows
 from hasten.techniques.data.kept import Kept, Stale
 
 _FAST = 20e-6  # seconds: what the cache itself takes per sample
@@ -137,7 +138,8 @@ class SampleCache(Technique):
             return
         if loader.batch_sampler is None:
             return
-        if why := _fetches_of_its_own(dataset):
+        why = "rows of tensors lie in memory already" if holds_rows(dataset) else _fetches_of_its_own(dataset)
+        if why:
             self.refused(why)
             return
         kept = self._kept.get(id(dataset))
