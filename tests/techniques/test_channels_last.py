@@ -178,6 +178,13 @@ HOSTILE = {
             h = model.stem(x)
             assert h.is_contiguous()
             return model.head(model.up(model.body(h)).view(4, -1)).pow(2).mean()""",
+    "code that is compiled": """
+        def between(h):
+            flat = F.conv2d(h, model.body.weight, groups=2, padding=1).view(4, -1)
+            return F.dropout(flat, 0.0).view_as(h)
+        model.between = between
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        def run(x): return (compiled(x) + model(x)).pow(2).mean()""",
     "functional transforms": """
         def run(x):
             weights = {name: p.detach() for name, p in model.named_parameters()}

@@ -134,7 +134,8 @@ def _laid_out(layout: Layout, plain: Any) -> Any:
 
     def convolve(input: Any, weight: Any, *args: Any, **options: Any) -> Any:
         if (
-            type(input) is tensor
+            not is_compiling()  # first: the compiler then reads no further
+            and type(input) is tensor
             and has(weight)
             and input.dim() == 4
             and input.dtype in _FLOATS
@@ -152,7 +153,7 @@ def _renaming(layout: Layout, plain: Any) -> Any:
     views = plain.__name__ in ("view", "view_as")
 
     def rename(self: Any, *args: Any, **options: Any) -> Any:
-        if not layout.weights or type(self) is not tensor or self.is_contiguous() or _aside():
+        if type(self) is not tensor or self.is_contiguous() or is_compiling() or not layout.weights or _aside():
             return plain(self, *args, **options)
         # What asks for a memory format, or for another number type, means the tensor as it lies.
         if options.get("memory_format", torch.contiguous_format) is torch.contiguous_format:
@@ -172,7 +173,9 @@ def _drawing(layout: Layout, plain: Any) -> Any:
     drops = plain.__name__ in _DROPOUTS
 
     def draw(*args: Any, **options: Any) -> Any:
-        if layout.weights and args and type(args[0]) is tensor and not args[0].is_contiguous() and not _aside():
+        if is_compiling() or not layout.weights:
+            return plain(*args, **options)
+        if args and type(args[0]) is tensor and not args[0].is_contiguous() and not _aside():
             if drops and len(args) > 2 and not args[2]:  # nothing is dropped in eval mode
                 return plain(*args, **options)
             as_plain(args[0])
