@@ -117,6 +117,55 @@ def test_loss_scaling_is_exact_and_invisible(train: Train, case: str) -> None:
     assert identical(plain.left, changed.left)
 
 
+DRAWING = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 65), nn.Linear(65, 1)
+        def forward(self, x):
+            hidden = self.first(x)
+            kinds.add(hidden.dtype)
+            mean, wide = hidden.detach() * 0, torch.ones_like(hidden)
+            drawn.extend(one.float() for one in [
+                torch.randn_like(hidden), torch.rand_like(hidden), torch.empty_like(hidden).normal_(1.0, 2.0),
+                torch.empty_like(hidden).uniform_(-1, 1), torch.empty_like(hidden).exponential_(),
+                torch.empty_like(hidden).bernoulli_(0.3), torch.distributions.Normal(mean, wide).rsample(),
+                torch.randn(65, dtype=hidden.dtype), torch.randn_like(hidden, dtype=torch.float32),
+                torch.bernoulli(wide * 0.5), nn.functional.dropout(wide), nn.functional.gumbel_softmax(mean),
+            ])
+            states.append(torch.get_rng_state())
+            return self.last(hidden)
+    model, drawn, states, kinds = Net(), [], [], set()
+    model(torch.randn(7, 8)).sum().backward()
+    torch.save({"drawn": drawn, "states": states, "kinds": kinds}, "left.pt")
+"""
+
+
+def test_random_numbers_are_those_of_float32(train: Train) -> None:
+    plain, changed = train(DRAWING), train(DRAWING, precision="bf16-mixed")
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    assert changed.left["kinds"] == {torch.bfloat16}
+    assert identical(plain.left["states"], changed.left["states"])
+    for one, other in zip(plain.left["drawn"], changed.left["drawn"], strict=True):
+        assert close(one, other, 0.01)
+
+
+@pytest.mark.parametrize("setting", ["bf16-mixed", "16-mixed"])
+def test_a_script_under_autocast_is_left_as_it_is(train: Train, setting: str) -> None:
+    script = SGD.replace("output = model(x)", "with torch.autocast('cpu', torch.bfloat16): output = model(x)").replace(
+        "cross_entropy(output[\"out\"], y)", "cross_entropy(output[\"out\"].float(), y)"
+    )  # fmt: skip
+    plain, changed = train(script), train(script, precision=setting)
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    assert plain.left["dtypes"] == {"torch.bfloat16"}
+    assert identical(plain.left, changed.left)
+    assert "under autocast itself" in changed.installed["precision"]
+
+
 SEES_INSIDE = {  # what is set up, what is done with the loss, and what is said
     "retain_grad": ("", "h.retain_grad(); loss.backward(); seen.append(h.grad)", "retain_grad sees"),
     "tensor": ("", "h.register_hook(lambda g: seen.append(g.clone())); loss.backward()", "a hook on a tensor"),

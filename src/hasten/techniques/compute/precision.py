@@ -16,6 +16,7 @@ from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Tec
 from hasten.techniques.compute.loss_scaling import LossScaler
 from hasten.techniques.compute.scaled_steps import guard
 from hasten.techniques.compute.true_precision import convert, in_dtype
+from hasten.techniques.compute.wide_draws import Wide
 from hasten.techniques.memory.allocator import keeping
 from hasten.techniques.nested import map_tensors
 
@@ -47,11 +48,12 @@ class Precision(Technique):
     """Compute in another floating-point type than float32.
 
     "bf16-mixed" and "16-mixed" run the forward of outermost modules (under the Trainer the whole step, loss
-    included) under autocast, and hand outputs back in float32; parameters stay float32. "bf16-mixed" needs nothing
-    else. "16-mixed" scales the loss so that small gradients survive fp16, unscales them right after the backward,
-    and skips a step whose gradients overflowed, which it says. It goes back to float32, with the reason, where
-    something sees gradients inside the backward (hooks, `retain_grad`, autograd functions of the script) or takes them
-    in a way of its own (`torch.autograd.grad`, a GradScaler, an optimizer that differentiates more than once a step).
+    included) under autocast, and hand outputs back in float32; parameters stay float32, and random numbers those of
+    float32. "bf16-mixed" needs nothing else. "16-mixed" scales the loss so that small gradients survive fp16,
+    unscales them right after the backward, and skips a step whose gradients overflowed, which it says. It goes back
+    to float32, with the reason, where something sees gradients inside the backward (hooks, `retain_grad`, autograd
+    functions of the script) or takes them in a way of its own (`torch.autograd.grad`, a GradScaler, an optimizer that
+    differentiates more than once a step).
 
     "bf16-true", "16-true" and "64-true" are for the Trainer: they convert the model itself, cast floating-point
     inputs, and let tensors made in the forward be of that type too; outputs stay in it. A script's model is left as
@@ -227,6 +229,9 @@ class Precision(Technique):
         def widen(part: Any) -> Any:
             return part.float() if part.dtype is dtype else part
 
+        wide = Wide()
+        enabled = torch.is_autocast_enabled
+
         def mixed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             kind = kinds.get(module)
             if kind is None:
@@ -235,7 +240,10 @@ class Precision(Technique):
                     self.did("model")
             if kind not in contexts or (scaler is not None and scaler.gone):
                 return call(module, args, kwargs)
-            with contexts[kind]:
+            if enabled(kind):  # the script's own: its outputs and draws are in 16 bits already
+                self._under_autocast(kind)
+                return call(module, args, kwargs)
+            with contexts[kind], wide:
                 output = call(module, args, kwargs)
             return map_tensors(widen, output)
 
@@ -245,6 +253,10 @@ class Precision(Technique):
         """With fp16: skip a step that overflowed."""
         if self._scaler is not None:
             guard(optimizer, self._scaler, self._may_step)
+
+    def _under_autocast(self, kind: str) -> None:
+        self._leave("the script runs under autocast itself")
+        self.refused(f"the script runs under autocast itself ({kind})")
 
     def _may_step(self, optimizer: Any) -> bool:
         if self._scaler is None or self._scaler.may_step(optimizer):
