@@ -138,8 +138,9 @@ class SampleCache(Technique):
             return
         if loader.batch_sampler is None:
             return
-        why = "rows of tensors lie in memory already" if holds_rows(dataset) else _fetches_of_its_own(dataset)
-        if why:
+        if holds_rows(dataset):
+            return  # these lie in memory already
+        if why := _fetches_of_its_own(dataset):
             self.refused(why)
             return
         kept = self._kept.get(id(dataset))
