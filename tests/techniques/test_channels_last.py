@@ -107,7 +107,7 @@ HOSTILE = {
             h.flatten(2)[:, 0] *= 2
             h.reshape(4, 8, -1).mul_(0.5)
             h.contiguous().add_(1)
-            h[:2].view(2, -1).sum()
+            assert h[:2].view(2, -1).sum() + h.detach().mean(3).view(-1).sum()
             h.as_strided((2, 2), (2, 1)).zero_()
             return h.clone().view_as(h)
         model.between = between""",
@@ -148,6 +148,9 @@ HOSTILE = {
         model.forward = lambda x: {"image": model.head(model.up(model.body(model.stem(x)))), "x": [x]}
         optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
         def run(x):
+            with torch.inference_mode():
+                extra.append(model(x)["image"].view(4, -1).clone())
+                extra.append(model.stem(x).permute(0, 2, 3, 1).reshape(-1).clone())
             out = model(x)
             assert out["image"].is_contiguous() and out["x"][0] is x
             return out["image"].view(4, -1).pow(2).mean()""",

@@ -87,9 +87,18 @@ def as_plain(tensor: Any) -> None:
 
     It is done in place, so that all who hold it still see one memory. What autograd has saved of it keeps its own.
     """
-    if type(tensor) is torch.Tensor and lies_last(tensor) and tensor._base is None and not tensor.is_inference():
-        with torch.no_grad():
+    if type(tensor) is torch.Tensor and lies_last(tensor) and _is_activation(tensor):
+        with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
             tensor.data = _contiguous(tensor.detach())
+
+
+def _is_activation(tensor: Any) -> bool:
+    """Whether nobody else relies on where a tensor lies: no view, no weight, not shared with other processes."""
+    return not (
+        tensor._base is not None
+        or (tensor.requires_grad and tensor.is_leaf)
+        or (tensor.device.type == "cpu" and tensor.is_shared())
+    )
 
 
 def outputs_as_plain(outputs: Any) -> None:
@@ -158,11 +167,11 @@ def _renaming(layout: Layout, plain: Any) -> Any:
         # What asks for a memory format, or for another number type, means the tensor as it lies.
         if options.get("memory_format", torch.contiguous_format) is torch.contiguous_format:
             as_plain(self)
-        if not views or self.dim() < 3 or self._base is None:
+        if not views or self.dim() < 3:
             return plain(self, *args, **options)
         try:
             return plain(self, *args, **options)
-        except RuntimeError:  # a part of an activation: contiguous in a plain run, where this is no error
+        except RuntimeError:  # made from an activation, or a part of it: contiguous in a plain run, so no error there
             return plain(_contiguous(self), *args, **options)
 
     return rename
