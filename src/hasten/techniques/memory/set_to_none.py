@@ -37,7 +37,7 @@ class SetToNone(Technique):
     effect = Effect.ROUNDING
     relieves = Resource.OPTIMIZER
     sources = ("Lin, tip 14", "Kuhn, tip 10")
-    acts_on = "an optimizer that is told to fill gradients with zeros"
+    acts_on = "a gradient of 2^20 elements or more that is filled with zeros"
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
