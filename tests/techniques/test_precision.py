@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -220,7 +221,6 @@ INSIDE = """
         return loss
     SETUP
     for x in torch.randn(6, 5, 6)DOUBLE:
-        x.requires_grad_()
         optimizer.zero_grad()
         h = h_of(model[0](x))
         loss = (model[2](h.tanh()) * 1e-2).pow(2).mean()
@@ -315,6 +315,55 @@ def test_a_step_that_overflowed_is_skipped_for_every_optimizer_once(train: Train
     assert kept == [2, 4]
     assert changed.left["moved"][6] is True
     assert identical(plain.left["gradient"], changed.left["gradient"])  # whatever the scale is by then
+
+
+OVERFLOWING = """
+    import copy, math
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    class Big(nn.Module):
+        def forward(self, x): return x * 3000.0
+    hidden = [nn.Linear(16, 32), nn.ReLU()]
+    model = nn.Sequential(*hidden, BIG, nn.Linear(32, 4))
+    x, y = torch.randn(8, 16), torch.randn(8, 4) * 300
+    losses, steps = [], 0
+    optimizer = None
+    SETUP
+    for number in range(40):
+        loss = (model(x) - y).pow(2).sum() / 100
+        model.zero_grad()
+        loss.backward()
+        STEP
+        losses.append(loss.item())
+    torch.save({"losses": losses[-1], "steps": steps, "model": model.state_dict()}, "left.pt")
+"""
+ADAM = "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)"
+OVERFLOWS = {  # what is set up, how the script steps, what is said, steps that may be lost
+    "steps by hand": ("pass", "steps += 1\n        for p in model.parameters(): p.data.add_(p.grad, alpha=-1e-4)",
+                      "no optimizer of torch's steps 4 of", 0),
+    "a copy steps": (f"{ADAM}; model, optimizer = copy.deepcopy((model, optimizer))", "steps += 1; optimizer.step()",
+                     "no optimizer of torch's steps 4 of", 0),
+    "the script skips": (ADAM, ("norm = nn.utils.clip_grad_norm_(model.parameters(), 10.0)\n        "
+                         "if not norm.isfinite(): continue\n        steps += 1; optimizer.step()"),
+                         "the script dropped gradients that overflowed", 10),
+    "no number is large enough": (f"{ADAM}; x *= 50", "steps += 1; optimizer.step()", "overflow in fp16 with no scale",
+                                  0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OVERFLOWS)
+def test_an_overflow_never_reaches_a_weight_nor_stops_the_training(train: Train, case: str) -> None:
+    setup, step, said, lost = OVERFLOWS[case]
+    script = OVERFLOWING.replace("SETUP", setup).replace("STEP", step)
+    script = script.replace("BIG", "Big()" if "x *= 50" in setup else "nn.Identity()")
+    plain, changed = train(script), train(script, precision="16-mixed")
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    assert changed.err.count(said) >= 1
+    assert math.isfinite(changed.left["losses"])
+    assert plain.left["steps"] - lost <= changed.left["steps"] <= plain.left["steps"]
+    assert all(value.isfinite().all() for value in changed.left["model"].values())
 
 
 def test_sparse_gradients_are_unscaled_too(train: Train) -> None:

@@ -71,6 +71,7 @@ ACTS: dict[str, dict[str, str]] = {
                                        "after": f"{AGAIN}()"},
     "read in between": {"between": "seen.append([p.grad is None or p.grad.abs().sum().item() for p in "
                         "optimizer.param_groups[0]['params']])"},
+    "written by NumPy": {"between": "if number: model.middle.weight.grad.numpy()[0] += 0.5"},
     "some inputs": {"after": f"optimizer.zero_grad(False); w = model.middle.weight; {AGAIN}(inputs=[w])"},
     "held": {"setup": "held = []", "after": "w = model.middle.weight; held = held or [w.grad, model.table.weight.grad."
              "detach()]; seen.append([g.norm().item() for g in held])"},
@@ -80,6 +81,8 @@ LEFT_ALONE: dict[str, dict[str, str]] = {
     "views of a flat buffer": {"after": FLAT + "\n        flat.clamp_(-1e-3, 1e-3); seen.append(flat.norm().item())"},
     "noise before the backward": {"between": "for p in model.parameters():\n            "
                                   "if p.grad is not None: p.grad.add_(0.01)"},
+    "written through .data": {"between": "for p in model.parameters():\n            "
+                              "if p.grad is not None: p.grad.data.add_(p.data, alpha=0.1)"},
     "set before the backward": {"between": "for p in model.parameters(): p.grad = torch.full_like(p, 0.01)"},
     "a hook that reads": {"setup": "model.middle.weight.register_hook(lambda g: seen.append(model.late.weight.grad is "
                           "None))"},

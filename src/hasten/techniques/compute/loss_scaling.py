@@ -10,6 +10,7 @@ from hasten.techniques.base import Call
 from hasten.techniques.onlookers import own_function
 
 _fine: set[type] = set()  # kinds of nodes that are torch's own
+_UNASKED = 8  # backwards without a step after which overflows are looked for: each look waits for the device
 
 
 class LossScaler:
@@ -21,16 +22,21 @@ class LossScaler:
 
     Args:
         let_go: Called with the reason once nothing may be scaled, nor computed in fp16, any more.
+        dropped: Called when gradients that overflowed were dropped by the script, with no step made of them.
 
     Attributes:
         scale: What a loss is multiplied by.
         gone: Why nothing is scaled any more; "" while it is.
     """
 
-    def __init__(self, let_go: Callable[[str], None] = lambda why: None) -> None:
+    def __init__(
+        self, let_go: Callable[[str], None] = lambda why: None, dropped: Callable[[], None] = lambda: None
+    ) -> None:
         self.scale = 2.0**15
         self.gone = ""
         self._let_go = let_go
+        self._dropped = dropped
+        self._unasked = 0  # backwards since an optimizer last asked
         self._clean_steps = 0
         self._overflows: Any = None  # on the device: backwards so far that overflowed
         self._adapted = 0  # how many of them have made the scale smaller
@@ -55,7 +61,8 @@ class LossScaler:
         single = isinstance(tensors, torch.Tensor)
         roots = [tensors] if single else list(tensors)
         leaves, function = _leaves(roots)
-        if not self.gone and (why := function or _reason(leaves, args, kwargs)):
+        self._look_for_dropped()
+        if not self.gone and (why := function or _reason(leaves, args, kwargs) or self._unguarded(leaves)):
             self.leave(why)
         if self.gone:
             self._in_flight = False
@@ -91,6 +98,52 @@ class LossScaler:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
             self._overflows = overflow if self._overflows is None else self._overflows + overflow.to(self._overflows)
 
+    def _unguarded(self, leaves: list[Any]) -> str:
+        """Why nobody would keep an overflow from what uses a gradient; "" where optimizers do that step them all.
+
+        By hand (`p -= lr * p.grad`), by an optimizer that is none of torch's, or one that was copied or unpickled, the
+        infinite gradient would be taken for a true one. So would an input's, of which an adversarial example is made.
+        """
+        stepped = {
+            id(one) for optimizer in self._answered for group in optimizer.param_groups for one in group["params"]
+        }
+        count = sum(id(leaf) not in stepped for leaf in leaves)
+        if not count:
+            return ""
+        return f"no optimizer of torch's steps {count} of the tensors that get gradients, so an overflow would be used"
+
+    def _look_for_dropped(self) -> None:
+        """Adapt the scale where the script itself drops gradients that overflowed, and never comes to a step.
+
+        (`if not norm.isfinite(): optimizer.zero_grad(); continue`) With the same scale the next would overflow too.
+        """
+        self._unasked += 1
+        if self.gone or self._unasked == 1 or self._overflows is None:
+            return
+        nothing_left = all(
+            one.grad is None
+            for optimizer in self._answered
+            for group in optimizer.param_groups
+            for one in group["params"]
+        )
+        if not nothing_left and self._unasked % _UNASKED:
+            return
+        overflows = int(self._overflows.item())
+        if overflows > self._adapted:
+            self._adapt(overflows)
+            self._dropped()
+        if nothing_left:  # they are gone with their gradients: a step that comes is not made of them
+            for optimizer in self._answered:
+                self._answered[optimizer] = overflows
+            self._unasked = 1
+
+    def _adapt(self, overflows: int) -> None:
+        """Make the scale smaller, or go back to float32 where it cannot be."""
+        self._adapted, self._clean_steps = overflows, 0
+        if self.scale == 1.0:
+            self.leave("numbers overflow in fp16 with no scale at all: in the forward, or in gradients of this size")
+        self.scale = max(1.0, self.scale / 2)
+
     def state_dict(self) -> dict[str, Any]:
         """The scale, and how many steps it has held; for between two steps."""
         state: dict[str, Any] = {"scale": self.scale, "clean_steps": self._clean_steps}
@@ -114,10 +167,10 @@ class LossScaler:
 
         Reads one number from the device, as GradScaler does.
         """
+        self._unasked = 0
         overflows = 0 if self._overflows is None else int(self._overflows.item())
         if overflows > self._adapted:
-            self._adapted, self._clean_steps = overflows, 0
-            self.scale = max(1.0, self.scale / 2)
+            self._adapt(overflows)
         else:
             self._clean_steps += 1
             if self._clean_steps >= 2000:

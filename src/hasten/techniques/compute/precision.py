@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from hasten import messages
 from hasten.evidence import Evidence, Finding, HowKnown, Machine
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import CERTAIN, gain_of, in_words, on_gpu, place_of, products, saved, share_of, timed
@@ -53,7 +54,8 @@ class Precision(Technique):
     unscales them right after the backward, and skips a step whose gradients overflowed, which it says. It goes back
     to float32, with the reason, where something sees gradients inside the backward (hooks, `retain_grad`, autograd
     functions of the script) or takes them in a way of its own (`torch.autograd.grad`, a GradScaler, an optimizer that
-    differentiates more than once a step).
+    differentiates more than once a step), where tensors get gradients that no optimizer of torch's steps, and where
+    numbers overflow with no scale at all.
 
     "bf16-true", "16-true" and "64-true" are for the Trainer: they convert the model itself, cast floating-point
     inputs, and let tensors made in the forward be of that type too; outputs stay in it. A script's model is left as
@@ -71,7 +73,7 @@ class Precision(Technique):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._scaler = LossScaler(self.let_go) if setting == "16-mixed" else None
+        self._scaler = LossScaler(self.let_go, self._dropped) if setting == "16-mixed" else None
         self._converted: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @classmethod
@@ -265,6 +267,11 @@ class Precision(Technique):
             print("hasten: precision: gradients overflowed in fp16; this step is skipped (said once)", file=sys.stderr)
         self.did("step skipped")
         return False
+
+    def _dropped(self) -> None:
+        if "overflow dropped by the script" not in self.acted:
+            messages.tell("hasten: precision: the script dropped gradients that overflowed in fp16 (said once)")
+        self.did("overflow dropped by the script")
 
     def backward(self, call: Call) -> Call:
         """With fp16: scale the loss, unscale the gradients."""
