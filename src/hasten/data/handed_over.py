@@ -24,6 +24,7 @@ from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoader
 
 from hasten.data.carried import why_not_carried
 from hasten.data.look import Look, random_states
+from hasten.data.opened import changed_file, opened
 from hasten.data.orders import Positions, batches, batching
 from hasten.data.reach import SAYS, WRITES
 
@@ -31,16 +32,16 @@ _END = "end"  # a task: say what a whole look finds changed
 
 
 class Made:
-    """A batch that a worker made, and what that changed."""
+    """A batch that a worker made, the files it is made of, and what its making changed."""
 
-    __slots__ = ("batch", "changed", "drew")
+    __slots__ = ("batch", "changed", "drew", "files")
 
-    def __init__(self, batch: Any, changed: str, drew: bool) -> None:
-        self.batch, self.changed, self.drew = batch, changed, drew
+    def __init__(self, batch: Any, changed: str, drew: bool, files: dict[str, Any] | None = None) -> None:
+        self.batch, self.changed, self.drew, self.files = batch, changed, drew, files or {}
 
     def pin_memory(self, device: str | None = None) -> Made:
         """Called by torch's pin_memory thread."""
-        return Made(pin_memory(self.batch, device), self.changed, self.drew)
+        return Made(pin_memory(self.batch, device), self.changed, self.drew, self.files)
 
 
 class _Maker:
@@ -55,14 +56,15 @@ class _Maker:
             return Made(None, self._look.changed_at_all(), drew=False)
         number, indices = task
         before = _seed(self._seed, number)
-        batch = self._fetcher.fetch(indices)
+        with opened(everywhere=True) as heard:
+            batch = self._fetcher.fetch(indices)
         changed = self._look.changed() if self._looked else self._look.changed_at_all()
         self._looked = True
         if not changed and self._look.holds(batch):
             changed = "its batches have parts that are the dataset's own"
         elif not changed and (why := why_not_carried(batch)):
             changed = f"its batches {why}"
-        return Made(None if changed else batch, changed, random_states() != before)
+        return Made(None if changed else batch, changed, random_states() != before, heard.files)
 
 
 def _seed(seed: int, number: int) -> tuple[Any, ...]:
@@ -264,6 +266,9 @@ class Pass(_SingleProcessDataLoaderIter):
             return None
         if made.changed:
             self._hasten_dismiss(made.changed)
+            return None
+        if other := changed_file(made.files):
+            self._hasten_dismiss(f"{other} changed during a pass")
             return None
         self._hasten_drawn.popleft()
         self._hasten_sent.popleft()

@@ -15,6 +15,7 @@ from hasten.data.look_parts import ATOMS, Node, Parts, same_parts, weight
 from hasten.data.look_stamp import Stamp
 
 _QUICK_PARTS, _QUICK_NODES, _QUICK_BYTES = 600, 60, 1 << 14  # what a quick look goes through: some 15 us
+_LISTS = 4  # long lists, and as many arrays, that are looked at where samples have their rows
 _SHARE = 0.01  # of the time between looks may go into whole ones
 
 
@@ -28,6 +29,7 @@ class Look:
         blind: Why not all can be seen: "holds an open file (.log)"; "" where all can.
         names: All names of globals and attributes in the code that was reached.
         stores: Whether that code sets attributes or globals.
+        late: What a look in the midst of a pass found changed that had not been looked at for some time.
     """
 
     def __init__(self, roots: dict[str, Any]) -> None:
@@ -46,12 +48,14 @@ class Look:
         self._lists = [
             (name, thing, was) for name, thing, _, was in self._rest if type(thing) is list and len(was) > 64
         ]
-        self._lists = self._lists[:4]
+        self._lists = self._lists[:_LISTS]
         small = sorted(parts.stamps, key=lambda stamp: stamp.size)
         self._quick_stamps, left = [], _QUICK_BYTES
         for stamp in small[:_QUICK_NODES]:
             left -= stamp.size
             self._quick_stamps.append((stamp, left > 0))
+        self._in_rows = [stamp for stamp in small if stamp.keep_rows()][:_LISTS]
+        self.late = ""
         self._spent = self._whole_took = 0.0
         self._since = time.perf_counter()
 
@@ -61,25 +65,31 @@ class Look:
         Args:
             rows: Indices of samples: long lists are looked at there.
         """
-        for name, thing, read, was in self._quick:
-            if not same_parts(was, read(thing)):
-                return name
-        for stamp, whole in self._quick_stamps:
-            if stamp.changed(whole):
-                return stamp.name
+        if found := self.changed_small():
+            return found
         if self._lists and rows and type(rows) is list:
             for name, held, was in self._lists:
                 if any(type(i) is int and i < len(was) and (i >= len(held) or held[i] is not was[i]) for i in rows):
                     return name
+        if rows and type(rows) is list and (found := next((s.name for s in self._in_rows if s.row_changed(rows)), "")):
+            return found
         if self._rest or len(self._quick_stamps) < len(self._stamps) or not all(w for _, w in self._quick_stamps):
             start = time.perf_counter()
             if (self._spent + self._whole_took) <= _SHARE * (start - self._since):
-                return self._all_of_the_rest(start)
+                self.late = self._all_of_the_rest(start)
+                return self.late
         return ""
+
+    def changed_small(self) -> str:
+        """Return what of the small parts is changed, or ""."""
+        for name, thing, read, was in self._quick:
+            if not same_parts(was, read(thing)):
+                return name
+        return next((stamp.name for stamp, whole in self._quick_stamps if stamp.changed(whole)), "")
 
     def changed_at_all(self) -> str:
         """Return what a whole look finds changed, or ""."""
-        return self.changed() or self._all_of_the_rest(time.perf_counter())
+        return self.changed_small() or self._all_of_the_rest(time.perf_counter())
 
     def _all_of_the_rest(self, start: float) -> str:
         found = next((name for name, thing, read, was in self._rest if not same_parts(was, read(thing))), "")
@@ -110,6 +120,14 @@ class Look:
             else:
                 queue.extend(getattr(part, "__dict__", {}).values())
         return False
+
+
+def ambient() -> Any:
+    """Return what of torch's switches decides which tensors a sample's making gives."""
+    import torch
+
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    return torch.get_default_dtype(), autocast, torch.is_inference_mode_enabled()
 
 
 def random_states() -> tuple[Any, ...]:

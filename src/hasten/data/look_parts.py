@@ -18,7 +18,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hasten.data.look_stamp import Stamp
-from hasten.data.reach import globals_of, is_trusted, names_of, stores, words
+from hasten.data.reach import (
+    TRUSTED,
+    globals_of,
+    imports_of,
+    is_trusted,
+    named_at_run_time,
+    names_of,
+    stores,
+    words,
+)
 
 _MOST_NODES, _MOST_BYTES = 200_000, 1 << 29
 _MISSING = object()
@@ -86,6 +95,7 @@ class Parts:
         self.alive: dict[int, Any] = {}
         self._bytes = 0
         self._waiting: dict[str, list[tuple[str, Any]]] = {}  # methods that nobody has named yet
+        self._any_name = False  # code makes up names for `getattr`: any method may be called
         self._modules: list[tuple[str, Any, set[str]]] = []
         self._queue: deque[tuple[str, Any]] = deque(roots.items())
         while self._queue and not self.blind:
@@ -120,6 +130,10 @@ class Parts:
             self._all(name, [value.func, value.args, value.keywords])
         elif isinstance(value, logging.Logger):
             self.names.add("getLogger")
+        elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+            self.names.add(value.__name__)  # `from time import monotonic as clock`
+            if type(value.__self__).__name__ != "PyCapsule":  # pybind11's; else `table.get`, `random.Random(3).random`
+                self._all(name, [value.__self__])
         elif not self._is_closed(value, kind) and not self._stamped(name, value):
             self._instance(name, value, kind)
 
@@ -191,11 +205,18 @@ class Parts:
     def _function(self, name: str, function: types.FunctionType) -> None:
         self._all(name, [function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None)])
         if is_trusted(function):
+            self.names.add(function.__name__)
             cells = function.__closure__ or ()
             self._all(name, [cell.cell_contents for cell in cells if _is_set(cell)])
             return
         names = names_of(function)
         self._reach(names)
+        shown, hidden = named_at_run_time(function)
+        self._reach(shown)
+        if hidden and not self._any_name:
+            self._any_name = True
+            self._reach(list(self._waiting))
+        self._imports(name, imports_of(function))
         self.stores = self.stores or stores(function)
         cells, room, used = function.__closure__ or (), function.__globals__, globals_of(function)
 
@@ -212,6 +233,15 @@ class Parts:
             for label, part in zip(named, parts[3:], strict=True)
             if type(part) not in ATOMS and part is not _MISSING
         )
+
+    def _imports(self, name: str, modules: list[str]) -> None:
+        """Go into the modules that code imports as it runs: `from config import LEVEL` inside `__getitem__`."""
+        for full in modules:
+            module = sys.modules.get(full)
+            if module is not None:
+                self._all(name, [module])
+            elif full.partition(".")[0] not in TRUSTED:
+                self.blind = f"imports {full} as it runs ({name})"
 
     def _class(self, name: str, kind: type, constructed: bool) -> None:
         library = any(is_trusted(base) and base.__module__ not in _NEUTRAL for base in kind.__mro__)
@@ -231,7 +261,7 @@ class Parts:
         elif key in _NOT_CALLED:
             if constructed and isinstance(part, types.FunctionType):
                 self._queue.append((name, part))
-        elif special or called or key in self.names:
+        elif special or called or self._any_name or key in self.names:
             self._queue.append((name, part))
         else:
             self._waiting.setdefault(key, []).append((name, part))
@@ -245,7 +275,11 @@ class Parts:
     def _members_of_modules(self) -> None:
         """Go into what code may read off the script's own modules: `config.size`."""
         for name, module, known in self._modules:
-            used = sorted((self.names & vars(module).keys()) - known)
+            inside = vars(module)
+            named = self.names & inside.keys()
+            if self._any_name:
+                named |= {key for key, part in inside.items() if key[:2] != "__" and not callable(part)}
+            used = sorted(named - known)
             if not used:
                 continue
             known.update(used)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 _BLOCK = 1 << 15  # elements that are weighed by one row of odd weights
+_MOST_COPIED = 8 << 20  # bytes of an array whose rows are kept: labels and weights of some million samples
 _weights: Any = None
 
 
@@ -31,6 +32,23 @@ class Stamp:
         self._thing, self._head, self._body = thing, head, body
         self._was = head(thing), body(thing)
         self._memory = Stamp.memory_of(thing)
+        self._rows: Any = None
+
+    def keep_rows(self) -> bool:
+        """Keep a copy of an array or tensor of many rows, so that single rows can be looked at; False if it is none."""
+        rows = _rows_of(self._thing)
+        if rows is None or rows.ndim == 0 or len(rows) < 2 or rows.nbytes > _MOST_COPIED:
+            return False
+        self._rows = rows.copy()
+        return True
+
+    def row_changed(self, indices: list[Any]) -> bool:
+        """Whether rows are others than when they were kept."""
+        rows = _rows_of(self._thing)
+        asked = [i for i in indices if type(i) is int and -len(self._rows) <= i < len(self._rows)]
+        if rows is None or rows.shape != self._rows.shape or rows.dtype != self._rows.dtype:
+            return True
+        return bool(rows[asked].tobytes() != self._rows[asked].tobytes())
 
     def changed(self, whole: bool) -> bool:
         """Whether it is another; `whole`: look at the contents too."""
@@ -75,6 +93,18 @@ class Stamp:
         if numpy is not None:
             return _of_numpy(numpy, name, value)
         return None
+
+
+def _rows_of(thing: Any) -> Any:
+    """Return an array of what a stamp stands for; None where it has no rows."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(thing, numpy.ndarray):
+        return thing
+    if torch is None or not isinstance(thing, torch.Tensor) or thing.dtype is torch.bfloat16:
+        return None
+    return None if thing.is_conj() or thing.is_neg() else thing.detach().numpy()
 
 
 def _of_numpy(numpy: Any, name: str, value: Any) -> Stamp | str | None:

@@ -13,12 +13,14 @@ from typing import Any
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _DOINGS = (
     *("socket.", "subprocess.", "sqlite3.", "urllib.", "ftplib.", "shutil.", "ctypes.dlopen", "os.system"),
+    *("mmap.", "_thread.start_new_thread"),  # written without a trace; opens what this thread does not hear of
     *("os.exec", "os.posix_spawn", "os.fork", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.putenv"),
 )
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
 _FRESH = 20_000_000  # ns: a file changed so shortly ago may be changed again without its time showing it
 
-_listening: Opened | None = None
+_EVERY = 0  # no thread has this number
+_listening: dict[int, Opened] = {}  # thread -> what hears of its events
 _hooked = False
 
 
@@ -33,7 +35,6 @@ class Opened:
     def __init__(self) -> None:
         self.files: dict[str, Any] = {}
         self.doing = ""
-        self.thread = threading.get_ident()
 
     def hears(self, event: str, args: tuple[Any, ...]) -> None:
         """Hear of an audit event of Python's."""
@@ -47,11 +48,12 @@ class Opened:
         if not isinstance(path, str | bytes | os.PathLike):
             self.doing = self.doing or "opens a file by its number"
             return
-        name = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - a link may come to lead elsewhere
+        name = os.fsdecode(path)  # as it was named: a link, or the working folder, may come to be another
+        whole = os.path.abspath(name)  # noqa: PTH100 - it resolves no links
         if isinstance(flags, int) and flags & _WRITING:
-            self.doing = self.doing or f"writes {name.rpartition(os.sep)[2]}"
-        elif name.startswith(_NO_FILES):
-            self.doing = self.doing or f"reads {name}"
+            self.doing = self.doing or f"writes {whole.rpartition(os.sep)[2]}"
+        elif whole.startswith(_NO_FILES):
+            self.doing = self.doing or f"reads {whole}"
         else:
             self.files.setdefault(name, told_by(name))
 
@@ -70,25 +72,42 @@ def told_by(path: str) -> tuple[int, ...] | None:
     return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino, found.st_dev
 
 
-def unchanged(files: dict[str, Any]) -> bool:
-    """Whether files are as they were."""
-    return all(told_by(path) == told for path, told in files.items())
+def changed_file(files: dict[str, Any]) -> str:
+    """Return the first of these files that is not as it was, or ""."""
+    return next((path for path, told in files.items() if told_by(path) != told), "")
+
+
+def hear_again(files: dict[str, Any]) -> None:
+    """Let who listens know of files that something kept was made of."""
+    if heard := _listens():
+        for path, told in files.items():
+            heard.files.setdefault(path, told)
+
+
+def _listens() -> Opened | None:
+    return _listening.get(threading.get_ident()) or _listening.get(_EVERY)
 
 
 @contextmanager
-def opened() -> Iterator[Opened]:
-    """Listen to what is opened inside, in this thread."""
-    global _listening, _hooked
+def opened(everywhere: bool = False) -> Iterator[Opened]:
+    """Listen to what is opened inside, in this thread or, in a process that does nothing else, in all."""
+    global _hooked
     if not _hooked:
         sys.addaudithook(_heard)
         _hooked = True
-    before, _listening = _listening, Opened()
+    thread = _EVERY if everywhere else threading.get_ident()
+    before, heard = _listening.get(thread), Opened()
+    _listening[thread] = heard
     try:
-        yield _listening
+        yield heard
     finally:
-        _listening = before
+        if before is None:
+            del _listening[thread]
+        else:
+            _listening[thread] = before
+    hear_again(heard.files)  # outside of this one
 
 
 def _heard(event: str, args: tuple[Any, ...]) -> None:
-    if _listening is not None and _listening.thread == threading.get_ident():
-        _listening.hears(event, args)
+    if _listening and (heard := _listens()) is not None:
+        heard.hears(event, args)

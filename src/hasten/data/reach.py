@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dis
+import functools
 import sys
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -15,13 +18,16 @@ TRUSTED = frozenset(sys.stdlib_module_names - {"__main__"}) | {
 }
 
 
+_ALWAYS = ("torch", "numpy", "hasten")  # trusted wherever they lie: people build them in a folder of their own
+
+
 def words(text: str) -> frozenset[str]:
     """Return the words of a text."""
     return frozenset(text.split())
 
 
 # A sample that says or writes something does so in another process or order, or not at all where it is kept.
-SAYS = words("print input exec eval globals get_worker_info current_process getLogger get_ident")
+SAYS = words("print input exec eval globals logging lseek get_worker_info current_process getLogger get_ident")
 WRITES = words(
     "write writelines write_text write_bytes dump imwrite to_csv to_pickle savetxt savez savez_compressed tofile save "
     "mkdir makedirs unlink rename rmtree touch system popen Popen check_call check_output setattr"
@@ -34,14 +40,34 @@ UNSEEN = words(
 # What reads files where Python does not hear of it.
 UNREAD = words(
     "cv2 imread read_image read_file read_video decode_image h5py File memmap from_file skimage imageio soundfile "
-    "torchaudio librosa decord av lmdb zarr pyarrow read_parquet pandas sqlite3 fromfile"
+    "torchaudio librosa decord av lmdb zarr pyarrow read_parquet pandas sqlite3 fromfile pread preadv "
+    "Thread ThreadPool ThreadPoolExecutor"
 )
 
 
 def is_trusted(thing: Any) -> bool:
     """Whether a class, function or module is of a library that is not looked into."""
     name = getattr(thing, "__module__", None) or getattr(thing, "__name__", None) or ""
-    return not isinstance(name, str) or name.partition(".")[0] in TRUSTED
+    if not isinstance(name, str):
+        return True
+    top = name.partition(".")[0]
+    return top in _ALWAYS or (top in TRUSTED and _is_installed(top))
+
+
+def _is_installed(top: str) -> bool:
+    """Whether the module of a library's name is that library: a folder `datasets` beside train.py is the script's."""
+    module = sys.modules.get(top)
+    file = getattr(module, "__file__", None)
+    places = [file] if isinstance(file, str) else list(getattr(module, "__path__", ()))
+    return all(_among_libraries(str(place)) for place in places)
+
+
+@functools.cache
+def _among_libraries(path: str) -> bool:
+    parts = Path(path).parts
+    if "site-packages" in parts or "dist-packages" in parts:
+        return True
+    return any(Path(path).is_relative_to(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib"))
 
 
 def names_of(function: FunctionType) -> frozenset[str]:
@@ -56,6 +82,42 @@ def stores(function: FunctionType) -> bool:
         for code in _codes(function.__code__)
         for instruction in dis.get_instructions(code)
     )
+
+
+def named_at_run_time(function: FunctionType) -> tuple[set[str], bool]:
+    """Return the names that a function gives to `getattr`, and whether it gives any that its code does not show."""
+    names: set[str] = set()
+    hidden = False
+    for code in _codes(function.__code__):
+        steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL")]
+        for place, step in enumerate(steps):
+            if step.argval not in ("getattr", "attrgetter", "methodcaller") or not step.opname.startswith("LOAD_"):
+                continue
+            given: set[str] = set()
+            for other in steps[place + 1 :]:
+                if not other.opname.startswith("LOAD_"):
+                    break
+                if other.opname == "LOAD_CONST" and isinstance(other.argval, str):
+                    given.add(other.argval)
+            shown = bool(given) and other.opname in ("PRECALL", "CALL")
+            names |= {part for name in given for part in name.split(".")} if shown else set()
+            hidden = hidden or not shown
+    return names, hidden
+
+
+def imports_of(function: FunctionType) -> list[str]:
+    """Return the modules that a function's code imports when it runs, by their full names."""
+    names = []
+    for code in _codes(function.__code__):
+        steps = list(dis.get_instructions(code))
+        for place, step in enumerate(steps):
+            if step.opname != "IMPORT_NAME":
+                continue
+            level = next((other.argval for other in steps[place - 2 : place] if type(other.argval) is int), 0)
+            package = (function.__globals__.get("__package__") or "").split(".")
+            above = package[: len(package) - level + 1] if level else []
+            names.append(".".join([*above, *([step.argval] if step.argval else [])]))
+    return names
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

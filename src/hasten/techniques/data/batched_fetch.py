@@ -218,6 +218,8 @@ class _Gather:
         try:
             tensors, rows = self._rows(indices)
         except _OneByOne:
+            tensors = None
+        if tensors is None:  # outside the handler: its errors are then its own
             return self._fetcher.fetch(indices)
         index = self._as_index(rows)
         return [tensor.index_select(0, index) for tensor in tensors]

@@ -10,8 +10,8 @@ from typing import Any
 
 from hasten.data import SampleStore
 from hasten.data.carried import why_not_carried
-from hasten.data.look import Look, random_states
-from hasten.data.opened import opened, unchanged
+from hasten.data.look import Look, ambient, random_states
+from hasten.data.opened import changed_file, hear_again, opened
 from hasten.data.reach import SAYS, UNREAD, UNSEEN, WRITES
 from hasten.data.sample_store import pack
 
@@ -58,8 +58,11 @@ class Kept:
     def look(self, rows: Any = (), whole: bool = False) -> None:
         """Forget all where what samples depend on has changed since they were made."""
         if self._look.changed_at_all() if whole else self._look.changed(rows):
+            late = self._look.late
             self._began()
-            if why := self._why_not():
+            if late:  # what was taken from the store in the meantime cannot be taken back
+                late += " changed during a pass, seen late: samples of this pass may not be what they would have been"
+            if why := late or self._why_not():
                 self.end(why)
 
     def get(self, key: Any, make: Callable[[Any], Any]) -> Any:
@@ -68,9 +71,10 @@ class Kept:
         Raises:
             Stale: Another look at it found that it cannot be kept; `end` was told why.
         """
-        found = self._store.get((self._state, key))
-        if found is _MISSING or not unchanged(found[0]):
+        found = self._store.get((self._state, ambient(), key))
+        if found is _MISSING or changed_file(found[0]):
             return self._make(key, make, keep=found is _MISSING)
+        hear_again(found[0])
         self._hits += 1
         if self._hits <= _AUDITED or self._lot.random() * _LOT < 1:
             made = self._make(key, make, keep=False)
@@ -109,12 +113,12 @@ class Kept:
             self.end("samples draw random numbers")
         elif heard.doing:
             self.end(f"making a sample {heard.doing}")
-        elif self._look.changed_at_all() if whole else self._look.changed():
+        elif self._look.changed_at_all() if whole else self._look.changed_small():
             self.end("making a sample changes what the dataset holds")
         elif self._look.holds(sample):
             self.end("samples are parts of the dataset itself")
         elif why := why_not_carried(sample):
             self.end(f"samples {why}")
         elif keep and heard.settled():
-            self._store.put((self._state, key), (heard.files, sample))
+            self._store.put((self._state, ambient(), key), (heard.files, sample))
         return sample

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
 from typing import Any
 
@@ -196,13 +198,15 @@ class _CachedFetcher:
         kept.look(indices)
         if kept.is_over() or _fetches_of_its_own(fetcher.dataset):
             return fetcher.fetch(indices)
-        get, make, samples = kept.get, fetcher.dataset.__getitem__, []
+        # By the operator: an instance's own `__getitem__` counts for nothing in Python.
+        get, make, samples = kept.get, functools.partial(operator.getitem, fetcher.dataset), []
         for index in indices:
             try:
                 samples.append(make(index) if kept.is_over() else get(index, make))
             except Stale:  # what was taken from the store for this batch may be as wrong
-                return fetcher.fetch(indices)
-        return fetcher.collate_fn(samples)
+                break
+        # Outside the handler: errors are then the script's alone.
+        return fetcher.collate_fn(samples) if len(samples) == len(indices) else fetcher.fetch(indices)
 
 
 class _CachedFunction:
@@ -221,7 +225,8 @@ class _CachedFunction:
         try:
             return self.function(*args) if self._kept.is_over() else self._kept.get(args[0], self.function)
         except Stale:
-            return self.function(*args)
+            pass
+        return self.function(*args)
 
     def __reduce__(self) -> Any:
         # A copy in a process that was not forked has no store to share: it gets the plain function.

@@ -1,0 +1,178 @@
+"""Samples that depend on something in ways that code does not plainly show stay what they were."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.techniques.conftest import Train
+
+SCRIPT = """
+    import os, random, sys, time
+    import numpy as np
+    import torch
+    from pathlib import Path
+    from torch.utils.data import DataLoader, Dataset
+
+    sys.path.insert(0, os.getcwd())
+    def change(): pass
+    class Data(Dataset):
+        def __len__(self): return 64
+        def __getitem__(self, index): return torch.full((2,), float(index)) * self.scale(index)
+    WHAT
+    torch.manual_seed(0)
+    loader = DataLoader(data, 8, shuffle=True)
+    time.sleep(0.03)  # a file that was just written may be written again at the same time
+    seen = []
+    for epoch in range(6):
+        for number, batch in enumerate(loader):
+            seen.append(batch.tolist())
+            if (epoch, number) == (4, 3): change()
+    torch.save(seen, "left.pt")
+"""
+WAYS = {
+    "a module named like a library": """
+    lines = ["from torch.utils.data import Dataset", "import torch", "level = 1", "class Data(Dataset):"]
+    lines += [" def __len__(self): return 64"]
+    lines += [" def __getitem__(self, index): return torch.full((2,), float(index)) * scale()"]
+    Path("datasets.py").write_text("\\n".join([*lines, "def scale(): return level"]))
+    import datasets
+    data = datasets.Data()
+    def change(): datasets.level = 3
+    """,
+    "a method found by a name that is made up": """
+    level = 1
+    class Data(Data):
+        kind = "train"
+        def _scale_train(self, index): return level
+        def scale(self, index): return getattr(self, f"_scale_{self.kind}")(index)
+    data = Data()
+    def change(): global level; level = 3
+    """,
+    "an import inside the method": """
+    Path("settings.py").write_text("level = 1")
+    import settings
+    class Data(Data):
+        def scale(self, index):
+            from settings import level
+            return level
+    data = Data()
+    def change(): settings.level = 3
+    """,
+    "a dictionary behind its method": """
+    table, data = {}, Data()
+    data.look_up = table.get
+    Data.scale = lambda self, index: self.look_up(index, 1)
+    def change(): table.update(dict.fromkeys(range(64), 3))
+    """,
+    "a generator behind its method": """
+    data, draw = Data(), random.Random(3).random
+    Data.scale = lambda self, index: draw()
+    """,
+    "an array that is changed in rows": """
+    weights, data = np.ones((64, 2000), np.float32), Data()
+    Data.scale = lambda self, index: float(weights[index, 7])
+    def change(): weights[5::3] = 3
+    """,
+    "files that are written again": """
+    for number in range(64): np.save(f"{number}.npy", np.ones(1))
+    Data.scale, data = lambda self, index: float(np.load(f"{index}.npy")[0]), Data()
+    def change():
+        for number in range(0, 64, 5): np.save(f"{number}.npy", np.full(1, 3.0))
+    """,
+    "files read by threads": """
+    from concurrent.futures import ThreadPoolExecutor
+    for number in range(64): np.save(f"{number}.npy", np.ones(1))
+    class Data(Data):
+        def scale(self, index):
+            with ThreadPoolExecutor(1) as pool: return float(next(pool.map(np.load, [f"{index}.npy"]))[0])
+    data = Data()
+    def change():
+        for number in range(64): np.save(f"{number}.npy", np.full(1, 3.0))
+    """,
+    "the working folder": """
+    for number in range(64): np.save(f"{number}.npy", np.ones(1))
+    Path("b").mkdir()
+    for number in range(64): np.save(f"b/{number}.npy", np.full(1, 3.0))
+    Data.scale, data = lambda self, index: float(np.load(f"{index}.npy")[0]), Data()
+    def change(): os.chdir("b")
+    """,
+    "torch's default type": """
+    class Data(Data):
+        def __getitem__(self, index): return torch.tensor([index / 3])
+    data = Data()
+    def change(): torch.set_default_dtype(torch.float64)
+    """,
+    "a place in a file that processes share": """
+    Path("data.bin").write_bytes(bytes(range(64)))
+    class Data(Data):
+        def __init__(self): self.file = os.open("data.bin", os.O_RDONLY)
+        def scale(self, index):
+            os.lseek(self.file, index, 0)
+            return os.read(self.file, 1)[0]
+    data = Data()
+    """,
+    "an instance's own __getitem__": """
+    Data.scale, data = lambda self, index: 1, Data()
+    data.__getitem__ = lambda index: torch.zeros(2)  # which Python does not ask
+    """,
+}
+PLANS = {
+    "cache": {"sample_cache": "samples"},
+    "workers": {"loader_workers": 2},
+    "both": {"sample_cache": "samples", "loader_workers": 2},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("way", WAYS)
+def test_samples_are_what_they_would_have_been(train: Train, way: str, plan: str) -> None:
+    script = SCRIPT.replace("WHAT", WAYS[way])
+    if way == "the working folder":
+        script = script.replace('torch.save(seen, "left.pt")', 'os.chdir(".."); torch.save(seen, "left.pt")')
+    plain, changed = train(script), train(script, **PLANS[plan])
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    assert plain.left == changed.left
+
+
+def test_a_clock_is_known_by_another_name(train: Train) -> None:
+    script = """
+    import torch
+    from time import monotonic as clock
+    from torch.utils.data import DataLoader, Dataset
+    class Data(Dataset):
+        def __len__(self): return 8
+        def __getitem__(self, index): return index + clock() // 1e9
+    list(DataLoader(Data(), 4))
+    """
+    assert "names `monotonic`" in train(script, sample_cache="samples").err
+
+
+def test_a_sample_that_writes_a_log_is_made_each_time(train: Train) -> None:
+    script = """
+    import logging, torch
+    from torch.utils.data import DataLoader, Dataset
+    logging.basicConfig(filename="data.log", level=logging.INFO, format="%(message)s")
+    class Data(Dataset):
+        def __len__(self): return 8
+        def __getitem__(self, index):
+            logging.info("sample %d", index)
+            return index
+    loader = DataLoader(Data(), 4)
+    for _ in range(3): list(loader)
+    torch.save(open("data.log").read().split("\\n"), "left.pt")
+    """
+    changed = train(script, sample_cache="samples", loader_workers=2)
+    assert changed.left == [*[f"sample {index}" for index in range(8)] * 3, ""]
+
+
+@pytest.mark.parametrize("plan", [{"sample_cache": "samples"}, {"batched_fetch": True}])
+def test_an_error_of_a_sample_is_shown_alone(train: Train, plan: dict[str, object]) -> None:
+    script = """
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    loader = DataLoader(TensorDataset(torch.arange(8)), batch_sampler=[[0, 9]])
+    list(loader)
+    """
+    changed = train(script, **plan)
+    assert changed.code
+    assert "During handling" not in changed.err, changed.err
