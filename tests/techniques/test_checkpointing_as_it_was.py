@@ -17,6 +17,15 @@ TRAINING = """
     noted, count = [], 0
     config = types.SimpleNamespace(scale=1.0, seen=[])
 
+    other, table, log = torch.Generator().manual_seed(5), np.zeros(2), {}
+    def note(x):
+        global count
+        count += 1; log.setdefault("mean", []).append(x.mean().item()); table[0] += 1
+        return torch.rand(x.shape, generator=other)
+    class Meter:
+        __slots__ = ("n",)
+    meter = Meter(); meter.n = 0
+
     class Block(nn.Module):
         total = 0
         def __init__(self, number):
@@ -53,7 +62,7 @@ TRAINING = """
     left = {"losses": losses, "model": model.state_dict(), "noted": noted, "count": [count, Block.total],
             "random": [random.random(), np.random.rand(), torch.rand(1), numbers.random(), lucky.random()],
             "blocks": [[b.calls, len(b.aux), b.scale, b.state["n"]["m"]] for b in model.blocks],
-            "seen": len(config.seen)}
+            "seen": len(config.seen), "log": log, "table": table.tolist(), "meter": meter.n}
     torch.save(left, "left.pt")
 """
 LOSS = "loss = forward(x)"
@@ -90,6 +99,7 @@ THE_SAME = {
             noted.append(self.number); self.config.seen.append(1); self.state['n']['m'] += 1""",
         LOSS + " + sum(b.aux[-1] for b in model.blocks)",
     ),
+    "notes of a function of its own": ("h = h * note(h); meter.n += 1", LOSS),
     "state from before": ("h = h + self.before.mean(); self.before = h.detach()", LOSS),
     "statistics": ("self.mean.mul_(0.9).add_(x.detach().mean(0)); h = h + self.mean.mean()", LOSS),
     "statistics late": ("self.mean.add_(1) if len(losses) > 3 else 0; h = h + self.mean.mean()", LOSS),
@@ -136,7 +146,35 @@ def script_of(body: str, step: str) -> str:
     return TRAINING.replace("BODY", body).replace("STEP", step)
 
 
-FAST = ("python", "numpy's late", "own generator", "layer drop", "eval before the backward", "attribute switched",
+# What a block does that nobody can take back, and what is said of it.
+KEPT = {
+    "print": ("print(self.number)", "print"),
+    "a function that prints": ("say(self.number)", "print"),
+    "a file": ("out.write(str(self.number))", "write"),
+    "an iterator": ("h = h * next(numbered)", "is a count"),
+    "a logger": ("logger.warning(self.number)", "logger"),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_would_happen_twice_keeps_its_activations(train: Train, case: str) -> None:
+    body, said = KEPT[case]
+    script = script_of(body, LOSS).replace(
+        "    class Block(nn",
+        """    import io, itertools, logging
+    out, numbered, logger = io.StringIO(), itertools.count(), logging.getLogger("mine")
+    def say(number): print(number)
+    class Block(nn""", 1).replace('"log": log', '"log": out.getvalue()')  # fmt: skip
+    plain, changed = train(script), train(script, activation_checkpointing=True)
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    assert identical(plain.left, changed.left)
+    assert plain.out == changed.out
+    assert changed.err.count("activations are kept: Block") == 1
+    assert said in changed.err
+
+
+FAST = ("notes of a function of its own", "python", "numpy's late", "own generator", "layer drop",
+        "eval before the backward", "attribute switched",
         "functional_call", "counters and lists", "statistics late", "input in place", "torch.func inside")  # fmt: skip
 
 

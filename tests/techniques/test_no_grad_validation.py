@@ -150,6 +150,16 @@ def test_a_gradient_through_eval_mode_is_the_same(train: Train, case: str) -> No
     assert changed.err.count("a backward goes through") == 1
 
 
+def test_a_transform_of_functions_is_left_alone(train: Train) -> None:
+    middle = """
+        call = lambda bias: torch.func.functional_call(model, {"0.bias": bias}, (x,))
+        keep(torch.func.jacrev(call)(model[0].bias.detach())); keep(torch.vmap(model)(x[None]))"""
+    script = TRAINING.replace("MIDDLE", middle.strip())
+    plain, changed = train(script), train(script, no_grad_validation=True)
+    assert plain.code == changed.code == 0, changed.err
+    assert identical(plain.left, changed.left)
+
+
 def test_a_weight_that_changed_before_the_backward_is_an_error(train: Train) -> None:
     script = TRAINING.replace(
         "MIDDLE",

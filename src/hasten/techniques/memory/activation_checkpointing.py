@@ -25,9 +25,10 @@ class ActivationCheckpointing(Technique):
     keeps), autocast, parameters, buffers, attributes and what its code names of globals are put back, and what its
     forward notes on the side is noted once. Some numbers are compared: where others come out the backward ends in an
     error, never in a wrong gradient. A block that cannot be run again (it changes its inputs in place, has hooks of
-    the script's inside, or uses torch.func) keeps its activations, and that is said. So does one that is called
-    under hooks for saved tensors. Forwards in eval mode or without gradients are left alone. Compiled too, a block
-    with spectral_norm sees its vectors one step further in the backward.
+    the script's inside, prints, writes or logs, goes on with an iterator, or uses torch.func) keeps its activations,
+    and that is said. So does one that is called under hooks for saved tensors. Forwards in eval mode or without
+    gradients are left alone. Compiled too, a block with spectral_norm sees its vectors one step further in the
+    backward.
     """
 
     name = "activation_checkpointing"

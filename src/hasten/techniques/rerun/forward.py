@@ -54,6 +54,8 @@ class Repeatable:
         """Run the forward; plain where it could not be repeated."""
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or torch._C._is_tracing():
             return forward(*args, **kwargs)  # somebody else decides what is kept
+        if torch._C._are_functorch_transforms_active():
+            return forward(*args, **kwargs)  # tensors without memory, of a graph that is none of autograd's
         try:
             if self.known is None:
                 self.known = Known(module, self.with_hooks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from collections import OrderedDict, deque
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -12,11 +13,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hasten.techniques.rerun.generators import Drawn, States, is_generator
-from hasten.techniques.rerun.names import Place, outside
+from hasten.techniques.rerun.names import Code, Place
 
 _TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
 _DEPTH = 4  # levels of lists, dicts and objects in attributes that are followed
 _LONGEST = 500  # entries of a container that is copied; of a longer one only its length is put back
+_LARGEST = 1 << 24  # bytes of an array that is copied
 _MOST = 3000  # objects that are followed
 # Objects of these are not entered: loggers, locks, arrays.
 _LIBRARIES = frozenset(sys.stdlib_module_names | {"torch", "numpy", "hasten"}) - {"types", "argparse", "collections"}
@@ -42,7 +44,12 @@ class Known:
         """
         self.without_hooks = None if with_hooks else module
         self.drawn = Drawn()
-        self.outside = list(outside(module))  # what its code reads of globals, closures and classes
+        code = Code(module)
+        self.refusal = (
+            f"its forward may say or write something ({code.says}), which would be twice" if code.says else ""
+        )
+        self.outside = code.outside  # what its code reads of globals, closures and classes
+        self.reached = code.reached
         # ids of modules whose buffers a forward changes; None: not known yet, so all are copied.
         self.changing: set[int] | None = None
 
@@ -55,6 +62,8 @@ class Then:
     """
 
     def __init__(self, known: Known, module: nn.Module, args: Any, first: bool = True) -> None:
+        if known.refusal:
+            raise CannotRepeatError(known.refusal)
         self._known = known
         self._first = first
         self._long: list[tuple[Any, int]] = []
@@ -64,6 +73,8 @@ class Then:
         self._changing: list[tuple[int, list[Any]]] = []
         self._names: list[tuple[Place, Any]] = []
         self._generators: list[Any] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        self._slotted: list[tuple[Any, dict[str, Any]]] = []
         self._seen: set[int] = set()
         self.storages: set[int] = set()
         self._module(module)
@@ -148,9 +159,20 @@ class Then:
         elif is_generator(value):
             if value is not torch.default_generator and not any(value is one for one in self._generators):
                 self._generators.append(value)
+        elif type(value).__name__ == "ndarray":
+            self._note_array(value, name)
+        elif hasattr(type(value), "__next__") and name.removeprefix(Place.MARK) in self._known.reached:
+            raise CannotRepeatError(f"{name} is a {type(value).__name__}, which nobody can set back")
         elif id(value) not in self._seen and depth <= _DEPTH and len(self._seen) < _MOST:
             self._seen.add(id(value))
             self._note_object(value, depth, name)
+
+    def _note_array(self, array: Any, name: str) -> None:
+        """Copy a NumPy array: that a forward writes to it leaves no other trace."""
+        if array.nbytes > _LARGEST:
+            raise CannotRepeatError(f"{name} is an array of {array.nbytes >> 20} MiB, which it may write to unseen")
+        if not any(array is one for one, _ in self._arrays):
+            self._arrays.append((array, array.copy()))
 
     def _note_object(self, value: Any, depth: int, name: str) -> None:
         if isinstance(value, nn.Module):
@@ -168,7 +190,10 @@ class Then:
             inside = value
         elif type(value).__module__.partition(".")[0] not in _LIBRARIES:
             own = getattr(value, "__dict__", None)
-            inside = self._keep(own).values() if isinstance(own, dict) else ()
+            inside = [*self._keep(own).values()] if isinstance(own, dict) else []
+            if slots := _slots(value):
+                self._slotted.append((value, slots))
+                inside += slots.values()
         for inner in inside:
             if type(inner) not in _STILL_EXACTLY:
                 self._note(inner, depth + 1, name)
@@ -239,6 +264,12 @@ class Then:
             buffers.update({name: None if one is None else one.clone() for name, one in copies.items()})
         for place, value in self._names:
             place.write(value)
+        for array, contents in self._arrays:
+            if array.flags.writeable:
+                array[...] = contents
+        for thing, slots in self._slotted:
+            for name, value in slots.items():
+                object.__setattr__(thing, name, value)
         self._states.put_back()
         torch.set_default_dtype(self._dtype)
 
@@ -250,6 +281,12 @@ class Then:
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory and version; all that a graph is to a forward is whether it wants a gradient."""
     return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _slots(thing: Any) -> dict[str, Any]:
+    """The attributes that a plain object keeps in slots."""
+    names = copyreg._slotnames(type(thing))  # type: ignore[attr-defined]
+    return {name: getattr(thing, name) for name in names if hasattr(thing, name)}
 
 
 def _refuse_hooks(module: nn.Module) -> None:
