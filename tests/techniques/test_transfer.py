@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler, Subset, TensorDataset
 
 from hasten.run import Run
 from hasten.techniques import CATALOGUE, Choices, Refusal, build
@@ -200,6 +200,46 @@ def test_what_is_not_that_copy_is_copied_as_ever(copies: Copies, ask: Callable[[
     copies.clear()
     ask(batch[0])
     assert "wait" not in [name for name, *_ in copies]
+
+
+def test_an_error_comes_when_its_batch_is_asked_for(copies: Copies) -> None:
+    run = Run(build({"device_prefetch": True}, CATALOGUE))
+    run.process()
+    steps: list[Any] = [[pinned(1)], ValueError("sample 7"), [pinned(2)], StopIteration()]
+
+    def fetch() -> Any:
+        step = steps.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+    give = run.batches(fetch, Workers(2))
+    assert give()[0].tolist() == [1]
+    with pytest.raises(ValueError, match="sample 7"):
+        give()
+    assert give()[0].tolist() == [2]
+    with pytest.raises(StopIteration):
+        give()
+
+
+def test_a_sampler_that_may_depend_on_the_training_is_asked_when_it_was(copies: Copies) -> None:
+    class Hardest(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    run = Run(build({"device_prefetch": True}, CATALOGUE))
+    run.process()
+    for sampler, early in ((Hardest(), False), (SequentialSampler(range(4)), True)):
+        iterator: Any = Workers(2)
+        iterator._index_sampler, iterator._dataset_kind = BatchSampler(sampler, 2, False), 0
+        taken: list[Any] = []
+
+        def fetch(taken: list[Any] = taken) -> Any:
+            taken.append([pinned(1)])
+            return taken[-1]
+
+        run.batches(fetch, iterator)()
+        assert len(taken) == 1 + early
 
 
 def test_without_workers_no_batch_is_made_early(copies: Copies) -> None:

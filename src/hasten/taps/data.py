@@ -193,7 +193,7 @@ class _CutSampler:
     """A sampler of which only the first `limit` indices are seen, the same ones in every pass."""
 
     def __init__(self, sampler: Any, limit: int, kept: list[Any]) -> None:
-        self._sampler = sampler
+        self._sampler = self.hasten_whole = sampler
         self._limit = limit
         self._kept = kept
 

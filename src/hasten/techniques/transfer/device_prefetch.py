@@ -17,7 +17,8 @@ class DevicePrefetch(CudaOnly):
     """Start the copy of a batch to the GPU on a stream of its own, as soon as the batch exists.
 
     The script still gets the CPU batch it expects; when it then says `.to(device)`, the finished copy is handed
-    out. A tensor that was changed in between, or is wanted in another dtype or place, is copied as ever.
+    out. A tensor that was changed in between, or is wanted in another dtype or place, is copied as ever. Loaders whose
+    sampler may depend on the training are left alone.
     """
 
     name = "device_prefetch"
@@ -86,23 +87,25 @@ class DevicePrefetch(CudaOnly):
         """
         if self._stream is None or not getattr(iterator, "_num_workers", 0):
             return fetch
+        if why := _order_depends(iterator):
+            self.refused(why)
+            return fetch
         ahead: list[Any] = []
-        over = object()
 
-        def take() -> Any:
+        def take() -> tuple[Any, Exception | None]:
             try:
-                return self._start_copies(fetch())
-            except StopIteration:
-                return over
+                return self._start_copies(fetch()), None
+            except Exception as error:  # the pass's end, or what a sample raised: told when its batch is asked for
+                return None, error
 
         def one_early() -> Any:
-            if not ahead:
-                ahead.append(take())
-            batch = ahead.pop()
-            if batch is over:
-                ahead.append(over)
+            batch, error = ahead.pop() if ahead else take()
+            if isinstance(error, StopIteration):
+                ahead.append((None, error))
                 raise StopIteration
             ahead.append(take())
+            if error is not None:
+                raise error
             return batch
 
         return one_early
@@ -137,6 +140,23 @@ class DevicePrefetch(CudaOnly):
             return copy_to(tensor, *args, **kwargs)
 
         return to
+
+
+def _order_depends(iterator: Any) -> str:
+    """Why no batch may be taken early: its sampler would be asked for another before the training's step; or ""."""
+    from hasten.data.orders import why_not
+
+    order = getattr(iterator, "_index_sampler", None)
+    if order is None or _is_iterable(iterator):
+        return ""
+    return why_not(getattr(order, "hasten_whole", order))  # a trial cuts it
+
+
+def _is_iterable(iterator: Any) -> bool:
+    """Whether its dataset is an iterable one, whose order is its own."""
+    from torch.utils.data.dataloader import _DatasetKind
+
+    return bool(iterator._dataset_kind == _DatasetKind.Iterable)
 
 
 def _wants(copy: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
