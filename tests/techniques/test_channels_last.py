@@ -117,6 +117,28 @@ HOSTILE = {
             h = F.alpha_dropout(h, 0.2) * torch.bernoulli(torch.sigmoid(h)) + torch.rand_like(h)
             return F.dropout(h * 2, 0.1, inplace=True)
         model.between = between""",
+    "random numbers for parts of activations": """
+        def between(h):
+            a, b = h.chunk(2, 1)
+            h = torch.cat([F.dropout(a, 0.3), torch.bernoulli(torch.sigmoid(b).expand(2, *b.shape)).mean(0)], 1)
+            h = model.body(F.relu(h)[:, :, :4, :4].repeat(1, 1, 2, 2)).narrow(2, 0, 5)
+            h = F.pad(h, (0, 0, 0, 1))
+            return F.dropout(h.permute(0, 2, 3, 1), 0.3).permute(0, 3, 1, 2)[..., :4, :4]
+        model.between = between""",
+    "parts that are written to": """
+        def between(h):
+            gate, flat = h[:, :1], torch.flatten(input=h, start_dim=1)
+            gate.mul_(0.1)
+            for at in range(1, 4): h.select(0, at).mul_(2)
+            more.append(h.detach()); h[1] *= 2; extra.append(more[-1].clone())
+            return flat.view_as(h)
+        model.between = between""",
+    "activations that hooks keep": """
+        model.stem.register_forward_hook(lambda module, args, out: extra.append(out.detach()))
+        model.body.register_forward_hook(lambda module, args, out: more.append(out))
+        def after(number):
+            loss.tolist(); torch.save(more[-1], "more.pt")
+            extra.append(list(torch.load("more.pt").stride()))""",
     "activations that are kept": """
         def between(h):
             more.append(h)

@@ -20,9 +20,9 @@ class ChannelsLast(Technique):
 
     Other kernels run, which add in another order. What a convolution reads is laid out when it reads it, so weights,
     gradients, the optimizer's state, inputs and files lie in memory as they do without, and so does what a model gives
-    to the script. An activation is laid out as without before its memory is given a second name (`view`, `reshape`,
-    `flatten`) or random numbers are drawn for it. A script that uses channels last itself is left alone, as is
-    compiled code, which chooses layouts of its own.
+    to the script. An activation is laid out as without before its memory is given a second name (`view`, `flatten`,
+    `chunk`, `permute`, an index), it is pickled, or random numbers are drawn for it. A script that uses channels last
+    itself is left alone, as is compiled code, which chooses layouts of its own.
     """
 
     name = "channels_last"

@@ -17,7 +17,14 @@ _LAST = torch.channels_last
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CONVOLUTIONS = ("conv2d", "conv_transpose2d")
 # They give memory a second name. In a plain run an activation is contiguous, and this is the activation's own memory.
-_RENAMES = ("view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "contiguous", "as_strided")
+_RENAMES = (
+    *("view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "contiguous", "as_strided"),
+    # Parts and turned ones: what is written to one shows in the other, and random numbers are drawn in its order.
+    *("chunk", "split", "tensor_split", "unbind", "narrow", "select", "diagonal", "unfold", "unflatten"),
+    *("permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "squeeze", "unsqueeze"),
+    *("expand", "expand_as", "detach"),
+)
+_RENAMES_OF_TENSORS = ("__getitem__", "__reduce_ex__")  # the last: pickled, as torch.save does
 # They fill memory in its order: in another order, the same random numbers come to other elements.
 _DRAWS = ("rand_like", "randn_like", "randint_like", "bernoulli", "poisson", "normal", "rrelu", "rrelu_")
 _DRAWS_IN_PLACE = (
@@ -34,7 +41,7 @@ _DROPOUTS = ("dropout", "dropout_", "alpha_dropout", "alpha_dropout_")
 
 _tracing = torch._C._get_tracing_state
 _transforming = torch._C._are_functorch_transforms_active
-_contiguous = torch.Tensor.contiguous
+_contiguous, _detach = torch.Tensor.contiguous, torch.Tensor.detach
 
 
 class Layout:
@@ -89,7 +96,7 @@ def as_plain(tensor: Any) -> None:
     """
     if type(tensor) is torch.Tensor and lies_last(tensor) and _is_activation(tensor):
         with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-            tensor.data = _contiguous(tensor.detach())
+            tensor.data = _contiguous(_detach(tensor))
 
 
 def _is_activation(tensor: Any) -> bool:
@@ -120,6 +127,8 @@ def _replace_functions(layout: Layout) -> None:
     for name in _RENAMES:
         for owner in (tensor, torch):
             _replace(owner, name, functools.partial(_renaming, layout))
+    for name in _RENAMES_OF_TENSORS:
+        _replace(tensor, name, functools.partial(_renaming, layout))
     for name in (*_DRAWS, *_DRAWS_IN_PLACE):
         for owner in (tensor, torch):
             _replace(owner, name, functools.partial(_drawing, layout))
@@ -161,18 +170,19 @@ def _renaming(layout: Layout, plain: Any) -> Any:
     tensor = torch.Tensor
     views = plain.__name__ in ("view", "view_as")
 
-    def rename(self: Any, *args: Any, **options: Any) -> Any:
+    def rename(*args: Any, **options: Any) -> Any:
+        self = args[0] if args else options.get("input")
         if type(self) is not tensor or self.is_contiguous() or is_compiling() or not layout.weights or _aside():
-            return plain(self, *args, **options)
+            return plain(*args, **options)
         # What asks for a memory format, or for another number type, means the tensor as it lies.
         if options.get("memory_format", torch.contiguous_format) is torch.contiguous_format:
             as_plain(self)
         if not views or self.dim() < 3:
-            return plain(self, *args, **options)
+            return plain(*args, **options)
         try:
-            return plain(self, *args, **options)
+            return plain(*args, **options)
         except RuntimeError:  # made from an activation, or a part of it: contiguous in a plain run, so no error there
-            return plain(_contiguous(self), *args, **options)
+            return plain(_contiguous(self), *args[1:], **options)
 
     return rename
 

@@ -16,6 +16,8 @@ _MARKED_ON_GPU = 8  # first forwards of a module whose tensors are compared on a
 _EVERY = 64
 _BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_detach = torch._C.TensorBase.detach  # channels_last lays a tensor out as without before a script detaches it
+
 # Called with True before a forward is run again, and behind it with what it returned: the taps on modules set
 # theirs, so that the modules inside are not taken for outermost ones.
 tell_inside: list[Callable[[bool], bool]] = []
@@ -127,7 +129,7 @@ class _Pass:
 
     def _pack(self, tensor: Any) -> _Kept:
         # Detached: an output that a graph keeps would keep the graph in turn.
-        kept = _Kept(self.count, tensor.detach())
+        kept = _Kept(self.count, _detach(tensor))
         self.count += 1
         if self.waits:
             self.kept.append(kept)
@@ -197,7 +199,7 @@ class _Pass:
 
     def _take(self, tensor: Any) -> Any:
         number, self.count = self.count, self.count + 1
-        tensor = tensor.detach()
+        tensor = _detach(tensor)
         if (expected := self.dropped.get(number)) is not None:
             if expected != (tensor.shape, tensor.dtype):
                 raise self._error("tensors of other shapes or types came out when its forward ran again")
