@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,11 @@ from hasten.tuner.proof import Proof
 from tests.taps.scripts import HASTEN, Done, execute, write
 
 
-def check(folder: Path, *arguments: str, plan: str, script: str) -> Done:
+def check(folder: Path, *options: str, plan: str, script: str, command: tuple[str, ...] = ("train.py",)) -> Done:
     """Check a script under a plan."""
     write(folder, "train.py", script)
     write(folder, "hasten.toml", plan)
-    return execute(HASTEN, "check", "--json", "found.json", *arguments, "train.py", cwd=folder, timeout=280)
+    return execute(HASTEN, "check", "--json", "found.json", *options, *command, cwd=folder, timeout=580)
 
 
 def plan_of(**techniques: str | bool | int) -> str:
@@ -89,10 +90,10 @@ from torch.utils.data import DataLoader, Dataset
 
 class Samples(Dataset):
     def __len__(self):
-        return 64
+        return 256
     def __getitem__(self, i):
-        time.sleep(0.002)
-        return torch.full((8,), i / 64), torch.tensor(i % 3)
+        time.sleep(0.01)
+        return torch.full((8,), i / 256), torch.tensor(i % 3)
 
 if __name__ == "__main__":
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
@@ -120,3 +121,41 @@ def test_tune_takes_back_what_does_not_keep_its_word(tmp_path: Path) -> None:
     proof = Proof.read(tmp_path / "hasten-report.json")
     assert "does not keep its word" in next(one.reason for one in proof.tried if one.name == "loader_workers")
     assert "gradient" in next(one.reason for one in proof.tried if one.name == "loader_workers")
+
+
+RANKS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+data = TensorDataset(torch.randn(192, 20), torch.randint(0, 5, (192,)))
+net = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
+model = DistributedDataParallel(net)
+optimizer = torch.optim.AdamW(model.parameters())
+if dist.get_rank() == SPOILT:
+    net[1].register_forward_hook(lambda m, x, y: y * 1.5 if torch.is_autocast_enabled("cpu") else y)
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=8, sampler=sampler)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("spoilt", [None, 1])
+def test_each_rank_is_compared_with_its_twin(tmp_path: Path, spoilt: int | None) -> None:
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    script = RANKS.replace("SPOILT", str(spoilt))
+    launched = (torchrun, "--nproc-per-node", "2", "train.py")
+    done = check(tmp_path, plan=plan_of(precision="bf16-mixed"), script=script, command=launched)
+    assert done.code == (0 if spoilt is None else 1), done.out + done.err
