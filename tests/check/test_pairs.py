@@ -1,0 +1,40 @@
+"""Every technique beside every other that it can meet: each row is checked fresh and resumed both ways."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.exact.cover import pairs_of
+from benchmarks.exact.rows import SETTINGS, Row, alone, covering
+from tests.check.conftest import Check
+from tests.check.test_check import said
+
+EAGER = [name for name in SETTINGS if name != "compile"]
+FEW = covering(EAGER, among=pairs_of(EAGER))
+WITH_COMPILE = covering(list(SETTINGS), among={pair for pair in pairs_of(list(SETTINGS)) if "compile" in pair})
+
+
+def keeps_its_word(check: Check, row: Row) -> None:
+    """Check a row and say what parts."""
+    found = check(row.script, row.plan, resume=("--resume",))
+    assert found.ok, (row.name, row.plan, said(found), found.resumed)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("row", FEW, ids=lambda row: row.name)
+def test_each_pair_of_techniques_keeps_its_word(check: Check, row: Row) -> None:
+    keeps_its_word(check, row)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("row", list(alone(SETTINGS)), ids=lambda row: next(iter(row.plan)))
+def test_each_technique_alone_keeps_its_word(check: Check, row: Row) -> None:
+    keeps_its_word(check, row)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("row", [*covering(EAGER), *WITH_COMPILE], ids=lambda row: row.name)
+def test_each_pair_with_each_kind_of_training_keeps_its_word(check: Check, row: Row) -> None:
+    keeps_its_word(check, row)
