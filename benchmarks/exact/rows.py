@@ -68,7 +68,7 @@ def acts(technique: str, model: str, optimizer: str, data: str, extras: Iterable
         "debug_off": "anomaly" in extras,
         "no_grad_validation": "graphs in validation" in extras,
         "fused_optimizer": optimizer != "lbfgs" and model != "sparse",
-        "set_to_none": "zeros" in extras,
+        "set_to_none": "zeros" in extras and model == "mlp",
         "precision": optimizer != "lbfgs",  # its line search compares losses that differ by less than bf16 can tell
         "channels_last": model == "convolutions",
         "attention": model == "attention",

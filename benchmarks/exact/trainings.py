@@ -164,6 +164,8 @@ train = Repeated()
 """,
 }
 
+# A gradient so large that zeros in it are worth dropping.
+WIDE = "nn.Linear(32, 33000), nn.Tanh(), nn.AdaptiveAvgPool1d(32)"
 EXTRAS = ("clipping", "accumulation", "zeros", "schedule", "graphs in validation", "anomaly", "ema")
 
 
@@ -178,6 +180,8 @@ def training(
     """A whole script. `--resume` goes on from what it saved; it saves after each epoch."""
     tensors, built = MODELS[model]
     zero = "set_to_none=False" if "zeros" in extras else ""
+    if zero:
+        built = built.replace("nn.Linear(32, 32)", WIDE)
     every = 2 if "accumulation" in extras else 1
     clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)" if "clipping" in extras else "pass"
     step = f"""
