@@ -186,7 +186,7 @@ class _Noise:
         share = self._share.get(name, 0.0)
         times = _TIMES_ALL_NOISE if share > _ALL_NOISE else _TIMES
         # A weight moves by whole units in its last place, however small the step was.
-        least = 8 * SINGLE * whole if name.startswith("weight") else _SUMS * SINGLE * size
+        least = max(_SUMS * SINGLE * size, 8 * SINGLE * whole if name.startswith("weight") else 0.0)
         return max(times * share * size, times * self._most.get(name, 0.0), least)
 
     def _tilt_bound(self, name: str) -> float:
