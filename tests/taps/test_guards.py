@@ -64,7 +64,7 @@ def test_a_model_that_goes_on_training_in_eval_mode_is_left_alone(tmp_path: Path
     write(tmp_path, "hasten.toml", "[techniques]\nno_grad_validation = true\n")
     done = execute(HASTEN, "run", "train.py", cwd=tmp_path)
     assert (done.code, done.out) == (0, "moved True\n"), done.err
-    assert "seems to be trained in eval mode" in done.err
+    assert "does not act from here on: Linear: a backward goes through it in eval mode" in done.err
 
 
 READS_A_GLOBAL = """

@@ -142,8 +142,9 @@ def test_all_together_with_nobody_listening(train: Train) -> None:
 
         torch.manual_seed(0)
         torch.autograd.set_detect_anomaly(True)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 2))
-        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        wide = [nn.Linear(64, 17000), nn.Linear(17000, 2)]  # gradients that are worth dropping
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), *wide)
+        optimizer = torch.optim.Adam(model.parameters(), 0.0001)
         losses = []
         tensors = TensorDataset(torch.rand(8, 3, 6, 6), torch.randint(0, 2, (8,)))
         loaders = [DataLoader(Images(), 4, shuffle=True), DataLoader(tensors, 4)]

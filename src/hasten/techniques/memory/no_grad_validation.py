@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from hasten import messages
 from hasten.evidence import Evidence, Finding, Phase, Severity
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import seconds_of
@@ -116,18 +115,14 @@ class NoGradValidation(Technique):
         def asked() -> None:
             if (module := itself()) is not None and module not in self._alone:
                 self._alone.add(module)
-                self._say(f"a backward goes through {kind} in eval mode: left alone from here on")
+                self.let_go(f"{kind}: a backward goes through it in eval mode")
 
         def left_alone(reason: str) -> None:
             if (module := itself()) is not None and module not in self._alone:
                 self._alone.add(module)
-                self._say(f"{kind} is left alone: {reason}")
+                self.let_go(f"{kind}: {reason}")
 
         return Repeatable(self.name, left_alone, asked, waits=_KEEPS, with_hooks=True)
-
-    def _say(self, line: str) -> None:
-        self.refused(line)
-        messages.tell(f"hasten: {self.name}: {line}")
 
 
 class _Forward:
