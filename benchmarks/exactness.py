@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.exact import trainer_rows
 from benchmarks.exact.cover import pairs_of
 from benchmarks.exact.rows import ELSEWHERE, SETTINGS, Row, alone, covering
 from hasten.check.checked import Checked
@@ -141,17 +142,43 @@ def measure(quick: bool) -> dict[str, Any]:
         if checked.ok is not True:
             print(checked)
         found.append({"kind": kind, "training": row.name, "plan": row.plan, "seconds": seconds, **checked.as_json()})
+    found += _trainers(quick)
     machine = this_machine()
     where = {"cpu": machine.cpu, "cores": machine.cores, "torch": torch.__version__, "python": machine.python}
     return {"quick": quick, "machine": where, "rows": found}
 
 
+def _trainers(quick: bool) -> list[dict[str, Any]]:
+    """Check Trainers whose flags meet in pairs."""
+    eager = [name for name in trainer_rows.TECHNIQUES if name != "compile"]
+    chosen = trainer_rows.covering(eager, among=pairs_of(eager) if quick else None)
+    if not quick:
+        with_compile = {pair for pair in pairs_of(list(trainer_rows.TECHNIQUES)) if "compile" in pair}
+        chosen += trainer_rows.covering(list(trainer_rows.TECHNIQUES), among=with_compile)
+    found = []
+    for number, row in enumerate(chosen, 1):
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="hx", ignore_cleanup_errors=True) as folder:
+            checked = row.trainer(default_root_dir=folder).check(*row.fit())
+        seconds = time.monotonic() - start
+        print(f"{number:3}/{len(chosen)} {seconds:5.0f} s  Trainer: {row.name}: {checked.ok}")
+        if checked.ok is not True:
+            print(checked)
+        flags = [name for name in row.flags if name not in trainer_rows.TECHNIQUES]
+        training = ", ".join([f"{row.module}, {row.optimizer}", *(f"`{name}`" for name in flags)])
+        found.append({"kind": "trainer", "training": training, "seconds": seconds, **checked.as_json()})
+    return found
+
+
 def page(results: dict[str, Any]) -> str:
     """The page from the results."""
-    lines = [_HEAD.format(rows=len(results["rows"]), **results["machine"])]
-    lines += ["## Technique by technique", "", *_techniques(results["rows"])]
-    lines += ["", "## Pair by pair", "", *_pairs(results["rows"])]
-    lines += ["", "## Row by row", "", *_rows(results["rows"])]
+    scripts = [row for row in results["rows"] if row["kind"] != "trainer"]
+    trainers = [row for row in results["rows"] if row["kind"] == "trainer"]
+    lines = [_HEAD.format(rows=len(scripts), **results["machine"])]
+    lines += ["## Technique by technique", "", *_techniques(scripts)]
+    lines += ["", "## Pair by pair", "", *_pairs(scripts)]
+    lines += ["", "## Row by row", "", *_rows(scripts)]
+    lines += ["", "## The Trainer's flags", "", _TRAINER, "", *_rows(trainers)]
     return "\n".join(lines) + "\n"
 
 
@@ -250,6 +277,10 @@ plain and resumed under the plan, saved under the plan and resumed plain.
 
 On {cores} cores of {cpu}, torch {torch}, Python {python}. No GPU was at hand.
 """
+
+_TRAINER = """`Trainer.check` on modules with dense layers, with convolutions and BatchNorm, with attention and tied
+weights, and with two optimizers by hand. In these rows every flag meets every other, every technique and every
+module."""
 
 if __name__ == "__main__":
     main()
