@@ -10,6 +10,7 @@ Runs the trainings of `exact/trainings.py` plain and under plans, in step (`hast
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import runpy
@@ -17,9 +18,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -106,12 +107,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="each technique alone, and each pair of techniques once")
     parser.add_argument("--page", action="store_true", help="only write the page, from the results there are")
+    parser.add_argument("--jobs", type=int, default=2, help="rows that are checked at once, each on one thread")
     arguments = parser.parse_args()
     if not arguments.page:
         import torch._dynamo
 
         torch.set_num_threads(1)  # a fork of a process that has used OpenMP's threads cannot
-        RESULTS.write_text(json.dumps(measure(arguments.quick), indent=1) + "\n")
+        RESULTS.write_text(json.dumps(measure(arguments.quick, arguments.jobs), indent=1) + "\n")
     PAGE.write_text(page(json.loads(RESULTS.read_text())))
 
 
@@ -128,46 +130,69 @@ def rows(quick: bool) -> list[tuple[str, Row]]:
     return [*chosen, *(("pairs with compile", row) for row in covering(list(SETTINGS), among=with_compile))]
 
 
-def measure(quick: bool) -> dict[str, Any]:
-    """Check all rows."""
+def measure(quick: bool, jobs: int) -> dict[str, Any]:
+    """Check all rows, so many at once."""
     import torch
 
-    found = []
-    chosen = rows(quick)
-    for number, (kind, row) in enumerate(chosen, 1):
-        start = time.monotonic()
-        checked = check_row(row)
-        seconds = time.monotonic() - start
-        print(f"{number:3}/{len(chosen)} {seconds:5.0f} s  {kind}: {row.name}: {', '.join(row.plan)}: {checked.ok}")
-        if checked.ok is not True:
-            print(checked)
-        found.append({"kind": kind, "training": row.name, "plan": row.plan, "seconds": seconds, **checked.as_json()})
-    found += _trainers(quick)
+    tasks = [functools.partial(_script, kind, row) for kind, row in rows(quick)]
+    tasks += [functools.partial(_trainer, row) for row in _trainers(quick)]
+    with tempfile.TemporaryDirectory(prefix="hx") as folder:
+        children = []
+        for job in range(jobs):
+            if not (child := os.fork()):
+                _do(tasks, range(job, len(tasks), jobs), Path(folder))
+            children.append(child)
+        failed = [child for child in children if os.waitpid(child, 0)[1]]
+        if failed:
+            sys.exit(f"{len(failed)} of {jobs} jobs failed")
+        found = [json.loads((Path(folder) / str(number)).read_text()) for number in range(len(tasks))]
     machine = this_machine()
     where = {"cpu": machine.cpu, "cores": machine.cores, "torch": torch.__version__, "python": machine.python}
     return {"quick": quick, "machine": where, "rows": found}
 
 
-def _trainers(quick: bool) -> list[dict[str, Any]]:
-    """Check Trainers whose flags meet in pairs."""
+def _do(tasks: list[Callable[[], tuple[dict[str, Any], Checked]]], numbers: range, folder: Path) -> NoReturn:
+    """Check some of the rows in this fork, and end it."""
+    code = 1
+    try:
+        for number in numbers:
+            start = time.monotonic()
+            said, checked = tasks[number]()
+            row = {**said, "seconds": time.monotonic() - start, **checked.as_json()}
+            (folder / str(number)).write_text(json.dumps(row))
+            techniques = ", ".join(row["plan"])
+            place, seconds = f"{number + 1:3}/{len(tasks)}", f"{row['seconds']:5.0f} s"
+            print(f"{place} {seconds}  {row['kind']}: {row['training']}: {techniques}: {row['ok']}", flush=True)
+            if checked.ok is not True:
+                print(checked, flush=True)
+        code = 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _script(kind: str, row: Row) -> tuple[dict[str, Any], Checked]:
+    return {"kind": kind, "training": row.name}, check_row(row)
+
+
+def _trainers(quick: bool) -> list[trainer_rows.TrainerRow]:
+    """Trainers whose flags meet in pairs."""
     eager = [name for name in trainer_rows.TECHNIQUES if name != "compile"]
     chosen = trainer_rows.covering(eager, among=pairs_of(eager) if quick else None)
     if not quick:
         with_compile = {pair for pair in pairs_of(list(trainer_rows.TECHNIQUES)) if "compile" in pair}
         chosen += trainer_rows.covering(list(trainer_rows.TECHNIQUES), among=with_compile)
-    found = []
-    for number, row in enumerate(chosen, 1):
-        start = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="hx", ignore_cleanup_errors=True) as folder:
-            checked = row.trainer(default_root_dir=folder).check(*row.fit())
-        seconds = time.monotonic() - start
-        print(f"{number:3}/{len(chosen)} {seconds:5.0f} s  Trainer: {row.name}: {checked.ok}")
-        if checked.ok is not True:
-            print(checked)
-        flags = [name for name in row.flags if name not in trainer_rows.TECHNIQUES]
-        training = ", ".join([f"{row.module}, {row.optimizer}", *(f"`{name}`" for name in flags)])
-        found.append({"kind": "trainer", "training": training, "seconds": seconds, **checked.as_json()})
-    return found
+    return chosen
+
+
+def _trainer(row: trainer_rows.TrainerRow) -> tuple[dict[str, Any], Checked]:
+    with tempfile.TemporaryDirectory(prefix="hx", ignore_cleanup_errors=True) as folder:
+        checked = row.trainer(default_root_dir=folder).check(*row.fit())
+    flags = [name for name in row.flags if name not in trainer_rows.TECHNIQUES]
+    training = ", ".join([f"{row.module}, {row.optimizer}", *(f"`{name}`" for name in flags)])
+    return {"kind": "trainer", "training": training}, checked
 
 
 def page(results: dict[str, Any]) -> str:
