@@ -58,6 +58,9 @@ class Forks:
             self._become(config, folder / "log", self.options.resume or () if saved is not None else ())
         return ended(folder, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), plan, self.options.seconds)
 
+    def stop(self) -> None:
+        """Nothing goes on in other threads."""
+
     def _become(self, config: Any, log: Path, arguments: tuple[str, ...]) -> None:
         """Turn this fork into the process that would have been started for the script."""
         import dataclasses

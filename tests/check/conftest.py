@@ -86,3 +86,6 @@ class ForkedRuns:
         assert self.server.stdout is not None
         print(json.dumps(job), file=self.server.stdin, flush=True)
         return ended(folder, int(self.server.stdout.readline()), plan, self.options.seconds)
+
+    def stop(self) -> None:
+        """Nothing goes on in other threads."""

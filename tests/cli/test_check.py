@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.exact.trainings import training
+from hasten.child import family
 from hasten.plan import Plan
 from hasten.tuner.proof import Proof
-from tests.taps.scripts import HASTEN, Done, execute, write
+from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, write
 
 
 def check(folder: Path, *options: str, plan: str, script: str, command: tuple[str, ...] = ("train.py",)) -> Done:
@@ -81,6 +85,25 @@ def test_a_resume_that_reads_nothing_is_refused(tmp_path: Path) -> None:
     done = check(tmp_path, "--resume", "--other", plan=plan_of(batched_fetch=True), script=training())
     assert done.code == 2
     assert "read nothing of what it had saved" in done.err
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_ends_all_that_was_started(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", "import time\ntime.sleep(300)")
+    write(tmp_path, "hasten.toml", plan_of(batched_fetch=True))
+    mark = f"HASTEN_TEST_{tmp_path.name}"
+    with subprocess.Popen(
+        [HASTEN, "check", "train.py"], cwd=tmp_path, env=environment(**{mark: "1"}), stderr=subprocess.PIPE,
+        text=True, preexec_fn=ctrl_c_works,
+    ) as process:  # fmt: skip
+        while len(family(mark)) < 4:  # hasten, its watcher, the script as it is and under the plan
+            time.sleep(0.2)
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    while family(mark):
+        time.sleep(0.2)
 
 
 SHRINKS_BESIDE_WORKERS = """

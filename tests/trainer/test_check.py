@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import random
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,13 @@ def test_what_parts_is_named(tmp_path: Path) -> None:
     assert found.culprits == ("precision",)
     assert found.first is not None
     assert "step 1" in f"{found.first.place} {found.first.what}" or "batch" in found.first.place, found.first
+
+
+def test_a_process_that_has_had_workers_of_loaders(tmp_path: Path) -> None:
+    """Its folder for sockets is not the forks': workers there could not hand over what they made."""
+    assert multiprocessing.util.get_temp_dir()
+    trainer = hasten.Trainer(plan=hasten.Plan({"loader_workers": 2}), default_root_dir=tmp_path, logger=False)
+    assert trainer.check(Table("adamw"), _loader(), resume=False).ok
 
 
 def test_nothing_is_trained_or_drawn_or_written_here(tmp_path: Path) -> None:

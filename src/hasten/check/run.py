@@ -93,8 +93,10 @@ class _Check:
             if resume and all(run.ok for run in runs):
                 resumed, blamed_there = self._resume(lap, parts, ends)
                 blamed = blamed or blamed_there
-        finally:
-            self._runs.close()
+        except BaseException:  # Ctrl-C among them
+            self._runs.close(abandon=True)
+            raise
+        self._runs.close(abandon=False)
         repeats = self._runs.repeats.get("first", ...)
         return Checked(
             dict(self._plan), tuple(runs), tuple(blamed), tuple(_told(files)), tuple(resumed),

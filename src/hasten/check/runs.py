@@ -57,6 +57,9 @@ class Runner(Protocol):
             saved: What an earlier run saved, from which this one shall go on; None: from the beginning.
         """
 
+    def stop(self) -> None:
+        """End the runs that are going on in other threads."""
+
 
 @dataclass
 class Lap:
@@ -88,8 +91,11 @@ class Runs:
         self._lock = threading.Lock()
         self._noises: dict[float, list[tuple[Ended, Any]]] = {}
 
-    def close(self) -> None:
-        """Wait for the runs that were begun."""
+    def close(self, abandon: bool) -> None:
+        """Wait for the runs that were begun; or end them, where nobody waits for what they show."""
+        if abandon:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._run.stop()
         self._pool.shutdown()
 
     def _start(self, plan: Techniques, lap: Lap, **options: Any) -> tuple[Ended, Any]:

@@ -44,6 +44,8 @@ def confine(scratch: str, also: tuple[str, ...] = ()) -> None:
         TMPDIR=temporary, MLFLOW_TRACKING_URI=f"file://{scratch}/mlflow", HASTEN_TRIAL="1", **_QUIET_LOGGERS
     )
     tempfile.tempdir = temporary
+    if (multiprocessing := sys.modules.get("multiprocessing.process")) is not None:
+        multiprocessing.current_process()._config.pop("tempdir", None)  # of a parent that has had loaders' workers
     caches = [
         os.environ["TORCHINDUCTOR_CACHE_DIR"],
         os.environ.get("XDG_CACHE_HOME", f"{home}/.cache"),

@@ -6,8 +6,11 @@ import importlib
 import multiprocessing
 import os
 import shutil
+import signal
+import sys
 import tempfile
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,7 @@ from hasten.check.options import WitnessOptions
 from hasten.check.run import check_plan
 from hasten.check.runs import Ended, Techniques
 from hasten.check.witness import Witness
+from hasten.child import die_with_parent
 from hasten.data import rng
 from hasten.errors import HastenError
 from hasten.plan import Plan
@@ -46,6 +50,7 @@ _TECHNIQUES = (
     "activation_checkpointing",
     "benchmark",
 )
+_SECONDS = 900.0  # after which a fork counts as hung
 _QUIET: dict[str, Any] = {
     "plan": None,
     "logger": False,
@@ -100,6 +105,7 @@ class _Forks:
         self._batches = batches
         self._epochs = epochs
         self._random = rng.state()
+        self._going: set[multiprocessing.process.BaseProcess] = set()
 
     def __call__(self, plan: Techniques, witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
         """Fit once; see `hasten.check.run.Runner`."""
@@ -113,17 +119,29 @@ class _Forks:
             target=self._in_fork, args=(dict(plan), witness, folder, checkpoint)
         )
         process.start()
-        process.join()
+        self._going.add(process)
+        process.join(_SECONDS)
+        hung = process.is_alive()
+        _end(process)
+        self._going.discard(process)
         log = (folder / "log").read_text(errors="replace").strip() if (folder / "log").exists() else ""
-        failed = ""
-        if process.exitcode:
+        failed = f"not done after {_SECONDS:.0f} s" if hung else ""
+        if process.exitcode and not hung:
             failed = log.splitlines()[-1] if log else f"exit code {process.exitcode}"
         return Ended(failed, scratch / "files", log[-2000:])
+
+    def stop(self) -> None:
+        """End the forks that are going on."""
+        for process in list(self._going):
+            _end(process)
 
     def _in_fork(self, plan: dict[str, Any], witness: WitnessOptions, folder: Path, checkpoint: str | None) -> None:
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)  # a notebook's go elsewhere
+        os.setsid()  # so that it can be ended with its loaders' workers
+        die_with_parent()
         torch.set_num_threads(1)  # also: OpenMP cannot be used by a copy of a process that has used it
         try:
             confine(str(folder / "scratch"), witness.folders())
@@ -152,6 +170,15 @@ class _Forks:
         if checkpoint is not None:
             witness.read.add(Path(checkpoint).name)
         witness.end(cut=False)
+
+
+def _end(process: multiprocessing.process.BaseProcess) -> None:
+    """End a fork with all that it started."""
+    if process.is_alive() and process.pid is not None:
+        with suppress(ProcessLookupError, PermissionError):  # it ends meanwhile, or has no session of its own yet
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+    process.join()
 
 
 def _newest(saved: Path) -> str | None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hasten.check.checked import Checked
@@ -79,6 +79,7 @@ class Processes:
     arguments: Sequence[str]
     command: tuple[str, ...]
     options: CheckOptions
+    _going: set[Child] = field(default_factory=set)
 
     def __call__(self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
         """Run it once; see `hasten.check.run.Runner`."""
@@ -91,11 +92,18 @@ class Processes:
                 child = Child([*self.arguments, *more], env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             except OSError as error:
                 raise HastenError(f"cannot start {self.arguments[0]}: {error}") from None
+            self._going.add(child)
             try:
                 code = child.wait(self.options.seconds)
             finally:
                 child.end(patience=0)
+                self._going.discard(child)
         return ended(folder, code, plan, self.options.seconds)
+
+    def stop(self) -> None:
+        """End the processes that are going on."""
+        for child in list(self._going):
+            child.end(patience=0)
 
 
 def config_of(
