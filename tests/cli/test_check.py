@@ -182,3 +182,21 @@ def test_each_rank_is_compared_with_its_twin(tmp_path: Path, spoilt: int | None)
     launched = (torchrun, "--nproc-per-node", "2", "train.py")
     done = check(tmp_path, plan=plan_of(precision="bf16-mixed"), script=script, command=launched)
     assert done.code == (0 if spoilt is None else 1), done.out + done.err
+
+
+_TRAINS_TWICE = """
+import subprocess, sys, torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for x in torch.utils.data.DataLoader(torch.arange(32.0).reshape(8, 4), 2):
+    optimizer.zero_grad(); net(x).mean().backward(); optimizer.step()
+if len(sys.argv) == 1:
+    subprocess.run([sys.executable, __file__, "again"], check=True)
+"""
+
+
+def test_a_process_that_the_script_starts_is_not_taken_for_the_script(tmp_path: Path) -> None:
+    done = check(tmp_path, plan=plan_of(set_to_none=True), script=_TRAINS_TWICE)
+    assert done.code == 0, done.out + done.err
+    assert "4 batches, 4 optimizer steps" in done.err

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ class Witness:
         self.track = Track(options.track)
         self.names = state.Names()
         self.active = True
+        self._claimed: bool | None = None  # whether the track is this process's; None: it has trained nothing yet
         self.failed = ""  # what of the check itself did not work
         self._leave = leave
         self._losses: list[torch.Tensor] = []
@@ -59,6 +62,8 @@ class Witness:
 
     def batch(self, loader: str, indices: Any, batch: Any) -> Any:
         """Note a batch; return the one to go on with."""
+        if not self._claims():
+            return batch
         texts, digests = state.random_states(), {}
         if indices is not None:
             texts["order of samples"] = repr(indices)
@@ -121,7 +126,8 @@ class Witness:
         """The training is over (`cut`: the check's bounds ended it): note what there is, and write what was seen."""
         if not self.active:
             return
-        if not any(self._counts.values()) and Path(self.options.result).exists():
+        result = Path(self.options.result)
+        if not any(self._counts.values()) and any(result.parent.glob(f"{result.name}*")):
             self.active = False  # a launcher: the process that it started has trained
             return
         self._leave = lambda: None  # the process is about to end, with the exit code that it has
@@ -157,7 +163,27 @@ class Witness:
 
     # -- recording and following ----------------------------------------------------------------------------
 
+    def _claims(self) -> bool:
+        """Claim the track for this process when it first trains: a script may start others, which train too.
+
+        Processes of `mp.spawn` have tracks of their own, told by their number; of others the first is compared.
+        """
+        if self._claimed is None:
+            if number := "-".join(map(str, multiprocessing.current_process()._identity)):
+                track, result = f"{self.options.track}-p{number}", f"{self.options.result}-p{number}"
+                self.options = replace(self.options, track=track, result=result)
+                self.track = Track(track)
+            result_path = Path(self.options.result)
+            try:
+                result_path.with_name(f"claims-{result_path.name}").touch(exist_ok=False)
+                self._claimed = True
+            except FileExistsError:
+                self._claimed = self.active = False
+        return self._claimed
+
     def _note(self, moment: Moment) -> None:
+        if not self._claims():
+            return
         assert moment.values is not None
         moment.digests = {name: state.digest(value) for name, value in moment.values.items()}
         if not self.records:

@@ -45,6 +45,8 @@ def tune(
     command = training(ctx)
     arguments = process_arguments(command)
     _compiles(command)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: trials end, the best so far is kept
     options = TuneOptions(_seconds(budget), seeds, _allowed(allow), frozenset(map(_technique, only)))
     _writable(out)
