@@ -42,6 +42,8 @@ class Witness:
         self.track = Track(options.track)
         self.names = state.Names()
         self.active = True
+        # Of `mp.spawn`'s processes nothing is known yet; a fork of Trainer.check is itself the run.
+        self._born_in = "-".join(map(str, multiprocessing.current_process()._identity))
         self._claimed: bool | None = None  # whether the track is this process's; None: it has trained nothing yet
         self.failed = ""  # what of the check itself did not work
         self._leave = leave
@@ -169,7 +171,8 @@ class Witness:
         Processes of `mp.spawn` have tracks of their own, told by their number; of others the first is compared.
         """
         if self._claimed is None:
-            if number := "-".join(map(str, multiprocessing.current_process()._identity)):
+            number = "-".join(map(str, multiprocessing.current_process()._identity))
+            if number != self._born_in:
                 track, result = f"{self.options.track}-p{number}", f"{self.options.result}-p{number}"
                 self.options = replace(self.options, track=track, result=result)
                 self.track = Track(track)
