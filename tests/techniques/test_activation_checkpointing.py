@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import hasten
 from hasten.run import Run
 from hasten.techniques import CATALOGUE, Refusal, build
 from hasten.techniques.compute.compile import compiler
@@ -184,3 +185,27 @@ def test_never_tried_by_itself_and_settings_are_checked() -> None:
     assert [technique.check(setting) for setting in (True, "Block", "Block,Other", "Block, Other")] == [""] * 4
     for setting in (1, "", "a b", "Block,", {"a": 1}):
         assert "names of classes" in technique.check(setting)
+
+
+class Trained(hasten.Module):
+    """A net under the Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def test_under_the_trainer_from_the_first_step_on(capfd: pytest.CaptureFixture[str]) -> None:
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 8)), 8)
+    trainer = hasten.Trainer(
+        activation_checkpointing="Block", max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu"
+    )
+    trainer.fit(Trained(), data)
+    assert "activations are kept" not in capfd.readouterr().err
+    assert trainer.outermost == ["net"]  # not the layers of a block that runs again within the first step

@@ -23,12 +23,16 @@ def found_in(step: Step, trainer: Trainer) -> Step:
         depth = [0]
 
         def enter(called: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            if not depth[0] and called not in skipped:
+            if not depth[0] and counts(called):
                 calls.setdefault(id(called), (called, args))
-            depth[0] += called not in skipped
+            depth[0] += counts(called)
 
         def leave(called: torch.nn.Module, args: Any, output: Any) -> None:
-            depth[0] -= called not in skipped
+            depth[0] -= counts(called)
+
+        def counts(called: torch.nn.Module) -> bool:
+            # A checkpointed block that runs again within a backward calls its layers, which are not outermost.
+            return called not in skipped and torch._C._current_graph_task_id() == -1
 
         skipped = {part for part in module.modules() if hasattr(part, "compute") and hasattr(part, "_forward_cache")}
         handles = []
