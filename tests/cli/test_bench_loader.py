@@ -328,7 +328,7 @@ def test_of_several_ranks_one_measures(tmp_path: Path) -> None:
     [
         (["nowhere.py"], "no such script"),
         (["--seconds", "0", "train.py"], "--seconds 0"),
-        (["--html", "nowhere/b.html", "train.py"], "cannot write nowhere/b.html"),
+        (["--html", "nowhere/b.html", "train.py"], "cannot write the report nowhere/b.html: no such folder"),
         (["--evidence", "none.json", "train.py"], "no evidence at none.json"),
     ],
 )
