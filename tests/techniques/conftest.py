@@ -228,3 +228,9 @@ def close(one: Any, other: Any, tolerance: float) -> bool:
 def slow_but(fast: tuple[str, ...], cases: Iterable[str]) -> list[Any]:
     """Cases to parametrize with: those in `fast` always run, the others with `MARK=slow`."""
     return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def one_in_three(cases: Iterable[str]) -> list[Any]:
+    """Cases to parametrize with, each some seconds long: every third always runs, the others with `MARK=slow`."""
+    cases = list(cases)
+    return slow_but(tuple(cases[::3]), cases)

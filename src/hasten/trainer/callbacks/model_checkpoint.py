@@ -445,7 +445,8 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What is best so far, and where."""
-        self._leaving = [path for path in self._leaving if os.path.lexists(path)]
+        *old, new = self._leaving or [""]  # the newest of them may not be written yet
+        self._leaving = [*(path for path in old if os.path.lexists(path)), *([new] if new else [])]
         return {
             **({"leaving": list(self._leaving)} if self._leaving else {}),
             "monitor": self.monitor,
