@@ -29,7 +29,7 @@ class Look:
         blind: Why not all can be seen: "holds an open file (.log)"; "" where all can.
         names: All names of globals and attributes in the code that was reached.
         stores: Whether that code sets attributes or globals.
-        late: What a look in the midst of a pass found changed that had not been looked at for some time.
+        late: What a look during a pass found changed that had not been looked at for some time.
     """
 
     def __init__(self, roots: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ class Overlay:
         own = [os.path.realpath(folder) + os.sep for folder in free]
         self._free = tuple(own)
         self._memory = tuple(folder for folder in own if folder.startswith(_SHARED_MEMORY))
-        self.removed: set[str] = set()  # what the person has there is hidden, even where the script made it anew
+        self.removed: set[str] = set()  # what the person has there is hidden, even where the script made it again
         self._folders: dict[str, tuple[str, bool]] = {}  # folder as it was written -> what `_walk` says
         # Python's own, from before the overlay is put over them.
         self.stat, self.lstat, self.readlink, self.symlink = os.stat, os.lstat, os.readlink, os.symlink

@@ -145,7 +145,7 @@ class _Forks:
         torch.set_num_threads(1)  # also: OpenMP cannot be used by a copy of a process that has used it
         try:
             confine(str(folder / "scratch"), witness.folders())
-            rng.restore(self._random)  # Python seeds its own generator anew in a fork
+            rng.restore(self._random)  # Python seeds its own generator again in a fork
             self._train(plan, witness, checkpoint)
         except BaseException:
             messages.tell(traceback.format_exc())

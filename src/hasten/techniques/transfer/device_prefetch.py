@@ -17,7 +17,7 @@ class DevicePrefetch(CudaOnly):
     """Start the copy of a batch to the GPU on a stream of its own, as soon as the batch exists.
 
     The script still gets the CPU batch it expects; when it then says `.to(device)`, the finished copy is handed
-    out. A tensor that was changed in between, or is wanted in another dtype or place, is copied as ever. Loaders whose
+    out. A tensor that was changed in between, or is wanted in another dtype or place, is copied as usual. Loaders whose
     sampler may depend on the training are left alone.
     """
 
