@@ -23,6 +23,8 @@ from hasten.errors import HastenError
 from hasten.evidence import read_evidence, this_machine
 from hasten.plan import Setting
 from hasten.taps.config import RunConfig, TrialOptions, environment
+from hasten.techniques import CATALOGUE
+from hasten.techniques.base import build, overrides
 
 _LAST_LINES = 12
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -147,7 +149,9 @@ def ended(folder: Path, code: int | None, plan: Mapping[str, Setting], seconds: 
         return Ended(error or (f"{name}: {last}" if last else name), saved, log)
     if evidence is None:
         return Ended("", saved, log)
-    idle = tuple(name for name in plan if name not in evidence.installed)
+    # What acts by environment variables alone, before torch is there, is not seen to act, but does.
+    acting = {one.name for one in build(plan, CATALOGUE) if overrides(one, "environment")}
+    idle = tuple(name for name in plan if name not in evidence.installed and name not in acting)
     alone = tuple(f"{name} {did}" for name, did in evidence.installed.items() if did.startswith("left alone"))
     return Ended("", saved, log, idle, alone)
 
