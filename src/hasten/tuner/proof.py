@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,20 @@ from hasten.errors import HastenError
 from hasten.evidence import Machine
 from hasten.plan import Setting
 
-SCHEMA = "hasten-report/1"
+SCHEMA = "hasten-report/2"
+
+
+class Answer(StrEnum):
+    """What can be said of a promise: nothing more, nothing less."""
+
+    HOLDS = "holds"
+    DOES_NOT = "does not hold"
+    NOT_KNOWN = "not known"
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster: baseline time / plan time, with its bootstrap interval."""
+    """How many times faster: baseline time / plan time, with its interval."""
 
     ratio: float
     low: float
@@ -51,27 +60,63 @@ class FullRun:
 
 
 @dataclass(frozen=True)
-class ParityCheck:
-    """One compared quantity: per-seed values of both sides, and the band that the plan's mean must lie in.
+class Agreement:
+    """Plain and plan on the same weights and the same batches, compared by the check.
 
-    `detectable` is half the band's width as a fraction of the baseline's mean: a smaller change goes unseen.
+    Attributes:
+        steps: Steps compared.
+        loss_gap: Largest relative difference of a step's loss.
+        cosine: Smallest cosine between the gradients of one tensor; 1.0 is the same direction.
+        gradient_gap: Largest relative difference between the gradients of one tensor (2-norm).
+        worst: Name of that tensor.
+        allowed: The gap that rounding explains here.
+    """
+
+    steps: int
+    loss_gap: float
+    cosine: float
+    gradient_gap: float
+    worst: str = ""
+    allowed: float | None = None
+
+
+@dataclass(frozen=True)
+class ParityCheck:
+    """One quantity compared between paired runs: same seed, same order of samples on both sides.
+
+    Attributes:
+        what: "training loss", "validation loss" or "batches a pass".
+        baseline: Its value in each baseline run.
+        plan: Its value in each run of the plan, in the same order.
+        change: Mean relative difference plan / baseline - 1.
+        low: Lower end of its 95 % interval.
+        high: Upper end.
+        detectable: The smallest relative change that would have been seen.
+        ok: Whether the interval holds 0, or what it shows is within the tolerance of the test.
     """
 
     what: str
     baseline: tuple[float, ...]
     plan: tuple[float, ...]
-    band_low: float
-    band_high: float
-    plan_mean: float
+    change: float
+    low: float
+    high: float
     detectable: float
     ok: bool
 
 
 @dataclass(frozen=True)
 class Parity:
-    """Whether the plan's losses stay inside the baseline's own seed-to-seed band."""
+    """Whether the plan trains to the same losses.
 
-    ok: bool
+    Attributes:
+        answer: Holds, does not hold, not known.
+        test: How that was judged, in a sentence.
+        checks: What was compared between paired runs.
+        note: What else there is to say.
+    """
+
+    answer: Answer
     test: str
     checks: tuple[ParityCheck, ...] = ()
     note: str = ""
@@ -89,8 +134,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class Kept:
-    """A technique of the plan. `contribution` is how many times slower a step is without it (or, where
-    `contribution_how` says so, how many times faster it made the plan when it was added)."""
+    """A technique of the plan.
+
+    Attributes:
+        contribution: How many times faster a step is with it than without, the rest of the plan on.
+        contribution_low: Lower end of its 95 % interval.
+        contribution_high: Upper end.
+        helps: Probability that it helps at all, from 0 to 1; None where it was not asked apart from others.
+        blocks: Blocks that it was measured in.
+        why: What of the evidence speaks for it.
+    """
 
     name: str
     setting: Setting
@@ -98,13 +151,21 @@ class Kept:
     contribution: float
     contribution_low: float
     contribution_high: float
-    contribution_how: str
+    helps: float | None
+    blocks: int
     why: str
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A setting that was measured. `outcome`: kept, lost, dropped, crashed, timeout, out of memory, nan."""
+    """A setting that was measured.
+
+    Attributes:
+        outcome: kept, lost, dropped, crashed, timeout, out of memory, nan.
+        ratio: How many times faster a step is with it than without.
+        helps: Probability that it helps at all.
+        blocks: Blocks that it was measured in.
+    """
 
     name: str
     setting: Setting
@@ -113,7 +174,8 @@ class Tried:
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    seconds: float = 0.0
+    helps: float | None = None
+    blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,8 +187,46 @@ class Skipped:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Some steps of the warm process under one set of techniques.
+
+    Attributes:
+        at: Seconds since the tune began.
+        seconds: How long its measured steps took.
+        steps: How many they are.
+        step_seconds: Their mean length.
+        on: What was on: names, or `name=setting` where a technique has several settings here.
+        part: "all on", "search", "compile" or "claim".
+        trouble: Why it was not counted; "" for a good block.
+    """
+
+    at: float
+    seconds: float
+    steps: int
+    step_seconds: float
+    on: tuple[str, ...]
+    part: str
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How much else happened on the machine meanwhile.
+
+    Attributes:
+        steal: Share of CPU time that the hypervisor gave to others, from 0 to 1; None where it is not told.
+        others: Share of all cores that other processes kept busy; None where that could not be seen.
+        scatter: Standard deviation of a block's pace around what the model of the blocks expects, as a fraction.
+    """
+
+    steal: float | None
+    others: float | None
+    scatter: float | None
+
+
+@dataclass(frozen=True)
 class Pair:
-    """Seconds per steady step of one baseline trial and the plan's trial beside it, same seed."""
+    """Seconds per steady step of one baseline process and the plan's process beside it, same seed."""
 
     seed: int
     baseline: float
@@ -159,7 +259,18 @@ class TrialRow:
 
 @dataclass(frozen=True)
 class Proof:
-    """Everything one `hasten tune` measured."""
+    """Everything one `hasten tune` measured.
+
+    Attributes:
+        speedup: The claim: baseline and plan in turn, A B B A, on blocks measured after the plan was chosen.
+        speedup_how: How that was measured, in a sentence.
+        epoch_speedup: The same with validation and the starts of passes, from pairs of fresh processes.
+        phases: Mean seconds of each phase of a step, "baseline" and "plan", from the blocks of the claim.
+        pairs: Pairs of fresh processes, which also hold what a warm process hides (start-up, caches).
+        warm: Whether blocks in one process decided; else trials in processes of their own did, and `notes` says why.
+        would_ask: What tune would still ask with more time, a sentence each.
+        blocks: The course of the search.
+    """
 
     created: str
     hasten: str
@@ -167,6 +278,7 @@ class Proof:
     machine: Machine
     versions: dict[str, str]
     speedup: Ratio
+    speedup_how: str
     epoch_speedup: Ratio | None
     full_run: FullRun | None
     parity: Parity
@@ -180,10 +292,25 @@ class Proof:
     trials: tuple[TrialRow, ...]
     budget_seconds: float
     used_seconds: float
+    warm: bool = True
+    agreement: Agreement | None = None
+    blocks: tuple[Block, ...] = ()
+    would_ask: tuple[str, ...] = ()
+    noise: Noise | None = None
     notes: tuple[str, ...] = ()
     taps_skipped: tuple[str, ...] = ()
     check: Checked | None = None
     schema: str = field(default=SCHEMA)
+
+    @property
+    def proven(self) -> Answer:
+        """Whether the plan is faster and trains alike: both shown, one of them refuted, or something not looked at."""
+        checked = self.check.ok if self.check is not None else None
+        if checked is False or self.parity.answer is Answer.DOES_NOT or self.speedup.high < 1:
+            return Answer.DOES_NOT
+        if checked and self.parity.answer is Answer.HOLDS and self.speedup.low > 1 and self.pairs:
+            return Answer.HOLDS
+        return Answer.NOT_KNOWN
 
     def to_json(self) -> str:
         """This proof as the text of `hasten-report.json`."""
