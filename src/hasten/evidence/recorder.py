@@ -66,6 +66,7 @@ class Recorder:
         self.listeners: list[Callable[[Phase, bool], None]] = []
         self.on_close: list[Callable[[], None]] = []  # called when the run is over, before the recorder closes
         self.step_of = "batch"
+        self.last: tuple[list[float], list[Any]] = ([], [])  # phases and losses of the last step, kept or not
         self.unfinished: list[float] = []  # phases of the first step, in a run that closed before one was counted
         self._loose = OpenPass(-1, None, self.origin, None)  # what happens outside every loader
         self.current = self._loose
@@ -362,6 +363,7 @@ class Recorder:
                 phases[_OTHER] += spare
             else:
                 phases = adding_up(phases, at - started)
+            self.last = phases, over.losses
             self.kept.add(self.steps, started - self.origin, phases, over.losses)
             self.steps += 1
             if self.on_step:

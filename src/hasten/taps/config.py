@@ -10,7 +10,8 @@ from pathlib import Path
 
 from hasten.check.options import WitnessOptions
 from hasten.plan import Setting
-from hasten.techniques import CATALOGUE, build
+from hasten.techniques import CATALOGUE, Liveness, build
+from hasten.warm.options import WarmOptions
 
 VARIABLE = "HASTEN_RUN"
 SITE = Path(__file__).resolve().parent / "site"
@@ -29,6 +30,8 @@ class TrialOptions:
         scratch: Folder into which everything goes that the script writes.
         probe: Ask the datasets what repeats itself before the process ends.
         cut: Whether passes are cut at all.
+        pass_seconds: Seconds after which a loader's first pass ends before `batches`; 0.0: never.
+        at_least: Seconds of training before `epochs` ends the trial.
     """
 
     scratch: str
@@ -39,6 +42,8 @@ class TrialOptions:
     seed: int = 0
     probe: bool = False
     cut: bool = True
+    pass_seconds: float = 0.0
+    at_least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class RunConfig:
         former: `files.mark_of` the evidence of an earlier run that lies there; "": none did.
         live: File that is rewritten about once a second while the training goes on, for `hasten watch`; "": none.
         witness: How `hasten check` looks at the training; None: it does not.
+        warm: How techniques are tried while the training runs; None: they are not, `techniques` are on throughout.
     """
 
     techniques: dict[str, Setting] = field(default_factory=dict)
@@ -89,6 +95,7 @@ class RunConfig:
     doctor: DoctorOptions | None = None
     live: str = ""
     witness: WitnessOptions | None = None
+    warm: WarmOptions | None = None
     former: str = ""
 
     @classmethod
@@ -96,12 +103,14 @@ class RunConfig:
         """Read what `environment` put into the variable."""
         data = json.loads(text)
         trial, doctor, witness = data.pop("trial"), data.pop("doctor"), data.pop("witness", None)
+        warm = data.pop("warm", None)
         data["command"] = tuple(data["command"])
         return cls(
             **data,
             trial=TrialOptions(**trial) if trial else None,
             doctor=DoctorOptions(**doctor) if doctor else None,
             witness=WitnessOptions(**witness) if witness else None,
+            warm=WarmOptions.from_json(warm) if warm else None,
         )
 
 
@@ -110,6 +119,16 @@ def environment(config: RunConfig, base: dict[str, str]) -> dict[str, str]:
     env = dict(base)
     for technique in build(config.techniques, CATALOGUE):
         technique.environment(env)
+    if config.warm is not None:
+        _for_switching(config.warm, env)
     env[VARIABLE] = json.dumps(dataclasses.asdict(config))
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"))))
     return env
+
+
+def _for_switching(warm: WarmOptions, env: dict[str, str]) -> None:
+    """Set what workers and compiling need in the environment; what others set there, they also set while it runs."""
+    for one in warm.candidates:
+        technique = CATALOGUE[one.name]
+        if technique.liveness_of(one.setting) in (Liveness.PASS, Liveness.LAST):
+            technique(one.setting).environment(env)

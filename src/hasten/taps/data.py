@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import weakref
 from collections.abc import Iterator
+from time import perf_counter
 from typing import Any
 
 from hasten.evidence import facts
 from hasten.taps.built import BuiltLoader
+from hasten.taps.config import TrialOptions
 from hasten.taps.steps_over import NEVER
+
+_LEAST_BATCHES = 6  # of a pass that a trial cuts short by time
 
 
 def install(session: Any) -> None:
@@ -69,7 +74,7 @@ def _tap_class(kind: Any, session: Any) -> None:
     if "__iter__" in vars(kind):
         _tap_iter(kind, session)
     if session.trial is not None and session.trial.cut and "_index_sampler" in vars(kind):
-        _tap_sampler(kind, session.trial.batches)
+        _tap_sampler(kind, session.trial)
 
 
 def _register(loader: Any, options: dict[str, Any], session: Any) -> None:
@@ -182,19 +187,19 @@ def _tap_fetcher(room: Any, session: Any) -> None:
     room._DatasetKind.create_fetcher = staticmethod(create_fetcher)
 
 
-def _tap_sampler(kind: Any, limit: int) -> None:
-    """In a trial: let every pass end after `limit` batches, and repeat the first pass's batches in later ones."""
+def _tap_sampler(kind: Any, trial: TrialOptions) -> None:
+    """In a trial: let every pass end early, and repeat the first pass's batches in later ones."""
     whole = kind._index_sampler.fget
     kept: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-    kind._index_sampler = property(lambda loader: _CutSampler(whole(loader), limit, kept.setdefault(loader, [])))
+    kind._index_sampler = property(lambda loader: _CutSampler(whole(loader), trial, kept.setdefault(loader, [])))
 
 
 class _CutSampler:
-    """A sampler of which only the first `limit` indices are seen, the same ones in every pass."""
+    """A sampler of which only the first indices are seen, the same ones in every pass."""
 
-    def __init__(self, sampler: Any, limit: int, kept: list[Any]) -> None:
+    def __init__(self, sampler: Any, trial: TrialOptions, kept: list[Any]) -> None:
         self._sampler = self.hasten_whole = sampler
-        self._limit = limit
+        self._trial = trial
         self._kept = kept
 
     def __len__(self) -> int:
@@ -209,6 +214,12 @@ class _CutSampler:
             next(real, None)  # draws from the random state what a pass draws
             yield from self._kept
             return
-        for _, index in zip(range(self._limit), real, strict=False):
+        until = math.inf
+        for _, index in zip(range(self._trial.batches), real, strict=False):
+            number = len(self._kept)
+            if number == 1 and self._trial.pass_seconds:
+                until = perf_counter() + self._trial.pass_seconds  # the first batch may wait for workers to start
+            if number >= _LEAST_BATCHES and perf_counter() > until:
+                return
             self._kept.append(index)
             yield index

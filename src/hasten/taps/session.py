@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten import messages
 from hasten.evidence import Evidence, Phase, Validation, this_machine
@@ -24,6 +24,7 @@ from hasten.evidence.open_pass import OpenPass
 from hasten.evidence.recorder import Recorder
 from hasten.files import mark_of
 from hasten.run import Run
+from hasten.switchboard import Switchboard
 from hasten.taps.boot import describe
 from hasten.taps.bounds import Bounds
 from hasten.taps.built import Built, BuiltLoader
@@ -31,6 +32,9 @@ from hasten.taps.config import RunConfig, TrialOptions
 from hasten.taps.seeds import fix_torch_seeds
 from hasten.taps.steps_over import NEVER, StepsOver
 from hasten.techniques import CATALOGUE, build
+
+if TYPE_CHECKING:
+    from hasten.warm.driver import Driver
 
 _COMPILED_BY = 5  # steps after which compilation is over and a trial's seconds count
 
@@ -48,7 +52,7 @@ class Session:
         may_rest = config.trial is None and (config.doctor is None or not config.doctor.steps)
         self.steps_over = StepsOver()
         recorder = Recorder(on_step=self.steps_over, on_pass=self._on_pass, may_rest=may_rest) if listens else None
-        self.run = Run(build(config.techniques, CATALOGUE), recorder)
+        self.run = _run_of(config, recorder)
         self.loaders: list[BuiltLoader] = []
         self.optimizers: dict[int, tuple[Any, str]] = {}
         self.built = Built(self)
@@ -67,6 +71,7 @@ class Session:
         self.bounds = Bounds(self, config.doctor) if config.doctor is not None and listens else None
         self.live = LiveFile(Path(config.live), config.command, config.evidence) if config.live and listens else None
         self.witness: Any = None  # of `hasten check`
+        self.driver: Driver | None = None  # of `hasten tune`
         self.error = ""
         self.ended = ""
         self.stopped_at = ""
@@ -95,6 +100,7 @@ class Session:
             session._witness()
         session._tap(unseen)  # last: it marks what the others have loaded
         session._watch_the_steps()
+        session._drive()
         session._watch_the_end()
         if session.bounds is not None:
             session.bounds.start()
@@ -135,6 +141,16 @@ class Session:
         self.witness = Witness(options, self.complete)
         listen(self.witness)
 
+    def _drive(self) -> None:
+        """Have techniques switched while the training runs."""
+        board, recorder = self.run, self.run.recorder
+        if self.config.warm is None or not isinstance(board, Switchboard) or recorder is None or self.rank:
+            return
+        from hasten.warm.driver import Driver
+
+        self.driver = Driver(self.config.warm, board, recorder, self.complete)
+        self.steps_over.tell(self.driver.on_step)
+
     def _observe(self) -> None:
         from hasten.taps import observe
 
@@ -163,7 +179,7 @@ class Session:
     def _watch_the_steps(self) -> None:
         if self.run.recorder is not None:
             self.steps_over.tell(self.built.look)
-            if self.trial is not None:
+            if self.trial is not None and self.config.warm is None:
                 self.steps_over.tell(self._watch_the_trial)
 
     def _watch_the_end(self) -> None:
@@ -204,12 +220,22 @@ class Session:
     def _on_pass(self, opened: OpenPass, began: bool) -> None:
         if self.bounds is not None:
             self.bounds.on_pass(opened, began)
+        if self.driver is not None:
+            self.driver.on_pass(opened, began)
         if not began:
             if opened.trained:
                 self._trained_passes += 1
                 self.trained_loaders.add(opened.loader)
         elif self.trial and self._trained_passes >= self.trial.epochs and opened.loader in self.trained_loaders:
-            self.complete()
+            if self._trained_for() >= self.trial.at_least:
+                self.complete()
+
+    def _trained_for(self) -> float:
+        """Seconds since the first step began."""
+        recorder = self.run.recorder
+        if recorder is None or not recorder.kept.start:
+            return 0.0
+        return recorder.now() - recorder.origin - recorder.kept.start[0]
 
     def _watch_the_trial(self, steps: int) -> None:
         trial, recorder = self.trial, self.run.recorder
@@ -344,6 +370,13 @@ class Session:
             return False
         steps = recorder.kept.phases[len(recorder.kept.phases) // 2 :]
         return sum(step[Phase.DATA] for step in steps) > 0.02 * sum(map(sum, steps))
+
+
+def _run_of(config: RunConfig, recorder: Recorder | None) -> Run:
+    """The Run of this process: techniques on throughout, or switched while it goes on."""
+    if config.warm is None:
+        return Run(build(config.techniques, CATALOGUE), recorder)
+    return Switchboard([CATALOGUE[one.name](one.setting) for one in config.warm.candidates], recorder)
 
 
 def _peak_memory() -> int:

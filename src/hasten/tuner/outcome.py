@@ -3,95 +3,113 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import hasten
 from hasten.check.checked import Checked
-from hasten.evidence import this_machine
+from hasten.evidence import PHASES, Phase, this_machine
 from hasten.plan import Plan
 from hasten.techniques import CATALOGUE
+from hasten.tuner.candidates import Applicable
+from hasten.tuner.found import Found
 from hasten.tuner.length import Length, full_seconds
-from hasten.tuner.parity import parity_of
-from hasten.tuner.proof import Curves, FullRun, Kept, Memory, Pair, Parity, Proof, Ratio, TrialRow
-from hasten.tuner.search import Search
+from hasten.tuner.parity import agreement_of, parity_of
+from hasten.tuner.proof import (
+    Answer,
+    Block,
+    Curves,
+    FullRun,
+    Kept,
+    Memory,
+    Noise,
+    Pair,
+    Parity,
+    Proof,
+    Ratio,
+    Tried,
+    TrialRow,
+)
 from hasten.tuner.stats import ratio_of
 from hasten.tuner.timing import Timing
-from hasten.tuner.trial import Trial
+from hasten.tuner.trial import Trial, Trials
+from hasten.warm.posterior import Estimate
+from hasten.warm.record import Measured
 
 _POINTS = 200
+_NOT_IN_A_STEP = (Phase.VALIDATION, Phase.CHECKPOINT)
 
 
 @dataclass(frozen=True)
-class Sides:
-    """The proof's trials: baseline and plan in turn, one of each a seed."""
+class Measurements:
+    """All that a tune has measured when it is over.
 
-    baseline: list[Trial]
-    plan: list[Trial]
+    Attributes:
+        found: The search.
+        asked: What applied.
+        trials: The processes that were measured one by one.
+        baseline: The script as it is.
+        pairs: Fresh processes, baseline and plan, one pair a seed.
+        length: Of the full training.
+        checked: What the check found.
+        start: Moment (`time.monotonic`) at which the tune began.
+        budget: Seconds it had.
+        notes: What else there is to say.
+        noise: How quiet the machine was.
+    """
 
-    @property
-    def pairs(self) -> list[tuple[Trial, Trial]]:
-        """Pairs in which both were measured."""
-        return [(x, y) for x, y in zip(self.baseline, self.plan, strict=False) if x.timing and y.timing]
+    found: Found
+    asked: Applicable
+    trials: Trials
+    baseline: Trial
+    pairs: list[tuple[Trial, Trial]]
+    length: Length
+    checked: Checked | None
+    start: float
+    budget: float
+    notes: list[str]
+    noise: Noise
 
 
-def parity_between(sides: Sides) -> Parity:
-    """Parity of what was measured so far."""
-    return parity_of(
-        [trial for trial in sides.baseline if trial.ok], [t for t in sides.plan if t.ok or t.outcome == "nan"]
-    )
-
-
-def proof_of(
-    search: Search,
-    baseline: Trial,
-    sides: Sides,
-    length: Length,
-    notes: Sequence[str],
-    budget_seconds: float,
-    used_seconds: float,
-    checked: Checked | None = None,
-) -> Proof:
+def proof_of(all_: Measurements) -> Proof:
     """Put together what a tune measured."""
-    pairs = sides.pairs
-    notes = list(notes)
-    if search.plan and not pairs:
-        notes.append("the speed-up is of single trials, not measured in turn")
-        last = [trial for trial in search.trials.done if trial.plan == search.plan and trial.timing]
-        pairs = [(baseline, last[-1])] if last else []
-    timings = timings_of(pairs)
-    speedup = ratio_of(timings, lambda _, step: step) if timings else Ratio(1.0, 1.0, 1.0)
-    with_epochs = bool(timings) and all(x.epoch is not None for side in timings for x in side)
-    epochs = ratio_of(timings, lambda timing, step: timing.epoch_of(step)) if with_epochs else None
-    unchanged = Parity(True, "nothing was changed", note="the plan is empty: nothing can have changed")
-    reference = _typical(pairs) if pairs else (baseline, baseline)
+    found, baseline = all_.found, all_.baseline
     assert baseline.evidence is not None
+    pairs = [(a, b) for a, b in all_.pairs if a.timing and b.timing]
+    timings = timings_of(pairs)
+    whole = bool(timings) and all(side.epoch is not None for pair in timings for side in pair)
+    speedup, how = _speedup(all_, timings)
     machine = this_machine()
     return Proof(
         created=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         hasten=hasten.__version__,
-        command=search.trials.command,
+        command=all_.trials.command,
         machine=machine,
         versions={"python": machine.python, "torch": baseline.evidence.flags.torch, "hasten": hasten.__version__},
         speedup=speedup,
-        epoch_speedup=epochs,
-        full_run=_full_run(*timings_of([reference])[0], length) if with_epochs else None,
-        parity=parity_between(sides) if search.plan else unchanged,
-        memory=_memory([x for x, _ in pairs] or [baseline], [y for _, y in pairs] or [baseline]),
-        phases={"baseline": _phases(reference[0]), "plan": _phases(reference[1])},
-        curves=_curves(sides),
-        pairs=tuple(Pair(x.seed, x.timing.step, y.timing.step) for x, y in pairs if x.timing and y.timing),
-        techniques=tuple(_kept(search, name, speedup) for name in search.plan),
-        tried=tuple(search.tried),
-        skipped=tuple(search.skipped),
-        trials=tuple(_row(trial) for trial in search.trials.done),
-        budget_seconds=budget_seconds,
-        used_seconds=used_seconds,
-        notes=tuple(notes),
-        check=checked,
-        taps_skipped=tuple(
-            dict.fromkeys(line for t in search.trials.done if t.evidence for line in t.evidence.skipped)
-        ),
+        speedup_how=how,
+        epoch_speedup=ratio_of(timings, lambda timing, step: timing.epoch_of(step)) if whole else None,
+        full_run=_full_run(*timings[len(timings) // 2], all_.length) if whole else None,
+        parity=_parity(all_),
+        memory=_memory([a for a, _ in pairs] or [baseline], [b for _, b in pairs] or [baseline]),
+        phases=_phases(found, baseline, timings),
+        curves=_curves(all_.pairs),
+        pairs=tuple(Pair(a.seed, a.timing.step, b.timing.step) for a, b in pairs if a.timing and b.timing),
+        techniques=tuple(_kept(all_, index, speedup) for index in sorted(found.chosen)),
+        tried=_tried(found),
+        skipped=all_.asked.skipped,
+        trials=tuple(map(_row, all_.trials.done)),
+        budget_seconds=all_.budget,
+        used_seconds=time.monotonic() - all_.start,
+        warm=found.warm,
+        agreement=agreement_of(all_.checked) if all_.checked is not None else None,
+        blocks=tuple(block_of(block, found, all_.start) for block in found.blocks),
+        would_ask=(*_doubtful(found), *found.would_ask),
+        noise=all_.noise,
+        notes=tuple(all_.notes),
+        check=all_.checked,
+        taps_skipped=tuple(dict.fromkeys(line for t in all_.trials.done if t.evidence for line in t.evidence.skipped)),
     )
 
 
@@ -107,24 +125,45 @@ def plan_of(proof: Proof) -> Plan:
             "hasten": proof.hasten,
             "torch": proof.versions["torch"],
             "speedup": f"{proof.speedup.ratio:.2f}x [{proof.speedup.low:.2f}, {proof.speedup.high:.2f}]",
-            "check": {True: "ok", False: "failed", None: "not known"}[proof.check.ok if proof.check else None],
-            "parity": "ok" if proof.parity.ok else f"not shown: {proof.parity.note or 'outside the band'}",
+            "proven": str(proof.proven),
+            "check": {True: "holds", False: "does not hold", None: "not known"}[proof.check.ok if proof.check else None],
+            "parity": str(proof.parity.answer),
         },
         {"device": machine.device, "cpu": machine.cpu, "cores": machine.cores, "gpus": machine.gpus},
     )
 
 
+def block_of(block: Measured, found: Found, start: float) -> Block:
+    """A block as the report has it: with names, and times from the tune's start."""
+    part = {"baseline": "as it is", "plain": "claim", "plan": "claim"}.get(block.part, block.part)
+    names = tuple(found.course.candidates[i].called for i in block.on)
+    return Block(block.began - start, block.seconds, block.steps, block.step_seconds, names, part, block.trouble)
+
+
 def timings_of(pairs: Sequence[tuple[Trial, Trial]]) -> list[tuple[Timing, Timing]]:
-    """The timings of pairs of trials."""
-    return [(x.timing, y.timing) for x, y in pairs if x.timing and y.timing]
+    """The timings of pairs of trials, as far as both were measured."""
+    return [(a.timing, b.timing) for a, b in pairs if a.timing and b.timing]
 
 
-def _typical(pairs: Sequence[tuple[Trial, Trial]]) -> tuple[Trial, Trial]:
-    """The pair whose ratio is the median."""
-    by_ratio = sorted(
-        pairs, key=lambda pair: ratio_of(timings_of([pair]), lambda timing, step: timing.cost_of(step)).ratio
-    )
-    return by_ratio[len(by_ratio) // 2]
+def _speedup(all_: Measurements, timings: list[tuple[Timing, Timing]]) -> tuple[Ratio, str]:
+    """The claim and how it was measured: blocks in turn, else fresh processes in turn, else the search itself."""
+    found = all_.found
+    if not found.chosen:
+        return Ratio(1.0, 1.0, 1.0), "nothing is changed"
+    if (claim := found.claim()) is not None:
+        return claim, f"{len(found.sides())} pairs of blocks in one process, the script as it is and the plan in turn"
+    if timings:
+        how = f"steady steps of {len(timings)} pair{'s' * (len(timings) > 1)} of fresh processes, in turn"
+        return ratio_of(timings, lambda _, step: step), how
+    mean, spread = found.course.posterior.gain(found.chosen)
+    ratio = Estimate(mean, max(spread, 1e-6), 1, 1).ratio
+    return Ratio(*ratio), "estimated from the blocks of the search, not measured in turn"
+
+
+def _parity(all_: Measurements) -> Parity:
+    if not all_.found.chosen:
+        return Parity(Answer.HOLDS, "nothing was changed", note="the plan is empty: nothing can have changed")
+    return parity_of(all_.pairs)
 
 
 def _full_run(a: Timing, b: Timing, length: Length) -> FullRun:
@@ -134,27 +173,60 @@ def _full_run(a: Timing, b: Timing, length: Length) -> FullRun:
     return FullRun(length.epochs, length.known_from, before, after, before / after, a.startup, b.startup, even)
 
 
-def _kept(search: Search, name: str, speedup: Ratio) -> Kept:
-    gain = search.gains[name]
-    alone = len(search.plan) == 1
-    ratio = speedup if alone else gain.ratio
-    how = "alone in the plan" if alone else gain.how
+def _kept(all_: Measurements, index: int, speedup: Ratio) -> Kept:
+    found = all_.found
+    one, estimate = found.course.candidates[index], found.course.estimates()[index]
+    # Alone in the plan, it is what the claim measured.
+    ratio = (speedup.ratio, speedup.low, speedup.high) if len(found.chosen) == 1 else estimate.ratio
     return Kept(
-        name,
-        gain.setting,
-        str(CATALOGUE[name].effect_of(gain.setting)),
-        ratio.ratio,
-        ratio.low,
-        ratio.high,
-        how,
-        gain.why,
+        one.name,
+        one.setting,
+        str(CATALOGUE[one.name].effect_of(one.setting)),
+        *ratio,
+        helps=estimate.helps,
+        blocks=estimate.blocks,
+        why=all_.asked.why.get(one.name, ""),
+    )
+
+
+def _tried(found: Found) -> tuple[Tried, ...]:
+    """Every setting that was measured or failed, with what is known of it."""
+    rows = []
+    for index, (one, estimate) in enumerate(zip(found.course.candidates, found.course.estimates(), strict=True)):
+        reason = found.course.out.get(index, "")
+        kept = index in found.chosen
+        if not (kept or reason or estimate.blocks):
+            continue
+        outcome = "kept" if kept else "dropped" if reason else "lost"
+        reason = reason or ("" if kept else _why_lost(found, index, estimate))
+        figures = (*estimate.ratio, estimate.helps) if estimate.blocks else (None, None, None, None)
+        rows.append(Tried(one.name, one.setting, outcome, reason, *figures, blocks=estimate.blocks))
+    return tuple(rows)
+
+
+def _why_lost(found: Found, index: int, estimate: Estimate) -> str:
+    name = found.course.candidates[index].name
+    others = {found.course.candidates[i].name for i in found.chosen}
+    if name in others:
+        return "another setting of it is better"
+    if estimate.helps < 0.5:
+        return "it makes steps slower here"
+    return f"too little, or too unsure: it helps with {estimate.helps:.0%} probability"
+
+
+def _doubtful(found: Found) -> tuple[str, ...]:
+    """What the search would still ask with more time."""
+    course, found_ = found.course, found.course.estimates()
+    return tuple(
+        f"{course.candidates[i].called}: helps with {found_[i].helps:.0%} probability after {found_[i].blocks} blocks"
+        for i in course.doubtful()
     )
 
 
 def _comment(kept: Kept) -> str:
     """Why a technique is in the plan and what it measured."""
     interval = f"[{kept.contribution_low:.2f}, {kept.contribution_high:.2f}]"
-    return f"{kept.why}.\n{kept.contribution:.2f}x {interval} {kept.contribution_how}; effect: {kept.effect}"
+    return f"{kept.why}.\n{kept.contribution:.2f}x {interval} with the rest of the plan on; effect: {kept.effect}"
 
 
 def _memory(a: list[Trial], b: list[Trial]) -> Memory:
@@ -164,13 +236,28 @@ def _memory(a: list[Trial], b: list[Trial]) -> Memory:
     return Memory(max(t.peak_memory for t in a), max(t.peak_memory for t in b), gpu(a), gpu(b))
 
 
-def _phases(trial: Trial) -> dict[str, float]:
-    return trial.timing.phases if trial.timing else {}
+def _phases(found: Found, baseline: Trial, timings: list[tuple[Timing, Timing]]) -> dict[str, dict[str, float]]:
+    """Of the claim's own blocks; else of the fresh processes that stand for it; else of the script as it is."""
+    if found.chosen and len(measured := found.phases()) == 2:
+        return {side: _by_name(phases) for side, phases in measured.items()}
+    if found.chosen and timings:
+        a, b = timings[len(timings) // 2]
+        return {"baseline": a.phases, "plan": b.phases}
+    phases = baseline.timing.phases if baseline.timing else {}
+    return {"baseline": phases, "plan": {} if found.chosen else phases}
 
 
-def _curves(both: Sides) -> Curves:
+def _by_name(phases: tuple[float, ...]) -> dict[str, float]:
+    return {
+        name: seconds
+        for number, (name, seconds) in enumerate(zip(PHASES, phases, strict=True))
+        if number not in _NOT_IN_A_STEP
+    }
+
+
+def _curves(pairs: Sequence[tuple[Trial, Trial]]) -> Curves:
     """Loss curves up to the first step that has none, thinned."""
-    sides = [[t.evidence.losses for t in side if t.evidence and t.ok] for side in (both.baseline, both.plan)]
+    sides = [[pair[n].evidence.losses for pair in pairs if pair[n].evidence and pair[n].ok] for n in (0, 1)]  # type: ignore[union-attr]
     longest = max((len(losses) for side in sides for losses in side), default=0)
     if not longest:
         return Curves((), (), ())

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -94,20 +95,9 @@ class Trials:
         return trial
 
     def _run(self, config: RunConfig, folder: Path, timeout: float) -> Trial:
-        assert config.trial is not None
-        env = environment(config, {**os.environ, "PYTHONHASHSEED": "0"})
         start = time.monotonic()
         with (folder / "log").open("wb") as log:
-            try:
-                child = Child(
-                    self.arguments,
-                    env,
-                    stdin=None if is_terminal(sys.stdin) else subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                )
-            except OSError as error:
-                raise HastenError(f"cannot start {self.arguments[0]}: {error}") from None
+            child = self.start(config, log)
             watch = _MemoryWatch(child.pid)
             try:
                 code = child.wait(timeout)
@@ -117,6 +107,15 @@ class Trials:
                 peak = watch.stop()
         said = (folder / "log").read_text(errors="replace").strip()
         return self._judge(config, folder, code, seconds, peak, said)
+
+    def start(self, config: RunConfig, log: IO[bytes]) -> Child:
+        """Start the training's process; what it prints goes to `log`."""
+        env = environment(config, {**os.environ, "PYTHONHASHSEED": "0"})
+        stdin = None if is_terminal(sys.stdin) else subprocess.DEVNULL
+        try:
+            return Child(self.arguments, env, stdin=stdin, stdout=log, stderr=log)
+        except OSError as error:
+            raise HastenError(f"cannot start {self.arguments[0]}: {error}") from None
 
     def _judge(self, config: RunConfig, folder: Path, code: int | None, seconds: float, peak: int, said: str) -> Trial:
         assert config.trial is not None
@@ -129,8 +128,17 @@ class Trials:
         timing = timing_of(evidence, seconds) if evidence is not None and outcome == "ok" else None
         if outcome == "ok" and timing is None:
             outcome, reason = "no training", "it trained for too few steps to be measured"
-        log = "\n".join(said.splitlines()[-_LAST_LINES:])
+        log = _last(said)
         return Trial(config.techniques, config.trial.seed, outcome, seconds, reason, evidence, timing, peak, log)
+
+
+def last_lines(log: Path) -> str:
+    """The last lines of what a process printed."""
+    return _last(log.read_text(errors="replace").strip())
+
+
+def _last(said: str) -> str:
+    return "\n".join(said.splitlines()[-_LAST_LINES:])
 
 
 def _outcome(code: int | None, evidence: Evidence | None, said: str, seconds: float) -> tuple[str, str]:

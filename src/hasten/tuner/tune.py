@@ -1,12 +1,12 @@
-"""Tune: baseline, search, combination, parity and proof, inside a budget."""
+"""Tune: the script as it is, a search while it runs, a check step by step, and a proof; inside a budget."""
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,20 +15,34 @@ from hasten.errors import HastenError
 from hasten.plan import Plan
 from hasten.taps.config import TrialOptions
 from hasten.techniques import CATALOGUE, Effect
+from hasten.tuner.apart import search_apart
+from hasten.tuner.candidates import Applicable, applicable, validation_share
 from hasten.tuner.check import CheckOptions, check
-from hasten.tuner.length import length_of
-from hasten.tuner.outcome import Sides, parity_between, plan_of, proof_of, timings_of
-from hasten.tuner.parity import MIN_SEEDS
-from hasten.tuner.proof import Proof
-from hasten.tuner.search import Say, Search
+from hasten.tuner.found import Found
+from hasten.tuner.length import Length, length_of, seconds_per_epoch
+from hasten.tuner.outcome import Measurements, block_of, plan_of, proof_of, timings_of
+from hasten.tuner.parity import parity_of
+from hasten.tuner.proof import Answer, Block, Proof
+from hasten.tuner.quiet import Quiet
 from hasten.tuner.stats import ratio_of
 from hasten.tuner.trial import Trial, Trials
+from hasten.tuner.warm import Warm
+from hasten.warm.course import Course
+from hasten.warm.options import WarmOptions
+from hasten.warm.record import Measured
 
-_STEADY_SECONDS = 2.5  # of training in each pass of a trial
-_PILOT_BATCHES = 12
-_LEAST_TRIALS = 10
-_CHECK = 3  # trials' time that is set aside for the check
+_PASS_SECONDS = (0.7, 2.5)  # of training in a shortened pass: at the least, and at the most
+_MOST_BATCHES = 400
+_BLOCK_SECONDS = (0.5, 1.0)
+_SHORTEST_SEARCH = 8.0  # seconds for which the proof gives way first, and then the check
+_CLAIM_SHARE = 0.25  # of the time for the search
+_CHECKED_STEPS = (2, 6)  # a pass in the check
 _CHECKS = 3  # after so many checks with something taken back each, the rest goes unchecked, and is said to
+_ONE_THREAD = 2.0  # times as long as on all cores, roughly, a step takes in the check
+_OVERDRAFT = 1.15  # of the budget: a first pair of fresh processes may end so late
+
+Say = Callable[[str], None]
+OnBlock = Callable[[Block], None]
 
 
 @dataclass(frozen=True)
@@ -37,15 +51,19 @@ class TuneOptions:
 
     Attributes:
         budget: Seconds for all of it.
-        seeds: Seeds a side for parity and proof; fewer, but at least 3, where the budget is short.
+        seeds: Pairs of fresh processes at the most, each under a seed of its own.
         allow_trajectory: Also try techniques that change the optimisation path.
         only: Names of the techniques to try; empty for all.
+        order: Seed of the search's own draws; another one asks in another order.
+        processes: Ask with a process of its own for each question, as for scripts that cannot be tuned warm.
     """
 
-    budget: float = 600.0
+    budget: float = 180.0
     seeds: int = 5
     allow_trajectory: bool = False
     only: frozenset[str] = frozenset()
+    order: int = 0
+    processes: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,9 @@ class Tuned:
     interrupted: bool
 
 
-def tune(arguments: Sequence[str], command: Sequence[str], options: TuneOptions, say: Say) -> Tuned:
+def tune(
+    arguments: Sequence[str], command: Sequence[str], options: TuneOptions, say: Say, on_block: OnBlock | None = None
+) -> Tuned:
     """Find a plan for a training and prove it.
 
     Args:
@@ -65,199 +85,303 @@ def tune(arguments: Sequence[str], command: Sequence[str], options: TuneOptions,
         command: The training's own command line.
         options: Budget and choices.
         say: Receives progress, a line each.
+        on_block: Receives each block of the search as it is measured.
 
     Raises:
         HastenError: The training fails by itself, does not train, or the budget is too short for it.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as scratch:
-        trials = Trials(arguments, tuple(command), Path(scratch), TrialOptions(scratch), start + options.budget)
-        return _Tune(trials, options, say, start).run()
+        # No trial is cut short by the end of the budget: the last may be the proof.
+        trials = Trials(arguments, tuple(command), Path(scratch), TrialOptions(scratch), start + 2 * options.budget)
+        return _Tune(trials, options, say, on_block, start).run()
 
 
 class _Tune:
     """One tune as it goes on."""
 
-    def __init__(self, trials: Trials, options: TuneOptions, say: Say, start: float) -> None:
-        self.trials = trials
-        self.options = options
-        self.say = say
-        self.start = start
+    def __init__(
+        self, trials: Trials, options: TuneOptions, say: Say, on_block: OnBlock | None, start: float
+    ) -> None:
+        self.trials, self.options, self.say, self.on_block = trials, options, say, on_block
+        self.start, self.end = start, start + options.budget
         self.notes: list[str] = []
         self.interrupted = False
-        self.sides = Sides([], [])
+        self.pairs: list[tuple[Trial, Trial]] = []
         self.checked: Checked | None = None
+        self.quiet = Quiet()
 
     def run(self) -> Tuned:
         baseline = self._baseline()
-        assert baseline.evidence is not None
         assert baseline.timing is not None
         self.length = length_of(self.trials.command, baseline.timing)
-        search = Search(
-            self.trials,
-            baseline.evidence,
-            self.length,
-            self._until,
-            self.say,
-            self.options.allow_trajectory,
-            self.options.only,
-        )
-        search.remember(baseline)
+        self.asked = self._applicable(baseline, warm=not self._apart())
+        self.found = self._found(baseline, warm=not self._apart())
         try:
-            search.run()
-            search.check_combination()
-            search.run_again()
-            self._check(search)
-            self._prove(search)
+            self._search(baseline)
+            self._check(baseline)
+            self._prove(baseline)
         except KeyboardInterrupt:
             self.interrupted = True
+            if not self.found.chosen:
+                self.found.chosen = self.found.course.chosen()
             self.notes.append("stopped by Ctrl-C: the plan is the best found until then")
             self.say("stopped; keeping the best so far")
-        used = time.monotonic() - self.start
-        proof = proof_of(search, baseline, self.sides, self.length, self.notes, self.options.budget, used, self.checked)
+        proof = proof_of(self._measurements(baseline))
         return Tuned(plan_of(proof), proof, self.interrupted)
 
-    # -- the baseline --------------------------------------------------------------------------------------
+    # -- the script as it is -------------------------------------------------------------------------------
 
     def _baseline(self) -> Trial:
-        """Find how long a step is, then measure the script as it is."""
+        """Run the script as it is, for a shortened pass: its evidence, and how long a step is."""
         self.say("running the script as it is")
-        trials = self.trials
-        trials.options = dataclasses.replace(
-            trials.options, batches=_PILOT_BATCHES, steps=2 * _PILOT_BATCHES, seconds=30.0
-        )
-        pilot = trials.run({}, timeout=max(60.0, self.options.budget / 2))
-        if pilot.outcome in ("crashed", "no training") and pilot.evidence is not None and pilot.evidence.step_start:
-            # Some scripts count the batches of an epoch: leave theirs whole, and stop the process instead.
-            trials.options = dataclasses.replace(trials.options, cut=False)
-            pilot = trials.run({}, timeout=max(60.0, self.options.budget / 2))
-            self.notes.append("epochs were not shortened in trials, which this script does not bear")
-        if pilot.timing is None:
-            raise _hopeless(pilot, self.options.budget)
-        if (least := _LEAST_TRIALS * pilot.seconds) > self.options.budget:
-            raise HastenError(
-                f"a budget of {self.options.budget:.0f} s is too short: one trial takes {pilot.seconds:.0f} s here",
-                f"give it --budget {least / 60 + 0.5:.0f}m or more",
-            )
-        step = max(1e-6, pilot.timing.step)
-        batches = int(min(400, max(16, _STEADY_SECONDS / step)))
-        epoch = min(batches, pilot.timing.batches or batches) * step
-        share = min(30.0, self.options.budget / 30)
+        trials, budget = self.trials, self.options.budget
+        least, most = _PASS_SECONDS
+        seconds = min(most, max(least, budget / 60))
         trials.options = dataclasses.replace(
             trials.options,
-            batches=batches,
-            epochs=int(min(12, 1 + max(1.0, _STEADY_SECONDS / epoch))),
-            steps=int(1.6 * batches) + 4,
-            seconds=max(12.0, share),
-        )
-        baseline = trials.run({}, probe=True, timeout=120 + 4 * pilot.seconds)
-        if baseline.timing is None:
-            raise _hopeless(baseline, self.options.budget)
+            batches=_MOST_BATCHES, steps=_MOST_BATCHES, epochs=1, pass_seconds=seconds, at_least=seconds,
+            seconds=seconds + 1,
+        )  # fmt: skip
+        timeout = max(60.0, budget / 2)
+        baseline = trials.run({}, probe=True, timeout=timeout)
+        if baseline.outcome in ("crashed", "no training") and baseline.evidence and baseline.evidence.step_start:
+            # Some scripts count the batches of an epoch: leave theirs whole, and stop the process instead.
+            trials.options = dataclasses.replace(trials.options, cut=False)
+            baseline = trials.run({}, probe=True, timeout=timeout)
+            self.notes.append("epochs were not shortened in trials, which this script does not bear")
+        if baseline.timing is None or baseline.evidence is None:
+            raise hopeless(baseline)
+        self.startup = _startup(baseline)
+        if self.startup > budget:
+            raise HastenError(
+                f"a budget of {budget:.0f} s is too short: the script takes {self.startup:.0f} s before it trains",
+                f"give it --budget {4 * self.startup / 60 + 0.5:.0f}m or more",
+            )
+        self._bound_trials(baseline, seconds)
         if baseline.reason:
             self.notes.append(f"trials end early: {baseline.reason}")
-        self.say(f"a step takes {baseline.timing.step * 1e3:.1f} ms, a trial {baseline.seconds:.0f} s")
+        self.say(f"a step takes {baseline.timing.step * 1e3:.1f} ms; it starts in {self.startup:.0f} s")
         return baseline
 
-    def _until(self) -> float:
-        """When the search must stop, so that the proof still fits."""
-        each = self._each()
-        return self.start + self.options.budget - 2.1 * each * self._seeds(each) - _CHECK * each
+    def _bound_trials(self, baseline: Trial, seconds: float) -> None:
+        """Give all later processes the same batches, two passes or as many as make the same time."""
+        assert baseline.evidence is not None
+        assert baseline.timing is not None
+        passes = [one.batches for one in baseline.evidence.passes if one.trained and one.batches]
+        step = max(1e-6, baseline.timing.step)
+        batches = passes[0] if passes else int(min(_MOST_BATCHES, max(16, seconds / step)))
+        self.trials.options = dataclasses.replace(
+            self.trials.options,
+            batches=batches,
+            epochs=int(min(12, 1 + max(1.0, seconds / (batches * step)))),
+            steps=int(1.6 * max(batches, seconds / step)) + 4,
+            seconds=max(12.0, self.options.budget / 30),
+            pass_seconds=0.0,
+            at_least=0.0,
+        )
 
-    def _seeds(self, each: float) -> int:
-        """As many seeds as a third of the budget bears."""
-        return max(MIN_SEEDS, min(self.options.seeds, int(self.options.budget / 3 / (2 * each))))
+    def _apart(self) -> str:
+        """Why this training cannot be tuned in one process, as far as its command line says; "" if it may be."""
+        if self.options.processes:
+            return "asked for"
+        if self.trials.arguments[0] != sys.executable or "torch.distributed.run" in self.trials.arguments:
+            return "a launcher starts its processes"
+        return ""
+
+    def _applicable(self, baseline: Trial, warm: bool) -> Applicable:
+        assert baseline.evidence is not None
+        options = self.options
+        return applicable(baseline.evidence, only=options.only, trajectory=options.allow_trajectory, warm=warm)
+
+    def _found(self, baseline: Trial, warm: bool) -> Found:
+        assert baseline.evidence is not None
+        share = validation_share(baseline.evidence) if warm else 0.0
+        return Found(Course(self.asked.candidates, self.options.order, False, share, live=warm), warm)
+
+    # -- the search ----------------------------------------------------------------------------------------
+
+    def _search(self, baseline: Trial) -> None:
+        if not self.asked.candidates:
+            self.say("no technique applies to this training")
+            return
+        if why := self._apart():
+            self._search_apart(baseline, why)
+        elif not self._warm(baseline).search():
+            self.asked = self._applicable(baseline, warm=False)
+            blocks = self.found.blocks
+            self.found = self._found(baseline, warm=False)
+            self.found.blocks = blocks
+            self._search_apart(baseline, "it came to its end, or trained elsewhere, before it could be measured")
+        self.say(f"chosen: {', '.join(self.found.plan()) or 'nothing'}")
+
+    def _search_apart(self, baseline: Trial, why: str) -> None:
+        self.notes.append(f"each question took a process of its own, not a block of one that runs: {why}")
+        self.say(f"asking in processes of their own: {why}")
+        search_apart(self.trials, self.found, baseline, self._search_end(baseline), self.say, self._told)
+
+    def _warm(self, baseline: Trial) -> Warm:
+        """Prepare the search in one process."""
+        assert baseline.evidence is not None
+        assert baseline.timing is not None
+        until = self._search_end(baseline)
+        least, most = _BLOCK_SECONDS
+        claim = _CLAIM_SHARE * max(0.0, until - time.monotonic() - self.startup)
+        options = WarmOptions(
+            candidates=self.asked.candidates,
+            results="",
+            search_until=until - claim,
+            claim_until=until,
+            block_seconds=min(most, max(least, self.options.budget / 300)),
+            seed=self.options.order,
+            total_steps=_total_steps(self.length, baseline),
+            validation_share=validation_share(baseline.evidence),
+        )
+        return Warm(self.trials, self.found, options, self.startup, self.say, self._told)
+
+    def _told(self, block: Measured) -> None:
+        if self.on_block is not None:
+            self.on_block(block_of(block, self.found, self.start))
+
+    def _search_end(self, baseline: Trial) -> float:
+        """When the search must end, so that check and proof still fit; where not all does, the search goes first."""
+        aside = self._check_seconds(baseline) + self._pair_seconds(baseline)
+        left = self.end - time.monotonic() - self.startup
+        if left - aside < _SHORTEST_SEARCH:
+            aside = self._check_seconds(baseline)
+        if left - aside < _SHORTEST_SEARCH:
+            aside = 0.0
+        return self.end - aside
+
+    def _check_seconds(self, baseline: Trial) -> float:
+        assert baseline.timing is not None
+        steps = 2 * self._checked_steps(baseline)
+        return 1.5 * self.startup + 2 + steps * baseline.timing.step * _ONE_THREAD
+
+    def _checked_steps(self, baseline: Trial) -> int:
+        assert baseline.timing is not None
+        least, most = _CHECKED_STEPS
+        each = 2 * baseline.timing.step * _ONE_THREAD
+        return max(least, min(most, int(self.options.budget / 8 / max(each, 1e-6))))
+
+    def _pair_seconds(self, baseline: Trial) -> float:
+        return 2 * self.startup + 1.5 * self.trials.options.epochs * (baseline.seconds - self.startup) + 1
 
     # -- the check ------------------------------------------------------------------------------------------
 
-    def _check(self, search: Search) -> None:
+    def _check(self, baseline: Trial) -> None:
         """Compare the plan with the script as it is, step by step, and drop the techniques that part from it."""
-        options = CheckOptions(seconds=max(60.0, 6 * self._each()))
+        options = CheckOptions(batches=self._checked_steps(baseline), seconds=60.0 + 6 * baseline.seconds)
+        found = self.found
         for _ in range(_CHECKS):
-            if not search.plan:
+            if not found.chosen:
                 return
-            self.say(f"checking {', '.join(search.plan)} step by step")
+            if self.end - time.monotonic() < 0.5 * self._check_seconds(baseline):
+                found.would_ask.append("the check, step by step, whether the plan keeps its word")
+                return
+            self.say(f"checking {', '.join(found.plan())} step by step")
             try:
-                found = check(self.trials.arguments, self.trials.command, search.plan, options, self.say)
+                checked = check(self.trials.arguments, self.trials.command, found.plan(), options, self.say)
             except HastenError as error:  # a script that trains, but not under a check's eyes
                 self.notes.append(f"the plan was not checked step by step: {error.message.splitlines()[0]}")
                 return
-            self.checked = found
-            if found.ok is not False:
+            self.checked = checked
+            if checked.ok is not False:
                 return
-            first = found.first
+            first = checked.first
             assert first is not None
-            reason = f"{first.place}: {first.what}: {first.how}"
-            names = list(found.culprits) or list(search.plan)
-            self._take_back(search, names, f"it does not keep its word: {reason}")
+            names = list(checked.culprits) or list(found.plan())
+            self._take_back(names, f"it does not keep its word: {first.place}: {first.what}: {first.how}")
         self.checked = None
-        if search.plan:
-            self.notes.append(
-                "the rest of the plan was not checked step by step: three checks had taken parts of it back"
-            )
+        if found.chosen:
+            self.notes.append("the rest of the plan was not checked: three checks had taken parts of it back")
 
     # -- the proof -------------------------------------------------------------------------------------------
 
-    def _prove(self, search: Search) -> None:
-        """Prove the plan; what the proof does not bear out is taken back to what cannot spoil anything."""
-        self.sides = self._in_turn(search, self._seeds(self._each()))
-        trouble = self._trouble(search)
-        if not trouble:
+    def _prove(self, baseline: Trial) -> None:
+        """Prove the plan in fresh processes; what they do not bear out is taken back."""
+        self._claim_again()
+        self._in_turn(baseline)
+        if not (trouble := self._trouble()):
             return
-        exact = {name: value for name, value in search.plan.items() if CATALOGUE[name].effect_of(value) is Effect.EXACT}
-        dropped = [name for name in search.plan if trouble.hopeless or name not in exact]
-        self._take_back(search, dropped, trouble.reason)
-        self.sides = self._in_turn(search, MIN_SEEDS)
-        if again := self._trouble(search):
-            self._take_back(search, list(search.plan), again.reason)
-            self.sides = Sides([], [])
+        plan = self.found.plan()
+        exact = {name for name, value in plan.items() if CATALOGUE[name].effect_of(value) is Effect.EXACT}
+        self._take_back([name for name in plan if trouble.hopeless or name not in exact], trouble.reason)
+        self.pairs = []
+        self._claim_again()
+        self._in_turn(baseline)
+        if again := self._trouble():
+            self._take_back(list(self.found.plan()), again.reason)
+            self.pairs = []
 
-    def _in_turn(self, search: Search, seeds: int) -> Sides:
-        """Baseline and plan in turn, A B A B, each pair under a seed of its own."""
-        sides = Sides([], [])
-        if not search.plan:
-            return sides
-        self.sides = sides  # so that Ctrl-C keeps the pairs there are
-        each = self._each()
-        end = self.start + self.options.budget
-        for seed in range(seeds):
-            if seed >= MIN_SEEDS and time.monotonic() + 2 * each > end:
-                break
-            # The search may have left less than three seeds need; a claim without them would be none.
-            self.trials.deadline = max(self.trials.deadline, time.monotonic() + 6 * each + 60)
-            a = self.trials.run({}, seed, timeout=60 + 6 * each)
-            b = self.trials.run(search.plan, seed, timeout=180 + 6 * each)
-            sides.baseline.append(a)
-            sides.plan.append(b)
+    def _claim_again(self) -> None:
+        """Measure the claim, where parts of the plan were taken back since it was measured."""
+        found = self.found
+        if not found.chosen or not found.warm or found.sides():
+            return
+        seconds = min(20.0, self.end - time.monotonic() - self.startup)
+        if seconds > _SHORTEST_SEARCH / 2:
+            self.say(f"measuring {', '.join(found.plan())} once more, without what was taken back")
+            options = WarmOptions(self.asked.candidates, "", 0.0, 0.0)
+            warm = Warm(self.trials, found, options, self.startup, self.say, self._told)
+            warm.claim(time.monotonic() + self.startup + seconds)
+
+    def _in_turn(self, baseline: Trial) -> None:
+        """Baseline and plan in turn in fresh processes, A B B A, each pair under a seed of its own."""
+        each = self._pair_seconds(baseline)
+        for seed in range(self.options.seeds):
+            if not self.found.chosen:
+                return
+            end = self.end if seed else self.start + _OVERDRAFT * self.options.budget
+            if time.monotonic() + each > end:
+                if not seed:
+                    self.found.would_ask.append("a pair of fresh processes: start-up, first epoch, losses")
+                return
+            began = time.monotonic()
+            sides = [{}, self.found.plan()]
+            first, second = (
+                self.trials.run(plan, seed, timeout=180 + 6 * baseline.seconds) for plan in sides[:: -1 if seed % 2 else 1]
+            )
+            a, b = (second, first) if seed % 2 else (first, second)
+            self.pairs.append((a, b))
+            each = time.monotonic() - began
             if a.timing and b.timing:
-                self.say(f"proof, seed {seed}: {a.timing.step * 1e3:.1f} ms -> {b.timing.step * 1e3:.1f} ms a step")
-        return sides
+                self.say(f"fresh processes: {a.timing.step * 1e3:.1f} ms -> {b.timing.step * 1e3:.1f} ms a step")
 
-    def _each(self) -> float:
-        """Seconds of a typical trial."""
-        return statistics.median([trial.seconds for trial in self.trials.done[1:] if trial.ok] or [10.0])
-
-    def _trouble(self, search: Search) -> _Trouble | None:
+    def _trouble(self) -> _Trouble | None:
         """Why the proof does not bear the plan out, if it does not."""
-        if not search.plan:
+        if not self.found.chosen or not self.pairs:
             return None
-        failed = next((trial for trial in self.sides.plan if not trial.ok and trial.outcome != "nan"), None)
+        failed = next((plan for _, plan in self.pairs if not plan.ok and plan.outcome != "nan"), None)
         if failed is not None:
-            return _Trouble(f"a trial of the whole plan failed in its proof: {failed.outcome}: {failed.reason}", True)
-        if not (timings := timings_of(self.sides.pairs)):
-            return _Trouble("no pair of baseline and plan could be measured", False)
-        speed = ratio_of(timings)
-        if speed.ratio < 1.0:
-            return _Trouble(f"the proof did not confirm it: the whole plan ran at {speed.ratio:.2f}x", True)
-        parity = parity_between(self.sides)
-        if parity.ok:
-            return None
-        outside = [check.what for check in parity.checks if not check.ok]
-        return _Trouble(f"{' and '.join(outside)} outside the baseline's band" if outside else parity.note, False)
+            return _Trouble(f"the whole plan failed in a fresh process: {failed.outcome}: {failed.reason}", True)
+        timings = timings_of(self.pairs)
+        if timings and (speed := ratio_of(timings)).ratio < 1.0:
+            return _Trouble(f"fresh processes did not confirm it: {speed.ratio:.2f}x", True)
+        parity = parity_of(self.pairs)
+        if parity.answer is Answer.DOES_NOT:
+            return _Trouble(parity.note or "; ".join(one.what for one in parity.checks if not one.ok), False)
+        return None
 
-    def _take_back(self, search: Search, names: list[str], reason: str) -> None:
+    def _take_back(self, names: list[str], reason: str) -> None:
         self.say(f"taken back: {', '.join(names)}: {reason}")
         self.notes.append(f"taken back: {', '.join(names)}: {reason}")
-        search.drop(names, reason)
+        self.found.drop(names, reason)
+
+    def _measurements(self, baseline: Trial) -> Measurements:
+        return Measurements(
+            found=self.found,
+            asked=self.asked,
+            trials=self.trials,
+            baseline=baseline,
+            pairs=self.pairs,
+            length=self.length,
+            checked=self.checked,
+            start=self.start,
+            budget=self.options.budget,
+            notes=[*self.notes, *self.found.notes],
+            noise=self.quiet.noise(self.found),
+        )
 
 
 @dataclass(frozen=True)
@@ -268,7 +392,20 @@ class _Trouble:
     hopeless: bool
 
 
-def _hopeless(trial: Trial, budget: float) -> HastenError:
+def _startup(baseline: Trial) -> float:
+    """Seconds from a process's start to its first step."""
+    assert baseline.evidence is not None
+    evidence = baseline.evidence
+    return max(0.1, baseline.seconds - (evidence.ended_at - evidence.step_start[0]))
+
+
+def _total_steps(length: Length, baseline: Trial) -> int:
+    assert baseline.timing is not None
+    timing = baseline.timing
+    return max(1, int(length.epochs * seconds_per_epoch(timing) / max(1e-6, timing.step)))
+
+
+def hopeless(trial: Trial) -> HastenError:
     """The error for a script that cannot be measured as it is."""
     said = f"\nIts last words:\n{trial.log}" if trial.log else ""
     if trial.outcome == "no training":

@@ -1,0 +1,79 @@
+"""What a search found: the blocks, what is known of each technique, and the claim."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hasten.plan import Setting
+from hasten.tuner.proof import Ratio
+from hasten.tuner.stats import t95
+from hasten.warm.course import Course
+from hasten.warm.record import Measured
+
+
+@dataclass
+class Found:
+    """A search as far as it went.
+
+    Attributes:
+        course: What is known of each candidate.
+        warm: Whether it was measured in one process.
+        blocks: All blocks, also those that do not count.
+        chosen: Indices of the plan's candidates.
+        compiling: Seconds that compiling took; None where it was not tried.
+        pages: Faults, stops and the like, a sentence each.
+    """
+
+    course: Course
+    warm: bool = True
+    blocks: list[Measured] = field(default_factory=list)
+    chosen: frozenset[int] = frozenset()
+    compiling: float | None = None
+    notes: list[str] = field(default_factory=list)
+    would_ask: list[str] = field(default_factory=list)
+
+    def plan(self) -> dict[str, Setting]:
+        """The chosen techniques with their settings."""
+        candidates = self.course.candidates
+        return {candidates[i].name: candidates[i].setting for i in sorted(self.chosen)}
+
+    def drop(self, names: Iterable[str], reason: str) -> None:
+        """Take techniques out of the plan."""
+        gone = {i for i in self.chosen if self.course.candidates[i].name in set(names)}
+        self.course.drop(gone, reason)
+        self.chosen -= gone
+
+    def sides(self) -> list[tuple[Measured, Measured]]:
+        """The claim's pairs of blocks, plain and plan, as they were measured one after the other."""
+        wanted = tuple(sorted(self.chosen))
+        sides = [
+            one
+            for one in self.blocks
+            if not one.trouble and ((one.part == "plain" and not one.on) or (one.part == "plan" and one.on == wanted))
+        ]
+        pairs = []
+        for first, second in zip(sides[::2], sides[1::2], strict=False):
+            if {first.part, second.part} == {"plain", "plan"}:
+                pairs.append((first, second) if first.part == "plain" else (second, first))
+        return pairs
+
+    def claim(self) -> Ratio | None:
+        """How many times faster a step is under the plan, with its interval; None where that was not measured."""
+        logs = [math.log(plain.step_seconds / plan.step_seconds) for plain, plan in self.sides()]
+        if len(logs) < 2:
+            return None
+        mean = statistics.fmean(logs)
+        half = t95(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+        return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+    def phases(self) -> dict[str, tuple[float, ...]]:
+        """Mean seconds of each phase of a step in the claim's blocks, on both sides."""
+        found = {}
+        for number, side in enumerate(("baseline", "plan")):
+            blocks = [pair[number] for pair in self.sides()]
+            if blocks:
+                found[side] = tuple(map(statistics.fmean, zip(*(one.phases for one in blocks), strict=True)))
+        return found

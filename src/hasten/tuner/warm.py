@@ -1,0 +1,215 @@
+"""The search in one process: started, followed, and started again without what ended it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hasten.child import Child
+from hasten.taps.config import RunConfig
+from hasten.techniques import Liveness
+from hasten.tuner.found import Found
+from hasten.tuner.trial import Trials, last_lines
+from hasten.warm.options import WarmOptions
+from hasten.warm.record import Event, Measured, read
+
+_POLL = 0.2
+_RESTARTS = 6
+_LEAST_BLOCKS = 3  # good ones, or the script cannot be tuned warm
+_QUIET, _QUIET_COMPILING = 45.0, 240.0  # seconds without a block after which a process hangs
+_NOTHING_LEFT = 3.0  # seconds of search in which a further process would measure nothing
+
+Say = Callable[[str], None]
+
+
+class Warm:
+    """Runs a search in one process; in further ones where it ends before its time.
+
+    Args:
+        trials: How processes are started.
+        found: What the search knows; it is added to.
+        options: Of the search; candidates and what was seen before are filled in.
+        startup: Seconds that the script takes before it trains.
+        say: Progress, a line each.
+        on_block: Is told of each block.
+    """
+
+    def __init__(
+        self,
+        trials: Trials,
+        found: Found,
+        options: WarmOptions,
+        startup: float,
+        say: Say,
+        on_block: Callable[[Measured], None],
+    ) -> None:
+        self._trials, self._found, self._options = trials, found, options
+        self._startup, self._say, self._on_block = startup, say, on_block
+        self._careful = False
+        self._ran: set[int] = set()  # candidates that were on in a good block
+        self._plain_crashes = 0
+
+    def search(self) -> bool:
+        """Search until the time is out; False where this script cannot be tuned in one process."""
+        for _ in range(_RESTARTS):
+            process = self._one()
+            if process.done:
+                return True
+            if not process.crashed and sum(map(_counts, self._found.blocks)) < _LEAST_BLOCKS:
+                return False
+            if self._plain_crashes > 1 or self._left() < self._startup + _NOTHING_LEFT:
+                break
+            self._say(f"{process.why}; started again without it" if process.blamed else f"{process.why}; started again")
+        self._found.chosen = self._found.course.chosen()
+        return any(map(_counts, self._found.blocks))
+
+    def claim(self, until: float) -> None:
+        """Measure the chosen plan against the script as it is in a process of its own."""
+        plan = tuple(sorted(self._found.chosen))
+        self._options = dataclasses.replace(self._options, plan=plan, search_until=0.0, claim_until=until)
+        self._one()
+
+    def _left(self) -> float:
+        return self._options.search_until - time.monotonic()
+
+    def _one(self) -> _Process:
+        folder = self._trials.scratch / f"w{time.monotonic_ns()}"
+        folder.mkdir()
+        options = dataclasses.replace(
+            self._options,
+            results=str(folder / "blocks"),
+            careful=self._careful,
+            former=tuple((block.on, block.step_seconds) for block in self._found.blocks if _counts(block)),
+            out=tuple(self._found.course.out),
+        )
+        process = _Process(self._trials, self._found, options, self._on_block)
+        process.run(folder, self._startup)
+        shutil.rmtree(folder, ignore_errors=True)
+        self._ran.update(*(block.on for block in self._found.blocks if _counts(block)))
+        if process.crashed:
+            self._blame(process)
+        return process
+
+    def _blame(self, process: _Process) -> None:
+        """Find out what a crash, a hang or a NaN is due to, as far as that is known; it is off for good."""
+        new = set(process.on) - self._ran
+        if not process.on:
+            self._plain_crashes += 1
+        elif len(new) <= 1 or self._careful:
+            process.blamed = new or (set(process.on) - set(process.before)) or set(process.on)
+            self._found.course.drop(process.blamed, process.why)
+            self._say(f"off for good: {self._called(process.blamed)}: {process.why}")
+            self._found.notes.append(f"switched off for good: {self._called(process.blamed)}: {process.why}")
+        self._careful = True  # what is new is added one by one from here on, so that the next crash has one cause
+
+    def _called(self, indices: set[int]) -> str:
+        return ", ".join(self._found.course.candidates[i].called for i in sorted(indices))
+
+
+class _Process:
+    """One process, followed as it writes its record.
+
+    Attributes:
+        done: Its schedule came to its end.
+        crashed: It ended by an error, hung, or turned to NaN.
+        why: How it ended, in words.
+        on: What was on at the end.
+        before: What was on before the last switch.
+        blamed: Candidates that it is due to.
+    """
+
+    def __init__(
+        self, trials: Trials, found: Found, options: WarmOptions, on_block: Callable[[Measured], None]
+    ) -> None:
+        self._trials, self._found, self._options, self._on_block = trials, found, options, on_block
+        self._offset, self._heard = 0, time.monotonic()
+        self._compiles = False
+        self.done = self.crashed = False
+        self.why = "the script came to its end"
+        self.on: tuple[int, ...] = ()
+        self.before: tuple[int, ...] = ()
+        self.blamed: set[int] = set()
+
+    def run(self, folder: Path, startup: float) -> None:
+        """Run it to its end."""
+        trial = dataclasses.replace(
+            self._trials.options,
+            scratch=str(folder),
+            epochs=1 << 30,
+            steps=1 << 30,
+            seconds=1e9,
+            pass_seconds=0.0,
+            seed=0,
+            probe=False,
+        )
+        config = RunConfig({}, str(folder / "evidence.json"), self._trials.command, trial, True, warm=self._options)
+        with (folder / "log").open("wb") as log:
+            child = self._trials.start(config, log)
+            try:
+                code = self._follow(child, Path(self._options.results), startup)
+            finally:
+                child.end()
+        if not self.done and not self.crashed and code != 0:
+            self.crashed = True
+            said = last_lines(folder / "log").splitlines()
+            self.why = "it hung" if code is None else f"it crashed: {said[-1].strip() if said else f'exit code {code}'}"
+
+    def _follow(self, child: Child, path: Path, startup: float) -> int | None:
+        """Its exit code; None for a process that writes nothing more."""
+        self._heard = time.monotonic() + 3 * startup
+        while True:
+            code = child.wait(_POLL)
+            self._hear(path)
+            if code is not None:
+                return code
+            quiet = time.monotonic() - self._heard
+            if quiet > (_QUIET_COMPILING if self._compiles else _QUIET + 8 * self._typical()):
+                return None
+
+    def _typical(self) -> float:
+        """Seconds of a block."""
+        return max((block.seconds for block in self._found.blocks[-8:]), default=2.0)
+
+    def _hear(self, path: Path) -> None:
+        said, self._offset = read(path, self._offset)
+        for one in said:
+            self._heard = max(self._heard, time.monotonic())
+            if isinstance(one, Measured):
+                self._compiles = False
+                self._block(one)
+            else:
+                self._event(one)
+
+    def _block(self, block: Measured) -> None:
+        found = self._found
+        found.blocks.append(block)
+        if _counts(block) and block.part not in ("plain", "plan"):
+            found.course.saw(block.on, block.step_seconds)
+        self._on_block(block)
+
+    def _event(self, event: Event) -> None:
+        found = self._found
+        match event.kind:
+            case "switch":
+                self.before, self.on = self.on, event.on
+                self._compiles = any(found.course.liveness(i) is Liveness.LAST for i in event.on)
+            case "broken" | "not worth it":
+                found.course.drop(event.on, event.text)
+            case "chosen":
+                found.chosen = frozenset(event.on)
+            case "compiled":
+                found.compiling = event.seconds
+            case "not asked":
+                found.would_ask += [f"{found.course.candidates[i].called}: {event.text}" for i in event.on]
+            case "validated":
+                found.course.saw_validation(event.on, event.seconds)
+            case "over":
+                self.done, self.crashed = not event.text, bool(event.text)
+                self.why = "the loss turned to NaN" if event.text == "nan" else event.text
+
+
+def _counts(block: Measured) -> bool:
+    return not block.trouble

@@ -1,0 +1,112 @@
+"""A block as it is measured: which of a training's steps count, and when there are enough of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hasten.evidence import Phase
+from hasten.warm.record import Measured
+
+if TYPE_CHECKING:
+    from hasten.evidence.recorder import Recorder
+
+_LEAST_STEPS = 4
+_FEW = 2  # are enough where they take as long as four blocks
+_SHORT_PASS = 4  # batches: in shorter passes the first step counts too, or none would
+_NOT_STEADY = (Phase.VALIDATION, Phase.CHECKPOINT)
+_UNSETTLED = 3.0  # times the expected step: something is still compiled, filled or started
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A block that is asked for.
+
+    Attributes:
+        on: Indices of the candidates that shall be on.
+        part: Of the course, for the record.
+        exact: Begin only in a pass that has the wanted techniques of its own (workers, a cache) on; otherwise those
+            of the pass that goes on stay, and the wanted come with the next.
+        skip: Steps behind the switch that do not count.
+        expected: Seconds a step is expected to take; 0.0: not known. While steps take a multiple, they do not count.
+    """
+
+    on: frozenset[int]
+    part: str
+    exact: bool = False
+    skip: int = 2
+    expected: float = 0.0
+
+
+@dataclass
+class Open:
+    """A block that goes on.
+
+    Attributes:
+        skipped: Seconds of the steps behind the switch that did not count.
+    """
+
+    wish: Wish
+    on: frozenset[int]
+    least_seconds: float
+    sync: Callable[[], None]
+    left_out: int = 0
+    skipped: float = 0.0
+    steps: int = 0
+    seconds: float = 0.0
+    began: float = 0.0
+    phases: list[float] = field(default_factory=lambda: [0.0] * len(Phase))
+
+    def step(self, recorder: Recorder, ready: int, last_pass: int) -> bool:
+        """A step is over; whether the block is.
+
+        Args:
+            recorder: Has it as its last.
+            ready: Batches that workers had made before the pass's first was asked for.
+            last_pass: Batches of the pass before; 0 where there was none.
+        """
+        phases = recorder.last[0]
+        net = sum(phases) - sum(phases[phase] for phase in _NOT_STEADY)
+        if self._is_left_out(net, recorder.current.batches, ready, last_pass):
+            return False
+        if not self.steps:
+            self.began = time.monotonic() - net
+        self.steps += 1
+        self.seconds += net
+        for phase in Phase:
+            if phase not in _NOT_STEADY:
+                self.phases[phase] += phases[phase]
+        if self.seconds < self.least_seconds or self.steps < _FEW:
+            return False
+        return self.steps >= _LEAST_STEPS or self.seconds >= 4 * self.least_seconds
+
+    def _is_left_out(self, net: float, number: int, ready: int, last_pass: int) -> bool:
+        """Whether a step, the `number`-th of its pass, is not like the steady ones."""
+        if self.left_out < self.wish.skip:
+            self.left_out += 1
+            self.skipped += net
+            if self.left_out == self.wish.skip:
+                self.sync()  # what the device has still to do belongs to steps that do not count
+            return True
+        if not self.steps and self.wish.expected and net > _UNSETTLED * self.wish.expected:
+            self.skipped += net
+            return True
+        short = 0 < last_pass < _SHORT_PASS
+        bought = min(ready, last_pass // 3) if last_pass else ready
+        return bool(number and not short and number <= max(1, bought))
+
+    def over(self) -> Measured:
+        """The block as it was measured."""
+        before = time.perf_counter()
+        self.sync()
+        self.seconds += time.perf_counter() - before
+        mean = tuple(seconds / self.steps for seconds in self.phases)
+        return Measured(self.began, self.seconds, self.steps, tuple(sorted(self.on)), self.wish.part, mean)
+
+
+def is_bad(recorder: Recorder) -> bool:
+    """Whether the last step's loss is NaN or infinite; reads it from the device."""
+    return any(not math.isfinite(float(loss.detach().float().mean())) for loss in recorder.last[1])

@@ -1,0 +1,203 @@
+"""Drives the search inside the training's own process: switches techniques between steps, and measures each block."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+from hasten.techniques import Liveness
+from hasten.warm.blocks import Open, Wish, is_bad
+from hasten.warm.course import Course
+from hasten.warm.options import WarmOptions
+from hasten.warm.record import Event, Measured, Record
+from hasten.warm.schedule import schedule
+
+if TYPE_CHECKING:
+    from hasten.evidence.open_pass import OpenPass
+    from hasten.evidence.recorder import Recorder
+    from hasten.switchboard import Switchboard
+
+Wishes = Generator[Wish, Measured, None]
+
+_FILLS = ("sample_cache",)  # in their first pass they do more work than without
+
+
+class Driver:
+    """Asks for one block after the other, and has it measured.
+
+    Args:
+        options: What may be switched, and how long.
+        board: Switches techniques.
+        recorder: Says how long steps took.
+        complete: Ends the process, with its evidence written.
+    """
+
+    def __init__(
+        self, options: WarmOptions, board: Switchboard, recorder: Recorder, complete: Callable[[], None]
+    ) -> None:
+        self._board, self._recorder, self._complete = board, recorder, complete
+        self._options = options
+        self._record = Record(options.results)
+        self._pid = os.getpid()
+        self._course = Course(options.candidates, options.seed, options.careful, options.validation_share)
+        self._course.drop(options.out, "off for good")
+        for on, seconds in options.former:
+            self._course.saw(on, seconds, -1)
+        self._by_pass = self._course.of(Liveness.PASS)
+        self._pass_on: frozenset[int] = frozenset()  # candidates that act in the pass that goes on
+        self._first_with: frozenset[int] = frozenset()  # of them: in their first pass, where a cache fills
+        self._ever: set[int] = set()
+        self._last_pass = 0
+        self._bad_before = False
+        self._compiling = 0.0
+        self._open: Open | None = None
+        self._waiting: Wish | None = None  # for a pass with other techniques of its own
+        self._wishes: Wishes | None = schedule(self._course, options, self)
+        self._next(None)
+
+    # -- told by the recorder --------------------------------------------------------------------------------
+
+    def on_step(self, steps: int) -> int | None:
+        """A step is over: between two steps, before the next batch is asked for."""
+        if self._wishes is None or os.getpid() != self._pid:
+            return None
+        if self._open is None:
+            self._begin_if_ready()
+            return None
+        if self._open.step(self._recorder, self._ready(), self._last_pass):
+            self._block_over(self._open)
+        return None
+
+    def on_pass(self, opened: OpenPass, began: bool) -> None:
+        """A pass through a loader begins or is over."""
+        if self._wishes is None or os.getpid() != self._pid:
+            return
+        if began:
+            return
+        if not opened.trained:
+            if opened.batches > 1:
+                seconds = (self._recorder.now() - opened.first) / (opened.batches - 1)
+                self._course.saw_validation(self._on(), seconds)
+                self._record.write(Event("validated", tuple(sorted(self._on())), seconds))
+            return
+        self._last_pass = opened.batches
+        wanted = self._wanted() & self._by_pass
+        self._first_with = frozenset(i for i in wanted - self._ever if self._options.candidates[i].name in _FILLS)
+        self._ever |= wanted
+        if wanted != self._pass_on:
+            if self._open is not None and self._open.steps:
+                self._open = self._opened(self._open.wish)  # half in one pass, half in another: measured again
+            self._pass_on = wanted
+            self._switch(self._on())
+            if self._open is not None:
+                self._open.on = self._on()
+
+    # -- blocks ----------------------------------------------------------------------------------------------
+
+    def _next(self, measured: Measured | None) -> None:
+        """Ask the schedule for the next block."""
+        assert self._wishes is not None
+        try:
+            wish = next(self._wishes) if measured is None else self._wishes.send(measured)
+        except StopIteration:
+            self._end("")
+            return
+        self._open, self._waiting = None, wish
+        self._begin_if_ready()
+
+    def _begin_if_ready(self) -> None:
+        """Begin the block that is asked for, unless it waits for its pass."""
+        wish = self._waiting
+        assert wish is not None
+        waits = wish.exact and wish.on & self._by_pass != self._pass_on
+        fills = bool(self._first_with) and self._recorder.passes
+        if waits or (fills and wish.exact):
+            if time.monotonic() > self._options.claim_until:
+                self._end("the claim's passes did not come in time")
+            return
+        self._open = self._opened(wish)
+        self._switch(self._open.on)
+
+    def _opened(self, wish: Wish) -> Open:
+        on = (wish.on - self._by_pass) | self._pass_on
+        return Open(wish, on, self._options.block_seconds, _synchronize)
+
+    def _block_over(self, block: Open) -> None:
+        measured = block.over()
+        self._compiling = block.skipped
+        if is_bad(self._recorder):
+            if not self._bad_before and block.on:
+                self._record.write(_in_trouble(measured, "nan"))
+                self._end("nan")
+                return
+            self._bad_before = True
+        if self._first_with:
+            measured = _in_trouble(measured, "first pass: a cache fills")
+        self._record.write(measured)
+        self._next(measured)
+
+    def _wanted(self) -> frozenset[int]:
+        """What the block that goes on, or the one that waits, was asked for with."""
+        wish = self._open.wish if self._open is not None else self._waiting
+        return wish.on if wish is not None else frozenset()
+
+    def _on(self) -> frozenset[int]:
+        return (self._wanted() - self._by_pass) | self._pass_on
+
+    def _ready(self) -> int:
+        """Batches that workers had made before the first of this pass was asked for."""
+        ready = 0
+        for index in self._pass_on:
+            setting = self._options.candidates[index].setting
+            if isinstance(setting, dict) and "num_workers" in setting:
+                ready = int(setting["num_workers"]) * int(setting.get("prefetch_factor", 2))
+        return ready
+
+    # -- switching -------------------------------------------------------------------------------------------
+
+    def _switch(self, on: frozenset[int]) -> None:
+        candidates = self._options.candidates
+        wanted = {candidates[i].name: candidates[i].setting for i in sorted(on)}
+        if wanted == self._board.on:
+            return
+        self._record.write(Event("switch", tuple(sorted(on))))
+        before = set(self._board.broken)
+        self._board.switch(wanted)
+        for name in set(self._board.broken) - before:
+            indices = tuple(i for i, one in enumerate(candidates) if one.name == name)
+            self._course.drop(indices, self._board.broken[name])
+            self._record.write(Event("broken", indices, text=self._board.broken[name]))
+
+    @property
+    def compiling(self) -> float:
+        """Seconds of the steps that did not count, behind the last switch: what compiling took."""
+        return self._compiling
+
+    @property
+    def by_pass(self) -> set[int]:
+        """The candidates that are switched with a pass."""
+        return self._by_pass
+
+    def note(self, event: Event) -> None:
+        """Write something of the schedule's into the record."""
+        self._record.write(event)
+
+    def _end(self, why: str) -> None:
+        self._wishes = self._open = self._waiting = None
+        self._record.write(Event("over", text=why))
+        self._complete()
+
+
+def _in_trouble(measured: Measured, why: str) -> Measured:
+    return dataclasses.replace(measured, trouble=why)
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+

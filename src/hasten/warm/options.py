@@ -1,0 +1,75 @@
+"""What the process that is tuned is told. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hasten.plan import Setting
+from hasten.techniques.base import toml_value
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting of one technique that may help.
+
+    Attributes:
+        name: The technique's.
+        setting: The setting.
+        mean: What is expected of it before it was measured: change of log(seconds per step), negative is faster.
+        spread: Standard deviation of that expectation.
+        label: How the course of the search calls it.
+    """
+
+    name: str
+    setting: Setting
+    mean: float = -0.05
+    spread: float = 0.2
+    label: str = ""
+
+    @property
+    def called(self) -> str:
+        """Its name in words: with the setting, unless it has a label."""
+        return self.label or f"{self.name}={toml_value(self.setting)}"
+
+
+@dataclass(frozen=True)
+class WarmOptions:
+    """How a training is tuned while it runs.
+
+    Attributes:
+        candidates: What may be switched on.
+        results: File to which blocks and what else happens are written, a JSON object a line.
+        search_until: Moment (`time.monotonic`) at which the search ends and the claim begins.
+        claim_until: Moment at which the process ends; not after `search_until`: no claim, the search is all.
+        block_seconds: Measured seconds of a block at the least.
+        seed: Of the draws of the search; another one asks in another order.
+        careful: Add what never ran before one by one: a process before this one crashed.
+        former: Blocks that earlier processes measured, as (indices of what was on, seconds a step).
+        plan: Indices of the candidates to claim for; None: those that the search chooses.
+        total_steps: Steps of the full training, against which compiling is weighed.
+        validation_share: Share of an epoch's time that validation takes, from 0 to 1.
+        out: Indices of candidates that are off for good.
+    """
+
+    candidates: tuple[Candidate, ...]
+    results: str
+    search_until: float
+    claim_until: float
+    block_seconds: float = 0.5
+    seed: int = 0
+    careful: bool = False
+    former: tuple[tuple[tuple[int, ...], float], ...] = ()
+    plan: tuple[int, ...] | None = None
+    total_steps: int = 10_000
+    validation_share: float = 0.0
+    out: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> WarmOptions:
+        """Read what `dataclasses.asdict` gave, by way of JSON."""
+        candidates = tuple(Candidate(**one) for one in data.pop("candidates"))
+        former = tuple((tuple(on), seconds) for on, seconds in data.pop("former"))
+        plan = data.pop("plan")
+        out = tuple(data.pop("out"))
+        return cls(candidates, former=former, plan=None if plan is None else tuple(plan), out=out, **data)

@@ -1,0 +1,161 @@
+"""What blocks tell of each technique: a Bayesian regression of log(seconds per step), one block at a time. No torch.
+
+log(seconds per step) = level + sum of the effects of what is on + noise. The level drifts (the machine is shared, the
+training goes on); effects stay. Everything is normal, so one block is one step of a Kalman filter. A block far off what
+is expected is pulled in, so that a hiccup of the machine does not decide anything.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+_DRIFT = 0.3  # of the noise: how far the level walks between two blocks
+_LEAST_NOISE = 0.01
+_FIRST_NOISE = 0.06
+_PULL = 3.0  # standard deviations beyond which a block counts no further
+_RESTART = 0.15  # how much the level may change from one process to the next
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is known of one candidate.
+
+    Attributes:
+        mean: Change of log(seconds per step) when it is on; negative is faster.
+        spread: Standard deviation.
+        blocks: Blocks in which it was on.
+        without: Blocks in which it was off.
+    """
+
+    mean: float
+    spread: float
+    blocks: int
+    without: int
+
+    @property
+    def helps(self) -> float:
+        """Probability that it makes a step faster."""
+        return 0.5 * math.erfc(self.mean / (self.spread * math.sqrt(2)))
+
+    @property
+    def ratio(self) -> tuple[float, float, float]:
+        """How many times faster a step is with it: the middle and the 95 % interval."""
+        half = 1.96 * self.spread
+        return math.exp(-self.mean), math.exp(-self.mean - half), math.exp(-self.mean + half)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A block that was measured: what was on, log(seconds per step), and in which process."""
+
+    on: frozenset[int]
+    pace: float
+    process: int = 0
+
+
+class Posterior:
+    """What is known of every candidate's effect.
+
+    Args:
+        priors: (mean, spread) of each candidate's effect before anything was measured.
+    """
+
+    def __init__(self, priors: Sequence[tuple[float, float]]) -> None:
+        self.priors = list(priors)
+        self.seen: list[Seen] = []
+        self.noise = _FIRST_NOISE
+        self._mean: list[float] = []
+        self._cov: list[list[float]] = []
+        self._fit(self.noise)
+
+    def add(self, on: Collection[int], seconds: float, process: int = 0) -> None:
+        """A block was measured."""
+        self.seen.append(Seen(frozenset(on), math.log(seconds), process))
+        residuals = self._fit(self.noise)
+        if len(residuals) >= 6:
+            # The median is not moved by hiccups; 1.48 times it is a normal distribution's standard deviation.
+            self.noise = max(_LEAST_NOISE, 1.48 * statistics.median(map(abs, residuals)))
+        self._fit(self.noise)
+
+    def estimates(self) -> list[Estimate]:
+        """What is known of each candidate."""
+        return [
+            Estimate(
+                self._mean[i + 1],
+                math.sqrt(max(1e-12, self._cov[i + 1][i + 1])),
+                sum(i in block.on for block in self.seen),
+                sum(i not in block.on for block in self.seen),
+            )
+            for i in range(len(self.priors))
+        ]
+
+    def gain(self, on: Collection[int]) -> tuple[float, float]:
+        """Mean and standard deviation of the change of log(seconds per step) with these on."""
+        chosen = [i + 1 for i in on]
+        variance = sum(self._cov[i][j] for i in chosen for j in chosen)
+        return sum(self._mean[i] for i in chosen), math.sqrt(max(0.0, variance))
+
+    @property
+    def level(self) -> float:
+        """Expected log(seconds per step) of a block now, with nothing on."""
+        return self._mean[0]
+
+    def draw(self, lot: random.Random) -> list[float]:
+        """Draw all effects at once, as likely as they are."""
+        factor = _cholesky(self._cov)
+        normal = [lot.gauss(0.0, 1.0) for _ in self._mean]
+        return [
+            self._mean[i] + sum(factor[i][j] * normal[j] for j in range(i + 1)) for i in range(1, len(self._mean))
+        ]
+
+    def _fit(self, noise: float) -> list[float]:
+        """Run the filter over all blocks; what it did not expect of each, in units of log(seconds)."""
+        size = 1 + len(self.priors)
+        self._mean = [self.seen[0].pace if self.seen else 0.0, *(mean for mean, _ in self.priors)]
+        self._cov = [[0.0] * size for _ in range(size)]
+        self._cov[0][0] = 1.0
+        for i, (_, spread) in enumerate(self.priors):
+            self._cov[i + 1][i + 1] = spread * spread
+        residuals = []
+        process = self.seen[0].process if self.seen else 0
+        for block in self.seen:
+            self._cov[0][0] += (_DRIFT * noise) ** 2
+            if block.process != process:
+                process = block.process
+                self._cov[0][0] += _RESTART**2
+            residuals.append(self._step(block, noise))
+        return residuals[1:]
+
+    def _step(self, block: Seen, noise: float) -> float:
+        """One block: move what is known towards it; what was not expected of it."""
+        on = [0, *(i + 1 for i in block.on)]
+        mean, cov, size = self._mean, self._cov, len(self._mean)
+        towards = [sum(row[j] for j in on) for row in cov]
+        variance = sum(towards[j] for j in on) + noise * noise
+        unexpected = block.pace - sum(mean[j] for j in on)
+        limit = _PULL * math.sqrt(variance)
+        pulled = max(-limit, min(limit, unexpected))
+        for i in range(size):
+            mean[i] += towards[i] * pulled / variance
+        for i in range(size):
+            for j in range(size):
+                cov[i][j] -= towards[i] * towards[j] / variance
+        # A scale on which a residual is comparable to the noise: what the model itself did not know is taken out.
+        return unexpected * noise / math.sqrt(variance)
+
+
+def _cholesky(matrix: list[list[float]]) -> list[list[float]]:
+    size = len(matrix)
+    factor = [[0.0] * size for _ in range(size)]
+    for i in range(size):
+        for j in range(i + 1):
+            rest = matrix[i][j] - sum(factor[i][k] * factor[j][k] for k in range(j))
+            if i == j:
+                factor[i][i] = math.sqrt(max(rest, 1e-12))
+            else:
+                factor[i][j] = rest / factor[j][j]
+    return factor

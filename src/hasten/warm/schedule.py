@@ -1,0 +1,126 @@
+"""What is asked, in which order: the script as it is, all on, the search, compiling, the claim. No torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator
+from typing import Protocol
+
+from hasten.techniques import Liveness
+from hasten.warm.blocks import Wish
+from hasten.warm.course import Course
+from hasten.warm.options import WarmOptions
+from hasten.warm.record import Event, Measured
+
+_WARM_UP = 3  # steps of a new process that do not count: kernels are chosen, memory is first touched
+_COMPILE_BLOCKS = 3
+_COMPILE_SECONDS = 25.0  # left of the search, or compiling is not tried
+_COMPILE_WORTH = 2.0  # compiling must save so many times what it costs, over the full training
+_CONFIRM = 0.75  # of the search's time, after which each chosen technique is left out in turn
+_DOUBT = 0.05  # of log(seconds per step): techniques that bring less are left out in turn
+_LEAST_PAIRS, _MOST_PAIRS = 3, 12
+
+
+class Host(Protocol):
+    """What the schedule asks of the driver."""
+
+    @property
+    def compiling(self) -> float:
+        """Seconds of the last block's steps that did not count."""
+
+    @property
+    def by_pass(self) -> set[int]:
+        """The candidates that are switched with a pass."""
+
+    def note(self, event: Event) -> None:
+        """Write an event into the record."""
+
+
+Wishes = Generator[Wish, Measured, None]
+
+
+def schedule(course: Course, options: WarmOptions, host: Host) -> Wishes:
+    """Ask for one block after the other."""
+    plan = frozenset(options.plan) if options.plan is not None else None
+    if plan is None:
+        yield from _search(course, options)
+        yield from _compile(course, options, host)
+        plan = course.chosen()
+    host.note(Event("chosen", tuple(sorted(plan))))
+    if plan:
+        yield from _claim(plan, options, host)
+
+
+def _search(course: Course, options: WarmOptions) -> Wishes:
+    began = time.monotonic()
+    plain: frozenset[int] = frozenset()
+    yield from _ask(course, Wish(plain, "baseline", skip=_WARM_UP))
+    yield from _ask(course, Wish(plain, "baseline", skip=0))
+    for _ in range(2):
+        yield from _ask(course, Wish(course.all_on(), "all on"))
+    confirming = began + _CONFIRM * (options.search_until - began)
+    while time.monotonic() < confirming and course.doubtful():
+        yield from _ask(course, Wish(course.wants(), "search"))
+    yield from _leave_out(course, options)
+
+
+def _leave_out(course: Course, options: WarmOptions) -> Wishes:
+    """Leave out each chosen technique that brings little: beside what was chosen with it, it may bring nothing."""
+    asked: set[int] = set()
+    while time.monotonic() < options.search_until:
+        chosen, found = course.chosen(), course.estimates()
+        little = [i for i in chosen if -found[i].mean < _DOUBT and i not in asked]
+        if not little:
+            return
+        index = min(little, key=lambda i: -found[i].mean)
+        asked.add(index)
+        yield from _ask(course, Wish(chosen, "search"))
+        yield from _ask(course, Wish(chosen - {index}, "search"))
+
+
+def _ask(course: Course, wish: Wish) -> Wishes:
+    measured = yield wish
+    if not measured.trouble:
+        course.saw(measured.on, measured.step_seconds)
+
+
+def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
+    """Compile once, on what won, where it may be won back in the full training."""
+    for index in sorted(course.of(Liveness.LAST) - set(course.out)):
+        if options.search_until - time.monotonic() < _COMPILE_SECONDS:
+            host.note(Event("not asked", (index,), text="compiling takes longer than the time that was left"))
+            continue
+        chosen = course.chosen()
+        expected = math.exp(course.posterior.level + course.posterior.gain(chosen)[0])
+        for turn in range(_COMPILE_BLOCKS):
+            first = Wish(chosen | {index}, "compile", skip=3, expected=expected)
+            measured = yield first
+            if not turn:
+                cost = max(0.0, host.compiling - 3 * expected)
+            if not measured.trouble:
+                course.saw(measured.on, measured.step_seconds)
+            yield from _ask(course, Wish(chosen, "compile"))
+            if time.monotonic() > options.search_until + _COMPILE_SECONDS:
+                break
+        host.note(Event("compiled", (index,), cost))
+        saved = expected * (1 - math.exp(course.estimates()[index].mean)) * options.total_steps
+        if saved < _COMPILE_WORTH * cost:
+            why = f"compiling takes {cost:.0f} s and saves {max(0.0, saved):.0f} s of the full training"
+            course.drop([index], why)
+            host.note(Event("not worth it", (index,), text=why))
+
+
+def _claim(plan: frozenset[int], options: WarmOptions, host: Host) -> Wishes:
+    """Baseline and plan in turn, A B B A; how many pairs is settled by the time there is, before the first."""
+    exact = bool(plan & host.by_pass)
+    plain: frozenset[int] = frozenset()
+    pairs, turn = _MOST_PAIRS, 0
+    while turn < pairs:
+        began = time.monotonic()
+        for on, part in ((plain, "plain"), (plan, "plan"))[:: -1 if turn % 2 else 1]:
+            yield Wish(on, part, exact=exact)
+        if not turn:
+            each = max(1e-3, time.monotonic() - began)
+            pairs = max(_LEAST_PAIRS, min(_MOST_PAIRS, 1 + int((options.claim_until - time.monotonic()) / each)))
+        turn += 1
