@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hasten.check.agreed import Agreed, agreed
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect
 
@@ -60,6 +61,8 @@ class Compared:
         worst_at: What that was, and where.
         sees: The smallest systematic change of a typical gradient that would have been noticed; 0.0: any.
         note: Why `ok` is None.
+        agreed: How closely losses and gradients agree on the same weights and batches; None where the run parted
+            before that could be measured.
     """
 
     plan: Mapping[str, Setting]
@@ -72,6 +75,7 @@ class Compared:
     worst_at: str = ""
     sees: float = 0.0
     note: str = ""
+    agreed: Agreed | None = None
 
 
 def level_of(plan: Mapping[str, Setting]) -> Effect:
@@ -132,7 +136,7 @@ def judged(
     if seen["first"] is not None:
         return Compared(**common, ok=False, first=Difference(**seen["first"]))
     if level is Effect.EXACT:
-        return Compared(**common, ok=True)
+        return Compared(**common, ok=True, agreed=Agreed(seen["counts"]["step"]))
     table = _Noise(noise, roundoff_of(plan))
     worst, worst_at, first = 0.0, "", None
     first_step = next((moment for moment in seen["measured"] if moment["kind"] == "step"), None)
@@ -151,7 +155,18 @@ def judged(
         "" if table.steps or not seen["measured"] else "the script could not be run under noise: nothing to hold it to"
     )
     ok = None if note else first is None
-    return Compared(**common, ok=ok, first=first, worst=worst, worst_at=worst_at, sees=table.sees(), note=note)
+    agrees = None if note else _agreed(seen["measured"], table, first)
+    return Compared(
+        **common, ok=ok, first=first, worst=worst, worst_at=worst_at, sees=table.sees(), note=note, agreed=agrees
+    )
+
+
+def _agreed(measured: Sequence[Any], table: _Noise, first: Difference | None) -> Agreed | None:
+    found = agreed(measured, table.bound, table.only_rounding)
+    if found is None or first is None or first.size is None or not first.what.startswith("gradient: "):
+        return found
+    # The one that parts is named, be it by one step or by all together.
+    return replace(found, gradient_gap=first.size, worst=first.what.removeprefix("gradient: "), allowed=first.bound)
 
 
 def _difference(place: str, what: str, apart: float, bound: float, size: float) -> Difference:
@@ -184,10 +199,14 @@ class _Noise:
     def bound(self, name: str, size: float, whole: float) -> float:
         """Return the greatest norm that a difference may have."""
         share = self._share.get(name, 0.0)
-        times = _TIMES_ALL_NOISE if share > _ALL_NOISE else _TIMES
+        times = _TIMES_ALL_NOISE if self.only_rounding(name) else _TIMES
         # A weight moves by whole units in its last place, however small the step was.
         least = max(_SUMS * SINGLE * size, 8 * SINGLE * whole if name.startswith("weight") else 0.0)
         return max(times * share * size, times * self._most.get(name, 0.0), least)
+
+    def only_rounding(self, name: str) -> bool:
+        """Whether noise moves a tensor by half of its size: it holds nothing else."""
+        return self._share.get(name, 0.0) > _ALL_NOISE
 
     def _tilt_bound(self, name: str) -> float:
         along = self._along.get(name, [0.0])

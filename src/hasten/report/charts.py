@@ -11,6 +11,7 @@ from markupsafe import Markup
 from hasten.evidence import PHASES
 from hasten.report import words
 from hasten.report.drawing import Point, Scale, area, columns, dot, line, rect, rows, stretched, svg, text
+from hasten.report.technique_words import Row
 from hasten.report.verdict import phases
 from hasten.tuner.proof import Curves, Pair, ParityCheck, Proof
 
@@ -29,7 +30,7 @@ class Bar:
 
 
 def phase_bars(proof: Proof) -> dict[str, list[Bar]]:
-    """Per side the stacked bars of a steady step, in seconds: each begins where the one before ends."""
+    """Per side the stacked bars of a step, in seconds: each begins where the one before ends."""
     sides: dict[str, list[Bar]] = {"baseline": [], "plan": []}
     for row in phases(proof):
         kind = phase_class(row.name)
@@ -44,27 +45,8 @@ def phase_class(name: str) -> str:
     return f"ph-{name}" if name in PHASES else "ph-extra"
 
 
-def waterfall_bars(proof: Proof) -> list[Bar]:
-    """From 1x to the total: one bar a technique, the strongest first, then what they do together.
-
-    Bars multiply: each runs from the product so far to that product times its contribution. Leave-one-out
-    contributions do not multiply to the total, so the last bar, "interplay", closes the gap.
-    """
-    kept = [one for one in proof.techniques if words.known(one.contribution) and one.contribution > 0]
-    total = proof.speedup.ratio
-    if not kept or not words.known(total) or total <= 0:
-        return []
-    bars, reached = [], 1.0
-    for one in sorted(kept, key=lambda one: -one.contribution):
-        end = reached * one.contribution
-        kind = "gain" if end >= reached else "loss"
-        bars.append(Bar(words.clean(one.name), reached, end, kind, words.times(one.contribution)))
-        reached = end
-    return [*bars, Bar("interplay", reached, total, "interplay", words.times(total / reached))]
-
-
 def phase_chart(proof: Proof) -> Markup:
-    """Stacked bars of a steady step before and after, on one scale."""
+    """Stacked bars of a step before and after, on one scale."""
     sides = phase_bars(proof)
     if not sides:
         return Markup()
@@ -84,23 +66,30 @@ def phase_chart(proof: Proof) -> Markup:
     return svg("Where a step's time goes", told, 66 * len(sides) - 10, parts)
 
 
-def waterfall_chart(proof: Proof) -> Markup:
-    """What each technique brings, from 1x to the total; logarithmic: equal lengths are equal factors."""
-    bars = waterfall_bars(proof)
-    if not bars:
+def effect_chart(rows_shown: Sequence[Row]) -> Markup:
+    """How many times faster a step is with each technique than without: a dot, and the interval as a bar.
+
+    Logarithmic: equal lengths are equal factors. The upright line is 1x; what crosses it may be no gain at all.
+    """
+    shown = [row for row in rows_shown if all(words.known(end) and (end or 0) > 0 for end in (row.ratio, row.low, row.high))]
+    if not shown:
         return Markup()
-    total = proof.speedup.ratio
-    bars.append(Bar("the plan", 1.0, total, "plan", words.times(total)))
-    ends = [value for bar in bars for value in (bar.start, bar.end)]
-    scale = Scale(min(ends), max(1.01, *ends), log=True)
-    height = 40 * len(bars)
+    ends = [end for row in shown for end in (row.low, row.high, row.ratio) if end]
+    scale = Scale(min(0.95, *ends), max(1.05, *ends), log=True, near=1, far=99)
+    height = 40 * len(shown)
     parts = columns(scale, height, lambda ratio: f"{ratio:g}x")
-    for row, bar in enumerate(bars):
-        top = row * 40
-        parts += [text("label halo", 0, top + 15, bar.label), text("value halo", 100, top + 15, bar.note)]
-        parts.append(rect(bar.kind, (scale(bar.start), scale(bar.end)), top + 21, 14, f"{bar.label}: {bar.note}"))
-    told = ", ".join(f"{bar.label} {bar.note}" for bar in bars)
-    return svg("Contribution of each technique", told, height + 22, parts)
+    parts.append(rect("as-it-was", (scale(1.0), scale(1.0) + 0.2), 0, height))
+    told = []
+    for number, row in enumerate(shown):
+        top = number * 40
+        what = row.name if row.kept else f"{row.name} = {row.setting}, not kept"
+        said = f"{row.brings}, helps: {row.sure}"
+        told.append(f"{what} {row.brings} ({row.interval}), helps: {row.sure}")
+        parts += [text("label halo", 0, top + 15, what), text("value halo", 100, top + 15, said)]
+        side = "plan" if row.kept else "baseline"
+        parts.append(rect(f"span-{side}", (scale(row.low or 1), scale(row.high or 1)), top + 26, 4, told[-1]))
+        parts.append(dot(f"dot-{side}", scale(row.ratio or 1), top + 28, told[-1]))
+    return svg("What each technique brings", "; ".join(told), height + 22, parts)
 
 
 def curve_chart(curves: Curves) -> Markup:
@@ -132,7 +121,7 @@ def curve_chart(curves: Curves) -> Markup:
 
 
 def pair_chart(pairs: Sequence[Pair]) -> Markup:
-    """Seconds per steady step of each pair of trials: a dot a side, joined; from 0."""
+    """Seconds per step of each pair of processes: a dot a side, joined; from 0."""
     longest = max((max(pair.baseline, pair.plan) for pair in pairs), default=0.0)
     if not longest > 0:
         return Markup()
@@ -150,24 +139,26 @@ def pair_chart(pairs: Sequence[Pair]) -> Markup:
             dot("dot-baseline", scale(pair.baseline), y, told),
             dot("dot-plan", scale(pair.plan), y, told),
         ]
-    return svg("Seconds per steady step, pair by pair", words.count(len(pairs), "pair"), height + 22, parts)
+    return svg("Seconds per step, pair by pair", words.count(len(pairs), "pair"), height + 22, parts)
 
 
 def parity_chart(check: ParityCheck) -> Markup:
-    """One compared quantity: the band for the plan's mean, the seeds as dots, the mean as a bar."""
-    values = [*check.baseline, *check.plan, check.band_low, check.band_high, check.plan_mean]
-    if not all(words.known(value) for value in values):
+    """One compared quantity: how much higher it was under the plan, a dot a pair, the mean with its interval."""
+    pairs = [y / x - 1 for x, y in zip(check.baseline, check.plan, strict=False) if x and words.known(y / x)]
+    ends = [check.change, check.low, check.high, *pairs]
+    if not pairs or not all(words.known(value) for value in ends):
         return Markup()
-    room = (max(values) - min(values)) * 0.06 or abs(max(values)) * 0.01 or 1.0
-    scale = Scale(min(values) - room, max(values) + room)
-    told = f"band {words.number(check.band_low)} to {words.number(check.band_high)}"
-    mean = f"mean of the plan {words.number(check.plan_mean)}"
-    parts = [rect("band", (scale(check.band_low), scale(check.band_high)), 0, 60, told)]
-    parts += columns(scale, 60, lambda value: f"{value:g}")
-    for y, name, side in ((17, "baseline", check.baseline), (43, "plan", check.plan)):
-        parts += [dot(f"dot-{name}", scale(value), y, f"{name}: {words.number(value)}") for value in side]
-    parts.append(rect("mean", (scale(check.plan_mean) - 0.2, scale(check.plan_mean) + 0.2), 30, 26, mean))
-    return svg(f"Parity: {words.clean(check.what)}", f"{told}, {mean}", 82, parts)
+    unseen = check.detectable if words.known(check.detectable) else 0.0
+    furthest = max(map(abs, [*ends, unseen])) * 1.06 or 0.01
+    scale = Scale(-furthest, furthest)
+    mean = f"mean {words.signed(check.change)}, from {words.signed(check.low)} to {words.signed(check.high)}"
+    parts = [rect("band", (scale(-unseen), scale(unseen)), 0, 60, f"a mean change below {words.percent(unseen)} goes unseen")]
+    parts += columns(scale, 60, words.signed)
+    parts.append(rect("as-it-was", (scale(0.0) - 0.1, scale(0.0) + 0.1), 0, 60, "no change"))
+    parts += [dot("dot-baseline", scale(each), 17, f"pair {n}: {words.signed(each)}") for n, each in enumerate(pairs, 1)]
+    parts.append(rect("span-plan", (scale(check.low), scale(check.high)), 41, 4, mean))
+    parts.append(dot("dot-plan", scale(check.change), 43, mean))
+    return svg(f"Parity: {words.clean(check.what)}", f"{words.count(len(pairs), 'pair')}, {mean}", 82, parts)
 
 
 def _known(steps: Sequence[int], losses: Sequence[float]) -> Losses:

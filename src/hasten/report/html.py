@@ -5,28 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 
 from hasten.check import words as check
-from hasten.report import charts, verdict, words
+from hasten.report import charts, course, parity_words, technique_words, verdict, words
 from hasten.report.page import environment, write_whole
-from hasten.tuner.proof import Proof
+from hasten.tuner.proof import Answer, Proof
 
 
 def render(proof: Proof) -> str:
-    """The whole page as text."""
+    """The whole page as text; paths are relative to the working folder."""
+    proof = proof.without_paths()
     rows = verdict.phases(proof)
     template = environment().get_template("report.html.j2")
     return template.render(
         proof=proof,
         found=verdict.verdict(proof),
-        speed=verdict.speed(proof),
-        memory=verdict.memory(proof),
-        parity=verdict.parity(proof),
-        blind_spots=verdict.blind_spots(proof),
         phases=rows,
         longest_step=max(sum(row.before for row in rows), sum(row.after for row in rows)),
-        lost=verdict.lost(proof),
+        parity=parity_words.parity(proof),
+        kept=technique_words.kept(proof),
+        lost=technique_words.lost(proof),
+        plain=course.plain_step(proof.blocks),
+        answers={Answer.HOLDS: "good", Answer.DOES_NOT: "bad", Answer.NOT_KNOWN: "warn"},
         seeds=words.count(len({pair.seed for pair in proof.pairs}), "seed"),
         charts=charts,
         check=check,
+        course=course,
+        parity_words=parity_words,
+        technique_words=technique_words,
         verdict=verdict,
         words=words,
     )

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hasten.check import words as check_words
 from hasten.evidence import PHASES
 from hasten.report import words
-from hasten.tuner.proof import ParityCheck, Proof, Ratio
+from hasten.report.parity_words import parity
+from hasten.tuner.proof import Answer, Proof, Ratio
 
-_OUTCOMES = {"nan": "turned to NaN", "timeout": "timed out", "out of memory": "ran out of memory"}
+_BUSY = 0.05  # of all cores: less is what any machine does beside the training
+_STOLEN = 0.02
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The answer in one line.
 
-    `kind`: faster, nothing (kept), unclear (no speed-up shown) or parity (it does not hold).
+    `kind`: faster (and proven), unproven, unclear (no speed-up shown), refuted, nothing (kept).
     """
 
     kind: str
     title: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One thing that a proven plan must fulfil, and whether it does."""
+
+    what: str
+    answer: Answer
     detail: str
 
 
@@ -43,41 +55,84 @@ class PhaseRow:
 
 
 def verdict(proof: Proof) -> Verdict:
-    """The first thing to say about a proof."""
-    ratio = words.times(proof.speedup.ratio)
+    """The first thing to say about a proof: the claim, and whether it is proven."""
     if not proof.techniques:
-        tried = words.count(len(proof.tried), "setting")
-        return Verdict("nothing", "Nothing helped here", f"{tried} measured, none kept: run the training as before.")
-    if not proof.parity.ok:
-        return Verdict(
-            "parity",
-            f"{ratio} as fast, but parity does not hold",
-            "The plan's losses leave the baseline's own seed-to-seed band. Do not train with this plan "
-            "before you know why: take techniques out of it one by one, those that are not exact first.",
-        )
+        return _nothing(proof)
+    claim = f"{_interval(proof.speedup)}; {words.clean(proof.speedup_how)}." if proof.speedup_how else _interval(proof.speedup)
+    ratio, missing = words.times(proof.speedup.ratio), _missing(proof)
+    if proof.speedup.high < 1:
+        return Verdict("refuted", f"The plan is slower: {ratio}", f"{claim} Train without it.")
+    if proof.proven is Answer.DOES_NOT:
+        advice = "Do not train with this plan: take techniques out of it one by one, those that are not exact first."
+        return Verdict("refuted", f"{ratio} as fast, but the result is not the same", f"{claim} {advice}")
     if not proof.speedup.low > 1:
-        return Verdict(
-            "unclear", "No speed-up shown", "The interval of the measured ratio reaches down to 1x or below."
-        )
+        return Verdict("unclear", f"No speed-up shown: {ratio}, not proven", f"{claim} It reaches down to 1x or below.")
     if proof.full_run is not None and proof.full_run.ratio < 1:
-        return Verdict(
-            "unclear",
-            f"Steps {ratio} faster, the full run not",
-            "Over the full run the longer start-up costs more than the faster steps win.",
-        )
-    how = "Measured on steady steps, baseline and plan in turn."
-    if not proof.parity.checks:
-        how += " Whether the result stays the same was not checked."
-    return Verdict("faster", f"{ratio} faster", how)
+        why = "Over the full run the longer start-up costs more than the faster steps win."
+        return Verdict("unclear", f"Steps {ratio} faster, the full run not", f"{claim} {why}")
+    if proof.proven is Answer.HOLDS:
+        return Verdict("faster", f"{ratio} faster, proven", claim)
+    return Verdict("unproven", f"{ratio} faster, not proven", f"{claim} Not proven: {missing}.")
+
+
+def _nothing(proof: Proof) -> Verdict:
+    """Nothing was kept: since nothing helped, or since nothing could be looked at."""
+    measured = [one for one in proof.tried if words.known(one.ratio)]
+    if not proof.tried and not proof.blocks:
+        return Verdict("nothing", "Nothing was measured", "Whether anything helps here is not known.")
+    tried = words.count(len(proof.tried), "setting")
+    if not measured:
+        return Verdict("nothing", "Nothing could be kept", f"{tried} tried, none came to a figure: run the training as before.")
+    return Verdict("nothing", "Nothing helped here", f"{tried} tried, none kept: run the training as before.")
+
+
+def promises(proof: Proof) -> list[Promise]:
+    """What a proven plan must fulfil, each with its answer; nothing where nothing was kept."""
+    if not proof.techniques:
+        return []
+    same = parity(proof)
+    return [
+        Promise("faster", _faster(proof.speedup), _interval(proof.speedup)),
+        _checked(proof),
+        Promise("same losses", proof.parity.answer, same.detail),
+        _fresh(proof),
+    ]
+
+
+def _faster(speedup: Ratio) -> Answer:
+    if speedup.high < 1:
+        return Answer.DOES_NOT
+    return Answer.HOLDS if speedup.low > 1 else Answer.NOT_KNOWN
+
+
+def _checked(proof: Proof) -> Promise:
+    what = "same steps"
+    if proof.check is None:
+        return Promise(what, Answer.NOT_KNOWN, "no step was compared with the script as it was")
+    answer = {True: Answer.HOLDS, False: Answer.DOES_NOT, None: Answer.NOT_KNOWN}[proof.check.ok]
+    return Promise(what, answer, " ".join([check_words.answer(proof.check), *check_words.reason(proof.check)]).rstrip("."))
+
+
+def _fresh(proof: Proof) -> Promise:
+    what = "in fresh processes"
+    if proof.fresh is None:
+        return Promise(what, Answer.NOT_KNOWN, "not measured: what starts and caches cost is not in the claim")
+    told = f"{words.times(proof.fresh)} over {words.count(len(proof.pairs), 'pair')}"
+    return Promise(what, Answer.HOLDS if proof.fresh > 1 else Answer.NOT_KNOWN, told)
+
+
+def _missing(proof: Proof) -> str:
+    """Why a plan is not proven, in short."""
+    return "; ".join(f"{each.what}: {each.detail}" for each in promises(proof) if each.answer is not Answer.HOLDS)
 
 
 def speed(proof: Proof) -> list[Line]:
     """The speed-up of steady steps, of whole epochs and of the full run."""
-    lines = [Line("steady steps", words.times(proof.speedup.ratio), _interval(proof.speedup))]
+    lines = [Line("steps", words.times(proof.speedup.ratio), _interval(proof.speedup))]
     if proof.epoch_speedup is not None:
         lines.append(Line("whole epochs", words.times(proof.epoch_speedup.ratio), _interval(proof.epoch_speedup)))
     else:
-        lines.append(Line("whole epochs", "not measured", "no trial came to the end of an epoch"))
+        lines.append(Line("whole epochs", "not measured", "no process came to the end of an epoch"))
     if (run := proof.full_run) is not None:
         before, after = words.duration(run.baseline_seconds), words.duration(run.plan_seconds)
         about = f"{before} -> {after} for {words.count(run.epochs, 'epoch')}, estimated"
@@ -129,53 +184,6 @@ def memory(proof: Proof) -> list[Line]:
     ]
 
 
-def parity(proof: Proof) -> Verdict:
-    """Parity in one sentence; kind: ok, spoilt or unchecked."""
-    checks = proof.parity.checks
-    if not checks and proof.parity.ok:
-        why = proof.parity.note or ("nothing was kept" if not proof.techniques else "no losses were seen")
-        return Verdict("unchecked", "Parity was not checked", words.clean(why))
-    if proof.parity.ok:
-        return Verdict("ok", "Parity holds", "the plan's losses lie inside the baseline's own seed-to-seed band")
-    outside = ", ".join(words.clean(check.what) for check in checks if not check.ok)
-    band = "outside the baseline's own seed-to-seed band"
-    what = f"{outside} {band}" if outside else words.clean(proof.parity.note)
-    return Verdict("spoilt", "Parity does NOT hold", what or "the plan's losses could not be compared")
-
-
-def check(check: ParityCheck) -> str:
-    """One parity check in a sentence, with what it can see."""
-    seeds = f"{words.count(len(check.baseline), 'baseline seed')}, {words.count(len(check.plan), 'plan seed')}"
-    band = f"band {words.number(check.band_low)} to {words.number(check.band_high)}"
-    side = "inside" if check.ok else "OUTSIDE"
-    if words.known(check.detectable):
-        sees = f"a change below {words.percent(check.detectable)} goes unseen"
-    else:
-        sees = "how small a change it sees cannot be said"
-    plan = f"plan {words.number(check.plan_mean)}, {side} the {band}"
-    return f"{words.clean(check.what)}: {plan} ({seeds}); {sees}"
-
-
-def blind_spots(proof: Proof) -> list[str]:
-    """What the parity test cannot see, in sentences."""
-    spots = []
-    if proof.parity.checks:
-        fewest = min(min(len(one.baseline), len(one.plan)) for one in proof.parity.checks)
-        spots.append(f"It rests on {words.count(fewest, 'seed')} a side at the least; more seeds see smaller changes.")
-        if fewest < 2:
-            spots.append("One seed proves nothing: without a second there is no band to speak of.")
-        least = max(one.detectable for one in proof.parity.checks)
-        if words.known(least):
-            spots.append(f"A shift of a mean by less than {words.percent(least)} of it can pass unseen.")
-    if proof.curves.steps:
-        spots.append(
-            f"Trials end at step {max(proof.curves.steps)}: what comes later in the full run, and the final "
-            "quality, was not measured."
-        )
-    spots.append("Only the quantities named here were compared; other metrics of yours were not.")
-    return spots
-
-
 def phases(proof: Proof) -> list[PhaseRow]:
     """The phases that took any time, in the order of a step."""
     before, after = (proof.phases.get(side, {}) for side in ("baseline", "plan"))
@@ -188,37 +196,56 @@ def phases(proof: Proof) -> list[PhaseRow]:
     return rows
 
 
-def lost(proof: Proof) -> list[tuple[str, str, str]]:
-    """What was tried and not kept: name, setting, and why in short."""
-    rows = []
-    for one in proof.tried:
-        if one.outcome == "kept":
-            continue
-        outcome = _OUTCOMES.get(one.outcome, words.clean(one.outcome))
-        measured = f"{outcome} ({words.times(one.ratio)})" if words.known(one.ratio) else outcome
-        reason = words.clean(one.reason)
-        rows.append(
-            (
-                words.clean(one.name),
-                words.setting(one.setting),
-                f"{measured}: {reason}" if reason else measured,
-            )
-        )
-    return rows
+def phase_gap(proof: Proof) -> str:
+    """Where the bars of the phases tell another ratio than the claim, say so; "" where they agree."""
+    rows = phases(proof)
+    before, after = sum(row.before for row in rows), sum(row.after for row in rows)
+    if not (proof.techniques and before and after):
+        return ""
+    ratio = before / after
+    if proof.speedup.low * 0.97 <= ratio <= proof.speedup.high * 1.03:
+        return ""
+    return (
+        f"These sums give {words.times(ratio)}, the claim is {words.times(proof.speedup.ratio)}: "
+        "steps were not the same ones, so trust the claim and read here only which phases shrank"
+    )
 
 
-def effects(proof: Proof) -> str:
-    """What the kept techniques may do to the result: the effects, named and explained."""
-    used = list(dict.fromkeys(one.effect for one in proof.techniques))
-    named = [f"{words.clean(effect)} = {words.EFFECTS.get(effect, 'not known to this hasten')}" for effect in used]
-    return "; ".join(named)
+def noise(proof: Proof) -> list[str]:
+    """How much else happened on the machine, in sentences, and what that means for the interval."""
+    seen = proof.noise
+    if seen is None:
+        return ["How busy the machine was besides was not measured."]
+    cores = words.count(proof.machine.cores, "core")
+    lines = []
+    if words.known(seen.others):
+        busy = (seen.others or 0.0) * proof.machine.cores
+        lines.append(f"Other processes kept {busy:.1f} of {cores} busy.")
+    else:
+        lines.append("What other processes did could not be seen.")
+    if words.known(seen.steal):
+        lines.append(f"The hypervisor gave {words.percent(seen.steal)} of the CPU time to others.")
+    if words.known(seen.scatter):
+        lines.append(f"The pace of a block scattered by {words.percent(seen.scatter)} around what was expected of it.")
+    return [*lines, *_meaning(proof)]
 
 
-def contributions(proof: Proof) -> str:
-    """How contributions were measured; which ones, where that differs."""
-    hows: dict[str, list[str]] = {}
-    for one in proof.techniques:
-        hows.setdefault(words.clean(one.contribution_how), []).append(words.clean(one.name))
-    if len(hows) == 1:
-        return next(iter(hows))
-    return "; ".join(f"{how} ({', '.join(names)})" for how, names in hows.items())
+def is_noisy(proof: Proof) -> bool:
+    """Whether others took enough of the machine to be said beside the headline."""
+    seen = proof.noise
+    return seen is not None and ((seen.others or 0.0) >= _BUSY or (seen.steal or 0.0) >= _STOLEN)
+
+
+def _meaning(proof: Proof) -> list[str]:
+    seen = proof.noise
+    if is_noisy(proof):
+        claim = ""
+        if proof.techniques and words.known(proof.speedup.low):
+            claim = f" ({words.interval(proof.speedup.low, proof.speedup.high)})"
+        return [
+            f"So the interval{claim} is wider than on a quiet machine. Plain and plan ran in turn beside that load; "
+            "with all cores free the ratio itself may be another."
+        ]
+    if seen is not None and words.known(seen.others):
+        return ["So the machine was quiet: the interval is what the training's own steps give."]
+    return []

@@ -53,6 +53,13 @@ def times(ratio: float | None) -> str:
     return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.1f}x" if ratio >= 10 else f"{ratio:.2f}x"
 
 
+def signed(share: float | None) -> str:
+    """A relative difference with its sign: `+1.4 %`."""
+    if share is None or not math.isfinite(share):
+        return NONE
+    return percent(share) if share < 0 else f"+{percent(share)}"
+
+
 def interval(low: float | None, high: float | None) -> str:
     """Both ends of a ratio's interval: `2.24x to 2.38x`."""
     if not (known(low) and known(high)):
@@ -129,8 +136,14 @@ def phase(name: str) -> str:
 
 
 def command(parts: Sequence[str]) -> str:
-    """A command line that can be pasted into a shell."""
-    return clean(shlex.join(parts))
+    """A command line that can be pasted into a shell; a home that was written as `~` stays one."""
+    return clean(" ".join(_quoted(part) for part in parts))
+
+
+def _quoted(part: str) -> str:
+    if part == "~":
+        return part
+    return f"~/{shlex.quote(part[2:])}" if part.startswith("~/") and part[2:] else shlex.quote(part)
 
 
 def moment(written: str) -> str:

@@ -1,72 +1,273 @@
-"""Parity: do a plan's losses lie inside the baseline's own seed-to-seed band?"""
+"""Parity: does a plan train to the same losses? Judged by the differences within pairs of runs of one seed each."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from hasten.check.checked import Checked
 from hasten.evidence import Evidence
-from hasten.tuner.proof import Parity, ParityCheck
-from hasten.tuner.stats import prediction_band
+from hasten.evidence.figures import percent
+from hasten.techniques import Effect
+from hasten.tuner.lag import lag_of
+from hasten.tuner.proof import Agreement, Answer, Parity, ParityCheck
+from hasten.tuner.stats import Estimate, mean_of, mean_of_course, mean_of_pairs
 from hasten.tuner.trial import Trial
 
-MIN_SEEDS = 3
+TOLERANCE = 0.03
+"""A rise of the loss beyond this must be excluded before parity holds."""
+HARMLESS = 0.005
+"""A rise of the loss beyond this, once shown, is no parity."""
 TEST = (
-    "the mean over the plan's seeds must lie inside the 99 % prediction interval (Student's t) "
-    "that the baseline's seeds give for it"
+    "each pair of runs has the same seed and the same order of samples, and their difference is judged: the 95 % "
+    f"interval of the loss's change must exclude a rise of {TOLERANCE:.0%} or more; a rise shown to be above "
+    f"{HARMLESS:.1%} is a change for the worse"
 )
+_TRAINING, _VALIDATION, _BATCHES = "training loss", "validation loss", "batches a pass"
+
+_Pair = tuple[Trial, Trial]
 
 
-def parity_of(baseline: Sequence[Trial], plan: Sequence[Trial]) -> Parity:
-    """Compare trials of both sides, one a seed.
+def agreement_of(checked: Checked) -> Agreement | None:
+    """Return how closely the plan's gradients agree with the script's own, as `hasten check` saw them.
 
-    Compared are the training loss over the last half of the steps that all trials have and, where the script
-    computes a loss in its validation, the last validation's mean loss.
+    Compared are all steps of the check's run of the whole plan: each begins from the plain run's own weights, buffers
+    and optimizer state, and on the same batch, so that every step is compared before anything could drift apart.
+    `worst` is the gradient that parts; where none does, the one that comes nearest to what rounding allows.
+
+    Returns:
+        None for an empty plan, or one whose run parted before a gradient was measured (other batches, a crash, other
+        bits where bits must be equal).
     """
-    bad = [trial for trial in plan if trial.outcome == "nan"]
-    if bad:
-        return Parity(False, TEST, note=f"under the plan {bad[0].reason}, with the baseline's seed {bad[0].seed}")
-    if min(len(baseline), len(plan)) < MIN_SEEDS:
-        return Parity(
-            False,
-            TEST,
-            note=f"fewer than {MIN_SEEDS} seeds a side could be run in the budget: one seed proves nothing",
-        )
-    steps = min((len(trial.evidence.losses) for trial in (*baseline, *plan) if trial.evidence is not None), default=0)
-
-    def _training_loss(evidence: Evidence) -> float | None:
-        later = [loss for loss in evidence.losses[steps // 2 : steps] if loss is not None]
-        return statistics.fmean(later) if later else None
-
-    checks = []
-    for what, read in (("training loss", _training_loss), ("validation loss", _validation_loss)):
-        sides = _values(baseline, read), _values(plan, read)
-        if min(map(len, sides)) >= MIN_SEEDS:
-            checks.append(_check(what, *sides))
-    if not checks:
-        return Parity(False, TEST, note="no loss was seen: `backward` was never called on a single number")
-    note = (
-        ""
-        if len(checks) > 1
-        else "the script computes no loss in its validation that could be seen; only training was compared"
+    agreed = checked.runs[-1].agreed if checked.runs else None
+    if agreed is None:
+        return None
+    return Agreement(
+        steps=agreed.steps,
+        loss_gap=agreed.loss_gap,
+        cosine=agreed.cosine,
+        gradient_gap=agreed.gradient_gap,
+        worst=agreed.worst,
+        allowed=agreed.allowed,
     )
-    return Parity(all(check.ok for check in checks), TEST, tuple(checks), note)
 
 
-def _check(what: str, baseline: tuple[float, ...], plan: tuple[float, ...]) -> ParityCheck:
-    low, high = prediction_band(baseline, len(plan))
-    mean = statistics.fmean(plan)
-    centre = abs(statistics.fmean(baseline))
-    detectable = (high - low) / 2 / centre if centre > 0 else 0.0
-    return ParityCheck(what, baseline, plan, low, high, mean, detectable, low <= mean <= high)
+def parity_of(pairs: Sequence[_Pair], effects: Collection[str] | None = None) -> Parity:
+    """Judge pairs of trials, one a seed: (baseline, plan).
+
+    Compared are the training loss over the later half of the steps that both of a pair have, the validation loss where
+    the script computes one, the number of batches of each complete pass, the steps between validations, and whether
+    the step losses follow those of the same steps.
+
+    Args:
+        pairs: Trials of both sides.
+        effects: What the plan's techniques may do. Where one changes the optimisation path, batches may differ in
+            number; where all are exact or round, losses must follow each other step by step. None: not known, so
+            that is not asked.
+    """
+    findings = _Findings()
+    _note_nan(pairs, findings)
+    seen = [pair for pair in pairs if all(trial.ok and trial.evidence for trial in pair)]
+    _compare_losses(seen, findings)
+    if Effect.TRAJECTORY not in (effects or ()):
+        _compare_batches(seen, findings)
+    if effects is not None and set(effects) <= {Effect.EXACT, Effect.ROUNDING}:
+        _compare_steps(seen, findings)
+    return findings.parity()
 
 
-def _values(trials: Sequence[Trial], read: Callable[[Evidence], float | None]) -> tuple[float, ...]:
-    values = [read(trial.evidence) for trial in trials if trial.evidence is not None]
-    return tuple(value for value in values if value is not None)
+@dataclass
+class _Findings:
+    """What was found, in sentences: what refutes parity, what leaves it open, what else there is to say."""
+
+    checks: list[ParityCheck] = field(default_factory=list)
+    against: list[str] = field(default_factory=list)
+    open: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def parity(self) -> Parity:
+        """Put the answer together."""
+        answer = Answer.DOES_NOT if self.against else Answer.NOT_KNOWN if self.open else Answer.HOLDS
+        said = self.against or self.open
+        return Parity(answer, TEST, tuple(self.checks), "; ".join([*said, *self.remarks]))
 
 
-def _validation_loss(evidence: Evidence) -> float | None:
-    """Mean loss of the last validation behind the first training step."""
-    seen = [one for one in evidence.validations if one.step > 0]
-    return seen[-1].loss if seen else None
+def _note_nan(pairs: Sequence[_Pair], findings: _Findings) -> None:
+    for baseline, plan in pairs:
+        if _diverged(plan) and not _diverged(baseline):
+            how = plan.reason or "losses were NaN or infinite"
+            findings.against.append(f"under the plan {how}, with seed {plan.seed}; none were without it")
+        elif _diverged(baseline):
+            findings.open.append(f"the script's own losses are NaN or infinite with seed {baseline.seed}")
+
+
+def _diverged(trial: Trial) -> bool:
+    return trial.outcome == "nan" or bool(trial.evidence and trial.evidence.bad_losses)
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
+
+
+def _compare_losses(pairs: Sequence[_Pair], findings: _Findings) -> None:
+    if not pairs:
+        findings.open.append("no pair of runs was measured on both sides")
+        return
+    halves = [_later_half(pair) for pair in pairs]
+    scales = [_scale(half) for half in halves]
+    if not any(halves):
+        findings.open.append("no loss was seen: `backward` was never called on a single number")
+        return
+    courses = [
+        mean_of_course([(mine - base) / scale for base, mine in half])
+        for half, scale in zip(halves, scales, strict=True)
+    ]
+    estimates = [course for course in courses if course is not None]
+    if not estimates:
+        findings.open.append(f"too few steps to compare: {max(map(len, halves))} with a loss in the later half")
+        return
+    means = [tuple(map(statistics.fmean, zip(*half, strict=True))) for half in halves if half]
+    _judge(_TRAINING, [(a, b) for a, b in means], mean_of_pairs(estimates), findings)
+    _compare_validations(pairs, findings)
+
+
+def _later_half(pair: _Pair) -> list[tuple[float, float]]:
+    """Return both losses of each step in the later half of the steps that both have."""
+    baseline, plan = (_losses(trial) for trial in pair)
+    steps = sorted(baseline.keys() & plan.keys())
+    return [(baseline[step], plan[step]) for step in steps if step >= (steps[-1] + 1) // 2]
+
+
+def _losses(trial: Trial) -> Mapping[int, float]:
+    """Return the loss of each step, by the step's number."""
+    evidence = trial.evidence
+    if evidence is None:
+        return {}
+    return {evidence.number(index): loss for index, loss in enumerate(evidence.losses) if loss is not None}
+
+
+def _scale(both: Sequence[tuple[float, float]]) -> float:
+    """Return what a change is a share of: the baseline's mean loss; losses may be negative, or all 0."""
+    for side in (0, 1):
+        if both and (mean := abs(statistics.fmean(values[side] for values in both))) > 0:
+            return mean
+    return 1.0
+
+
+def _compare_validations(pairs: Sequence[_Pair], findings: _Findings) -> None:
+    """Compare the last validations of several pairs; of one or two pairs, their validations but the first."""
+    courses = [_validations(pair) for pair in pairs]
+    if not all(courses):
+        findings.remarks.append(
+            "the script computes no loss in its validation that could be seen; only training was compared"
+        )
+        return
+    last = [course[-1] for course in courses]
+    scales = [_scale([pair]) for pair in last]
+    if len(pairs) > 2:
+        changes = [(mine - base) / scale for (base, mine), scale in zip(last, scales, strict=True)]
+        estimate = mean_of(changes)
+        assert estimate is not None
+        _judge(_VALIDATION, last, estimate, findings)
+        return
+    estimates = [
+        mean_of([(mine - base) / scale for base, mine in course[1:]])
+        for course, scale in zip(courses, scales, strict=True)
+        if len(course) > _FEW
+    ]
+    known = [estimate for estimate in estimates if estimate is not None]
+    if len(known) == len(pairs):
+        _judge(_VALIDATION, last, mean_of_pairs(known), findings)
+        return
+    _mention_validations(last, findings)
+
+
+_FEW = 4  # validations of a pair, the first one aside, that give no interval worth the name
+
+
+def _mention_validations(last: Sequence[tuple[float, float]], findings: _Findings) -> None:
+    change = statistics.fmean((mine - base) / _scale([(base, mine)]) for base, mine in last)
+    told = f"the last validation's loss is {_signed(change)}, which so few runs cannot tell from chance"
+    (findings.open if change > TOLERANCE else findings.remarks).append(told)
+
+
+def _validations(pair: _Pair) -> list[tuple[float, float]]:
+    """Return both losses of each validation behind the first training step, as far as both sides have them."""
+    sides = [[one for one in _evidence(trial).validations if one.step > 0] for trial in pair]
+    both = zip(*sides, strict=False)
+    return [(base.loss, mine.loss) for base, mine in both if base.loss == base.loss and mine.loss == mine.loss]
+
+
+def _judge(what: str, values: Sequence[tuple[float, float]], estimate: Estimate, findings: _Findings) -> None:
+    """Record a comparison: refuted, open, or within the tolerance."""
+    shown = estimate.low > 0 and estimate.mean > HARMLESS
+    interval = f"{_signed(estimate.mean)} [{_signed(estimate.low)}, {_signed(estimate.high)}]"
+    if estimate.low > HARMLESS:
+        findings.against.append(f"the {what} is higher under the plan: {interval}")
+    elif shown:
+        findings.open.append(f"the {what} may be higher under the plan: {interval}; more pairs would tell")
+    elif estimate.high > TOLERANCE:
+        findings.open.append(
+            f"the {what} changed by {interval}: only changes above {percent(estimate.half)} could be seen"
+        )
+    elif estimate.high < -HARMLESS:
+        findings.remarks.append(f"the {what} is lower under the plan: {interval}")
+    baseline, plan = (tuple(side) for side in zip(*values, strict=True))
+    findings.checks.append(
+        ParityCheck(what, baseline, plan, estimate.mean, estimate.low, estimate.high, estimate.half, not shown)
+    )
+
+
+def _signed(change: float) -> str:
+    return f"{'-' if change < 0 else '+'}{percent(abs(change))}"
+
+
+# -- batches and steps ------------------------------------------------------------------------------------------------
+
+
+def _compare_batches(pairs: Sequence[_Pair], findings: _Findings) -> None:
+    """Compare how many batches each complete pass has, and how many steps lie before each validation."""
+    counts = [
+        (pair[1].seed, what, both)
+        for pair in pairs
+        for what, read in (("batches in a pass", _batches), ("steps before a validation", _steps))
+        for both in zip(*(read(_evidence(trial)) for trial in pair), strict=False)
+    ]
+    passes = [both for _, what, both in counts if what == "batches in a pass"]
+    for seed, what, (base, mine) in counts:
+        if base != mine:
+            findings.against.append(f"{mine} {what} under the plan and {base} without it, with seed {seed}")
+            break
+    if passes:
+        change = max(((mine - base) / base for base, mine in passes), key=abs)
+        baseline, plan = (tuple(float(count) for count in side) for side in zip(*passes, strict=True))
+        findings.checks.append(ParityCheck(_BATCHES, baseline, plan, change, change, change, 0.0, ok=baseline == plan))
+
+
+def _batches(evidence: Evidence) -> list[int]:
+    """Return the batches of each pass that was trained on; the last pass may have been cut short."""
+    passes = [over for over in evidence.passes if over.batches]
+    return [over.batches for over in passes[:-1] if over.trained]
+
+
+def _steps(evidence: Evidence) -> list[int]:
+    """Return the steps before each validation; where steps are batches, passes tell it better."""
+    return [one.step for one in evidence.validations] if evidence.step_of == "optimizer" else []
+
+
+def _compare_steps(pairs: Sequence[_Pair], findings: _Findings) -> None:
+    for pair in pairs:
+        lag = lag_of(*(_losses(trial) for trial in pair))
+        if lag is not None:
+            findings.against.append(
+                f"from about step {lag.step} on the plan's losses follow those of {abs(lag.steps)} "
+                f"{'step' if abs(lag.steps) == 1 else 'steps'} {'later' if lag.steps > 0 else 'earlier'} "
+                f"(correlation {lag.follows:.2f}; of the same steps {lag.unshifted:.2f}), with seed {pair[1].seed}: "
+                f"the plan {'leaves batches out' if lag.steps > 0 else 'puts batches in'}"
+            )
+            return
+
+
+def _evidence(trial: Trial) -> Evidence:
+    assert trial.evidence is not None
+    return trial.evidence

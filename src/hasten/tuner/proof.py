@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +20,7 @@ from hasten.check.checked import Checked
 from hasten.errors import HastenError
 from hasten.evidence import Machine
 from hasten.plan import Setting
+from hasten.tuner.places import without_paths
 
 SCHEMA = "hasten-report/2"
 
@@ -65,11 +67,11 @@ class Agreement:
 
     Attributes:
         steps: Steps compared.
-        loss_gap: Largest relative difference of a step's loss.
+        loss_gap: Largest relative difference of a step's loss, a fraction.
         cosine: Smallest cosine between the gradients of one tensor; 1.0 is the same direction.
-        gradient_gap: Largest relative difference between the gradients of one tensor (2-norm).
-        worst: Name of that tensor.
-        allowed: The gap that rounding explains here.
+        gradient_gap: Largest relative difference between the gradients of one tensor (2-norm), a fraction.
+        worst: Name of the tensor with that `gradient_gap`.
+        allowed: The `gradient_gap` that rounding explains here; None where that is not known.
     """
 
     steps: int
@@ -88,10 +90,10 @@ class ParityCheck:
         what: "training loss", "validation loss" or "batches a pass".
         baseline: Its value in each baseline run.
         plan: Its value in each run of the plan, in the same order.
-        change: Mean relative difference plan / baseline - 1.
+        change: Mean relative difference plan / baseline - 1, a fraction: 0.01 is 1 % higher under the plan.
         low: Lower end of its 95 % interval.
         high: Upper end.
-        detectable: The smallest relative change that would have been seen.
+        detectable: The smallest relative change that would have been seen, a fraction.
         ok: Whether the interval holds 0, or what it shows is within the tolerance of the test.
     """
 
@@ -141,7 +143,7 @@ class Kept:
         contribution_low: Lower end of its 95 % interval.
         contribution_high: Upper end.
         helps: Probability that it helps at all, from 0 to 1; None where it was not asked apart from others.
-        blocks: Blocks that it was measured in.
+        blocks: Blocks that it was measured in, on or off; trials where the proof is not `warm`.
         why: What of the evidence speaks for it.
     """
 
@@ -162,9 +164,9 @@ class Tried:
 
     Attributes:
         outcome: kept, lost, dropped, crashed, timeout, out of memory, nan.
-        ratio: How many times faster a step is with it than without.
-        helps: Probability that it helps at all.
-        blocks: Blocks that it was measured in.
+        ratio: How many times faster a step is with it than without; `low` and `high` are its 95 % interval.
+        helps: Probability that it helps at all, from 0 to 1; None where that is not known.
+        blocks: Blocks that it was measured in, on or off; trials where the proof is not `warm`.
     """
 
     name: str
@@ -194,8 +196,9 @@ class Block:
         at: Seconds since the tune began.
         seconds: How long its measured steps took.
         steps: How many they are.
-        step_seconds: Their mean length.
-        on: What was on: names, or `name=setting` where a technique has several settings here.
+        step_seconds: Their mean length; of a block in trouble it may be 0.
+        on: What was on: names, or `name=setting` where a technique has several settings here; empty for the
+            script as it was.
         part: "all on", "search", "compile" or "claim".
         trouble: Why it was not counted; "" for a good block.
     """
@@ -215,7 +218,8 @@ class Noise:
 
     Attributes:
         steal: Share of CPU time that the hypervisor gave to others, from 0 to 1; None where it is not told.
-        others: Share of all cores that other processes kept busy; None where that could not be seen.
+        others: Share of all cores that other processes kept busy, from 0 to 1 (0.4 of 2 cores is 0.8 cores); None
+            where that could not be seen.
         scatter: Standard deviation of a block's pace around what the model of the blocks expects, as a fraction.
     """
 
@@ -265,10 +269,11 @@ class Proof:
         speedup: The claim: baseline and plan in turn, A B B A, on blocks measured after the plan was chosen.
         speedup_how: How that was measured, in a sentence.
         epoch_speedup: The same with validation and the starts of passes, from pairs of fresh processes.
-        phases: Mean seconds of each phase of a step, "baseline" and "plan", from the blocks of the claim.
+        phases: Mean seconds of each phase of a step, "baseline" and "plan", from the blocks of the claim: their
+            sums have the ratio of `speedup`, or the page says that they have not.
         pairs: Pairs of fresh processes, which also hold what a warm process hides (start-up, caches).
         warm: Whether blocks in one process decided; else trials in processes of their own did, and `notes` says why.
-        would_ask: What tune would still ask with more time, a sentence each.
+        would_ask: What tune would still ask with more time, a sentence each, without a full stop.
         blocks: The course of the search.
     """
 
@@ -308,13 +313,23 @@ class Proof:
         checked = self.check.ok if self.check is not None else None
         if checked is False or self.parity.answer is Answer.DOES_NOT or self.speedup.high < 1:
             return Answer.DOES_NOT
-        if checked and self.parity.answer is Answer.HOLDS and self.speedup.low > 1 and self.pairs:
+        if checked and self.parity.answer is Answer.HOLDS and self.speedup.low > 1 and (self.fresh or 0) > 1:
             return Answer.HOLDS
         return Answer.NOT_KNOWN
 
+    @property
+    def fresh(self) -> float | None:
+        """How many times faster the plan was in the pairs of fresh processes (their median); None without a pair."""
+        ratios = [pair.baseline / pair.plan for pair in self.pairs if pair.plan > 0]
+        return statistics.median(ratios) if ratios else None
+
+    def without_paths(self) -> Proof:
+        """Return this proof as it is shown: no path of the machine in it, but relative to the working folder."""
+        return without_paths(self)
+
     def to_json(self) -> str:
-        """This proof as the text of `hasten-report.json`."""
-        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False) + "\n"
+        """This proof as the text of `hasten-report.json`; paths are relative to the working folder."""
+        return json.dumps(dataclasses.asdict(self.without_paths()), indent=1, allow_nan=False) + "\n"
 
     def write(self, path: Path) -> None:
         """Write `hasten-report.json`, whole or not at all."""
@@ -336,7 +351,7 @@ class Proof:
         except ValueError as error:
             raise HastenError(f"{path} is not JSON: {error}") from None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise HastenError(f"{path} is not a report of the schema {SCHEMA}", "write it anew with `hasten tune`")
+            raise HastenError(f"{path} is not a report of the schema {SCHEMA}", "run `hasten tune` again to write a new one")
         try:
             return TypeAdapter(cls).validate_python(data)
         except ValidationError as error:

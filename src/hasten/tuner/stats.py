@@ -1,4 +1,4 @@
-"""The statistics behind a claim: bootstrap intervals of ratios, and the band of a few seeds."""
+"""The statistics behind a claim: bootstrap intervals of ratios, and intervals of means of a few runs or windows."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hasten.tuner.proof import Ratio
 from hasten.tuner.timing import Timing
 
 _RESAMPLES = 2000
 
-# Two-sided 99 % points of Student's t for 1 to 10 degrees of freedom, then that of the normal distribution's tail.
-_T99 = (63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169)
+# Two-sided 95 % points of Student's t for 1 to 12 degrees of freedom; for more the last one, which is too wide.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
+_WINDOWS = (8, 4)
 
 
 def ratio_of(
@@ -49,19 +51,66 @@ def ratio_of(
     return Ratio(math.exp(centre), math.exp(min(low, centre)), math.exp(max(high, centre)), confidence)
 
 
-def prediction_band(baseline: Sequence[float], others: int) -> tuple[float, float]:
-    """Where the mean of `others` further runs lies with 99 % probability, if they are like the baseline's.
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and half of the width of its 95 % interval."""
 
-    Student's prediction interval: mean +- t * s * sqrt(1/n + 1/m), for values that are about normal.
+    mean: float
+    half: float
 
-    Args:
-        baseline: One value a seed, at least two.
-        others: How many further runs are averaged.
+    @property
+    def low(self) -> float:
+        """Lower end of the interval."""
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        """Upper end of the interval."""
+        return self.mean + self.half
+
+
+def mean_of(values: Sequence[float]) -> Estimate | None:
+    """Return the mean of independent values with Student's t interval; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    return Estimate(statistics.fmean(values), _t95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values)))
+
+
+def mean_of_course(values: Sequence[float]) -> Estimate | None:
+    """Return the mean of a course of values, each of which may depend on those before it; None for fewer than eight.
+
+    By batch means: windows that are long beside the dependence are about independent of each other. Nobody knows
+    how long that is, so eight windows and four of twice the length are tried, and the wider interval counts: where
+    values depend on each other over longer than a window, the means of long windows differ more than chance has it.
     """
-    n = len(baseline)
-    mean, spread = statistics.fmean(baseline), statistics.stdev(baseline)
-    t = _T99[n - 2] if n - 2 < len(_T99) else 3.0
-    half = t * spread * math.sqrt(1 / n + 1 / others)
-    # Runs that agree to the last digits still differ by rounding, which is no change of the result.
-    half = max(half, 1e-3 * abs(mean))
-    return mean - half, mean + half
+    estimates = [_by_windows(values, count) for count in _WINDOWS if len(values) >= _WINDOWS[0]]
+    return Estimate(statistics.fmean(values), max(one.half for one in estimates)) if estimates else None
+
+
+def _by_windows(values: Sequence[float], count: int) -> Estimate:
+    length = len(values) // count
+    first = len(values) - length * count  # what is left over is left out where the course begins
+    means = [statistics.fmean(values[at : at + length]) for at in range(first, len(values), length)]
+    estimate = mean_of(means)
+    assert estimate is not None
+    return estimate
+
+
+def mean_of_pairs(pairs: Sequence[Estimate]) -> Estimate:
+    """Return the mean of what several pairs of runs show, each with its own interval: the more careful of two.
+
+    One interval is put together from those within the pairs. The other comes from how much the pairs differ: what
+    stays different through the whole of a pair, since its two runs drifted apart early on, no course of one pair
+    shows. Three pairs or more give it by Student's t; of two, both must lie in the interval.
+    """
+    means = [pair.mean for pair in pairs]
+    within = math.sqrt(sum(pair.half**2 for pair in pairs)) / len(pairs)
+    between = mean_of(means)
+    if between is None:
+        return Estimate(means[0], within)
+    apart = between.half if len(pairs) > 2 else abs(means[0] - means[1]) / 2
+    return Estimate(between.mean, max(within, apart))
+
+
+def _t95(freedom: int) -> float:
+    return _T95[freedom - 1] if freedom <= len(_T95) else _T95[-1]

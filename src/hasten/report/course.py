@@ -1,0 +1,131 @@
+"""The course of a search as a picture: blocks over time, how fast each ran, and what was on in it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from markupsafe import Markup
+
+from hasten.report import words
+from hasten.report.drawing import Scale, columns, rect, svg, text
+from hasten.tuner.proof import Block, Proof
+
+PARTS = ("all on", "search", "compile", "claim")
+_PLOT = 220.0
+_STRIP = 30
+
+
+def plain_step(blocks: Iterable[Block]) -> float | None:
+    """Seconds per step of the script as it was: the median of the blocks in which nothing was on."""
+    plain = [block.step_seconds for block in blocks if not block.on and _good(block)]
+    return statistics.median(plain) if plain else None
+
+
+def pace(block: Block, plain: float | None) -> float | None:
+    """How many times faster a block ran than the script as it was; None where that is not known."""
+    return plain / block.step_seconds if plain and _good(block) else None
+
+
+def part_class(part: str) -> str:
+    """The style class of a part, which gives its colour."""
+    return f"part-{part.replace(' ', '-')}" if part in PARTS else "part-other"
+
+
+def parts_of(blocks: Iterable[Block]) -> list[str]:
+    """The parts that occur, in order."""
+    found = {block.part for block in blocks}
+    return [part for part in PARTS if part in found] + sorted(found - set(PARTS))
+
+
+def course_chart(proof: Proof) -> Markup:
+    """Blocks over the seconds of the tune: their pace above, what was on in them below; empty without any."""
+    blocks = [block for block in proof.blocks if words.known(block.at) and words.known(block.seconds)]
+    plain = plain_step(blocks)
+    paces = [each for block in blocks if (each := pace(block, plain)) is not None]
+    if not paces:
+        return Markup()
+    across = Scale(0.0, max(proof.used_seconds, *(block.at + block.seconds for block in blocks)))
+    up = Scale(min(0.9, *paces), max(1.1, *paces), log=True, near=93, far=7)
+    parts = [*_grid(up), *_blocks(blocks, plain, across, up)]
+    height = _PLOT
+    for name, spans in _spans(proof, blocks).items():
+        parts += _strip(name, spans, across, height)
+        height += _STRIP
+    parts = [*columns(across, height, words.duration), *parts]
+    return svg("The course of the search", _told(blocks, paces), height + 22, parts)
+
+
+def _good(block: Block) -> bool:
+    return not block.trouble and words.known(block.step_seconds) and block.step_seconds > 0
+
+
+def _grid(up: Scale) -> list[Markup]:
+    """Level lines at round paces; the one of the script as it was stands out."""
+    lines: list[Markup] = []
+    for tick in [*(tick for tick in up.ticks() if abs(tick - 1) > 0.04), 1.0]:
+        y, own = up(tick) * _PLOT / 100, tick == 1
+        lines.append(rect("as-it-was" if own else "grid", (0, 100), y - 0.5, 1.5 if own else 1))
+        lines.append(text("tick halo", 0, y - 4, "1x, the script as it was" if own else f"{tick:g}x"))
+    return lines
+
+
+def _blocks(blocks: Sequence[Block], plain: float | None, across: Scale, up: Scale) -> list[Markup]:
+    parts = []
+    for block in blocks:
+        ends = (across(block.at), max(across(block.at + block.seconds), across(block.at) + 0.35))
+        ratio = pace(block, plain)
+        if ratio is None:
+            told = f"{_when(block)}: not counted: {words.clean(block.trouble)}"
+            parts += [rect("trouble", ends, _PLOT - 12, 12, told), text("cross halo", sum(ends) / 2, _PLOT - 16, "\u00d7")]
+            continue
+        told = f"{_when(block)}, {words.clean(block.part)}: {words.times(ratio)} ({_on(block)})"
+        parts.append(rect(part_class(block.part), ends, up(ratio) * _PLOT / 100 - 4, 8, told))
+    return parts
+
+
+def _strip(name: str, spans: Sequence[tuple[float, float, str]], across: Scale, top: float) -> list[Markup]:
+    """One technique: when it was on."""
+    parts = [text("label halo", 0, top + 18, name), rect("off", (0, 100), top + 23, 5)]
+    for start, end, what in spans:
+        told = f"{what} on from {words.duration(start)} to {words.duration(end)}"
+        parts.append(rect("on", (across(start), max(across(end), across(start) + 0.35)), top + 23, 5, told))
+    return parts
+
+
+def _spans(proof: Proof, blocks: Sequence[Block]) -> dict[str, list[tuple[float, float, str]]]:
+    """When each technique was on, those of the plan first; blocks that follow each other are one span."""
+    names = [one.name for one in proof.techniques] + [what.partition("=")[0] for block in blocks for what in block.on]
+    on_somewhere = {what.partition("=")[0] for block in blocks for what in block.on}
+    return {words.clean(name): _on_from(name, blocks) for name in dict.fromkeys(names) if name in on_somewhere}
+
+
+def _on_from(name: str, blocks: Sequence[Block]) -> list[tuple[float, float, str]]:
+    spans: list[tuple[float, float, str]] = []
+    going_on = ""
+    for block in blocks:
+        what = next((each for each in block.on if each.partition("=")[0] == name), "")
+        end = block.at + block.seconds
+        if what and what == going_on:
+            spans[-1] = (spans[-1][0], end, spans[-1][2])
+        elif what:
+            spans.append((block.at, end, words.clean(what)))
+        going_on = what
+    return spans
+
+
+def _when(block: Block) -> str:
+    return f"from {words.duration(block.at)} for {words.duration(block.seconds)}"
+
+
+def _on(block: Block) -> str:
+    return words.clean(", ".join(block.on)) or "the script as it was"
+
+
+def _told(blocks: Sequence[Block], paces: Sequence[float]) -> str:
+    counts = [f"{words.clean(part)} {sum(block.part == part for block in blocks)}" for part in parts_of(blocks)]
+    failed = sum(not _good(block) for block in blocks)
+    return (
+        f"{words.count(len(blocks), 'block')} ({', '.join(counts)}), {failed} of them not counted; the script as it "
+        f"was is 1x, the slowest block ran at {words.times(min(paces))}, the fastest at {words.times(max(paces))}"
+    )

@@ -1,0 +1,100 @@
+"""Whether the result stays the same, in sentences: gradients on one batch, losses over paired runs, and what goes unseen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hasten.report import words
+from hasten.tuner.proof import Agreement, Answer, ParityCheck, Proof
+
+
+@dataclass(frozen=True)
+class Same:
+    """The answer about parity: `title` and `detail` make a sentence."""
+
+    answer: Answer
+    title: str
+    detail: str
+
+
+def parity(proof: Proof) -> Same:
+    """Parity in one sentence."""
+    answer, checks = proof.parity.answer, proof.parity.checks
+    if answer is Answer.NOT_KNOWN:
+        why = proof.parity.note or ("nothing was kept" if not proof.techniques else "no losses were compared")
+        return Same(answer, "Whether the losses stay the same is not known", words.clean(why))
+    if answer is Answer.HOLDS:
+        return Same(answer, "Parity holds", _seen(checks) or words.clean(proof.parity.note) or "no loss changed")
+    changed = ", ".join(_difference(check) for check in checks if not check.ok)
+    return Same(answer, "Parity does NOT hold", changed or words.clean(proof.parity.note) or "the losses differ")
+
+
+def _difference(check: ParityCheck) -> str:
+    return f"{words.clean(check.what)} {words.signed(check.change)}"
+
+
+def _seen(checks: tuple[ParityCheck, ...]) -> str:
+    """How small a change would have shown, for a plan whose losses did not change."""
+    known = [check.detectable for check in checks if words.known(check.detectable)]
+    if not known:
+        return ""
+    names = " and ".join(words.clean(check.what) for check in checks)
+    return f"{names} alike; a change above {words.percent(max(known))} would have been seen"
+
+
+def check(check: ParityCheck) -> str:
+    """One parity check in a sentence, with what it can see."""
+    pairs = words.count(min(len(check.baseline), len(check.plan)), "pair")
+    if words.known(check.detectable):
+        sees = f"a change below {words.percent(check.detectable)} goes unseen"
+    else:
+        sees = "how small a change it sees cannot be said"
+    interval = "no interval"
+    if words.known(check.low) and words.known(check.high):
+        interval = f"95 % interval {words.signed(check.low)} to {words.signed(check.high)}"
+    side = "" if check.ok else "NOT the same: "
+    return f"{words.clean(check.what)}: {side}{words.signed(check.change)} under the plan ({interval}, {pairs}); {sees}"
+
+
+def agreement(found: Agreement) -> list[str]:
+    """What plain and plan did on the same weights and batches, in sentences."""
+    at = f", in {words.clean(found.worst)}" if found.worst else ""
+    gap = words.percent(found.gradient_gap)
+    if found.allowed is None:
+        judged = "how much of that rounding explains is not known"
+    elif found.gradient_gap <= found.allowed:
+        judged = f"rounding explains up to {words.percent(found.allowed)}"
+    else:
+        judged = f"MORE than the {words.percent(found.allowed)} that rounding explains"
+    return [
+        f"Gradients point the same way: the smallest cosine is {found.cosine:.5f} (1 is the same direction)."
+        if found.cosine > 0.99
+        else f"Gradients point elsewhere: the smallest cosine is {found.cosine:.5f} (1 is the same direction).",
+        f"Their largest difference is {gap} of a tensor{at}; {judged}.",
+        f"The loss of a step differs by {words.percent(found.loss_gap)} at most, over {words.count(found.steps, 'step')}.",
+    ]
+
+
+def agrees(found: Agreement) -> bool:
+    """Whether gradients agree as far as rounding lets them, where that is known."""
+    return found.cosine > 0.99 and (found.allowed is None or found.gradient_gap <= found.allowed)
+
+
+def blind_spots(proof: Proof) -> list[str]:
+    """What the parity test cannot see, in sentences."""
+    spots = []
+    if proof.parity.checks:
+        fewest = min(min(len(one.baseline), len(one.plan)) for one in proof.parity.checks)
+        spots.append(f"It rests on {words.count(fewest, 'pair')} of runs at the least; more pairs see smaller changes.")
+        if fewest < 2:
+            spots.append("One pair proves nothing: without a second it is not known how much pairs differ by chance.")
+        least = max(one.detectable for one in proof.parity.checks)
+        if words.known(least):
+            spots.append(f"A change of a loss by less than {words.percent(least)} can pass unseen.")
+    if proof.curves.steps:
+        spots.append(
+            f"Those runs end at step {max(proof.curves.steps)}: what comes later in the full run, and the final "
+            "quality, was not measured."
+        )
+    spots.append("Only the quantities named here were compared; other metrics of yours were not.")
+    return spots
