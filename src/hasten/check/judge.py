@@ -16,11 +16,12 @@ SINGLE = 2.0**-23
 """Relative size of the noise that stands for other orders of float32 sums: one unit in the last place."""
 
 # Calibrated on convolutional, recurrent and attention models under bf16, channels_last, fused optimizers and compile
-# (benchmarks/exactness.py): legitimate rounding stays below 3.1 times the noise, planted defects are from 10 times on.
-_TIMES = 6.0
+# (benchmarks/exactness.py): legitimate rounding stays below 3.1 times the noise, but for a BatchNorm's weight under
+# channels_last (7.8 times, of a sum over 64 images); planted defects are from 10 times on.
+_TIMES = 9.0
 _ALL_NOISE = 0.5  # a tensor that noise moves by half of its size holds nothing else: a bias in front of a BatchNorm
 _TIMES_ALL_NOISE = 100.0
-_SUMS = 2.0**7  # units of rounding that a sum over a whole batch may be off, of what noise does not reach
+_SUMS = 2.0**10  # units of rounding that a sum over a whole batch may be off, of what noise does not reach: 0.01 %
 _MOST = 1e9  # times its bound, for what has none
 _TILTS = 3.0  # standard deviations that a systematic change of a gradient must exceed
 

@@ -36,6 +36,7 @@ def check_plan(
     *,
     resume: bool = False,
     at_once: int = 2,
+    brief: bool = False,
     load: Load = saved_by_torch,
     here: Path | None = None,
 ) -> Checked:
@@ -48,20 +49,23 @@ def check_plan(
         say: Progress, a line each.
         resume: Also go on from what the script saved, in both directions.
         at_once: Runs side by side.
+        brief: Check the plan as a whole, not its stricter parts apart, and in doubt with fewer runs under noise.
         load: Reads what the training saves.
         here: The folder that names of saved files are told from; default: the current one.
 
     Raises:
         HastenError: The plain run fails, or trains nothing.
     """
-    return _Check(run, plan, folder, say, at_once, Saved(load, here or Path.cwd())).run(resume)
+    runs = Runs(run, folder, say, at_once, brief)
+    return _Check(runs, plan, folder, say, Saved(load, here or Path.cwd()), brief).run(resume)
 
 
 class _Check:
     """One check as it goes on."""
 
-    def __init__(self, run: Runner, plan: Techniques, folder: Path, say: Say, at_once: int, files: Saved) -> None:
-        self._runs = Runs(run, folder, say, at_once)
+    def __init__(self, runs: Runs, plan: Techniques, folder: Path, say: Say, files: Saved, brief: bool) -> None:
+        self._runs = runs
+        self._brief = brief
         self._saved = files
         self._plan = plan
         self._folder = folder
@@ -73,7 +77,7 @@ class _Check:
         try:
             lap = Lap("first", self._folder / "tracks" / "first")
             begun = self._runs.begin(lap)
-            parts = parts_of(self._plan)
+            parts = parts_of(self._plan)[-1 if self._brief else 0 :]
             for part, _ in parts:
                 self._say(f"beside it: {', '.join(part)}")
             followers = [self._runs.begin_to_follow(lap, part, level) for part, level in parts]

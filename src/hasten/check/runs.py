@@ -20,7 +20,7 @@ NOISES = 2
 """Plain runs under noise for each roundoff."""
 # And so many before a difference is held against a plan. A ReLU's input that lies within rounding of zero changes sides
 # in one run and not in another, and takes part of a gradient with it: rare, but no fault of the plan.
-_NOISES_IN_DOUBT = 10
+_NOISES_IN_DOUBT, _NOISES_IN_DOUBT_BRIEF = 10, 4
 Techniques = Mapping[str, Setting]
 Say = Callable[[str], None]
 
@@ -80,10 +80,11 @@ class Runs:
         repeats: Lap -> where a second plain run parted from the first; None where it did not.
     """
 
-    def __init__(self, run: Runner, folder: Path, say: Say, at_once: int) -> None:
+    def __init__(self, run: Runner, folder: Path, say: Say, at_once: int, brief: bool = False) -> None:
         self.notes: list[str] = []
         self.repeats: dict[str, Difference | None] = {}
         self._run = run
+        self._in_doubt = _NOISES_IN_DOUBT_BRIEF if brief else _NOISES_IN_DOUBT
         self._folder = folder
         self._say = say
         self._pool = ThreadPoolExecutor(at_once)
@@ -180,7 +181,7 @@ class Runs:
             return Compared(dict(plan), str(level), False, Difference("the run", "the script", how))
         compared = self._held(lap, plan, level, seen, NOISES, other_start)
         if compared.ok is False and compared.first is not None and compared.first.size is not None:
-            compared = self._held(lap, plan, level, seen, _NOISES_IN_DOUBT, other_start)
+            compared = self._held(lap, plan, level, seen, self._in_doubt, other_start)
         if compared.ok is False and (own := self._parts_from_itself(lap)) is not None:
             note = f"the script does not repeat itself: at {own.place}, {own.what}: {own.how}"
             return replace(compared, ok=None, first=None, note=note)

@@ -27,11 +27,13 @@ _UNITS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 
 def tune(
     ctx: typer.Context,
-    budget: str = typer.Option("10m", help="Time for all of it: 300, 90s, 5m, 1h."),
+    budget: str = typer.Option("3m", help="Time for all of it: 300, 90s, 5m, 1h."),
     out: Path = typer.Option(Path(DEFAULT_NAME), help="Where the plan goes; the report goes beside it."),
-    seeds: int = typer.Option(5, min=3, help="Seeds a side for parity and proof."),
+    seeds: int = typer.Option(5, min=1, help="Pairs of fresh processes at the most, each under a seed of its own."),
     allow: list[str] = typer.Option([], help="`trajectory`: also try what changes the optimisation path."),
     only: list[str] = typer.Option([], help="Try this technique only (may be repeated)."),
+    order: int = typer.Option(0, help="Seed of the search's own draws: another one asks in another order."),
+    processes: bool = typer.Option(False, help="Ask in processes of their own, not in one that runs."),
 ) -> None:
     """Find what makes a training faster without spoiling its result; write a plan and a proof.
 
@@ -48,7 +50,7 @@ def tune(
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: trials end, the best so far is kept
-    options = TuneOptions(_seconds(budget), seeds, _allowed(allow), frozenset(map(_technique, only)))
+    options = TuneOptions(_seconds(budget), seeds, _allowed(allow), frozenset(map(_technique, only)), order, processes)
     _writable(out)
     start = time.monotonic()
 

@@ -58,7 +58,11 @@ def verdict(proof: Proof) -> Verdict:
     """The first thing to say about a proof: the claim, and whether it is proven."""
     if not proof.techniques:
         return _nothing(proof)
-    claim = f"{_interval(proof.speedup)}; {words.clean(proof.speedup_how)}." if proof.speedup_how else _interval(proof.speedup)
+    claim = (
+        f"{_interval(proof.speedup)}; {words.clean(proof.speedup_how)}."
+        if proof.speedup_how
+        else _interval(proof.speedup)
+    )
     ratio, missing = words.times(proof.speedup.ratio), _missing(proof)
     if proof.speedup.high < 1:
         return Verdict("refuted", f"The plan is slower: {ratio}", f"{claim} Train without it.")
@@ -82,7 +86,9 @@ def _nothing(proof: Proof) -> Verdict:
         return Verdict("nothing", "Nothing was measured", "Whether anything helps here is not known.")
     tried = words.count(len(proof.tried), "setting")
     if not measured:
-        return Verdict("nothing", "Nothing could be kept", f"{tried} tried, none came to a figure: run the training as before.")
+        return Verdict(
+            "nothing", "Nothing could be kept", f"{tried} tried, none came to a figure: run the training as before."
+        )
     return Verdict("nothing", "Nothing helped here", f"{tried} tried, none kept: run the training as before.")
 
 
@@ -110,7 +116,9 @@ def _checked(proof: Proof) -> Promise:
     if proof.check is None:
         return Promise(what, Answer.NOT_KNOWN, "no step was compared with the script as it was")
     answer = {True: Answer.HOLDS, False: Answer.DOES_NOT, None: Answer.NOT_KNOWN}[proof.check.ok]
-    return Promise(what, answer, " ".join([check_words.answer(proof.check), *check_words.reason(proof.check)]).rstrip("."))
+    return Promise(
+        what, answer, " ".join([check_words.answer(proof.check), *check_words.reason(proof.check)]).rstrip(".")
+    )
 
 
 def _fresh(proof: Proof) -> Promise:

@@ -106,6 +106,8 @@ def _tap_iter(kind: Any, session: Any) -> None:
                 recorder.pass_begins(self.__dict__["_hasten_index"], iterator, start, recorder.now())
         if session.run.acting("batches"):
             iterator.__dict__["_hasten_fetch"] = None
+        if session.driver is not None:
+            iterator.__dict__["_hasten_begin"] = functools.partial(begin, self)
         return iterator
 
     kind.__iter__ = __iter__
@@ -124,6 +126,8 @@ def _tap_iterator(kind: Any, session: Any) -> None:
         return wrapped()
 
     give = fetch if changes else plain
+    if session.config.warm is not None:
+        give = _going_on(give, session)
     if run.recorder is None:
         if changes:
             kind.__next__ = fetch
@@ -163,6 +167,38 @@ def _tap_iterator(kind: Any, session: Any) -> None:
         return batch
 
     kind.__next__ = __next__
+
+
+def _going_on(give: Any, session: Any) -> Any:
+    """In a process that is tuned: when a shortened pass is over, the same batches again, for as long as the whole one.
+
+    Each time by an iterator of its own, as in a pass of its own, which is when workers and caches can be switched.
+    """
+
+    def give_or_go_on(iterator: Any) -> Any:
+        known = iterator.__dict__
+        try:
+            return give(known.get("_hasten_inner", iterator))
+        except StopIteration:
+            driver, recorder = session.driver, session.run.recorder
+            begin = known.get("_hasten_begin")
+            if driver is None or recorder is None or begin is None or recorder.current.iterator() is not iterator:
+                raise
+            whole = _length(begin.args[0])
+            if not whole or not driver.goes_on(recorder.current, whole):
+                raise
+        known["_hasten_inner"] = begin()  # outside the handler: errors are then the script's own
+        return give(known["_hasten_inner"])
+
+    return give_or_go_on
+
+
+def _length(loader: Any) -> int:
+    """Batches of a whole pass; 0 where nobody can say."""
+    try:
+        return len(loader)
+    except TypeError:  # an iterable dataset without a length
+        return 0
 
 
 def _look(session: Any, index: int, known: BuiltLoader, batch: Any) -> None:

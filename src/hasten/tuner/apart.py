@@ -49,9 +49,7 @@ def search_apart(
     found.chosen = course.chosen()
 
 
-def _saw(
-    found: Found, trial: Trial, on: frozenset[int], part: str, on_block: Callable[[Measured], None]
-) -> bool:
+def _saw(found: Found, trial: Trial, on: frozenset[int], part: str, on_block: Callable[[Measured], None]) -> bool:
     """Take a trial as a block; whether it measured anything."""
     began = time.monotonic() - trial.seconds
     if trial.timing is None:

@@ -39,12 +39,14 @@ class CheckOptions:
         epochs: Passes through the training loader.
         seconds: Time after which one run counts as hung.
         resume: Further arguments with which the script goes on from what it saved; None: that is not checked.
+        brief: Check the plan as a whole only, as tune does where its budget is short.
     """
 
     batches: int = 6
     epochs: int = 2
     seconds: float = 300.0
     resume: tuple[str, ...] | None = None
+    brief: bool = False
 
 
 def check(
@@ -71,7 +73,9 @@ def check(
         # A launcher's runs would want the same port, and a GPU may not hold two trainings.
         alone = arguments[0] != sys.executable or this_machine().device != "cpu"
         at_once = 1 if alone else max(1, min(2, os.cpu_count() or 1))
-        return check_plan(processes, plan, Path(scratch), say, resume=options.resume is not None, at_once=at_once)
+        return check_plan(
+            processes, plan, Path(scratch), say, resume=options.resume is not None, at_once=at_once, brief=options.brief
+        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hasten.plan import Setting
 from hasten.tuner.proof import Ratio
-from hasten.tuner.stats import t95
+from hasten.tuner.stats import mean_of
 from hasten.warm.course import Course
 from hasten.warm.record import Measured
 
@@ -63,11 +63,9 @@ class Found:
     def claim(self) -> Ratio | None:
         """How many times faster a step is under the plan, with its interval; None where that was not measured."""
         logs = [math.log(plain.step_seconds / plan.step_seconds) for plain, plan in self.sides()]
-        if len(logs) < 2:
+        if (found := mean_of(logs)) is None:
             return None
-        mean = statistics.fmean(logs)
-        half = t95(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-        return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+        return Ratio(math.exp(found.mean), math.exp(found.low), math.exp(found.high))
 
     def phases(self) -> dict[str, tuple[float, ...]]:
         """Mean seconds of each phase of a step in the claim's blocks, on both sides."""

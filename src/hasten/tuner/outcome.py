@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import hasten
 from hasten.check.checked import Checked
 from hasten.evidence import PHASES, Phase, this_machine
 from hasten.plan import Plan
-from hasten.techniques import CATALOGUE
+from hasten.techniques import CATALOGUE, Effect
 from hasten.tuner.candidates import Applicable
 from hasten.tuner.found import Found
 from hasten.tuner.length import Length, full_seconds
@@ -126,7 +127,9 @@ def plan_of(proof: Proof) -> Plan:
             "torch": proof.versions["torch"],
             "speedup": f"{proof.speedup.ratio:.2f}x [{proof.speedup.low:.2f}, {proof.speedup.high:.2f}]",
             "proven": str(proof.proven),
-            "check": {True: "holds", False: "does not hold", None: "not known"}[proof.check.ok if proof.check else None],
+            "check": {True: "holds", False: "does not hold", None: "not known"}[
+                proof.check.ok if proof.check else None
+            ],
             "parity": str(proof.parity.answer),
         },
         {"device": machine.device, "cpu": machine.cpu, "cores": machine.cores, "gpus": machine.gpus},
@@ -143,6 +146,11 @@ def block_of(block: Measured, found: Found, start: float) -> Block:
 def timings_of(pairs: Sequence[tuple[Trial, Trial]]) -> list[tuple[Timing, Timing]]:
     """The timings of pairs of trials, as far as both were measured."""
     return [(a.timing, b.timing) for a, b in pairs if a.timing and b.timing]
+
+
+def effects_of(found: Found) -> set[Effect]:
+    """What the plan's techniques may do to the result."""
+    return {CATALOGUE[name].effect_of(setting) for name, setting in found.plan().items()}
 
 
 def _speedup(all_: Measurements, timings: list[tuple[Timing, Timing]]) -> tuple[Ratio, str]:
@@ -163,7 +171,7 @@ def _speedup(all_: Measurements, timings: list[tuple[Timing, Timing]]) -> tuple[
 def _parity(all_: Measurements) -> Parity:
     if not all_.found.chosen:
         return Parity(Answer.HOLDS, "nothing was changed", note="the plan is empty: nothing can have changed")
-    return parity_of(all_.pairs)
+    return parity_of(all_.pairs, effects_of(all_.found))
 
 
 def _full_run(a: Timing, b: Timing, length: Length) -> FullRun:
@@ -199,8 +207,13 @@ def _tried(found: Found) -> tuple[Tried, ...]:
             continue
         outcome = "kept" if kept else "dropped" if reason else "lost"
         reason = reason or ("" if kept else _why_lost(found, index, estimate))
-        figures = (*estimate.ratio, estimate.helps) if estimate.blocks else (None, None, None, None)
-        rows.append(Tried(one.name, one.setting, outcome, reason, *figures, blocks=estimate.blocks))
+        row = Tried(one.name, one.setting, outcome, reason)
+        if estimate.blocks:
+            ratio, low, high = estimate.ratio
+            row = dataclasses.replace(
+                row, ratio=ratio, low=low, high=high, helps=estimate.helps, blocks=estimate.blocks
+            )
+        rows.append(row)
     return tuple(rows)
 
 

@@ -20,7 +20,7 @@ from hasten.tuner.candidates import Applicable, applicable, validation_share
 from hasten.tuner.check import CheckOptions, check
 from hasten.tuner.found import Found
 from hasten.tuner.length import Length, length_of, seconds_per_epoch
-from hasten.tuner.outcome import Measurements, block_of, plan_of, proof_of, timings_of
+from hasten.tuner.outcome import Measurements, block_of, effects_of, plan_of, proof_of, timings_of
 from hasten.tuner.parity import parity_of
 from hasten.tuner.proof import Answer, Block, Proof
 from hasten.tuner.quiet import Quiet
@@ -39,6 +39,7 @@ _CLAIM_SHARE = 0.25  # of the time for the search
 _CHECKED_STEPS = (2, 6)  # a pass in the check
 _CHECKS = 3  # after so many checks with something taken back each, the rest goes unchecked, and is said to
 _ONE_THREAD = 2.0  # times as long as on all cores, roughly, a step takes in the check
+_LONG = 300.0  # seconds of budget from which on stricter parts of the plan are checked apart
 _OVERDRAFT = 1.15  # of the budget: a first pair of fresh processes may end so late
 
 Say = Callable[[str], None]
@@ -100,9 +101,7 @@ def tune(
 class _Tune:
     """One tune as it goes on."""
 
-    def __init__(
-        self, trials: Trials, options: TuneOptions, say: Say, on_block: OnBlock | None, start: float
-    ) -> None:
+    def __init__(self, trials: Trials, options: TuneOptions, say: Say, on_block: OnBlock | None, start: float) -> None:
         self.trials, self.options, self.say, self.on_block = trials, options, say, on_block
         self.start, self.end = start, start + options.budget
         self.notes: list[str] = []
@@ -236,6 +235,7 @@ class _Tune:
             seed=self.options.order,
             total_steps=_total_steps(self.length, baseline),
             validation_share=validation_share(baseline.evidence),
+            early_ends=min(3, self.length.epochs - 1),
         )
         return Warm(self.trials, self.found, options, self.startup, self.say, self._told)
 
@@ -256,7 +256,7 @@ class _Tune:
     def _check_seconds(self, baseline: Trial) -> float:
         assert baseline.timing is not None
         steps = 2 * self._checked_steps(baseline)
-        return 1.5 * self.startup + 2 + steps * baseline.timing.step * _ONE_THREAD
+        return 2.5 * self.startup + 2 + 2 * steps * baseline.timing.step * _ONE_THREAD
 
     def _checked_steps(self, baseline: Trial) -> int:
         assert baseline.timing is not None
@@ -271,7 +271,11 @@ class _Tune:
 
     def _check(self, baseline: Trial) -> None:
         """Compare the plan with the script as it is, step by step, and drop the techniques that part from it."""
-        options = CheckOptions(batches=self._checked_steps(baseline), seconds=60.0 + 6 * baseline.seconds)
+        options = CheckOptions(
+            batches=self._checked_steps(baseline),
+            seconds=60.0 + 6 * baseline.seconds,
+            brief=self.options.budget < _LONG,
+        )
         found = self.found
         for _ in range(_CHECKS):
             if not found.chosen:
@@ -340,7 +344,8 @@ class _Tune:
             began = time.monotonic()
             sides = [{}, self.found.plan()]
             first, second = (
-                self.trials.run(plan, seed, timeout=180 + 6 * baseline.seconds) for plan in sides[:: -1 if seed % 2 else 1]
+                self.trials.run(plan, seed, timeout=180 + 6 * baseline.seconds)
+                for plan in sides[:: -1 if seed % 2 else 1]
             )
             a, b = (second, first) if seed % 2 else (first, second)
             self.pairs.append((a, b))
@@ -358,7 +363,7 @@ class _Tune:
         timings = timings_of(self.pairs)
         if timings and (speed := ratio_of(timings)).ratio < 1.0:
             return _Trouble(f"fresh processes did not confirm it: {speed.ratio:.2f}x", True)
-        parity = parity_of(self.pairs)
+        parity = parity_of(self.pairs, effects_of(self.found))
         if parity.answer is Answer.DOES_NOT:
             return _Trouble(parity.note or "; ".join(one.what for one in parity.checks if not one.ok), False)
         return None

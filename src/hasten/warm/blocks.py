@@ -60,17 +60,18 @@ class Open:
     began: float = 0.0
     phases: list[float] = field(default_factory=lambda: [0.0] * len(Phase))
 
-    def step(self, recorder: Recorder, ready: int, last_pass: int) -> bool:
+    def step(self, recorder: Recorder, number: int, ready: int, last_pass: int) -> bool:
         """A step is over; whether the block is.
 
         Args:
             recorder: Has it as its last.
+            number: Of its batch in the pass, from 1; 0 outside of one.
             ready: Batches that workers had made before the pass's first was asked for.
             last_pass: Batches of the pass before; 0 where there was none.
         """
         phases = recorder.last[0]
         net = sum(phases) - sum(phases[phase] for phase in _NOT_STEADY)
-        if self._is_left_out(net, recorder.current.batches, ready, last_pass):
+        if self._is_left_out(net, number, ready, last_pass):
             return False
         if not self.steps:
             self.began = time.monotonic() - net

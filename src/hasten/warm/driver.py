@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Wishes = Generator[Wish, Measured, None]
 
+_EARLY = (1, 4, 12)  # passes behind which the script's epoch ends early, so that validation is seen
 _FILLS = ("sample_cache",)  # in their first pass they do more work than without
 
 
@@ -51,6 +52,8 @@ class Driver:
         self._first_with: frozenset[int] = frozenset()  # of them: in their first pass, where a cache fills
         self._ever: set[int] = set()
         self._last_pass = 0
+        self._begun_at = 0  # batches of the script's pass before those of the one that goes on
+        self._passes = self._early = 0
         self._bad_before = False
         self._compiling = 0.0
         self._open: Open | None = None
@@ -67,7 +70,8 @@ class Driver:
         if self._open is None:
             self._begin_if_ready()
             return None
-        if self._open.step(self._recorder, self._ready(), self._last_pass):
+        number = self._recorder.current.batches - self._begun_at
+        if self._open.step(self._recorder, number, self._ready(), self._last_pass):
             self._block_over(self._open)
         return None
 
@@ -83,17 +87,43 @@ class Driver:
                 self._course.saw_validation(self._on(), seconds)
                 self._record.write(Event("validated", tuple(sorted(self._on())), seconds))
             return
-        self._last_pass = opened.batches
+        self._pass_over(opened.batches - self._begun_at)
+        self._begun_at = 0
+
+    def goes_on(self, opened: OpenPass, whole: int) -> bool:
+        """A shortened pass has given its last batch: whether it begins once more, unseen by the script.
+
+        Args:
+            opened: The script's pass.
+            whole: Batches that it has when it is not shortened: more it shall not see.
+        """
+        if self._wishes is None or os.getpid() != self._pid or not opened.trained:
+            return False
+        batches = opened.batches - self._begun_at
+        if batches < 1 or opened.batches + batches > whole:
+            return False
+        self._passes += 1
+        if self._passes in _EARLY and self._early < self._options.early_ends:
+            self._early += 1  # the script's epoch ends, so that its validation is seen
+            return False
+        self._pass_over(batches)
+        self._begun_at = opened.batches
+        return True
+
+    def _pass_over(self, batches: int) -> None:
+        """Batches came to their end: techniques that are switched with a pass are, before the next."""
+        self._last_pass = batches
         wanted = self._wanted() & self._by_pass
         self._first_with = frozenset(i for i in wanted - self._ever if self._options.candidates[i].name in _FILLS)
         self._ever |= wanted
-        if wanted != self._pass_on:
-            if self._open is not None and self._open.steps:
-                self._open = self._opened(self._open.wish)  # half in one pass, half in another: measured again
-            self._pass_on = wanted
-            self._switch(self._on())
-            if self._open is not None:
-                self._open.on = self._on()
+        if wanted == self._pass_on:
+            return
+        if self._open is not None and self._open.steps:
+            self._open = self._opened(self._open.wish)  # half in one pass, half in another: measured again
+        self._pass_on = wanted
+        self._switch(self._on())
+        if self._open is not None:
+            self._open.on = self._on()
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
@@ -200,4 +230,3 @@ def _synchronize() -> None:
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-

@@ -49,6 +49,7 @@ class WarmOptions:
         plan: Indices of the candidates to claim for; None: those that the search chooses.
         total_steps: Steps of the full training, against which compiling is weighed.
         validation_share: Share of an epoch's time that validation takes, from 0 to 1.
+        early_ends: How often a pass of the script may end before its length, so that its validation is seen.
         out: Indices of candidates that are off for good.
     """
 
@@ -64,6 +65,7 @@ class WarmOptions:
     total_steps: int = 10_000
     validation_share: float = 0.0
     out: tuple[int, ...] = ()
+    early_ends: int = 0
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> WarmOptions:

@@ -108,9 +108,7 @@ class Posterior:
         """Draw all effects at once, as likely as they are."""
         factor = _cholesky(self._cov)
         normal = [lot.gauss(0.0, 1.0) for _ in self._mean]
-        return [
-            self._mean[i] + sum(factor[i][j] * normal[j] for j in range(i + 1)) for i in range(1, len(self._mean))
-        ]
+        return [self._mean[i] + sum(factor[i][j] * normal[j] for j in range(i + 1)) for i in range(1, len(self._mean))]
 
     def _fit(self, noise: float) -> list[float]:
         """Run the filter over all blocks; what it did not expect of each, in units of log(seconds)."""
