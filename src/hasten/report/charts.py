@@ -71,7 +71,9 @@ def effect_chart(rows_shown: Sequence[Row]) -> Markup:
 
     Logarithmic: equal lengths are equal factors. The upright line is 1x; what crosses it may be no gain at all.
     """
-    shown = [row for row in rows_shown if all(words.known(end) and (end or 0) > 0 for end in (row.ratio, row.low, row.high))]
+    shown = [
+        row for row in rows_shown if all(words.known(end) and (end or 0) > 0 for end in (row.ratio, row.low, row.high))
+    ]
     if not shown:
         return Markup()
     ends = [end for row in shown for end in (row.low, row.high, row.ratio) if end]
@@ -152,10 +154,14 @@ def parity_chart(check: ParityCheck) -> Markup:
     furthest = max(map(abs, [*ends, unseen])) * 1.06 or 0.01
     scale = Scale(-furthest, furthest)
     mean = f"mean {words.signed(check.change)}, from {words.signed(check.low)} to {words.signed(check.high)}"
-    parts = [rect("band", (scale(-unseen), scale(unseen)), 0, 60, f"a mean change below {words.percent(unseen)} goes unseen")]
+    parts = [
+        rect("band", (scale(-unseen), scale(unseen)), 0, 60, f"a mean change below {words.percent(unseen)} goes unseen")
+    ]
     parts += columns(scale, 60, words.signed)
     parts.append(rect("as-it-was", (scale(0.0) - 0.1, scale(0.0) + 0.1), 0, 60, "no change"))
-    parts += [dot("dot-baseline", scale(each), 17, f"pair {n}: {words.signed(each)}") for n, each in enumerate(pairs, 1)]
+    parts += [
+        dot("dot-baseline", scale(each), 17, f"pair {n}: {words.signed(each)}") for n, each in enumerate(pairs, 1)
+    ]
     parts.append(rect("span-plan", (scale(check.low), scale(check.high)), 41, 4, mean))
     parts.append(dot("dot-plan", scale(check.change), 43, mean))
     return svg(f"Parity: {words.clean(check.what)}", f"{words.count(len(pairs), 'pair')}, {mean}", 82, parts)

@@ -77,7 +77,10 @@ def _blocks(blocks: Sequence[Block], plain: float | None, across: Scale, up: Sca
         ratio = pace(block, plain)
         if ratio is None:
             told = f"{_when(block)}: not counted: {words.clean(block.trouble)}"
-            parts += [rect("trouble", ends, _PLOT - 12, 12, told), text("cross halo", sum(ends) / 2, _PLOT - 16, "\u00d7")]
+            parts += [
+                rect("trouble", ends, _PLOT - 12, 12, told),
+                text("cross halo", sum(ends) / 2, _PLOT - 16, "\u00d7"),
+            ]
             continue
         told = f"{_when(block)}, {words.clean(block.part)}: {words.times(ratio)} ({_on(block)})"
         parts.append(rect(part_class(block.part), ends, up(ratio) * _PLOT / 100 - 4, 8, told))

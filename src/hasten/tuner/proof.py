@@ -351,7 +351,9 @@ class Proof:
         except ValueError as error:
             raise HastenError(f"{path} is not JSON: {error}") from None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise HastenError(f"{path} is not a report of the schema {SCHEMA}", "run `hasten tune` again to write a new one")
+            raise HastenError(
+                f"{path} is not a report of the schema {SCHEMA}", "run `hasten tune` again to write a new one"
+            )
         try:
             return TypeAdapter(cls).validate_python(data)
         except ValidationError as error:
