@@ -60,11 +60,10 @@ def check(check: ParityCheck) -> str:
 
 def agreement(found: Agreement) -> list[str]:
     """What plain and plan did on the same weights and batches, in sentences."""
-    way = "the same way" if found.cosine > _SAME_WAY else "elsewhere"
     at = f", in {words.clean(found.worst)}" if found.worst else ""
     loss, steps = words.percent(found.loss_gap), words.count(found.steps, "step")
     return [
-        f"Gradients point {way}: the smallest cosine is {found.cosine:.5f} (1 is the same direction).",
+        f"Gradients point {_way(found)}: the smallest cosine is {_cosine(found)} (1 is the same direction).",
         f"Their largest difference is {words.percent(found.gradient_gap)} of a tensor{at}; {_explained(found)}.",
         f"The loss of a step differs by {loss} at most, over {steps}.",
     ]
@@ -74,13 +73,23 @@ def agreement_in_short(found: Agreement) -> str:
     """The same in one sentence."""
     gap, loss = words.percent(found.gradient_gap), words.percent(found.loss_gap)
     return (
-        f"same batches, {words.count(found.steps, 'step')}: cosine of the gradients {found.cosine:.5f}, "
+        f"same batches, {words.count(found.steps, 'step')}: cosine of the gradients {_cosine(found)}, "
         f"they differ by {gap} ({_explained(found)}), losses by {loss}"
     )
 
 
+def _way(found: Agreement) -> str:
+    if not words.known(found.cosine):
+        return "it is not known where"
+    return "the same way" if found.cosine > _SAME_WAY else "elsewhere"
+
+
+def _cosine(found: Agreement) -> str:
+    return f"{found.cosine:.5f}" if words.known(found.cosine) else words.NONE
+
+
 def _explained(found: Agreement) -> str:
-    if found.allowed is None:
+    if found.allowed is None or not words.known(found.allowed):
         return "how much of that rounding explains is not known"
     more = found.gradient_gap > found.allowed
     allowed = words.percent(found.allowed)

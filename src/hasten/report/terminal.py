@@ -25,7 +25,7 @@ _STYLES = {
     "nothing": "bold",
 }
 _ANSWERS = {Answer.HOLDS: "green", Answer.DOES_NOT: "bold red", Answer.NOT_KNOWN: "yellow"}
-_MOST_ROWS = 8
+_MOST_ROWS = 6
 _WIDE = 76  # columns of a terminal that has room for all of the table
 
 

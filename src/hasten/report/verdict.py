@@ -71,7 +71,7 @@ def verdict(proof: Proof) -> Verdict:
         return Verdict("refuted", f"{ratio} as fast, but the result is not the same", f"{claim} {advice}")
     if not proof.speedup.low > 1:
         return Verdict(
-            "unclear", f"No speed-up shown: {ratio}, not proven", f"{claim} That reaches down to 1x or below."
+            "unclear", f"No speed-up shown: {ratio}, not proven", f"{claim} Why not: {_faster(proof.speedup).detail}."
         )
     if proof.full_run is not None and proof.full_run.ratio < 1:
         why = "Over the full run the longer start-up costs more than the faster steps win."
@@ -113,6 +113,8 @@ def _faster(speedup: Ratio) -> Promise:
         return Promise(what, Answer.DOES_NOT, "the whole interval lies below 1x")
     if speedup.low > 1:
         return Promise(what, Answer.HOLDS, "the whole interval lies above 1x")
+    if not words.known(speedup.low):
+        return Promise(what, Answer.NOT_KNOWN, "it has no interval")
     return Promise(what, Answer.NOT_KNOWN, "the interval reaches down to 1x or below")
 
 
