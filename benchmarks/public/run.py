@@ -323,9 +323,9 @@ def refused(row: dict[str, Any]) -> str:
 
 def claim(row: dict[str, Any]) -> str:
     said = row["report"].get("speedup") or {}
-    parity = (row["report"].get("parity") or {}).get("ok")
+    parity = (row["report"].get("parity") or {}).get("answer", "not known")
     ratio = f"{said['ratio']:.2f} ({said['low']:.2f}-{said['high']:.2f})" if said.get("ratio") else "-"
-    return f"{ratio}, parity {'held' if parity else 'not held' if parity is False else 'not known'}"
+    return f"{ratio}, parity {parity}"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
