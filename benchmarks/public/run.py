@@ -361,9 +361,10 @@ def write(rows: Sequence[dict[str, Any]], workplace: Workplace, results: Path, b
     results.mkdir(parents=True, exist_ok=True)
     facts = machine(workplace) | {"budget": budget, "date": time.strftime("%Y-%m-%d")}
     plain = {"machine": facts, "scripts": rows}
-    (results / "public-scripts.json").write_text(json.dumps(plain, indent=1, default=asdict) + "\n")
+    said = json.dumps(plain, indent=1, default=asdict).replace(f"{workplace.folder}/", "")  # not this machine's paths
+    (results / "public-scripts.json").write_text(f"{said}\n")
     where = ", ".join(f"{name} {value}" for name, value in facts.items())
-    text = f"# Public scripts, unchanged\n\n{where}. Ratios are plain time / hasten time.\n\n{table(rows)}\n"
+    text = f"# Public scripts, unchanged\n\n{where}. Ratios are plain time / hasten time.\n\n{table(rows)}\n".replace(f"{workplace.folder}/", "")
     (results / "public-scripts.md").write_text(text)
     print(table(rows))
 
