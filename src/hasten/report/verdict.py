@@ -58,11 +58,7 @@ def verdict(proof: Proof) -> Verdict:
     """The first thing to say about a proof: the claim, and whether it is proven."""
     if not proof.techniques:
         return _nothing(proof)
-    claim = (
-        f"{_interval(proof.speedup)}; {words.clean(proof.speedup_how)}."
-        if proof.speedup_how
-        else _interval(proof.speedup)
-    )
+    claim = "; ".join(part for part in (_interval(proof.speedup), words.clean(proof.speedup_how)) if part) + "."
     ratio, missing = words.times(proof.speedup.ratio), _missing(proof)
     if proof.speedup.high < 1:
         return Verdict("refuted", f"The plan is slower: {ratio}", f"{claim} Train without it.")
@@ -70,9 +66,8 @@ def verdict(proof: Proof) -> Verdict:
         advice = "Do not train with this plan: take techniques out of it one by one, those that are not exact first."
         return Verdict("refuted", f"{ratio} as fast, but the result is not the same", f"{claim} {advice}")
     if not proof.speedup.low > 1:
-        return Verdict(
-            "unclear", f"No speed-up shown: {ratio}, not proven", f"{claim} Why not: {_faster(proof.speedup).detail}."
-        )
+        why = f"Not proven: {_faster(proof.speedup).detail}."
+        return Verdict("unclear", f"No speed-up shown: {ratio}, not proven", f"{claim} {why}")
     if proof.full_run is not None and proof.full_run.ratio < 1:
         why = "Over the full run the longer start-up costs more than the faster steps win."
         return Verdict("unclear", f"Steps {ratio} faster, the full run not", f"{claim} {why}")
