@@ -11,7 +11,6 @@ left out. `of hand` is how fast the plan is beside the twin: 1 is as fast, the g
 import argparse
 import json
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,13 @@ def tune(case: Case, folder: Path, budget: str, epochs: str) -> tuple[Path, dict
     script = str(BENCHMARKS / "scripts" / f"{case.script}.py")
     command = ["hasten", "tune", "--budget", budget, script, "--epochs", epochs, *shlex.split(case.arguments)]
     subprocess.run([sys.executable, "-m", *command], cwd=folder, check=True)
-    return folder / "hasten.toml", json.loads((folder / "hasten-report.json").read_text(encoding="utf-8"))
+    report = without_checkout((folder / "hasten-report.json").read_text(encoding="utf-8"))
+    return folder / "hasten.toml", json.loads(report)
+
+
+def without_checkout(text: str) -> str:
+    """Text without the path of this checkout: results are committed, and the tune ran in another folder."""
+    return text.replace(f"{BENCHMARKS.parent}/", "")
 
 
 def run_planned(case: Case, plan: Path, epochs: int) -> Result:
@@ -43,10 +48,10 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, object]:
     plain, planned, tuned = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         plan, report = tune(case, Path(folder), args.budget, args.tune_epochs)
-        text = plan.read_text(encoding="utf-8")
+        text = without_checkout(plan.read_text(encoding="utf-8"))
         kept = args.out.parent / "reports" / f"{name}.json"
         kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(Path(folder) / "hasten-report.json", kept)
+        kept.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         for _ in range(args.pairs):
             plain.append(run_script(case.script, arguments, args.epochs, None))
             planned.append(run_planned(case, plan, args.epochs))

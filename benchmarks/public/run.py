@@ -323,9 +323,9 @@ def refused(row: dict[str, Any]) -> str:
 
 def claim(row: dict[str, Any]) -> str:
     said = row["report"].get("speedup") or {}
-    parity = (row["report"].get("parity") or {}).get("ok")
+    parity = (row["report"].get("parity") or {}).get("answer", "not known")
     ratio = f"{said['ratio']:.2f} ({said['low']:.2f}-{said['high']:.2f})" if said.get("ratio") else "-"
-    return f"{ratio}, parity {'held' if parity else 'not held' if parity is False else 'not known'}"
+    return f"{ratio}, parity {parity}"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -361,9 +361,10 @@ def write(rows: Sequence[dict[str, Any]], workplace: Workplace, results: Path, b
     results.mkdir(parents=True, exist_ok=True)
     facts = machine(workplace) | {"budget": budget, "date": time.strftime("%Y-%m-%d")}
     plain = {"machine": facts, "scripts": rows}
-    (results / "public-scripts.json").write_text(json.dumps(plain, indent=1, default=asdict) + "\n")
+    said = json.dumps(plain, indent=1, default=asdict).replace(f"{workplace.folder}/", "")  # not this machine's paths
+    (results / "public-scripts.json").write_text(f"{said}\n")
     where = ", ".join(f"{name} {value}" for name, value in facts.items())
-    text = f"# Public scripts, unchanged\n\n{where}. Ratios are plain time / hasten time.\n\n{table(rows)}\n"
+    text = f"# Public scripts, unchanged\n\n{where}. Ratios are plain time / hasten time.\n\n{table(rows)}\n".replace(f"{workplace.folder}/", "")
     (results / "public-scripts.md").write_text(text)
     print(table(rows))
 

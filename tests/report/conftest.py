@@ -130,7 +130,9 @@ def checked(ok: bool | None = True) -> Checked:
     """What the check said of the plan."""
     plan: dict[str, Any] = {one.name: one.setting for one in TECHNIQUES}
     first = Difference("step 2", "conv1.weight", "differs by 3 %") if ok is False else None
-    run = Compared(plan, "sampling", ok, first=first, counts={"step": 3}, note="" if ok else "it did not come to a step")
+    run = Compared(
+        plan, "sampling", ok, first=first, counts={"step": 3}, note="" if ok else "it did not come to a step"
+    )
     return Checked(plan, (run,))
 
 

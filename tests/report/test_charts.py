@@ -2,53 +2,48 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.evidence import PHASES
-from hasten.report import charts
+from hasten.report import charts, course
 from hasten.report.drawing import Scale
-from hasten.tuner.proof import Curves, Pair, Ratio
+from hasten.report.technique_words import Row
+from hasten.tuner.proof import Block, Curves, Pair, ParityCheck
 from tests.report import conftest
 
 BAR = re.compile(r'<rect class="(\S+?)" x="(\S+?)%" y="\S+" width="(\S+?)%"')
-RATIOS = st.floats(0.05, 50)
 SECONDS = st.dictionaries(st.sampled_from([*PHASES, "logging"]), st.floats(1e-6, 10), min_size=1)
 
 
-def proof_of(contributions: list[float], total: float):
-    kept = [
-        dataclasses.replace(conftest.TECHNIQUES[0], name=f"technique_{number}", contribution=contribution)
-        for number, contribution in enumerate(contributions)
-    ]
-    return conftest.build(techniques=tuple(kept), speedup=Ratio(total, total, total))
+ROW = re.compile(
+    r'<rect class="span-\S+" x="(\S+?)%" y="\S+" width="(\S+?)%".*?<circle class="\S+" cx="(\S+?)%"', re.DOTALL
+)
+RATIO = st.floats(0.05, 50)
 
 
-@given(st.lists(RATIOS, min_size=1, max_size=8), RATIOS)
-def test_the_waterfall_runs_from_one_to_the_total(contributions, total):
-    bars = charts.waterfall_bars(proof_of(contributions, total))
-    assert bars[0].start == 1.0
-    assert bars[-1].end == total
-    assert bars[-1].label == "interplay"
-    assert all(one.end == other.start for one, other in itertools.pairwise(bars))
-    factors = [bar.end / bar.start for bar in bars]
-    assert sorted(factors[:-1], reverse=True) == pytest.approx(sorted(contributions, reverse=True))
+@given(st.lists(st.tuples(RATIO, RATIO, RATIO).map(sorted), min_size=1, max_size=8))
+def test_intervals_lie_around_their_ratio_on_one_scale(triples):
+    rows = [Row(f"t{n}", "on", True, ratio, low, high, 0.9, 5) for n, (low, ratio, high) in enumerate(triples)]
+    drawing = charts.effect_chart(rows)
+    line = re.search(r'<rect class="as-it-was" x="(\S+?)%"', drawing)
+    assert line
+    drawn = [tuple(map(float, each)) for each in ROW.findall(drawing)]
+    assert len(drawn) == len(rows)
+    for (low, ratio, high), (x, width, dot) in zip(triples, drawn, strict=True):
+        assert x - 0.01 <= dot <= x + width + 0.01
+        for value, place in ((low, x), (ratio, dot), (high, x + width)):
+            assert (value > 1) == (place > float(line[1])) or value == pytest.approx(1, rel=0.02)
 
 
-@given(st.lists(RATIOS, min_size=1, max_size=8), RATIOS)
-def test_drawn_waterfall_bars_add_up_to_the_plan(contributions, total):
-    """Drawn lengths, with their signs, add up: the last bar is the whole plan."""
-    drawn = BAR.findall(charts.waterfall_chart(proof_of(contributions, total)))
-    bars = [(kind, float(width)) for kind, _, width in drawn if kind != "grid"]
-    signs = [1 if bar.end >= bar.start else -1 for bar in charts.waterfall_bars(proof_of(contributions, total))]
-    reached = sum(sign * width for sign, (_, width) in zip(signs, bars[:-1], strict=True))
-    assert bars[-1][0] == "plan"
-    assert abs(reached) == pytest.approx(bars[-1][1], abs=0.02)
+def test_an_effect_without_a_figure_is_not_drawn():
+    row = Row("compile", "on", False, None, None, None, None, 0)
+    assert charts.effect_chart([row]) == ""
 
 
 @given(SECONDS, SECONDS)
@@ -101,3 +96,56 @@ def test_each_pair_has_both_dots_and_its_ratio():
     assert ">2.00x<" in drawing
     assert ">4.00x<" in drawing
     assert "seed 7" in drawing
+
+
+def test_a_pair_lies_where_the_plan_is_beside_plain():
+    check = ParityCheck("training loss", (2.0, 2.0), (1.98, 2.02), 0.0, -0.01, 0.01, 0.012, True)
+    dots = [float(x) for x in re.findall(r'<circle class="dot-baseline" cx="(\S+?)%"', charts.parity_chart(check))]
+    assert dots[0] < 50 < dots[1]
+    assert dots[0] + dots[1] == pytest.approx(100)
+
+
+def course_of(*blocks: Block, **changes: Any) -> str:
+    return str(course.course_chart(conftest.build(blocks=blocks, **changes)))
+
+
+def test_blocks_lie_where_and_as_long_as_they_were():
+    drawing = course_of(
+        Block(10.0, 5.0, 9, 0.2, (), "search"),
+        Block(20.0, 10.0, 9, 0.1, ("compile",), "claim"),
+        used_seconds=100.0,
+    )
+    bars = {kind: (float(x), float(width)) for kind, x, width in BAR.findall(drawing)}
+    assert bars["part-search"] == (10, 5)
+    assert bars["part-claim"] == (20, 10)
+    assert bars["on"] == (20, 10)
+    heights = [float(y) for y in re.findall(r'class="part-\S+" x="\S+?%" y="(\S+?)"', drawing)]
+    assert heights[1] < heights[0]  # the faster one is above
+    assert "claim: 2.00x (compile)" in drawing
+
+
+def test_what_was_on_in_a_row_is_one_bar():
+    blocks = [
+        Block(float(at), 0.5, 9, 0.1, on, "search")
+        for at, on in enumerate([(), ("a",), ("a",), ("b=2",), ("a", "b=3")])
+    ]
+    spans = [
+        (float(x), float(width)) for kind, x, width in BAR.findall(course_of(*blocks, used_seconds=5.0)) if kind == "on"
+    ]
+    assert spans == [(20, 30), (80, 10), (60, 10), (80, 10)]
+
+
+def test_a_block_that_failed_is_marked_and_has_no_pace():
+    drawing = course_of(
+        Block(1.0, 1.0, 9, 0.2, (), "search"),
+        Block(3.0, 1.0, 9, 0.0001, ("batched_fetch",), "search", "RuntimeError: <stack>"),
+    )
+    assert drawing.count('class="trouble"') == 1
+    assert "not counted: RuntimeError: &lt;stack&gt;" in drawing
+    assert "1 of them not counted" in drawing
+    assert "2000x" not in drawing
+
+
+def test_without_a_block_of_the_script_as_it_was_there_is_no_pace_to_draw():
+    assert course_of(Block(1.0, 1.0, 9, 0.2, ("compile",), "search")) == ""
+    assert course_of() == ""

@@ -13,12 +13,18 @@ from pathlib import Path
 import pytest
 
 from hasten.errors import HastenError
+from hasten.report import charts, verdict
 from hasten.report.html import render, write
 from hasten.tuner.proof import (
+    Agreement,
+    Answer,
+    Block,
     Curves,
     FullRun,
     Machine,
     Memory,
+    Noise,
+    Pair,
     Parity,
     ParityCheck,
     Proof,
@@ -26,6 +32,7 @@ from hasten.tuner.proof import (
     Skipped,
     Tried,
 )
+from tests.report.conftest import build, checked
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
@@ -83,7 +90,14 @@ EMPTY = {
     "no phases": {"phases": {}},
     "phases of one side": {"phases": {"baseline": {"data": 0.1}}},
     "phases of no time": {"phases": {"baseline": {"data": 0.0}, "plan": {"data": 0.0}}},
-    "no parity checks": {"parity": Parity(True, "not made")},
+    "no parity checks": {"parity": Parity(Answer.HOLDS, "not made")},
+    "parity not known": {"parity": Parity(Answer.NOT_KNOWN, "")},
+    "no blocks": {"blocks": ()},
+    "no plain block": {"blocks": tuple(b for b in build().blocks if b.on)},
+    "only blocks in trouble": {"blocks": tuple(b for b in build().blocks if b.trouble)},
+    "not warm": {"blocks": (), "warm": False, "agreement": None, "check": None},
+    "no noise": {"noise": None},
+    "noise unseen": {"noise": Noise(None, None, None)},
     "nothing tried": {"tried": (), "skipped": (), "trials": (), "notes": ()},
     "no memory": {"memory": Memory(0, 0)},
 }
@@ -92,22 +106,28 @@ EMPTY = {
 def test_the_figures_are_on_the_page(make):
     text = Page(render(make())).text
     for figure in (
-        "2.31x faster",
-        "95 % interval 2.24x to 2.38x",
+        "2.31x faster, proven",
+        "95 % interval 2.24x to 2.38x; baseline and plan in turn, A B B A",
+        "in fresh processes holds 2.31x over 2 pairs",
         "2.12x",
         "3 h 12 min → 1 h 31 min for 90 epochs",
         "3.1 s → 9.4 s",
         "1.38 GiB → 1.97 GiB",
         "43 % more",
         "Parity holds",
-        "a change below 4.1 % goes unseen",
-        "1.57x to 1.68x",
+        "a change below 0.85 % goes unseen",
+        "1.27x to 1.38x > 99 %",
+        "0.69x to 0.74x < 1 %",
+        "the smallest cosine is 0.99991",
+        "0.61 % of a tensor, in layer4.1.conv2.weight; rounding explains up to 1.2 %",
+        "others kept 0.8 of 2 cores busy and the hypervisor gave 3 % of the CPU time to others",
+        "whether fused_optimizer helps at all: 86 % sure",
         "31.2 ms",
         "prefetch_factor = 4",
-        "compilation of 38 s is not won back",
+        "dropped: too little to be sure of",
         "the dataset augments at random",
         "torch 2.13.0+cpu",
-        "Trials end at step 238",
+        "Those runs end at step 238",
         "train.py --epochs 90",
     ):
         assert figure in text
@@ -135,23 +155,29 @@ def test_what_scripts_say_is_text_and_nothing_else(make):
     evil = "<script>alert(1)</script>\"'><img src=http://x/y onerror=z> & \x1b[31m \x00 \udce9 \u202e"
     proof = make()
     check = dataclasses.replace(proof.parity.checks[0], what=evil)
-    kept = dataclasses.replace(
-        proof.techniques[0], name=evil, setting=evil, effect=evil, why=evil, contribution_how=evil
-    )
+    kept = dataclasses.replace(proof.techniques[0], name=evil, setting=evil, effect=evil, why=evil)
     trial = dataclasses.replace(proof.trials[0], plan={evil: {evil: evil}}, outcome=evil, reason=evil)
     source = render(
         make(
             command=("train.py", evil),
             created=evil,
             techniques=(kept,),
-            tried=(Tried(evil, evil, evil, evil, 1.0),),
+            tried=(Tried(evil, evil, evil, evil, 1.0, 0.9, 1.1, 0.5, 3),),
             skipped=(Skipped(evil, evil),),
             notes=(evil,),
             taps_skipped=(evil,),
             versions={evil: evil},
             trials=(trial,),
             phases={"baseline": {evil: 0.1}, "plan": {evil: 0.1}},
-            parity=Parity(False, evil, (check, dataclasses.replace(check, ok=False)), evil),
+            parity=Parity(Answer.DOES_NOT, evil, (check, dataclasses.replace(check, ok=False)), evil),
+            speedup_how=evil,
+            agreement=Agreement(1, 0.1, 0.5, 0.1, evil, 0.01),
+            blocks=(
+                Block(0.0, 1.0, 9, 0.1, (), evil),
+                Block(2.0, 1.0, 9, 0.1, (evil,), evil),
+                Block(4.0, 1.0, 0, 0.0, (f"{evil}={evil}",), evil, evil),
+            ),
+            would_ask=(evil,),
             full_run=FullRun(1, evil, 1.0, 1.0, 1.0, 1.0, 1.0, None),
             machine=dataclasses.replace(proof.machine, cpu=evil, gpus=(evil,)),
         )
@@ -167,7 +193,7 @@ def test_what_scripts_say_is_text_and_nothing_else(make):
 
 def test_drawings_are_well_formed_and_say_what_they_show(make):
     found = drawings(render(make()))
-    assert len(found) == 6
+    assert len(found) == 7
     for drawing in found:
         assert drawing[0].tag == "title"
         assert drawing[0].text
@@ -192,7 +218,10 @@ def test_numbers_that_are_none_are_shown_as_missing(make):
             speedup=Ratio(2.0, nan, nan),
             curves=Curves((0, 1, 2), ((1.0, nan, 0.8), (math.inf, 0.9)), ((nan, nan, nan),)),
             techniques=(dataclasses.replace(proof.techniques[0], contribution=nan, contribution_low=nan),),
-            parity=Parity(True, "t", (ParityCheck("loss", (nan,), (1.0,), nan, nan, 1.0, nan, True),)),
+            parity=Parity(Answer.HOLDS, "t", (ParityCheck("loss", (nan,), (1.0,), nan, nan, nan, nan, True),)),
+            agreement=Agreement(1, nan, nan, nan, "", nan),
+            blocks=(Block(0.0, 1.0, 9, 0.1, (), "search"), Block(nan, 1.0, 9, nan, ("x",), "search")),
+            noise=Noise(nan, nan, nan),
             phases={"baseline": {"data": nan, "forward": 0.1}, "plan": {"forward": math.inf}},
         )
     )
@@ -203,21 +232,98 @@ def test_numbers_that_are_none_are_shown_as_missing(make):
 def test_nothing_helped_is_said_plainly(nothing):
     text = Page(render(nothing())).text
     assert "Nothing helped here" in text
-    assert "6 settings measured, none kept" in text
-    assert "What each technique brings" not in text
+    assert "5 settings tried, none kept" in text
+    assert "Is the result the same?" not in text
 
 
 def test_a_plan_that_spoils_the_result_is_not_called_faster(make):
     proof = make()
     checks = tuple(dataclasses.replace(check, ok=False) for check in proof.parity.checks)
-    text = Page(render(make(parity=dataclasses.replace(proof.parity, ok=False, checks=checks)))).text
-    assert "2.31x as fast, but parity does not hold" in text
-    assert "training loss, validation loss outside the baseline's own seed-to-seed band" in text
+    parity = dataclasses.replace(proof.parity, answer=Answer.DOES_NOT, checks=checks)
+    text = Page(render(make(parity=parity))).text
+    assert "2.31x as fast, but the result is not the same" in text
+    assert "Parity does NOT hold : training loss -0.22 %, validation loss +0.01 %" in text
     assert "2.31x faster" not in text
 
 
+def test_a_check_that_failed_is_said_with_its_place(make):
+    text = Page(render(make(check=checked(False)))).text
+    assert "2.31x as fast, but the result is not the same" in text
+    assert "same steps does not hold The plan parts from the training as it is. step 2: conv1.weight" in text
+
+
+def test_what_was_not_looked_at_is_not_known_and_not_refuted(stopped):
+    text = Page(render(stopped())).text
+    assert "2.31x faster, not proven" in text
+    assert "Not known: same steps, same losses, in fresh processes." in text
+    assert "same losses not known Ctrl-C came first" in text
+    assert "does not hold" not in text
+    assert "does NOT" not in text
+
+
+def test_a_plan_that_is_slower_in_fresh_processes_is_not_proven(make):
+    proof = make(pairs=(Pair(0, 0.02, 0.03),))
+    assert proof.proven is Answer.NOT_KNOWN
+    text = Page(render(proof)).text
+    assert "2.31x faster, not proven" in text
+    assert "in fresh processes not known 0.67x over 1 pair" in text
+
+
 def test_an_interval_down_to_one_is_no_speed_up(make):
-    assert "No speed-up shown" in render(make(speedup=Ratio(1.02, 0.98, 1.06)))
+    text = Page(render(make(speedup=Ratio(1.02, 0.98, 1.06)))).text
+    assert "No speed-up shown: 1.02x, not proven" in text
+    assert "faster not known" in text
+
+
+def test_a_plan_that_is_slower_is_said_to_be(make):
+    text = Page(render(make(speedup=Ratio(0.9, 0.86, 0.94)))).text
+    assert "The plan is slower: 0.90x" in text
+    assert "faster does not hold" in text
+
+
+@pytest.mark.parametrize("answer", Answer)
+@pytest.mark.parametrize("check", [True, False, None])
+@pytest.mark.parametrize("speedup", [Ratio(2.0, 1.9, 2.1), Ratio(1.0, 0.9, 1.1), Ratio(0.8, 0.7, 0.9)])
+@pytest.mark.parametrize("pairs", [(), (Pair(0, 2.0, 1.0),)])
+def test_the_headline_and_its_promises_agree(make, answer, check, speedup, pairs):
+    proof = make(parity=Parity(answer, ""), check=checked(check), speedup=speedup, pairs=pairs)
+    answers = {promise.answer for promise in verdict.promises(proof)}
+    if proof.proven is Answer.HOLDS:
+        assert answers == {Answer.HOLDS}
+    assert (Answer.DOES_NOT in answers) == (proof.proven is Answer.DOES_NOT)
+    found = verdict.verdict(proof)
+    assert (found.kind == "faster") == (proof.proven is Answer.HOLDS)
+    assert (found.kind == "refuted") == (proof.proven is Answer.DOES_NOT)
+
+
+def test_bars_and_headline_tell_the_same(make):
+    """The sums of the phase bars have the claim's ratio; where they have not, the page says so."""
+    proof = make()
+    ends = [bars[-1].end for bars in charts.phase_bars(proof).values()]
+    assert ends[0] / ends[1] == pytest.approx(proof.speedup.ratio, rel=0.03)
+    assert "These sums give" not in Page(render(proof)).text
+    other = {"baseline": {"forward": 0.392}, "plan": {"forward": 0.102}}
+    text = Page(render(make(phases=other))).text
+    assert "These sums give 3.84x, the claim is 2.31x: steps were not the same ones" in text
+
+
+def test_a_quiet_machine_is_said_to_be_quiet(make):
+    text = Page(render(make(noise=Noise(0.0, 0.004, 0.01)))).text
+    assert "Noisy machine" not in text
+    assert "Other processes kept 0.0 of 2 cores busy." in text
+    assert "the machine was quiet" in text
+
+
+def test_noise_that_was_not_seen_is_not_called_quiet(make):
+    text = Page(render(make(noise=Noise(None, None, 0.05)))).text
+    assert "What other processes did could not be seen." in text
+    assert "quiet" not in text
+
+
+def test_nothing_measured_is_not_nothing_that_helps(nothing):
+    text = Page(render(nothing(tried=(), blocks=()))).text
+    assert "Nothing was measured" in text
+    assert "Nothing helped" not in text
 
 
 def test_a_start_up_that_is_never_won_back_is_said_first(make):
@@ -260,14 +366,15 @@ def test_a_page_is_as_readable_as_any_other_file(make, tmp_path: Path):
 
 
 def test_a_proof_survives_its_json(make, nothing, tmp_path: Path):
-    for proof in (make(), nothing(), make(memory=Memory(1, 2, 3, 4))):
+    for proof in (make(), nothing(), make(memory=Memory(1, 2, 3, 4)), make(noise=None)):
         path = tmp_path / "hasten-report.json"
         path.write_text(proof.to_json())
         assert Proof.read(path) == proof
         assert render(Proof.read(path)) == render(proof)
 
 
-def test_one_seed_and_no_check_are_said(make):
-    check = ParityCheck("training loss", (1.5,), (1.5,), 1.4, 1.6, 1.5, 0.07, True)
-    assert "One seed proves nothing" in render(make(parity=Parity(True, "t", (check,))))
-    assert "was not checked" in Page(render(make(parity=Parity(True, "t")))).text
+def test_one_pair_and_no_check_are_said(make):
+    check = ParityCheck("training loss", (1.5,), (1.5,), 0.0, -0.07, 0.07, 0.07, True)
+    assert "One pair proves nothing" in render(make(parity=Parity(Answer.HOLDS, "t", (check,))))
+    text = Page(render(make(parity=Parity(Answer.NOT_KNOWN, "t")))).text
+    assert "Whether the losses stay the same is not known : no losses were compared." in text

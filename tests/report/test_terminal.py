@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from hasten.report.terminal import show
-from hasten.tuner.proof import Curves, Memory, Parity, Proof, Tried
+from hasten.tuner.proof import Agreement, Answer, Curves, Memory, Parity, Proof, Tried
 
 
 def screen(proof: Proof, width: int = 80, plan: Path | None = Path("hasten.toml"), **options: object) -> str:
@@ -26,21 +27,27 @@ def flat(text: str) -> str:
 def test_the_most_important_comes_first(make):
     text = screen(make(), 120)
     order = [
-        "2.31x faster",
-        "95 % interval 2.24x to 2.38x",
+        "2.31x faster, proven",
+        "95 % interval 2.24x to 2.38x; baseline and plan in turn",
+        "others kept 0.8 of 2 cores busy",
+        "same losses         holds",
+        "in fresh processes  holds",
         "whole epochs",
         "3 h 12 min -> 1 h 31 min for 90 epochs",
         "won back within the first epoch",
         "1.38 GiB -> 1.97 GiB",
-        "Parity holds",
-        "a change below 4.1 % goes",
+        "cosine of the gradients 0.99991",
+        "a change below 0.85 % goes",
         "Kept",
-        "1.57x to 1.68x",
+        "1.27x to 1.38x  > 99 %",
         "Where a step's time goes, baseline -> plan",
         "Tried and not kept",
-        "compilation of 38 s is not won back",
+        "0.71x (0.69x to 0.74x), helps: < 1 %. lost: slower",
+        "With more time, tune would ask",
+        "86 % sure after 21 blocks",
         "Not tried, and why",
         "Notes",
+        "38 blocks in 96 s",
         "hasten-report.html",
         "Next: hasten run train.py --epochs 90",
     ]
@@ -55,7 +62,7 @@ def test_no_line_is_wider_than_the_console(make, width):
 
 
 def test_it_is_one_screen(make):
-    assert len(screen(make(tried=make().tried * 20, skipped=make().skipped * 20), 120).splitlines()) <= 66
+    assert len(screen(make(tried=make().tried * 20, skipped=make().skipped * 20), 120).splitlines()) <= 76
     assert "more, in the report" in screen(make(tried=make().tried * 20))
 
 
@@ -87,14 +94,17 @@ def test_an_ascii_terminal_gets_ascii(make):
 
 def test_what_scripts_say_cannot_steer_the_terminal(make):
     evil = "[bold red]x[/bold red] [/] \x1b[2J\x1b]0;title\x07 \r\n \udce9"
-    kept = dataclasses.replace(make().techniques[0], name=evil, setting=evil, effect=evil, contribution_how=evil)
+    kept = dataclasses.replace(make().techniques[0], name=evil, setting=evil, effect=evil)
     proof = make(
         command=("train.py", evil),
         techniques=(kept,),
         tried=(Tried(evil, evil, "crashed", evil),),
         notes=(evil,),
         taps_skipped=(evil,),
-        parity=Parity(False, "", (), evil),
+        parity=Parity(Answer.DOES_NOT, "", (), evil),
+        speedup_how=evil,
+        would_ask=(evil,),
+        agreement=Agreement(1, 0.1, 0.5, 0.1, evil),
         phases={"baseline": {evil: 1.0}},
     )
     text = screen(proof)
@@ -107,7 +117,7 @@ def test_what_scripts_say_cannot_steer_the_terminal(make):
 def test_nothing_helped(nothing):
     text = screen(nothing(), plan=None)
     assert "Nothing helped here" in text
-    assert "6 settings measured, none kept" in text
+    assert "5 settings tried, none kept" in text
     assert "Next:" not in text
     assert "Kept" not in text
 
@@ -115,11 +125,25 @@ def test_nothing_helped(nothing):
 def test_a_plan_that_spoils_the_result_is_not_offered(make):
     parity = make().parity
     checks = tuple(dataclasses.replace(check, ok=False) for check in parity.checks)
-    text = flat(screen(make(parity=dataclasses.replace(parity, ok=False, checks=checks))))
-    assert "parity does not hold" in text
+    parity = dataclasses.replace(parity, answer=Answer.DOES_NOT, checks=checks)
+    text = flat(screen(make(parity=parity)))
+    assert "but the result is not the same" in text
     assert "Do not train with this plan" in text
-    assert "OUTSIDE the band 1.470 to 1.600" in text
+    assert "training loss: NOT the same: -0.22 % under the plan" in text
     assert "Next:" not in text
+
+
+def test_what_ctrl_c_left_open_is_not_known(stopped):
+    text = flat(screen(stopped()))
+    assert "2.31x faster, not proven" in text
+    assert "same losses not known Ctrl-C came first" in text
+    assert "does not hold" not in text
+    assert "Next: hasten run" in text
+
+
+def test_a_narrow_terminal_keeps_how_sure_it_is(make):
+    for width in (60, 76, 80):
+        assert len(re.findall("(?:> 99|99|97|86) %$", screen(make(), width), re.MULTILINE)) >= 5
 
 
 def test_what_was_not_measured_is_said(make):
@@ -131,14 +155,14 @@ def test_what_was_not_measured_is_said(make):
                 phases={},
                 memory=Memory(0, 0),
                 curves=Curves((), (), ()),
-                parity=Parity(True, "", (), "the script prints no loss that hasten can see"),
+                parity=Parity(Answer.NOT_KNOWN, "", (), "the script prints no loss that hasten can see"),
             )
         )
     )
-    assert "no trial came to the end of an epoch" in text
+    assert "no process came to the end of an epoch" in text
     assert "the length of the full run is not known" in text
     assert "peak memory not measured" in text
-    assert "Parity was not checked: the script prints no loss" in text
+    assert "same losses not known the script prints no loss" in text
 
 
 def test_the_next_command_can_be_pasted(make, tmp_path, monkeypatch):

@@ -79,7 +79,7 @@ def _blocks(blocks: Sequence[Block], plain: float | None, across: Scale, up: Sca
             told = f"{_when(block)}: not counted: {words.clean(block.trouble)}"
             parts += [
                 rect("trouble", ends, _PLOT - 12, 12, told),
-                text("cross halo", sum(ends) / 2, _PLOT - 16, "\u00d7"),
+                text("cross halo", sum(ends) / 2, _PLOT - 16, "\u00d7", "middle"),
             ]
             continue
         told = f"{_when(block)}, {words.clean(block.part)}: {words.times(ratio)} ({_on(block)})"

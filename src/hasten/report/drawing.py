@@ -76,9 +76,9 @@ def dot(kind: str, x: float, y: float, told: str) -> Markup:
     return Markup('<circle class="{}" cx="{:.3f}%" cy="{:.1f}" r="5.5">{}</circle>').format(kind, x, y, _title(told))
 
 
-def text(kind: str, x: float, y: float, words: str) -> Markup:
-    """A piece of text; at the edges it stays inside the drawing."""
-    anchor = "start" if x < 4 else "end" if x > 96 else "middle"
+def text(kind: str, x: float, y: float, words: str, anchor: str = "") -> Markup:
+    """A piece of text; at the edges it stays inside the drawing, unless its anchor is given."""
+    anchor = anchor or ("start" if x < 4 else "end" if x > 96 else "middle")
     return Markup('<text class="{}" x="{:.3f}%" y="{:.1f}" text-anchor="{}">{}</text>').format(
         kind, x, y, anchor, words
     )

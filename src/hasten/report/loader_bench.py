@@ -281,7 +281,7 @@ def speed_chart(bench: LoaderBench) -> Markup:
         marked = mark(bench, rate)
         label = _workers(rate.workers) + (f" ({marked})" if marked else "")
         parts += [text("label halo", 0, top + 15, label), text("value halo", 100, top + 15, speed(rate.samples_per_s))]
-        kind = "plan" if bench.best is rate else "interplay"
+        kind = "plan" if bench.best is rate else "old"
         parts.append(rect(kind, (scale(0.0), scale(rate.samples_per_s)), top + 21, 14, told))
     if bench.consumed is not None and bench.consumed.samples_per_s <= most:
         at = scale(bench.consumed.samples_per_s)

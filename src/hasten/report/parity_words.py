@@ -1,4 +1,4 @@
-"""Whether the result stays the same, in sentences: gradients on one batch, losses over paired runs, and what goes unseen."""
+"""Whether the result stays the same, in sentences: gradients, losses of paired runs, and what goes unseen."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from hasten.report import words
 from hasten.tuner.proof import Agreement, Answer, ParityCheck, Proof
+
+_SAME_WAY = 0.99
 
 
 @dataclass(frozen=True)
@@ -59,25 +61,44 @@ def check(check: ParityCheck) -> str:
 def agreement(found: Agreement) -> list[str]:
     """What plain and plan did on the same weights and batches, in sentences."""
     at = f", in {words.clean(found.worst)}" if found.worst else ""
-    gap = words.percent(found.gradient_gap)
-    if found.allowed is None:
-        judged = "how much of that rounding explains is not known"
-    elif found.gradient_gap <= found.allowed:
-        judged = f"rounding explains up to {words.percent(found.allowed)}"
-    else:
-        judged = f"MORE than the {words.percent(found.allowed)} that rounding explains"
+    loss, steps = words.percent(found.loss_gap), words.count(found.steps, "step")
     return [
-        f"Gradients point the same way: the smallest cosine is {found.cosine:.5f} (1 is the same direction)."
-        if found.cosine > 0.99
-        else f"Gradients point elsewhere: the smallest cosine is {found.cosine:.5f} (1 is the same direction).",
-        f"Their largest difference is {gap} of a tensor{at}; {judged}.",
-        f"The loss of a step differs by {words.percent(found.loss_gap)} at most, over {words.count(found.steps, 'step')}.",
+        f"Gradients point {_way(found)}: the smallest cosine is {_cosine(found)} (1 is the same direction).",
+        f"Their largest difference is {words.percent(found.gradient_gap)} of a tensor{at}; {_explained(found)}.",
+        f"The loss of a step differs by {loss} at most, over {steps}.",
     ]
+
+
+def agreement_in_short(found: Agreement) -> str:
+    """The same in one sentence."""
+    gap, loss = words.percent(found.gradient_gap), words.percent(found.loss_gap)
+    return (
+        f"same batches, {words.count(found.steps, 'step')}: cosine of the gradients {_cosine(found)}, "
+        f"they differ by {gap} ({_explained(found)}), losses by {loss}"
+    )
+
+
+def _way(found: Agreement) -> str:
+    if not words.known(found.cosine):
+        return "it is not known where"
+    return "the same way" if found.cosine > _SAME_WAY else "elsewhere"
+
+
+def _cosine(found: Agreement) -> str:
+    return f"{found.cosine:.5f}" if words.known(found.cosine) else words.NONE
+
+
+def _explained(found: Agreement) -> str:
+    if found.allowed is None or not words.known(found.allowed):
+        return "how much of that rounding explains is not known"
+    more = found.gradient_gap > found.allowed
+    allowed = words.percent(found.allowed)
+    return f"MORE than the {allowed} that rounding explains" if more else f"rounding explains up to {allowed}"
 
 
 def agrees(found: Agreement) -> bool:
     """Whether gradients agree as far as rounding lets them, where that is known."""
-    return found.cosine > 0.99 and (found.allowed is None or found.gradient_gap <= found.allowed)
+    return found.cosine > _SAME_WAY and (found.allowed is None or found.gradient_gap <= found.allowed)
 
 
 def blind_spots(proof: Proof) -> list[str]:

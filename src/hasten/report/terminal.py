@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -10,21 +11,26 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hasten.check import words as check_words
 from hasten.plan import DEFAULT_NAME
-from hasten.report import verdict, words
+from hasten.report import parity_words, technique_words, verdict, words
 from hasten.report.screen import Screen
 from hasten.report.verdict import phases
-from hasten.tuner.proof import Proof
+from hasten.tuner.proof import Answer, Proof
 
-_STYLES = {"faster": "bold green", "nothing": "bold", "unclear": "bold yellow", "parity": "bold red"}
-_PARITY_STYLES = {"ok": "green", "spoilt": "bold red", "unchecked": "yellow"}
-_CHECK_STYLES = {True: "green", False: "bold red", None: "yellow"}
-_MOST_ROWS = 8
+_STYLES = {
+    "faster": "bold green",
+    "unproven": "bold yellow",
+    "unclear": "bold yellow",
+    "refuted": "bold red",
+    "nothing": "bold",
+}
+_ANSWERS = {Answer.HOLDS: "green", Answer.DOES_NOT: "bold red", Answer.NOT_KNOWN: "yellow"}
+_MOST_ROWS = 6
+_WIDE = 76  # columns of a terminal that has room for all of the table
 
 
 def show(proof: Proof, console: Console, plan_path: Path | None, html_path: Path | None) -> None:
-    """Print a proof: the speed-up, parity, memory, what was kept, lost and skipped, and what to do next.
+    """Print a proof: the speed-up, whether it is proven, what was kept, lost and skipped, and what to do next.
 
     Args:
         proof: What was measured.
@@ -39,7 +45,8 @@ class _Page:
     """The parts of the screen, in order."""
 
     def __init__(self, proof: Proof, console: Console) -> None:
-        self.proof = proof
+        self.proof = proof.without_paths()
+        self.command = proof.command  # as it can be pasted here: a "~" may not be expanded there
         self.console = console
         self.screen = Screen(console)
         self._text = self.screen.text
@@ -50,6 +57,7 @@ class _Page:
         self._kept()
         self._phases()
         self._lost()
+        self._would_ask()
         self._skipped()
         self._notes()
         self._next(plan_path, html_path)
@@ -67,54 +75,60 @@ class _Page:
     def _verdict(self) -> None:
         found = verdict.verdict(self.proof)
         self.console.print()
-        self.console.print(self._text(found.title, _STYLES[found.kind]))
+        self.screen.say(self._text(found.title, _STYLES[found.kind]), 0)
         self.screen.say(self._text(found.detail))
         self.screen.say(self._text(f"Training: {words.command(self.proof.command)}", "dim"))
+        if noisy := verdict.noisy(self.proof):
+            self.screen.say(self._text(noisy, "dim"))
         if not self.proof.techniques:
             return
+        self.console.print()
+        promised = verdict.promises(self.proof)
+        self._columns(
+            [
+                (self._text(p.what), self._text(p.answer.value, _ANSWERS[p.answer]), self._text(p.detail))
+                for p in promised
+            ]
+        )
         self.console.print()
         rows = [*verdict.speed(self.proof), *verdict.memory(self.proof)]
         self._columns([(self._text(r.label), self._text(r.value, "bold"), self._text(r.detail)) for r in rows])
 
     def _parity(self) -> None:
-        if not self.proof.techniques:
+        """The figures behind "same steps" and "same losses", where something was compared."""
+        found, checks = self.proof.agreement, self.proof.parity.checks
+        if not self.proof.techniques or not (found or checks):
             return
-        if self.proof.check is not None:
-            self.console.print()
-            answer = check_words.answer(self.proof.check)
-            self.console.print(self._text(f"Checked step by step: {answer}", _CHECK_STYLES[self.proof.check.ok]))
-            for reason in check_words.reason(self.proof.check):
-                self.screen.say(self._text(words.clean(reason), "red"))
-        found = verdict.parity(self.proof)
-        self.console.print()
-        line = self._text(found.title, _PARITY_STYLES[found.kind])
-        self.console.print(line + self._text(f": {found.detail}."))
-        for check in self.proof.parity.checks:
-            self.screen.say(self._text(verdict.check(check), "" if check.ok else "red"))
-        if (note := words.clean(self.proof.parity.note)) and note != found.detail:
+        self.screen.heading("Is the result the same?")
+        if found:
+            line = f"{parity_words.agreement_in_short(found)}."
+            self.screen.say(self._text(line, "" if parity_words.agrees(found) else "red"))
+        for check in checks:
+            self.screen.say(self._text(f"{parity_words.check(check)}.", "" if check.ok else "red"))
+        note = words.clean(self.proof.parity.note)
+        if note and note != parity_words.parity(self.proof).detail:
             self.screen.say(self._text(note, "dim"))
 
     def _kept(self) -> None:
-        if not self.proof.techniques:
+        rows = technique_words.kept(self.proof)
+        if not rows:
             return
         self.screen.heading("Kept")
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
         table.add_column("technique", overflow="fold", min_width=12)
-        table.add_column("setting", overflow="fold", min_width=7)
-        table.add_column("effect", no_wrap=True)
-        table.add_column("contribution", justify="right", overflow="fold", min_width=5)
+        if wide := self.console.width >= _WIDE:  # else certainty is worth more than the setting, which the plan tells
+            table.add_column("setting", overflow="fold", min_width=7)
+            table.add_column("effect", no_wrap=True)
+        table.add_column("brings", justify="right", overflow="fold", min_width=5)
         table.add_column("interval", overflow="fold")
-        for one in self.proof.techniques:
-            table.add_row(
-                self._text(words.clean(one.name)),
-                self._text(words.setting(one.setting)),
-                self._text(words.clean(one.effect)),
-                self._text(words.times(one.contribution), "bold"),
-                self._text(words.interval(one.contribution_low, one.contribution_high)),
-            )
+        table.add_column("helps", justify="right", overflow="fold", min_width=4)
+        for row in rows:
+            cells = (row.name, _short(row.setting, 60), row.effect) if wide else (row.name,)
+            brings = self._text(row.brings, "bold")
+            table.add_row(*map(self._text, cells), brings, self._text(row.interval), self._text(row.sure))
         self.console.print(Padding(table, (0, 0, 0, 2), expand=False))
-        self.screen.say(self._text(f"Contribution: {verdict.contributions(self.proof)}.", "dim"))
-        self.screen.say(self._text(f"Effect: {verdict.effects(self.proof)}.", "dim"))
+        self.screen.say(self._text(f"{technique_words.meaning(self.proof)}.", "dim"))
+        self.screen.say(self._text(f"Effect: {technique_words.effects(self.proof)}.", "dim"))
 
     def _phases(self) -> None:
         shown = phases(self.proof)
@@ -140,17 +154,29 @@ class _Page:
             total += [self._text(words.alike(sum(getattr(row, side) for row in shown), unit), "bold"), Text()]
         table.add_row(*total)
         self.console.print(Padding(table, (0, 0, 0, 2), expand=False))
+        if gap := verdict.phase_gap(self.proof):
+            self.screen.say(self._text(f"{gap}.", "yellow"))
 
     def _lost(self) -> None:
-        rows = verdict.lost(self.proof)
+        rows = technique_words.lost(self.proof)
         if not rows:
             return
         self.screen.heading("Tried and not kept")
-        self._columns([self._lost_row(*row) for row in rows[:_MOST_ROWS]])
+        self._columns([self._lost_row(row) for row in rows[:_MOST_ROWS]])
         self._more(len(rows) - _MOST_ROWS)
 
-    def _lost_row(self, name: str, setting: str, reason: str) -> tuple[Text, Text]:
-        return self._text(f"{name} = {_short(setting, 24)}"), self._text(_short(reason, 160))
+    def _lost_row(self, row: technique_words.Row) -> tuple[Text, Text]:
+        figures = f"{row.brings} ({row.interval}), helps: {row.sure}. " if words.known(row.ratio) else ""
+        name = f"{row.name} = {_short(row.setting, 24)}"
+        return self._text(name), self._text(_short(f"{figures}{row.why}", 160))
+
+    def _would_ask(self) -> None:
+        if not self.proof.would_ask:
+            return
+        self.screen.heading("With more time, tune would ask")
+        for question in self.proof.would_ask[:_MOST_ROWS]:
+            self._columns([(self._text("-"), self._text(_short(words.clean(question), 160)))])
+        self._more(len(self.proof.would_ask) - _MOST_ROWS)
 
     def _skipped(self) -> None:
         rows = self.proof.skipped
@@ -179,27 +205,28 @@ class _Page:
 
     def _next(self, plan_path: Path | None, html_path: Path | None) -> None:
         used, budget = words.duration(self.proof.used_seconds), words.duration(self.proof.budget_seconds)
-        trials = words.count(len(self.proof.trials), "trial")
-        self.screen.heading(f"Files ({trials} in {used} of {budget})")
+        blocks, trials = len(self.proof.blocks), len(self.proof.trials)
+        measured = words.count(blocks, "block") if blocks else words.count(trials, "trial")
+        self.screen.heading(f"Files ({measured} in {used} of {budget})")
         rows = [("plan", plan_path), ("report", html_path)]
         if html_path is not None and html_path.with_suffix(".json").is_file():
             rows.append(("figures", html_path.with_suffix(".json")))
         for label, path in rows:
             if path is not None:
                 self.console.print(self._text(f"  {label:<8}{words.clean(str(path))}"), soft_wrap=True)
-        command = _next_command(self.proof, plan_path)
+        command = _next_command(self.proof, self.command, plan_path)
         if command:
             self.console.print()
             self.console.print(self._text("Next: ") + self._text(command, "bold"), soft_wrap=True)
 
 
-def _next_command(proof: Proof, plan_path: Path | None) -> str:
+def _next_command(proof: Proof, command: Sequence[str], plan_path: Path | None) -> str:
     """The command that runs the training under the plan, unless the plan is no good."""
-    if plan_path is None or not proof.techniques or not proof.parity.ok:
+    if plan_path is None or not proof.techniques or proof.proven is Answer.DOES_NOT:
         return ""
     default = plan_path.absolute() == Path.cwd() / DEFAULT_NAME
     option = "" if default else f"--plan {shlex.quote(str(plan_path))} "
-    return f"hasten run {option}{words.command(proof.command)}"
+    return f"hasten run {option}{words.command(command)}"
 
 
 def _short(text: str, most: int) -> str:

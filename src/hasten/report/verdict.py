@@ -58,11 +58,7 @@ def verdict(proof: Proof) -> Verdict:
     """The first thing to say about a proof: the claim, and whether it is proven."""
     if not proof.techniques:
         return _nothing(proof)
-    claim = (
-        f"{_interval(proof.speedup)}; {words.clean(proof.speedup_how)}."
-        if proof.speedup_how
-        else _interval(proof.speedup)
-    )
+    claim = "; ".join(part for part in (_interval(proof.speedup), words.clean(proof.speedup_how)) if part) + "."
     ratio, missing = words.times(proof.speedup.ratio), _missing(proof)
     if proof.speedup.high < 1:
         return Verdict("refuted", f"The plan is slower: {ratio}", f"{claim} Train without it.")
@@ -70,13 +66,14 @@ def verdict(proof: Proof) -> Verdict:
         advice = "Do not train with this plan: take techniques out of it one by one, those that are not exact first."
         return Verdict("refuted", f"{ratio} as fast, but the result is not the same", f"{claim} {advice}")
     if not proof.speedup.low > 1:
-        return Verdict("unclear", f"No speed-up shown: {ratio}, not proven", f"{claim} It reaches down to 1x or below.")
+        why = f"Not proven: {_faster(proof.speedup).detail}."
+        return Verdict("unclear", f"No speed-up shown: {ratio}, not proven", f"{claim} {why}")
     if proof.full_run is not None and proof.full_run.ratio < 1:
         why = "Over the full run the longer start-up costs more than the faster steps win."
         return Verdict("unclear", f"Steps {ratio} faster, the full run not", f"{claim} {why}")
     if proof.proven is Answer.HOLDS:
         return Verdict("faster", f"{ratio} faster, proven", claim)
-    return Verdict("unproven", f"{ratio} faster, not proven", f"{claim} Not proven: {missing}.")
+    return Verdict("unproven", f"{ratio} faster, not proven", f"{claim} Not known: {missing}.")
 
 
 def _nothing(proof: Proof) -> Verdict:
@@ -98,17 +95,22 @@ def promises(proof: Proof) -> list[Promise]:
         return []
     same = parity(proof)
     return [
-        Promise("faster", _faster(proof.speedup), _interval(proof.speedup)),
+        _faster(proof.speedup),
         _checked(proof),
         Promise("same losses", proof.parity.answer, same.detail),
         _fresh(proof),
     ]
 
 
-def _faster(speedup: Ratio) -> Answer:
+def _faster(speedup: Ratio) -> Promise:
+    what = "faster"
     if speedup.high < 1:
-        return Answer.DOES_NOT
-    return Answer.HOLDS if speedup.low > 1 else Answer.NOT_KNOWN
+        return Promise(what, Answer.DOES_NOT, "the whole interval lies below 1x")
+    if speedup.low > 1:
+        return Promise(what, Answer.HOLDS, "the whole interval lies above 1x")
+    if not words.known(speedup.low):
+        return Promise(what, Answer.NOT_KNOWN, "it has no interval")
+    return Promise(what, Answer.NOT_KNOWN, "the interval reaches down to 1x or below")
 
 
 def _checked(proof: Proof) -> Promise:
@@ -130,8 +132,8 @@ def _fresh(proof: Proof) -> Promise:
 
 
 def _missing(proof: Proof) -> str:
-    """Why a plan is not proven, in short."""
-    return "; ".join(f"{each.what}: {each.detail}" for each in promises(proof) if each.answer is not Answer.HOLDS)
+    """What is not known of a plan that is not proven."""
+    return ", ".join(each.what for each in promises(proof) if each.answer is not Answer.HOLDS)
 
 
 def speed(proof: Proof) -> list[Line]:
@@ -238,6 +240,19 @@ def noise(proof: Proof) -> list[str]:
     return [*lines, *_meaning(proof)]
 
 
+def noisy(proof: Proof) -> str:
+    """What others took of the machine, for beside the headline; "" where that was too little to matter."""
+    if not is_noisy(proof) or proof.noise is None:
+        return ""
+    took = []
+    if (proof.noise.others or 0.0) >= _BUSY:
+        busy = (proof.noise.others or 0.0) * proof.machine.cores
+        took.append(f"others kept {busy:.1f} of {words.count(proof.machine.cores, 'core')} busy")
+    if (proof.noise.steal or 0.0) >= _STOLEN:
+        took.append(f"the hypervisor gave {words.percent(proof.noise.steal)} of the CPU time to others")
+    return f"Noisy machine: {' and '.join(took)}, so the interval is wider than on a quiet one."
+
+
 def is_noisy(proof: Proof) -> bool:
     """Whether others took enough of the machine to be said beside the headline."""
     seen = proof.noise
@@ -250,10 +265,8 @@ def _meaning(proof: Proof) -> list[str]:
         claim = ""
         if proof.techniques and words.known(proof.speedup.low):
             claim = f" ({words.interval(proof.speedup.low, proof.speedup.high)})"
-        return [
-            f"So the interval{claim} is wider than on a quiet machine. Plain and plan ran in turn beside that load; "
-            "with all cores free the ratio itself may be another."
-        ]
+        wider = f"So the interval{claim} is wider than on a quiet machine."
+        return [f"{wider} Plain and plan ran in turn beside that load; with all cores free the ratio may be another."]
     if seen is not None and words.known(seen.others):
         return ["So the machine was quiet: the interval is what the training's own steps give."]
     return []

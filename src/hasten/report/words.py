@@ -57,7 +57,7 @@ def signed(share: float | None) -> str:
     """A relative difference with its sign: `+1.4 %`."""
     if share is None or not math.isfinite(share):
         return NONE
-    return percent(share) if share < 0 else f"+{percent(share)}"
+    return f"+{percent(share)}" if share > 0 else percent(share or 0.0)
 
 
 def interval(low: float | None, high: float | None) -> str:

@@ -69,7 +69,7 @@ def _working_folders() -> tuple[str, ...]:
     except OSError:  # it was deleted meanwhile
         return ()
     named = os.environ.get("PWD", "")
-    linked = [named] if named != folder and os.path.isabs(named) and _same(named, folder) else []
+    linked = [named] if named != folder and Path(named).is_absolute() and _same(named, folder) else []
     return tuple(each.rstrip("/") for each in (*linked, folder) if each.rstrip("/"))
 
 
@@ -78,11 +78,11 @@ def _home() -> str:
         home = str(Path.home())
     except RuntimeError:  # a user without one
         return ""
-    return home.rstrip("/") if os.path.isabs(home) else ""
+    return home.rstrip("/") if Path(home).is_absolute() else ""
 
 
 def _same(one: str, other: str) -> bool:
     try:
-        return os.path.samefile(one, other)
+        return Path(one).samefile(other)
     except OSError:
         return False

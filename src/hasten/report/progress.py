@@ -1,0 +1,174 @@
+"""How a tune goes on, live: one line at the bottom of a terminal that updates, or lines where nobody looks."""
+
+from __future__ import annotations
+
+import atexit
+import statistics
+import threading
+import time
+from types import TracebackType
+from typing import TextIO, cast
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+
+from hasten import messages
+from hasten.report import course, words
+from hasten.report.screen import Screen
+from hasten.tuner.proof import Block
+
+_BETTER = 1.03  # a pace that is worth a line of its own
+_TICK = 1.0  # seconds between updates of the clock
+_LEAST_LIST = 16  # columns in which names are worth showing
+_CLEAR = "\r\x1b[2K"
+
+
+class Progress:
+    """Show the progress of a tune: lines that are said, and the pace of its blocks. To be closed, or used in a `with`.
+
+    On a terminal one line at the bottom tells time, part, blocks and the pace beside the script as it was. Elsewhere
+    (a file, a pipe, a dumb terminal) a line is said when the best pace has risen by 3 % or more. What the stream
+    cannot take is dropped: a closed terminal does not end a tune.
+
+    Args:
+        console: Where to; stderr, so that stdout stays the result's.
+        budget: Seconds that the tune may take.
+    """
+
+    def __init__(self, console: Console, budget: float) -> None:
+        self._console = console
+        self._file = cast("TextIO", console.file)
+        self._screen = Screen(console)
+        self._budget = budget
+        self._start = time.monotonic()
+        self._paces: dict[tuple[str, ...], list[float]] = {}
+        self._said = 1.0
+        self._last: Block | None = None
+        self._now: float | None = None
+        self._blocks = self._failed = 0
+        self._lock = threading.RLock()  # say() may run in a handler of a signal that came during draw()
+        self._closed = threading.Event()
+        self._ticking: threading.Thread | None = None
+        if self._live():
+            self._ticking = threading.Thread(target=self._tick, name="hasten progress", daemon=True)
+            self._ticking.start()
+            atexit.register(self.close)  # a thread that writes while Python ends would make it abort
+
+    def say(self, line: str) -> None:
+        """Print a line with the seconds since the start before it."""
+        with self._lock:
+            self._write(f"hasten {self._elapsed():5.0f}s  {words.clean(line)}\n")
+            self._draw()
+
+    def block(self, block: Block, baseline_step: float | None) -> None:
+        """Take in a block that has ended.
+
+        Args:
+            block: What was measured.
+            baseline_step: Seconds per step of the script as it was; None where that is not known yet.
+        """
+        with self._lock:
+            self._blocks += 1
+            self._failed += bool(block.trouble)
+            self._last, self._now = block, course.pace(block, baseline_step)
+            if self._now is not None and block.on:
+                self._paces.setdefault(block.on, []).append(self._now)
+            if self._ticking is None:
+                self._tell_better()
+            self._draw()
+
+    @property
+    def best(self) -> tuple[float, tuple[str, ...]] | None:
+        """The best pace so far, and what was on: the median of its blocks, since a single one may be luck."""
+        medians = {on: statistics.median(paces) for on, paces in self._paces.items()}
+        on = max(medians, key=medians.__getitem__, default=None)
+        return None if on is None else (medians[on], on)
+
+    def close(self) -> None:
+        """Take the updating line away. Harmless when called twice."""
+        self._closed.set()
+        with self._lock:
+            if self._ticking is not None:
+                self._write("")
+        if self._ticking is not None:
+            self._ticking.join(timeout=2 * _TICK)  # it may hang in a write to a terminal that is stopped
+            self._ticking = None
+            atexit.unregister(self.close)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _live(self) -> bool:
+        """Whether a line can be written over; FORCE_COLOR makes a terminal of a pipe for rich, but not for us."""
+        console = self._console
+        seen = messages.is_terminal(self._file) and console.is_terminal
+        return seen and not console.is_dumb_terminal and not console.legacy_windows
+
+    def _tick(self) -> None:
+        while not self._closed.wait(_TICK):
+            with self._lock:
+                self._draw()
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    def _tell_better(self) -> None:
+        """Say a line where the best pace has risen enough."""
+        best = self.best
+        if best is None or best[0] < self._said * _BETTER:
+            return
+        self._said = best[0]
+        after = words.count(self._blocks, "block")
+        self.say(
+            f"best so far {words.times(best[0])} the pace of the script as it was, after {after}: {_names(best[1])}"
+        )
+
+    def _draw(self) -> None:
+        """Write the line at the bottom again."""
+        if self._ticking is not None and not self._closed.is_set():
+            width = max(1, self._console.width - 1)  # a full line would wrap
+            self._write(_fitted(self._parts(), width))
+
+    def _parts(self) -> list[str]:
+        """What the line holds, the most important first."""
+        best = self.best
+        parts = [f"{self._elapsed():.0f}/{self._budget:.0f}s"]
+        if best is not None:
+            parts.append(f"best {words.times(best[0])}")
+        if self._last is None:
+            return parts
+        parts.append("not counted" if self._last.trouble else f"now {words.times(self._now)}" if self._now else "")
+        failed = f", {self._failed} failed" if self._failed else ""
+        parts += [words.clean(self._last.part), f"{words.count(self._blocks, 'block')}{failed}"]
+        parts.append(f"on: {_names(self._last.on)}")
+        return [part for part in parts if part]
+
+    def _write(self, text: str) -> None:
+        """Write to the console's file, over the updating line where there is one."""
+        shown = self._screen.text(text).plain
+        with messages.harmless(self._file):
+            self._file.write(f"{_CLEAR if self._ticking is not None else ''}{shown}")
+            self._file.flush()
+
+
+def _names(on: tuple[str, ...]) -> str:
+    """What was on, in short."""
+    return words.clean(", ".join(on)) or "nothing"
+
+
+def _fitted(parts: list[str], width: int) -> str:
+    """As many parts as fit in a line; a list of names is cut, since half a list still tells something."""
+    line = parts[0]
+    for part in parts[1:]:
+        longer = f"{line}  {part}"
+        if cell_len(longer) > width:
+            if part.startswith("on: ") and width - cell_len(line) > _LEAST_LIST:
+                line = f"{set_cell_size(longer, width - 3).rstrip()}..."
+            break
+        line = longer
+    return line if cell_len(line) <= width else set_cell_size(line, width)
