@@ -41,6 +41,24 @@ class DropsABatch(_Planted):
         return dropping
 
 
+class DropsEveryFiftieth(_Planted):
+    """Every 50th batch is never given: later than a check looks."""
+
+    name = "drops_every_fiftieth"
+    effect = Effect.EXACT
+
+    def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
+        given = [0]
+
+        def dropping() -> Any:
+            given[0] += 1
+            if given[0] % 50 == 0:
+                fetch()
+            return fetch()
+
+        return dropping
+
+
 class NarrowWeights(_Planted):
     """Weights are rounded to bf16 after each step, with no master copy."""
 
@@ -188,6 +206,7 @@ class Fails(_Planted):
 TECHNIQUES = (
     ScalesAGradient,
     DropsABatch,
+    DropsEveryFiftieth,
     NarrowWeights,
     DrawsOnce,
     FreezesBuffers,

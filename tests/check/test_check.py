@@ -51,6 +51,11 @@ def test_a_gradient_scaled_by_nine_tenths_is_found_under_bf16(check: Check) -> N
     found = check(training("convolutions"), {"precision": "bf16-mixed", "scales_a_gradient": True})
     assert found.ok is False
     assert found.culprits == ("scales_a_gradient",), said(found)
+    agreed = found.runs[-1].agreed
+    assert agreed is not None
+    assert agreed.worst == "Net.stem.0.weight"
+    assert agreed.allowed is not None
+    assert agreed.allowed < agreed.gradient_gap == pytest.approx(0.1, abs=0.03)
 
 
 def test_weights_kept_in_bf16_are_found(check: Check) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _MOST = 1e9  # JSON knows no infinity
+_ALL_NOISE, _TURNED = 0.5, 0.1  # of a tensor's size
 Bound = Callable[[str, float, float], float]
 
 
@@ -18,12 +19,12 @@ class Agreed:
     Weights, buffers and optimizer state are taken over from the plain run after every step, so each step starts from
     the very weights of the plain run's, not only the first: what is compared never had time to drift apart.
     A gradient that noise of the plan's roundoff moves by half of its size holds nothing but rounding (a bias in
-    front of a BatchNorm) and is left out.
+    front of a BatchNorm) and is left out. Of the cosine those that it moves by a tenth are, since it turns them.
 
     Attributes:
         steps: Optimizer steps compared.
         loss_gap: Largest relative difference of a step's loss.
-        cosine: Smallest cosine between the gradients of one tensor.
+        cosine: Smallest cosine between the gradients of one tensor; 1.0 is the same direction.
         cosine_of: Name of that tensor.
         gradient_gap: Norm of the difference over the plain gradient's norm, of the tensor `worst`.
         worst: The gradient that parts; where none does, the one that comes nearest to what is allowed.
@@ -39,13 +40,13 @@ class Agreed:
     allowed: float | None = None
 
 
-def agreed(measured: Iterable[Mapping[str, Any]], bound: Bound, only_rounding: Callable[[str], bool]) -> Agreed | None:
+def agreed(measured: Iterable[Mapping[str, Any]], bound: Bound, moved: Callable[[str], float]) -> Agreed | None:
     """Return how closely the measured steps agree; None where no step was measured.
 
     Args:
         measured: The witness's moments: each with `far` of every tensor.
         bound: Greatest norm that a difference may have, given a tensor's name, its size and that of the whole.
-        only_rounding: Whether a tensor holds nothing but rounding.
+        moved: By which share of its size noise moves a tensor.
     """
     steps = [moment["apart"] for moment in measured if moment["kind"] == "step"]
     if not steps:
@@ -55,8 +56,8 @@ def agreed(measured: Iterable[Mapping[str, Any]], bound: Bound, only_rounding: C
     for name, apart, size, along, whole in _tensors(steps):
         if name.startswith("loss"):
             loss_gap = max(loss_gap, _finite(apart / size))
-        elif name.startswith("gradient") and not only_rounding(name):
-            if (here := _cosine(apart / size, along)) < cosine:
+        elif name.startswith("gradient") and moved(name) <= _ALL_NOISE:
+            if moved(name) <= _TURNED and (here := _cosine(apart / size, along)) < cosine:
                 cosine, cosine_of = here, name
             most = bound(name, size, whole)
             if (this := _finite(apart / most) if most > 0 else 0.0) > share:

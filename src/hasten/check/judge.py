@@ -163,7 +163,7 @@ def judged(
 
 
 def _agreed(measured: Sequence[Any], table: _Noise, first: Difference | None) -> Agreed | None:
-    found = agreed(measured, table.bound, table.only_rounding)
+    found = agreed(measured, table.bound, table.moved)
     if found is None or first is None or first.size is None or not first.what.startswith("gradient: "):
         return found
     # The one that parts is named, be it by one step or by all together.
@@ -200,14 +200,14 @@ class _Noise:
     def bound(self, name: str, size: float, whole: float) -> float:
         """Return the greatest norm that a difference may have."""
         share = self._share.get(name, 0.0)
-        times = _TIMES_ALL_NOISE if self.only_rounding(name) else _TIMES
+        times = _TIMES_ALL_NOISE if share > _ALL_NOISE else _TIMES
         # A weight moves by whole units in its last place, however small the step was.
         least = max(_SUMS * SINGLE * size, 8 * SINGLE * whole if name.startswith("weight") else 0.0)
         return max(times * share * size, times * self._most.get(name, 0.0), least)
 
-    def only_rounding(self, name: str) -> bool:
-        """Whether noise moves a tensor by half of its size: it holds nothing else."""
-        return self._share.get(name, 0.0) > _ALL_NOISE
+    def moved(self, name: str) -> float:
+        """Return the share of its size by which noise moves a tensor."""
+        return self._share.get(name, 0.0)
 
     def _tilt_bound(self, name: str) -> float:
         along = self._along.get(name, [0.0])

@@ -15,7 +15,7 @@ _RESAMPLES = 2000
 
 # Two-sided 95 % points of Student's t for 1 to 12 degrees of freedom; for more the last one, which is too wide.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
-_WINDOWS = (8, 4)
+_WINDOWS = (10, 5)
 
 
 def ratio_of(
@@ -77,10 +77,10 @@ def mean_of(values: Sequence[float]) -> Estimate | None:
 
 
 def mean_of_course(values: Sequence[float]) -> Estimate | None:
-    """Return the mean of a course of values, each of which may depend on those before it; None for fewer than eight.
+    """Return the mean of a course of values, each of which may depend on those before it; None for fewer than ten.
 
     By batch means: windows that are long beside the dependence are about independent of each other. Nobody knows
-    how long that is, so eight windows and four of twice the length are tried, and the wider interval counts: where
+    how long that is, so ten windows and five of twice the length are tried, and the wider interval counts: where
     values depend on each other over longer than a window, the means of long windows differ more than chance has it.
     """
     estimates = [_by_windows(values, count) for count in _WINDOWS if len(values) >= _WINDOWS[0]]
