@@ -41,13 +41,17 @@ class Run:
         if line not in self.skipped:
             self.skipped.append(line)
 
+    def failed(self, technique: Technique, error: BaseException) -> None:
+        """A technique could not act in a place."""
+        self.skip(technique.name, error)
+
     def process(self) -> None:
         """torch was imported: set global switches."""
         for technique in self.acting("process"):
             try:
                 technique.process()
             except Exception as error:  # a technique never breaks a script
-                self.skip(technique.name, error)
+                self.failed(technique, error)
 
     def loader_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The arguments that a DataLoader shall be built with."""
@@ -56,7 +60,7 @@ class Run:
             try:
                 technique.loader_options(changed)
             except Exception as error:  # a technique never breaks a script
-                self.skip(technique.name, error)
+                self.failed(technique, error)
             else:
                 options = changed
         return options
@@ -67,7 +71,7 @@ class Run:
             try:
                 technique.loader(loader)
             except Exception as error:  # a technique never breaks a script
-                self.skip(technique.name, error)
+                self.failed(technique, error)
 
     def fetcher(self, fetcher: Any) -> Any:
         """The object that shall gather samples."""
@@ -75,7 +79,7 @@ class Run:
             try:
                 fetcher = technique.fetcher(fetcher)
             except Exception as error:  # a technique never breaks a script
-                self.skip(technique.name, error)
+                self.failed(technique, error)
         return fetcher
 
     def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
@@ -84,7 +88,7 @@ class Run:
             try:
                 fetch = technique.batches(fetch, iterator)
             except Exception as error:  # a technique never breaks a script
-                self.skip(technique.name, error)
+                self.failed(technique, error)
         return fetch
 
     def model(self, module: Any, args: tuple[Any, ...]) -> None:
@@ -96,7 +100,7 @@ class Run:
             try:
                 technique.model(module, args)
             except Exception as error:  # a technique never breaks a script
-                self.skip(technique.name, error)
+                self.failed(technique, error)
 
     def forget(self, key: int) -> None:
         """The module of this id is gone: another may get its id."""
@@ -108,7 +112,7 @@ class Run:
             try:
                 technique.optimizer(optimizer)
             except Exception as error:  # a technique never breaks a script
-                self.skip(technique.name, error)
+                self.failed(technique, error)
 
     def over(self) -> None:
         """The training is over, and the process goes on."""
@@ -121,7 +125,7 @@ class Run:
             try:
                 call = getattr(technique, place)(call)
             except Exception as error:  # a technique never breaks a script
-                self.skip(technique.name, error)
+                self.failed(technique, error)
         return call
 
     def installed(self) -> dict[str, str]:

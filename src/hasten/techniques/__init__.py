@@ -7,7 +7,17 @@ import difflib
 from hasten.errors import HastenError
 from hasten.evidence import Machine
 from hasten.plan import Plan, did_you_mean
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique, build, overrides, toml_value
+from hasten.techniques.base import (
+    Choices,
+    Effect,
+    Liveness,
+    Refusal,
+    Resource,
+    Technique,
+    build,
+    overrides,
+    toml_value,
+)
 from hasten.techniques.compute.attention import Attention
 from hasten.techniques.compute.channels_last import ChannelsLast
 from hasten.techniques.compute.compile import Compile
@@ -55,6 +65,7 @@ __all__ = [
     "CATALOGUE",
     "Choices",
     "Effect",
+    "Liveness",
     "Refusal",
     "Resource",
     "Technique",

@@ -28,6 +28,19 @@ class Effect(StrEnum):
     TRAJECTORY = "trajectory"
 
 
+class Liveness(StrEnum):
+    """When a technique can be switched on or off in a training that is running.
+
+    What outlives a switch (weights, the optimizer's state, strides, random states, a sampler's position) is after
+    `off` what it would be without the technique.
+    """
+
+    STEP = "step"  # between any two steps
+    PASS = "pass"  # for passes through a loader that begin later
+    LAST = "last"  # between two steps, but dear to repeat: once all others are settled
+    PROCESS = "process"  # only when a process starts
+
+
 class Resource(StrEnum):
     """What a technique relieves; tune tries first what relieves the part that takes longest."""
 
@@ -68,6 +81,10 @@ class Technique:
         values: The settings allowed, or the type they must be of.
         finds: Name of its finding, as in `# hasten: ignore[name]`; "" if it has none.
         acts_on: What it must find to have any effect ("DataLoader"); named when it finds none.
+        liveness: When it can be switched in a training that is running (see `liveness_of`).
+        active: Whether it is on. One that is off may be told what is built, so that it can be switched on later, and
+            changes nothing.
+        switchable: Whether it may be switched in this process: then nothing is done that `off` could not undo.
     """
 
     name: ClassVar[str]
@@ -77,6 +94,9 @@ class Technique:
     values: ClassVar[tuple[Setting, ...] | type] = (True,)
     finds: ClassVar[str] = ""
     acts_on: ClassVar[str] = ""
+    liveness: ClassVar[Liveness] = Liveness.PROCESS
+    active: bool = True
+    switchable: bool = False
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -99,6 +119,11 @@ class Technique:
     def effect_of(cls, setting: Setting) -> Effect:
         """Return what this setting may do to the result."""
         return cls.effect
+
+    @classmethod
+    def liveness_of(cls, setting: Setting) -> Liveness:
+        """Return when this setting can be switched in a training that is running."""
+        return cls.liveness
 
     @classmethod
     def roundoff(cls, setting: Setting) -> float:
@@ -171,6 +196,20 @@ class Technique:
 
     def over(self) -> None:
         """The Trainer's stage is over: undo what the technique has changed in the process."""
+
+    # -- switched while a training runs, between two steps and in its thread ---------------------------
+
+    def on(self) -> None:
+        """Act from here on.
+
+        Raises:
+            HastenError: It cannot act here; then it is off.
+        """
+        self.active = True
+
+    def off(self) -> None:
+        """Act no more, and leave everything as it would be without the technique."""
+        self.active = False
 
     # -- kept in a checkpoint, so that a training that goes on does so with the same numbers ----------
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hasten.plan import Setting
+from hasten.techniques.base import Liveness, Technique
+
 
 class Switches:
     """Remembers what settings were before."""
@@ -24,3 +27,27 @@ class Switches:
             read, write, before, ours = self._changed.pop()
             if read() == ours:
                 write(before)
+
+
+class ProcessWide(Technique):
+    """A technique that only sets process-wide settings, in `process` and through `self._switches`."""
+
+    liveness = Liveness.STEP
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._switches = Switches()
+
+    def restore(self) -> None:
+        """Put them back."""
+        self._switches.put_back()
+
+    def on(self) -> None:
+        """Set them."""
+        super().on()
+        self.process()
+
+    def off(self) -> None:
+        """Put them back."""
+        super().off()
+        self.restore()

@@ -5,12 +5,11 @@ from __future__ import annotations
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import in_words, saved, timed
-from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
-from hasten.techniques.switches import Switches
+from hasten.techniques.base import Choices, Effect, Refusal, Resource
+from hasten.techniques.switches import ProcessWide
 
 
-class Attention(Technique):
+class Attention(ProcessWide):
     """Let `scaled_dot_product_attention` on a CPU take its plain implementation ("math").
 
     The CPU's flash kernel saves memory for long sequences, but its backward is slow in bf16 and for short ones.
@@ -55,10 +54,6 @@ class Attention(Technique):
             sources=("torch.nn.functional.scaled_dot_product_attention",),
         )
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._switches = Switches()
-
     def process(self) -> None:
         """Switch the flash kernel off; torch uses this one switch for the CPU too."""
         import torch
@@ -66,7 +61,3 @@ class Attention(Technique):
         cuda = torch.backends.cuda
         self._switches.set(cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False)
         self.did("process")
-
-    def restore(self) -> None:
-        """Put it back."""
-        self._switches.put_back()

@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from hasten.errors import HastenError
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import CERTAIN, gain_of, in_words, on_gpu, place_of, saved, timed
 from hasten.plan import Setting
-from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.nested import tensors_in
 
 
@@ -31,6 +32,7 @@ class ChannelsLast(Technique):
     relieves = Resource.COMPUTE
     sources = ("Lin, tip 16", "PyTorch performance tuning guide")
     acts_on = "a model with 2-D convolutions"
+    liveness = Liveness.STEP
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -70,7 +72,7 @@ class ChannelsLast(Technique):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._gone = False
+        self._gone = ""  # why all is left alone
 
     def prepare(self, model: Any) -> None:
         """Go on with the models of the Trainer's stage before."""
@@ -93,12 +95,29 @@ class ChannelsLast(Technique):
         self._lay_out(model)
         self.did("model")
 
+    def on(self) -> None:
+        """Lay out the models that are known by now."""
+        if self._gone:
+            raise HastenError(self._gone)
+        from hasten.techniques.compute.images_last import lies_last
+
+        super().on()
+        for model in list(self._models):
+            if any(lies_last(layer.weight) for layer in convolutions(model)):
+                raise HastenError("the script lays out its images channels last itself")
+            self._lay_out(model)
+
+    def off(self) -> None:
+        """Lay out nothing; no weight, gradient or state ever lay otherwise."""
+        super().off()
+        self.over()
+
     def _lay_out(self, model: Any) -> None:
         from torch.nn import Parameter
 
         from hasten.techniques.compute.images_last import LAYOUT
 
-        if not self._gone:
+        if self.active and not self._gone:
             weights = [layer.weight for layer in convolutions(model) if type(layer.weight) is Parameter]
             LAYOUT.add(weights, self._let_go)
 
@@ -123,10 +142,11 @@ class ChannelsLast(Technique):
         """Leave everything alone from here on, and say so once."""
         from hasten.techniques.compute.images_last import LAYOUT
 
-        LAYOUT.clear()
         if not self._gone:
-            self._gone = True
+            self._gone = why
             self.refused(why)
+        if self.active:
+            LAYOUT.clear()
             print(f"hasten: channels_last lets go: {why}. Take it out of the plan.", file=sys.stderr)
 
 

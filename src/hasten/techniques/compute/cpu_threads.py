@@ -9,11 +9,11 @@ from hasten.evidence.figures import percent
 from hasten.evidence.waiting import mean_during, saturated
 from hasten.evidence.weigh import COMPUTE, on_gpu, seconds_of, share_of
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
-from hasten.techniques.switches import Switches
+from hasten.techniques.base import Choices, Effect, Refusal, Resource
+from hasten.techniques.switches import ProcessWide
 
 
-class CpuThreads(Technique):
+class CpuThreads(ProcessWide):
     """Set the number of intra-op threads (OMP_NUM_THREADS and torch's own).
 
     Small steps lose more in waking threads than they gain; workers want cores of their own. Sums are split
@@ -79,10 +79,6 @@ class CpuThreads(Technique):
             sources=cls.sources,
         )
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._switches = Switches()
-
     def environment(self, env: dict[str, str]) -> None:
         """Before OpenMP starts."""
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(self.setting)
@@ -95,7 +91,3 @@ class CpuThreads(Technique):
         if torch.get_num_threads() != self.setting:
             self._switches.set(torch.get_num_threads, torch.set_num_threads, int(str(self.setting)))
         self.did("process")
-
-    def restore(self) -> None:
-        """Put it back."""
-        self._switches.put_back()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.weigh import in_words, place_of, saved, timed
-from hasten.plan import Setting
 from hasten.techniques.base import Choices, CudaOnly, Effect, Refusal, Resource
-from hasten.techniques.switches import Switches
+from hasten.techniques.switches import ProcessWide
 
 
-class CudnnBenchmark(CudaOnly):
+class CudnnBenchmark(CudaOnly, ProcessWide):
     """`torch.backends.cudnn.benchmark = True`: pays where input sizes stay the same."""
 
     name = "cudnn_benchmark"
@@ -49,10 +48,6 @@ class CudnnBenchmark(CudaOnly):
             technique=cls.name, setting="true", sources=cls.sources,
         )  # fmt: skip
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._switches = Switches()
-
     def process(self) -> None:
         """Switch it on."""
         import torch
@@ -60,7 +55,3 @@ class CudnnBenchmark(CudaOnly):
         cudnn = torch.backends.cudnn
         self._switches.set(lambda: cudnn.benchmark, lambda value: setattr(cudnn, "benchmark", value), True)
         self.did("process")
-
-    def restore(self) -> None:
-        """Put it back."""
-        self._switches.put_back()

@@ -11,7 +11,8 @@ from typing import Any
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, Finding, HowKnown, Measurement, Severity, severity_of, split_place
 from hasten.evidence.weigh import in_words, share_of, steady_seconds
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.plan import Setting
+from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 
 
 class DebugOff(Technique):
@@ -29,6 +30,7 @@ class DebugOff(Technique):
     relieves = Resource.COMPUTE
     sources = ("Lin, tip 18", "Kuhn, tip 12")
     acts_on = "anomaly detection"
+    liveness = Liveness.STEP
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -74,24 +76,47 @@ class DebugOff(Technique):
             sources=cls.sources,
         )  # fmt: skip
 
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._wish: _Wish | None = None
+        self._switch: Any = None  # torch's own
+
+    def on(self) -> None:
+        """Switch anomaly detection off for the next forward, where the script has it on."""
+        super().on()
+        if self._wish is None:
+            self.process()
+        assert self._wish is not None
+        if self._wish.enabled:
+            self.did("anomaly detection")
+        self._switch(False, self._wish.check_nan)
+
+    def off(self) -> None:
+        """Set it as the script wants it."""
+        super().off()
+        if self._wish is not None:
+            self._switch(self._wish.enabled, self._wish.check_nan)
+
     def process(self) -> None:
         """Switch anomaly detection on in backwards only, where the script wants it on."""
         import torch
 
         if not hasattr(torch.autograd, "_engine_run_backward"):
             raise HastenError("this version of torch runs backwards elsewhere", "anomaly detection stays as it is")
-        wish = _Wish(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        self._wish = wish = _Wish(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         switch, plain = torch.set_anomaly_enabled, torch.autograd._engine_run_backward
+        self._switch = switch
 
         def set_anomaly_enabled(enabled: bool, check_nan: bool = True) -> None:
-            switch(False, check_nan)  # also says what is wrong with the arguments
+            # Also says what is wrong with the arguments.
+            switch(False if self.active else enabled, check_nan)
             wish.enabled, wish.check_nan = enabled, check_nan
             if enabled:
                 self.did("anomaly detection")
 
         @functools.wraps(plain)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if not (wish.enabled and wish.check_nan):
+            if not (wish.enabled and wish.check_nan and self.active):
                 return plain(*args, **kwargs)
             switch(True, True)
             try:

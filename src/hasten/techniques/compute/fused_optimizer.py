@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import in_words, seconds_of, share_of, timed
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.plan import Setting
+from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
@@ -27,6 +29,11 @@ class FusedOptimizer(Technique):
     relieves = Resource.OPTIMIZER
     sources = ("PyTorch performance tuning guide", "Kuhn, tip 4")
     acts_on = "a torch.optim Adam, AdamW, SGD or Adagrad"
+    liveness = Liveness.STEP
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -67,14 +74,34 @@ class FusedOptimizer(Technique):
 
     def optimizer(self, optimizer: Any) -> None:
         """Hand its updates to the fused kernel; nothing that a checkpoint holds changes."""
-        from hasten.techniques.compute.fused_update import fuse_updates
-
         name = type(optimizer).__name__
         if why := _why_not(optimizer):
             self.refused(f"{name}: {why}")
         elif not optimizer.defaults.get("fused"):
-            fuse_updates(optimizer, lambda why: self.refused(f"{name}: {why}"))
+            self._optimizers.add(optimizer)
+            if self.active:
+                self._fuse(optimizer)
             self.did("optimizer")
+
+    def on(self) -> None:
+        """Fuse the updates of the optimizers that are known by now."""
+        super().on()
+        for optimizer in list(self._optimizers):
+            self._fuse(optimizer)
+
+    def off(self) -> None:
+        """Leave updates as they are; the state that fused ones left is like any other."""
+        from hasten.techniques.compute.fused_update import leave_updates
+
+        super().off()
+        for optimizer in list(self._optimizers):
+            leave_updates(optimizer)
+
+    def _fuse(self, optimizer: Any) -> None:
+        from hasten.techniques.compute.fused_update import fuse_updates
+
+        name = type(optimizer).__name__
+        fuse_updates(optimizer, lambda why: self.refused(f"{name}: {why}"))
 
 
 def _why_not(optimizer: Any) -> str:

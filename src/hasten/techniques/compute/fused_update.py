@@ -64,6 +64,12 @@ def fuse_updates(optimizer: Any, leaves: Callable[[str], None]) -> None:
     optimizer._init_group = gather  # neither pickled nor copied with the optimizer
 
 
+def leave_updates(optimizer: Any) -> None:
+    """Have an optimizer make its updates itself again."""
+    if hasattr(vars(optimizer).get("_init_group"), "fuses"):
+        del optimizer._init_group
+
+
 def _handing_on(plain: Any) -> Any:
     """torch's update of one group (`torch.optim.adam.adam` and the like), fused where the step asked for it."""
 

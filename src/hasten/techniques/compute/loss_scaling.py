@@ -27,6 +27,7 @@ class LossScaler:
     Attributes:
         scale: What a loss is multiplied by.
         gone: Why nothing is scaled any more; "" while it is.
+        paused: Whether nothing is scaled for now, so that no step can have overflowed.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class LossScaler:
     ) -> None:
         self.scale = 2.0**15
         self.gone = ""
+        self.paused = False
         self._let_go = let_go
         self._dropped = dropped
         self._unasked = 0  # backwards since an optimizer last asked
@@ -158,6 +160,11 @@ class LossScaler:
         if state.get("gone"):
             self.leave(str(state["gone"]))
             self._in_flight = False
+
+    def resume(self) -> None:
+        """Scale again behind a pause; call it between two steps."""
+        self.paused, self._unasked = False, 0
+        self.load_state_dict(self.state_dict())
 
     def joined(self, optimizer: Any) -> None:
         """An optimizer was built: overflows before that are none of its own."""

@@ -6,11 +6,11 @@ from hasten.evidence import Evidence, Finding, HowKnown, Machine
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import in_words, on_gpu, place_of, products, saved, share_of, timed
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
-from hasten.techniques.switches import Switches
+from hasten.techniques.base import Choices, Effect, Refusal, Resource
+from hasten.techniques.switches import ProcessWide
 
 
-class MatmulPrecision(Technique):
+class MatmulPrecision(ProcessWide):
     """`torch.set_float32_matmul_precision`: "high" is TF32 on a GPU, "medium" bf16 on a CPU that has it.
 
     Tensors stay float32 throughout; only the products inside a matrix multiplication are narrower.
@@ -72,10 +72,6 @@ class MatmulPrecision(Technique):
             technique=cls.name, setting="high", sources=cls.sources,
         )  # fmt: skip
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._switches = Switches()
-
     def process(self) -> None:
         """Switch it on, for matrix products and (on a GPU) convolutions."""
         import torch
@@ -85,7 +81,3 @@ class MatmulPrecision(Technique):
         if torch.cuda.is_available():
             switches.set(lambda: cudnn.allow_tf32, lambda value: setattr(cudnn, "allow_tf32", value), True)
         self.did("process")
-
-    def restore(self) -> None:
-        """Put it back."""
-        self._switches.put_back()

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from hasten import messages
+from hasten.errors import HastenError
 from hasten.evidence import Evidence, Finding, HowKnown, Machine
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import CERTAIN, gain_of, in_words, on_gpu, place_of, products, saved, share_of, timed
 from hasten.plan import Setting
 from hasten.techniques import onlookers
-from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.compute.loss_scaling import LossScaler
 from hasten.techniques.compute.scaled_steps import guard
 from hasten.techniques.compute.true_precision import convert, in_dtype
@@ -75,6 +76,11 @@ class Precision(Technique):
         super().__init__(setting)
         self._scaler = LossScaler(self.let_go, self._dropped) if setting == "16-mixed" else None
         self._converted: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @classmethod
+    def liveness_of(cls, setting: Setting) -> Liveness:
+        """The mixed ones at any step; a model that was converted has lost what float32 held beyond 16 bits."""
+        return Liveness.PROCESS if setting in _TRUE else Liveness.STEP
 
     @classmethod
     def roundoff(cls, setting: Setting) -> float:
@@ -160,11 +166,26 @@ class Precision(Technique):
             onlookers.watch(self, Precision._looked)
             onlookers.watch_own_ways(self, Precision._leave)
 
+    def on(self) -> None:
+        """Cast from the next forward on; the scale is the one it was switched off with."""
+        super().on()
+        if self._scaler is not None:
+            if self._scaler.gone:
+                raise HastenError(self._scaler.gone)
+            self.process()
+            self._scaler.resume()
+
+    def off(self) -> None:
+        """Cast and scale no more."""
+        super().off()
+        if self._scaler is not None:
+            self._scaler.paused = True
+
     def _looked(self, who: str) -> None:
         self._leave(f"{who} sees gradients inside the backward")
 
     def _leave(self, why: str) -> None:
-        if self._scaler is not None:
+        if self._scaler is not None and self.active:
             self._scaler.leave(why)
 
     def prepare(self, model: Any) -> None:
@@ -254,6 +275,7 @@ class Precision(Technique):
     def optimizer(self, optimizer: Any) -> None:
         """With fp16: skip a step that overflowed."""
         if self._scaler is not None:
+            self._scaler.paused = not self.active
             guard(optimizer, self._scaler, self._may_step)
 
     def _under_autocast(self, kind: str) -> None:
@@ -261,7 +283,7 @@ class Precision(Technique):
         self.refused(f"the script runs under autocast itself ({kind})")
 
     def _may_step(self, optimizer: Any) -> bool:
-        if self._scaler is None or self._scaler.may_step(optimizer):
+        if self._scaler is None or self._scaler.paused or self._scaler.may_step(optimizer):
             return True
         if "step skipped" not in self.acted:
             print("hasten: precision: gradients overflowed in fp16; this step is skipped (said once)", file=sys.stderr)

@@ -14,15 +14,10 @@ from hasten.evidence import Evidence, Finding, HowKnown, Machine, MemoryPoint
 from hasten.evidence.waiting import in_ms, mean_during, stretch
 from hasten.evidence.weigh import on_gpu, share_of, timed
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique, toml_value
+from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique, toml_value
+from hasten.techniques.memory.glibc import KEPT, Glibc
 
-# Above this size glibc asks the kernel for fresh pages at each malloc and pays a page fault for every 4 KiB of them.
-_GLIBC = {
-    "glibc.malloc.mmap_threshold": "1073741824",
-    "glibc.malloc.trim_threshold": "1073741824",
-    "glibc.malloc.top_pad": "67108864",
-}
-TUNABLES = ":".join(f"{key}={value}" for key, value in _GLIBC.items())
+TUNABLES = ":".join(f"glibc.malloc.{name}={value}" for name, value in KEPT.items())
 """For GLIBC_TUNABLES: freed memory is kept for the next tensor."""
 _MANY = 500  # pages a step: 2 MiB
 _CERTAIN = 0.05  # share of the step from which on it shows: 6 % by such counts was 0 to 3 % when tried
@@ -44,6 +39,15 @@ class Allocator(Technique):
     relieves = Resource.MEMORY
     sources = ("PyTorch performance tuning guide, CPU", "glibc manual, Memory Allocation Tunables")
     values = ("glibc", "jemalloc", "tcmalloc")
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._glibc: Glibc | None = None
+
+    @classmethod
+    def liveness_of(cls, setting: Setting) -> Liveness:
+        """glibc can be told while it runs; no other allocator can take its place then."""
+        return Liveness.STEP if setting == "glibc" else Liveness.PROCESS
 
     @classmethod
     def useless(cls, setting: Setting, machine: Machine) -> str:
@@ -109,6 +113,20 @@ class Allocator(Technique):
         else:
             return
         self.did("process")
+
+    def on(self) -> None:
+        """Have glibc keep memory from here on."""
+        super().on()
+        if self._glibc is None:
+            self._glibc = Glibc()
+        self._glibc.keep()
+        self.did("process")
+
+    def off(self) -> None:
+        """Have glibc give memory back as it would, untold."""
+        super().off()
+        if self._glibc is not None:
+            self._glibc.give_back()
 
 
 def keeping(evidence: Evidence) -> str:

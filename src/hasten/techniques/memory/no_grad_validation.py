@@ -9,7 +9,7 @@ from hasten.evidence import Evidence, Finding, Phase, Severity
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import seconds_of
 from hasten.plan import Setting
-from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
 
 _KEEPS = 2  # first forwards in eval mode that keep all until their end
 
@@ -30,6 +30,7 @@ class NoGradValidation(Technique):
     relieves = Resource.VALIDATION
     sources = ("Falcon, tip 3", "Lin, tip 12", "Kuhn, tip 17")
     acts_on = "a model in eval mode"
+    liveness = Liveness.STEP  # all it does is in `forward`; graphs that it left are whole
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:

@@ -13,7 +13,7 @@ from hasten.evidence.waiting import in_ms, per_step
 from hasten.evidence.weigh import on_gpu, share_of, timed
 from hasten.plan import Setting
 from hasten.techniques import onlookers
-from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
 
 _LARGE = 1 << 20  # elements: smaller ones are added in the cache, and to allocate them all costs as much
 _Zeros = tuple[Any, Any, int]
@@ -37,6 +37,7 @@ class SetToNone(Technique):
     effect = Effect.ROUNDING
     relieves = Resource.OPTIMIZER
     sources = ("Lin, tip 14", "Kuhn, tip 10")
+    liveness = Liveness.STEP
     acts_on = "a gradient of 2^20 elements or more that is filled with zeros"
 
     @classmethod
@@ -82,11 +83,13 @@ class SetToNone(Technique):
         self._alone: tuple[int, int, int] = (0, 0, 0)  # holders of a gradient that its parameter alone holds
         self._onlooker = ""
         self._functions = 0
+        self._installed = False
 
     def process(self) -> None:
         """Note what `zero_grad` fills with zeros, and who looks into the backward."""
         import torch
 
+        self._installed = True
         sample = torch.nn.Parameter(torch.zeros(1))
         sample.grad = torch.zeros(1)
         self._alone = _holders(sample.grad)
@@ -95,6 +98,17 @@ class SetToNone(Technique):
         optimizer.zero_grad = self._noting(optimizer.zero_grad)  # type: ignore[method-assign]
         module.zero_grad = self._noting(module.zero_grad)  # type: ignore[method-assign]
 
+    def on(self) -> None:
+        """Drop the gradients that are filled with zeros from here on."""
+        super().on()
+        if not self._installed:
+            self.process()
+
+    def off(self) -> None:
+        """Drop none, nor those that are zeros now."""
+        super().off()
+        self._zeros = []
+
     def _looked(self, what: str) -> None:
         self._onlooker = what
 
@@ -102,7 +116,7 @@ class SetToNone(Technique):
         @functools.wraps(plain)
         def zero_grad(this: Any, set_to_none: bool = True) -> None:
             plain(this, set_to_none)
-            if not set_to_none and not self._onlooker:
+            if not set_to_none and self.active and not self._onlooker:
                 self._note(_parameters(this))
 
         return zero_grad

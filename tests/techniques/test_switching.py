@@ -1,0 +1,94 @@
+"""Techniques switched on and off every few steps of a training: it is left as if they had never been there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.techniques import CATALOGUE, Effect
+from tests.techniques.conftest import Train, Trained, close, identical
+from tests.techniques.switched_training import script
+
+STEPS = 18  # six passes of three steps
+
+
+def every_other(name: str, setting: Any) -> dict[int, dict[str, Any]]:
+    """A schedule that switches every two steps, and so at edges of passes and within them."""
+    return {step: {name: setting} if step % 4 == 2 else {} for step in range(2, STEPS, 2)}
+
+
+def both(train: Train, folder: Path, kind: str, settings: list[Any], schedule: Any, **more: str) -> tuple[Any, Any]:
+    """A switched training, and the plain one, which then goes on from where the switched one was."""
+    switched = train(script(kind, settings, schedule, **more), listen=False)
+    assert switched.code == 0, switched.err
+    assert not switched.left["broken"], switched.left["broken"]
+    assert not switched.left["skipped"]
+    more.pop("between", None)
+    plain = train(script(kind, go_on=str(folder / "run1" / "left.pt"), **more), listen=False)
+    assert plain.code == 0, plain.err
+    return switched, plain
+
+
+def check(switched: Trained, plain: Trained, effect: Effect, tolerance: float) -> None:
+    """All as it would be without, as far as the effect allows; and from there on to the bit."""
+    mine, other = switched.left["trained"], plain.left["trained"]
+    if effect is Effect.EXACT:
+        for what in ("trained", "losses", "validated"):
+            assert identical(switched.left[what], plain.left[what]), what
+    else:
+        assert identical(mine["random"], other["random"])
+        assert mine["layout"] == other["layout"]
+        assert close(mine["model"], other["model"], tolerance)
+        assert close(switched.left["losses"], plain.left["losses"], tolerance)
+    assert identical(switched.left["after"], plain.left["after"])
+
+
+CASES = [
+    ("images", "precision", "bf16-mixed", 5e-2),
+    ("words", "precision", "bf16-mixed", 5e-2),
+    ("images", "precision", "16-mixed", 5e-2),
+    ("images", "channels_last", True, 1e-4),
+    ("images", "fused_optimizer", True, 1e-5),
+    ("words", "fused_optimizer", True, 1e-5),
+    ("images", "set_to_none", True, 1e-6),
+    ("images", "no_grad_validation", True, 0.0),
+    ("words", "no_grad_validation", True, 0.0),
+    ("images", "matmul_precision", "medium", 5e-2),
+    ("images", "allocator", "glibc", 0.0),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "setting", "tolerance"), CASES)
+def test_a_training_is_left_as_it_would_be_without(
+    train: Train, tmp_path: Path, kind: str, name: str, setting: Any, tolerance: float
+) -> None:
+    switched, plain = both(train, tmp_path, kind, [(name, setting)], every_other(name, setting))
+    assert name in switched.left["acted"]
+    check(switched, plain, CATALOGUE[name].effect_of(setting), tolerance)
+
+
+TRACEBACK = "'traceback_' in torch.ones(1, requires_grad=True).exp().grad_fn.metadata"
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "read", "off", "on"),
+    [
+        ("attention", "math", "torch.backends.cuda.flash_sdp_enabled()", True, False),
+        ("cpu_threads", 2, "torch.get_num_threads()", 1, 2),
+        ("matmul_precision", "medium", "torch.get_float32_matmul_precision()", "highest", "medium"),
+        ("cudnn_benchmark", True, "torch.backends.cudnn.benchmark", False, True),
+        ("debug_off", True, TRACEBACK, True, False),
+    ],
+)
+def test_a_global_switch_follows(train: Train, name: str, setting: Any, read: str, off: Any, on: Any) -> None:
+    between = f"torch.autograd.set_detect_anomaly({name == 'debug_off'}); told.add((steps, {read}))"
+    switched = train(
+        script("words", [(name, setting)], every_other(name, setting), between=between, passes=3), listen=False
+    )
+    assert switched.code == 0, switched.err
+    seen = dict(switched.left["told"])
+    assert {seen[step] for step in (2, 3, 6, 7)} == {on}
+    assert {seen[step] for step in (1, 4, 5, 8, 9)} == {off}
+    assert name in switched.left["acted"]
