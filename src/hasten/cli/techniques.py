@@ -6,7 +6,7 @@ import inspect
 
 import typer
 
-from hasten.techniques import CATALOGUE, Technique, toml_value
+from hasten.techniques import CATALOGUE, Liveness, Technique, toml_value
 
 
 def techniques(
@@ -27,11 +27,15 @@ def catalogue_page() -> str:
         "",
         "Made by `hasten techniques --markdown`; edit the classes, not this page.",
         "",
-        "| technique | effect | relieves | in a plan |",
-        "|---|---|---|---|",
+        "*switched* says when a technique can be switched on or off in a training that runs: between any two steps,",
+        "for passes through a loader that begin later, once and behind all others (compiling is dear), or only as a",
+        "process starts. Behind a switch the training is what it would be without, as far as its effect allows.",
+        "",
+        "| technique | effect | relieves | switched | in a plan |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| [`{name}`](#{name}) | {kind.effect} | {kind.relieves} | `{name} = {_example(kind)}` |"
+        f"| [`{name}`](#{name}) | {kind.effect} | {kind.relieves} | {_switched(kind)} | `{name} = {_example(kind)}` |"
         for name, kind in CATALOGUE.items()
     ]
     for name, kind in CATALOGUE.items():
@@ -40,6 +44,18 @@ def catalogue_page() -> str:
         if kind.sources:
             lines.append(f"- from: {'; '.join(kind.sources)}")
     return "\n".join(lines) + "\n"
+
+
+def _switched(kind: type[Technique]) -> str:
+    """When a technique can be switched in a running training; where settings differ, in the order they come."""
+    settings = kind.values if isinstance(kind.values, tuple) else (1,)
+    moments = {
+        Liveness.STEP: "at any step",
+        Liveness.PASS: "with a pass",
+        Liveness.LAST: "once, last",
+        Liveness.PROCESS: "at the start",
+    }
+    return " or ".join(dict.fromkeys(moments[kind.liveness_of(setting)] for setting in settings))
 
 
 def _example(kind: type[Technique]) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import signal
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from hasten import messages
 from hasten.cli.command import process_arguments, script_of
 from hasten.cli.script import training
 from hasten.errors import HastenError
@@ -20,7 +19,8 @@ from hasten.plan import DEFAULT_NAME, Plan, did_you_mean
 from hasten.techniques import CATALOGUE, Effect
 
 if TYPE_CHECKING:
-    from hasten.tuner.proof import Proof
+    from hasten.tuner.proof import Block, Proof
+    from hasten.tuner.tune import Tuned
 
 _UNITS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 
@@ -52,15 +52,27 @@ def tune(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: trials end, the best so far is kept
     options = TuneOptions(_seconds(budget), seeds, _allowed(allow), frozenset(map(_technique, only)), order, processes)
     _writable(out)
-    start = time.monotonic()
-
-    def say(line: str) -> None:
-        messages.tell(f"hasten {time.monotonic() - start:5.0f}s  {line}")
-
-    tuned = tune_training(arguments, command, options, say)
+    tuned = _shown(options.budget, lambda say, on_block: tune_training(arguments, command, options, say, on_block))
     _leave(tuned.plan, tuned.proof, out)
     if tuned.interrupted:
         raise typer.Exit(130)
+
+
+def _shown(budget: float, tuned: Callable[[Callable[[str], None], Callable[[Block], None]], Tuned]) -> Tuned:
+    """Tune, with its progress on the terminal."""
+    from rich.console import Console
+
+    from hasten.report.course import plain_step
+    from hasten.report.progress import Progress
+
+    blocks: list[Block] = []
+    with Progress(Console(stderr=True), budget) as progress:
+
+        def on_block(block: Block) -> None:
+            blocks.append(block)
+            progress.block(block, plain_step(blocks))
+
+        return tuned(progress.say, on_block)
 
 
 def _leave(plan: Plan, proof: Proof, out: Path) -> None:

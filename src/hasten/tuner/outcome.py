@@ -17,6 +17,7 @@ from hasten.tuner.candidates import Applicable
 from hasten.tuner.found import Found
 from hasten.tuner.length import Length, full_seconds
 from hasten.tuner.parity import agreement_of, parity_of
+from hasten.tuner.places import shorten
 from hasten.tuner.proof import (
     Answer,
     Block,
@@ -29,8 +30,8 @@ from hasten.tuner.proof import (
     Parity,
     Proof,
     Ratio,
-    Tried,
     TrialRow,
+    Tried,
 )
 from hasten.tuner.stats import ratio_of
 from hasten.tuner.timing import Timing
@@ -121,7 +122,7 @@ def plan_of(proof: Proof) -> Plan:
         {kept.name: kept.setting for kept in proof.techniques},
         {kept.name: _comment(kept) for kept in proof.techniques},
         {
-            "command": " ".join(proof.command),
+            "command": shorten(" ".join(proof.command)),
             "created": proof.created,
             "hasten": proof.hasten,
             "torch": proof.versions["torch"],
@@ -239,7 +240,9 @@ def _doubtful(found: Found) -> tuple[str, ...]:
 def _comment(kept: Kept) -> str:
     """Why a technique is in the plan and what it measured."""
     interval = f"[{kept.contribution_low:.2f}, {kept.contribution_high:.2f}]"
-    return f"{kept.why}.\n{kept.contribution:.2f}x {interval} with the rest of the plan on; effect: {kept.effect}"
+    return (
+        f"{shorten(kept.why)}.\n{kept.contribution:.2f}x {interval} with the rest of the plan on; effect: {kept.effect}"
+    )
 
 
 def _memory(a: list[Trial], b: list[Trial]) -> Memory:

@@ -84,6 +84,7 @@ class Warm:
             careful=self._careful,
             former=tuple((block.on, block.step_seconds) for block in self._found.blocks if _counts(block)),
             out=tuple(self._found.course.out),
+            early_ends=0 if self._ran else self._options.early_ends,
         )
         process = _Process(self._trials, self._found, options, self._on_block)
         process.run(folder, self._startup)

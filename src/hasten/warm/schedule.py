@@ -56,9 +56,10 @@ def _search(course: Course, options: WarmOptions) -> Wishes:
     began = time.monotonic()
     plain: frozenset[int] = frozenset()
     yield from _ask(course, Wish(plain, "baseline", skip=_WARM_UP))
-    yield from _ask(course, Wish(plain, "baseline", skip=0))
-    for _ in range(2):
-        yield from _ask(course, Wish(course.all_on(), "all on"))
+    if not options.former:  # a process before this one has asked this
+        yield from _ask(course, Wish(plain, "baseline", skip=0))
+        for _ in range(2):
+            yield from _ask(course, Wish(course.all_on(), "all on"))
     confirming = began + _CONFIRM * (options.search_until - began)
     while time.monotonic() < confirming and course.doubtful():
         yield from _ask(course, Wish(course.wants(), "search"))
