@@ -15,6 +15,7 @@ _EXPECTED = 0.2  # of the share of the step that a technique relieves, as log(se
 _SPREAD, _SPREAD_BY_SHARE = 0.06, 0.3
 _DOUBTED = {"cpu_threads": 0.1, "debug_off": -0.02, "cudnn_benchmark": -0.02}
 _SLIGHT = 0.03  # what lies in memory management or in switches that most steps do not feel
+_MOST_SETTINGS = 2  # of a technique: each must be asked in many blocks
 _NEXT_BEST = 0.7  # of the first setting's worth is expected of the next
 
 
@@ -61,7 +62,7 @@ def applicable(
                 skipped.append(Skipped(name, "acts only from a process's start, and tune switches while it runs"))
                 continue
             why[name] = answer.why
-            candidates += _with_priors(technique, settings, shares[technique.relieves])
+            candidates += _with_priors(technique, settings[:_MOST_SETTINGS], shares[technique.relieves])
     return Applicable(tuple(candidates), why, tuple(skipped))
 
 

@@ -13,6 +13,8 @@ from hasten.tuner.stats import mean_of
 from hasten.warm.course import Course
 from hasten.warm.record import Measured
 
+_APART = 15.0  # seconds between two sides of a pair, beyond which the machine may be another
+
 
 @dataclass
 class Found:
@@ -54,10 +56,14 @@ class Found:
             for one in self.blocks
             if not one.trouble and ((one.part == "plain" and not one.on) or (one.part == "plan" and one.on == wanted))
         ]
-        pairs = []
-        for first, second in zip(sides[::2], sides[1::2], strict=False):
-            if {first.part, second.part} == {"plain", "plan"}:
-                pairs.append((first, second) if first.part == "plain" else (second, first))
+        pairs: list[tuple[Measured, Measured]] = []
+        waits: Measured | None = None
+        for one in sides:
+            if waits is None or waits.part == one.part or one.began - waits.began > _APART + waits.seconds:
+                waits = one  # its other side was never measured: the process ended
+                continue
+            pairs.append((waits, one) if waits.part == "plain" else (one, waits))
+            waits = None
         return pairs
 
     def claim(self) -> Ratio | None:

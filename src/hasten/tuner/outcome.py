@@ -184,7 +184,7 @@ def _full_run(a: Timing, b: Timing, length: Length) -> FullRun:
 
 def _kept(all_: Measurements, index: int, speedup: Ratio) -> Kept:
     found = all_.found
-    one, estimate = found.course.candidates[index], found.course.estimates()[index]
+    one, estimate = found.course.candidates[index], found.course.estimates(found.chosen)[index]
     # Alone in the plan, it is what the claim measured.
     ratio = (speedup.ratio, speedup.low, speedup.high) if len(found.chosen) == 1 else estimate.ratio
     return Kept(
@@ -201,7 +201,9 @@ def _kept(all_: Measurements, index: int, speedup: Ratio) -> Kept:
 def _tried(found: Found) -> tuple[Tried, ...]:
     """Every setting that was measured or failed, with what is known of it."""
     rows = []
-    for index, (one, estimate) in enumerate(zip(found.course.candidates, found.course.estimates(), strict=True)):
+    for index, (one, estimate) in enumerate(
+        zip(found.course.candidates, found.course.estimates(found.chosen), strict=True)
+    ):
         reason = found.course.out.get(index, "")
         kept = index in found.chosen
         if not (kept or reason or estimate.blocks):
@@ -230,7 +232,7 @@ def _why_lost(found: Found, index: int, estimate: Estimate) -> str:
 
 def _doubtful(found: Found) -> tuple[str, ...]:
     """What the search would still ask with more time."""
-    course, found_ = found.course, found.course.estimates()
+    course, found_ = found.course, found.course.estimates(found.chosen)
     return tuple(
         f"{course.candidates[i].called}: helps with {found_[i].helps:.0%} probability after {found_[i].blocks} blocks"
         for i in course.doubtful()

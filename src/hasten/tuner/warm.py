@@ -20,6 +20,7 @@ _POLL = 0.2
 _RESTARTS = 6
 _LEAST_BLOCKS = 3  # good ones, or the script cannot be tuned warm
 _QUIET, _QUIET_COMPILING = 45.0, 240.0  # seconds without a block after which a process hangs
+_PAIRS = 6  # of a claim that is measured in several processes
 _NOTHING_LEFT = 3.0  # seconds of search in which a further process would measure nothing
 
 Say = Callable[[str], None]
@@ -67,10 +68,16 @@ class Warm:
         return any(map(_counts, self._found.blocks))
 
     def claim(self, until: float) -> None:
-        """Measure the chosen plan against the script as it is in a process of its own."""
+        """Measure the chosen plan against the script as it is, in a process of its own, or in several."""
         plan = tuple(sorted(self._found.chosen))
         self._options = dataclasses.replace(self._options, plan=plan, search_until=0.0, claim_until=until)
-        self._one()
+        for _ in range(_RESTARTS):
+            before = len(self._found.sides())
+            process = self._one()
+            now = len(self._found.sides())
+            left = until - time.monotonic() - self._startup
+            if process.done or process.crashed or now == before or now >= _PAIRS or left < _NOTHING_LEFT:
+                return
 
     def _left(self) -> float:
         return self._options.search_until - time.monotonic()

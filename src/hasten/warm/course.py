@@ -18,6 +18,17 @@ from hasten.warm.posterior import Estimate, Posterior
 _LEAST_SURE = {Effect.EXACT: 0.6, Effect.ROUNDING: 0.8, Effect.SAMPLING: 0.95, Effect.TRAJECTORY: 0.95}
 _WORTH = 0.004  # of log(seconds per step): less is not worth a line in a plan
 _SETTLED = 0.97  # a technique this sure to help, or not to, is asked no more
+# What relieves the same part, or is read by the other: their worths are no sum.
+_TOGETHER = (
+    ("loader_workers", "cpu_threads"),
+    ("loader_workers", "sample_cache"),
+    ("precision", "matmul_precision"),
+    ("precision", "channels_last"),
+    ("precision", "allocator"),
+    ("compile", "precision"),
+    ("compile", "channels_last"),
+    ("compile", "cpu_threads"),
+)
 _LEAST_BLOCKS = 2  # on and off, before anything is settled
 
 
@@ -41,7 +52,7 @@ class Course:
         live: bool = True,
     ) -> None:
         self.candidates = list(candidates)
-        self.posterior = Posterior([(one.mean, one.spread) for one in candidates])
+        self.posterior = Posterior([(one.mean, one.spread) for one in candidates], _pairs(candidates))
         self.validation = Posterior([(one.mean, one.spread) for one in candidates])
         self._validation_share = validation_share
         self.out: dict[int, str] = {}  # off for good, and why
@@ -76,59 +87,92 @@ class Course:
 
     def all_on(self) -> frozenset[int]:
         """All that is expected to help, the best setting of each technique."""
-        return self._proven_first([prior[0] for prior in self.posterior.priors])
+        return self._one_by_one(self._best([mean for mean, _ in self.posterior.priors], self._now()))
 
     def wants(self) -> frozenset[int]:
         """What a draw from the posterior takes to help."""
-        return self._proven_first(self.drawn())
+        effects, share = self.posterior.draw(self._lot), self._share()
+        if share:
+            others = self.validation.draw(self._lot)
+            effects[: len(others)] = [
+                (1 - share) * step + share * other for step, other in zip(effects, others, strict=False)
+            ]
+        return self._one_by_one(self._best(effects, self._now()))
 
-    def drawn(self) -> list[float]:
-        """Draw every candidate's effect, as likely as it is."""
-        effects, share = self.posterior.draw(self._lot), self._validation_share
-        if not share or not self.validation.seen:
-            return effects
-        others = self.validation.draw(self._lot)
-        return [(1 - share) * step + share * other for step, other in zip(effects, others, strict=True)]
+    def _now(self) -> set[int]:
+        return set(range(len(self.candidates))) - set(self.out) - self._last
 
-    def _proven_first(self, effects: Sequence[float]) -> frozenset[int]:
-        on = self._best_of_each(effects)
+    def _one_by_one(self, on: frozenset[int]) -> frozenset[int]:
+        """All of them; after a crash, of what never ran before one."""
         if not self.careful:
             return on
         ran = set().union(*(block.on for block in self.posterior.seen))
-        new = sorted(on - ran, key=lambda i: effects[i])
-        return frozenset((on & ran) | set(new[:1]))
+        return frozenset((on & ran) | set(sorted(on - ran)[:1]))
 
-    def _best_of_each(self, effects: Sequence[float], allowed: Collection[int] | None = None) -> frozenset[int]:
+    def _best(self, effects: Sequence[float], allowed: Collection[int]) -> frozenset[int]:
+        """The set with the least sum of effects, one setting of each technique: changed by one while that helps."""
+        pairs = dict(zip(self.posterior.pairs, effects[len(self.candidates) :], strict=False))
+
+        def worth(on: frozenset[int]) -> float:
+            together = sum(effect for (one, other), effect in pairs.items() if one in on and other in on)
+            return sum(effects[i] for i in on) + together
+
+        best = frozenset(self._one_of_each([i for i in allowed if effects[i] < 0], effects))
+        while True:
+            others = [self._flipped(best, i) for i in allowed]
+            other = min(others, key=worth, default=best)
+            if worth(other) >= worth(best) - 1e-12:
+                return best
+            best = other
+
+    def _one_of_each(self, indices: Iterable[int], effects: Sequence[float]) -> set[int]:
         best: dict[str, int] = {}
-        for index, one in enumerate(self.candidates):
-            if index in self.out or effects[index] >= 0:
-                continue
-            if index in self._last if allowed is None else index not in allowed:
-                continue
-            if one.name not in best or effects[index] < effects[best[one.name]]:
-                best[one.name] = index
-        return frozenset(best.values())
+        for index in indices:
+            name = self.candidates[index].name
+            if name not in best or effects[index] < effects[best[name]]:
+                best[name] = index
+        return set(best.values())
+
+    def _flipped(self, on: frozenset[int], index: int) -> frozenset[int]:
+        if index in on:
+            return on - {index}
+        name = self.candidates[index].name
+        return frozenset({i for i in on if self.candidates[i].name != name} | {index})
 
     # -- what is chosen ------------------------------------------------------------------------------------
 
-    def estimates(self) -> list[Estimate]:
-        """What is known of each candidate: what it does to a step and, by its share of the time, to validation."""
-        found, share = self.posterior.estimates(), self._validation_share
-        if not share or not self.validation.seen:
-            return found
-        return [_mixed(step, other, share) for step, other in zip(found, self.validation.estimates(), strict=True)]
+    def estimates(self, beside: Collection[int] | None = None) -> list[Estimate]:
+        """What is known of each candidate, with the chosen others on: of a step and, by its share, of validation."""
+        on = self.chosen() if beside is None else beside
+        return [self._estimate(i, on) for i in range(len(self.candidates))]
 
-    def sure_enough(self, index: int) -> bool:
-        """Whether it helps with the certainty that its effect on the result asks for."""
-        one, found = self.candidates[index], self.estimates()[index]
-        least = _LEAST_SURE[CATALOGUE[one.name].effect_of(one.setting)]
-        return found.helps >= least and -found.mean >= _WORTH and found.blocks > 0
+    def _estimate(self, index: int, on: Collection[int]) -> Estimate:
+        name = self.candidates[index].name
+        found = self.posterior.estimate(index, {i for i in on if self.candidates[i].name != name})
+        share = self._share()
+        return _mixed(found, self.validation.estimate(index, ()), share) if share else found
+
+    def _share(self) -> float:
+        return self._validation_share if self.validation.seen else 0.0
 
     def chosen(self) -> frozenset[int]:
-        """What helps, the best setting of each technique."""
-        found = [one.mean for one in self.estimates()]
-        sure = {i for i in range(len(self.candidates)) if self.sure_enough(i)}
-        return self._best_of_each(found, sure)
+        """What helps beside the others, each as surely as its effect on the result asks for."""
+        effects = self.posterior.means()
+        if self._share():
+            alone = [self._estimate(i, ()).mean for i in range(len(self.candidates))]
+            effects = [*alone, *effects[len(alone) :]]
+        ran = {i for block in self.posterior.seen for i in block.on}
+        on = self._best(effects, ran - set(self.out))
+        while on:
+            weak = [i for i in on if not self._is_sure(i, self._estimate(i, on))]
+            if not weak:
+                break
+            on -= {min(weak, key=lambda i: self._estimate(i, on).helps)}
+        return on
+
+    def _is_sure(self, index: int, found: Estimate) -> bool:
+        one = self.candidates[index]
+        return found.helps >= _LEAST_SURE[CATALOGUE[one.name].effect_of(one.setting)] and -found.mean >= _WORTH
 
     def doubtful(self) -> list[int]:
         """Of which more blocks could still change the choice."""
@@ -142,6 +186,16 @@ class Course:
                 or not (one.helps > _SETTLED or one.helps < 1 - _SETTLED or abs(one.mean) + one.spread < 2 * _WORTH)
             )
         ]
+
+
+def _pairs(candidates: Sequence[Candidate]) -> list[tuple[int, int]]:
+    """The candidates that may change each other's worth."""
+    return [
+        (i, j)
+        for i, one in enumerate(candidates)
+        for j, other in enumerate(candidates)
+        if (one.name, other.name) in _TOGETHER
+    ]
 
 
 def _mixed(step: Estimate, validation: Estimate, share: float) -> Estimate:

@@ -1,8 +1,8 @@
 """What blocks tell of each technique: a Bayesian regression of log(seconds per step), one block at a time. No torch.
 
-log(seconds per step) = level + sum of the effects of what is on + noise. The level drifts (the machine is shared, the
-training goes on); effects stay. Everything is normal, so one block is one step of a Kalman filter. A block far off what
-is expected is pulled in, so that a hiccup of the machine does not decide anything.
+log(seconds per step) = level + sum of the effects of what is on + what known pairs do together + noise. The level
+drifts (the machine is shared, the training goes on); effects stay. Everything is normal, so one block is one step of a
+Kalman filter. A block far off what is expected is pulled in, so that a hiccup of the machine decides nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ _DRIFT = 0.3  # of the noise: how far the level walks between two blocks
 _LEAST_NOISE = 0.01
 _FIRST_NOISE = 0.06
 _PULL = 3.0  # standard deviations beyond which a block counts no further
+_TOGETHER = 0.12  # how much a pair may do beyond what each does alone: standard deviation
 _RESTART = 0.15  # how much the level may change from one process to the next
 
 
@@ -62,10 +63,12 @@ class Posterior:
 
     Args:
         priors: (mean, spread) of each candidate's effect before anything was measured.
+        pairs: Candidates that may change each other's worth.
     """
 
-    def __init__(self, priors: Sequence[tuple[float, float]]) -> None:
+    def __init__(self, priors: Sequence[tuple[float, float]], pairs: Sequence[tuple[int, int]] = ()) -> None:
         self.priors = list(priors)
+        self.pairs = list(pairs)
         self.seen: list[Seen] = []
         self.noise = _FIRST_NOISE
         self._mean: list[float] = []
@@ -81,23 +84,26 @@ class Posterior:
             self.noise = max(_LEAST_NOISE, 1.48 * statistics.median(map(abs, residuals)))
         self._fit(self.noise)
 
-    def estimates(self) -> list[Estimate]:
-        """What is known of each candidate."""
-        return [
-            Estimate(
-                self._mean[i + 1],
-                math.sqrt(max(1e-12, self._cov[i + 1][i + 1])),
-                sum(i in block.on for block in self.seen),
-                sum(i not in block.on for block in self.seen),
-            )
-            for i in range(len(self.priors))
-        ]
+    def estimate(self, index: int, beside: Collection[int]) -> Estimate:
+        """What is known of a candidate, with these others on."""
+        rows = [1 + index, *self._rows_of_pairs(index, beside)]
+        variance = sum(self._cov[i][j] for i in rows for j in rows)
+        return Estimate(
+            sum(self._mean[i] for i in rows),
+            math.sqrt(max(1e-12, variance)),
+            sum(index in block.on for block in self.seen),
+            sum(index not in block.on for block in self.seen),
+        )
 
     def gain(self, on: Collection[int]) -> tuple[float, float]:
         """Mean and standard deviation of the change of log(seconds per step) with these on."""
-        chosen = [i + 1 for i in on]
-        variance = sum(self._cov[i][j] for i in chosen for j in chosen)
-        return sum(self._mean[i] for i in chosen), math.sqrt(max(0.0, variance))
+        rows = self._rows(on)[1:]
+        variance = sum(self._cov[i][j] for i in rows for j in rows)
+        return sum(self._mean[i] for i in rows), math.sqrt(max(0.0, variance))
+
+    def means(self) -> list[float]:
+        """Expected effects of the candidates, then of the pairs."""
+        return self._mean[1:]
 
     @property
     def level(self) -> float:
@@ -105,19 +111,18 @@ class Posterior:
         return self._mean[0]
 
     def draw(self, lot: random.Random) -> list[float]:
-        """Draw all effects at once, as likely as they are."""
+        """Draw the effects of all candidates and pairs at once, as likely as they are."""
         factor = _cholesky(self._cov)
         normal = [lot.gauss(0.0, 1.0) for _ in self._mean]
         return [self._mean[i] + sum(factor[i][j] * normal[j] for j in range(i + 1)) for i in range(1, len(self._mean))]
 
     def _fit(self, noise: float) -> list[float]:
         """Run the filter over all blocks; what it did not expect of each, in units of log(seconds)."""
-        size = 1 + len(self.priors)
-        self._mean = [self.seen[0].pace if self.seen else 0.0, *(mean for mean, _ in self.priors)]
-        self._cov = [[0.0] * size for _ in range(size)]
-        self._cov[0][0] = 1.0
-        for i, (_, spread) in enumerate(self.priors):
-            self._cov[i + 1][i + 1] = spread * spread
+        priors = [(self.seen[0].pace if self.seen else 0.0, 1.0), *self.priors, *((0.0, _TOGETHER) for _ in self.pairs)]
+        self._mean = [mean for mean, _ in priors]
+        self._cov = [[0.0] * len(priors) for _ in priors]
+        for i, (_, spread) in enumerate(priors):
+            self._cov[i][i] = spread * spread
         residuals = []
         process = self.seen[0].process if self.seen else 0
         for block in self.seen:
@@ -128,9 +133,23 @@ class Posterior:
             residuals.append(self._step(block, noise))
         return residuals[1:]
 
+    def _rows(self, on: Collection[int]) -> list[int]:
+        """What acts in a block with these on: the level, the candidates, the pairs of which both are on."""
+        first = 1 + len(self.priors)
+        together = (first + place for place, (one, other) in enumerate(self.pairs) if one in on and other in on)
+        return [0, *(1 + i for i in on), *together]
+
+    def _rows_of_pairs(self, index: int, beside: Collection[int]) -> list[int]:
+        first = 1 + len(self.priors)
+        return [
+            first + place
+            for place, (one, other) in enumerate(self.pairs)
+            if (one == index and other in beside) or (other == index and one in beside)
+        ]
+
     def _step(self, block: Seen, noise: float) -> float:
         """One block: move what is known towards it; what was not expected of it."""
-        on = [0, *(i + 1 for i in block.on)]
+        on = self._rows(block.on)
         mean, cov, size = self._mean, self._cov, len(self._mean)
         towards = [sum(row[j] for j in on) for row in cov]
         variance = sum(towards[j] for j in on) + noise * noise
