@@ -6,7 +6,8 @@ SCRIPT = '''
     from torch import nn
     from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-    KIND, SETTINGS, SCHEDULE, GO_ON, BETWEEN = {kind!r}, {settings!r}, {schedule!r}, {go_on!r}, {between!r}
+    KIND, SETTINGS, SCHEDULE = {kind!r}, {settings!r}, {schedule!r}
+    GO_ON, BETWEEN, WORKERS = {go_on!r}, {between!r}, {workers!r}
     torch.set_num_threads(1)
     board, told = None, set()
     if SETTINGS:
@@ -34,6 +35,19 @@ SCRIPT = '''
             line[numpy.random.randint(8)] = 1
             return line, self.words[index, 0] % 2
 
+    def shifted(index):
+        return (torch.arange(8) * (index + 1)) % 50
+
+    class Made(Dataset):
+        """Lines that are made of their number; some draw random numbers besides."""
+        def __init__(self, draws):
+            self.loader, self.draws = shifted, draws
+        def __len__(self):
+            return 48
+        def __getitem__(self, index):
+            line = self.loader(index)
+            return (line.roll(random.randrange(8)) if self.draws else line), index % 2
+
     class Words(nn.Module):
         def __init__(self):
             super().__init__()
@@ -54,9 +68,10 @@ SCRIPT = '''
         dataset = TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     else:
-        model, dataset = Words(), Drawing(torch.randint(50, (48, 8), generator=generator))
+        lines = torch.randint(50, (48, 8), generator=generator)
+        model, dataset = Words(), Drawing(lines) if KIND == "words" else Made(KIND == "drawn")
         optimizer = torch.optim.AdamW(model.parameters(), 0.003)
-    loader = DataLoader(dataset, 16, shuffle=True)
+    loader = DataLoader(dataset, 16, shuffle=True, num_workers=WORKERS)
     held_out = DataLoader(TensorDataset(*dataset[:16]) if KIND == "images" else dataset, 16)
     steps, losses, validated = 0, [], []
 
@@ -73,9 +88,11 @@ SCRIPT = '''
         exec(BETWEEN)
 
     def passes(count):
+        global iterator
         for _ in range(count):
             model.train()
-            for batch in loader:
+            iterator = iter(loader)
+            for batch in iterator:
                 batch_step(*batch)
             model.eval()
             for x, y in held_out:
@@ -125,8 +142,15 @@ def script(
     go_on: str = "",
     between: str = "",
     passes: int = 6,
+    workers: int = 0,
 ) -> str:
     """Return a script that leaves its state, and that behind one more pass with all switched off."""
     return SCRIPT.format(
-        kind=kind, settings=settings or [], schedule=schedule or {}, go_on=go_on, between=between, passes=passes
+        kind=kind,
+        settings=settings or [],
+        schedule=schedule or {},
+        go_on=go_on,
+        between=between,
+        passes=passes,
+        workers=workers,
     )

@@ -19,7 +19,7 @@ def every_other(name: str, setting: Any) -> dict[int, dict[str, Any]]:
     return {step: {name: setting} if step % 4 == 2 else {} for step in range(2, STEPS, 2)}
 
 
-def both(train: Train, folder: Path, kind: str, settings: list[Any], schedule: Any, **more: str) -> tuple[Any, Any]:
+def both(train: Train, folder: Path, kind: str, settings: list[Any], schedule: Any, **more: Any) -> tuple[Any, Any]:
     """A switched training, and the plain one, which then goes on from where the switched one was."""
     switched = train(script(kind, settings, schedule, **more), listen=False)
     assert switched.code == 0, switched.err
@@ -67,6 +67,41 @@ def test_a_training_is_left_as_it_would_be_without(
     switched, plain = both(train, tmp_path, kind, [(name, setting)], every_other(name, setting))
     assert name in switched.left["acted"]
     check(switched, plain, CATALOGUE[name].effect_of(setting), tolerance)
+
+
+FETCHER = "type(getattr(iterator, '_dataset_fetcher', None)).__name__"
+DECODED = "type(dataset.loader).__name__ == '_CachedFunction' and not dataset.loader._kept.is_over()"
+PASSES = [
+    ("images", "batched_fetch", True, 0, f"{FETCHER} == '_Gather'"),
+    ("made", "sample_cache", "samples", 0, f"{FETCHER} == '_CachedFetcher'"),
+    ("drawn", "sample_cache", "decoded", 0, DECODED),
+    ("made", "loader_workers", {"num_workers": 1}, 0, "getattr(iterator, '_hasten_workers', None) is not None"),
+    ("made", "loader_workers", {"num_workers": 2}, 1, "iterator._num_workers == 2"),
+    ("made", "loader_workers", {"num_workers": 0}, 1, "iterator._num_workers == 0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "setting", "workers", "acts"), PASSES)
+def test_a_pass_goes_by_what_was_on_when_it_began(
+    train: Train, tmp_path: Path, kind: str, name: str, setting: Any, workers: int, acts: str
+) -> None:
+    """A pass has three steps: on from the second to within it, and from the fifth on to within the sixth."""
+    schedule = {2: {name: setting}, 5: {}, 11: {name: setting}, 16: {}}
+    switched, plain = both(
+        train, tmp_path, kind, [(name, setting)], schedule, between=f"told.add((steps, {acts}))", workers=workers
+    )
+    on = {4, 5, 6, 13, 14, 15, 16, 17, 18} if acts != DECODED else {2, 3, 4, 11, 12, 13, 14, 15}  # at once
+    assert {step for step, acted in switched.left["told"] if acted} == on
+    assert name in switched.left["acted"]
+    check(switched, plain, Effect.EXACT, 0.0)
+
+
+def test_samples_that_draw_random_numbers_are_not_kept(train: Train, tmp_path: Path) -> None:
+    switched, plain = both(
+        train, tmp_path, "words", [("sample_cache", "samples")], every_other("sample_cache", "samples")
+    )
+    assert "draw random numbers" in switched.left["acted"]["sample_cache"]
+    check(switched, plain, Effect.EXACT, 0.0)
 
 
 TRACEBACK = "'traceback_' in torch.ones(1, requires_grad=True).exp().grad_fn.metadata"

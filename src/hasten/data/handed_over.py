@@ -131,6 +131,11 @@ def _nobody(why: str) -> None:
 def hand_over(loader: Any, to: HandedOver) -> None:
     """Let the passes over a loader without workers be made by workers."""
     loader.__dict__["_hasten_workers"] = to
+    tap_passes()
+
+
+def tap_passes() -> None:
+    """Look for a HandedOver on each loader that begins a pass."""
     kind: Any = DataLoader
     plain = kind._get_iterator
     if getattr(plain, "_hasten", False):

@@ -84,6 +84,15 @@ class SampleStore:
     def spoilt(self, spoilt: bool) -> None:
         self._map[_NEXT.size] = int(spoilt)
 
+    @property
+    def paused(self) -> bool:
+        """Whether no process shall use it for now."""
+        return bool(self._map[_NEXT.size + 1])
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._map[_NEXT.size + 1] = int(paused)
+
     def get(self, key: Hashable) -> Any:
         """The sample of a key, as a fresh copy; `SampleStore.MISSING` when it is not there."""
         try:

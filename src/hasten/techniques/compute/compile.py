@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from typing import Any
 
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import COMPUTE, seconds_of, share_of, timed
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.switches import Switches
 
 _POINTWISE = 0.25  # share of the step in pointwise operators from which on compiling is advised
 _CHAIN = 12  # and so many of them, forward and backward
@@ -32,6 +34,15 @@ class Compile(Technique):
     sources = ("torch.compile tutorial", "Lin, tip 10")
     values = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
     acts_on = "a model"
+    liveness = Liveness.LAST
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._switches = Switches()
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # to be compiled by `on`
+        self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Compiled, and not called now. It holds its model: one that is dropped meanwhile stays.
+        self._aside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -87,13 +98,43 @@ class Compile(Technique):
         """Under `run`, a model that cannot be compiled goes on as it is; a trial must see the failure."""
         import os
 
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernel_cache())  # the Trainer starts no process of its own
+        self._configure("suppress_errors", "HASTEN_TRIAL" not in os.environ)
+
+    def on(self) -> None:
+        """Compile the models that are known by now; what was compiled once is called again."""
+        super().on()
+        self.process()
+        for model, compiled in list(self._aside.items()):
+            if model._compiled_call_impl is None:
+                model._compiled_call_impl = compiled
+        self._aside.clear()
+        for model in list(self._models):
+            self._compile(model)
+        self._models.clear()
+
+    def off(self) -> None:
+        """Call models as they are."""
+        super().off()
+        for model in list(self._compiled):
+            if (compiled := vars(model).pop("_compiled_call_impl", None)) is not None:
+                self._aside[model] = compiled
+        self._switches.put_back()
+
+    def _configure(self, name: str, value: bool) -> None:
         import torch._dynamo
 
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernel_cache())  # the Trainer starts no process of its own
-        torch._dynamo.config.suppress_errors = "HASTEN_TRIAL" not in os.environ
+        config = torch._dynamo.config
+        self._switches.set(lambda: getattr(config, name), lambda value: setattr(config, name, value), value)
 
     def model(self, model: Any, args: tuple[Any, ...]) -> None:
         """Compile a module that has more than one layer."""
+        if self.active:
+            self._compile(model)
+        else:
+            self._models.add(model)
+
+    def _compile(self, model: Any) -> None:
         import torch
 
         if not any(True for _ in model.children()) or model._compiled_call_impl is not None:
@@ -102,11 +143,10 @@ class Compile(Technique):
             return
         if any(type(layer).__name__ == "OptimizedModule" for layer in model.modules()):
             return
-        import torch._dynamo.config
         import torch._inductor
 
         # Random numbers from torch's own generator, as without compiling: else dropout draws other masks.
-        _look_at_all(torch._dynamo.config)
+        self._look_at_all()
         mode = {} if self.setting == "default" else torch._inductor.list_mode_options(str(self.setting))
         options: dict[str, Any] = {"options": {**mode, "fallback_random": True}}
         if type(model).forward.__module__.startswith("torch."):
@@ -116,17 +156,17 @@ class Compile(Technique):
             model._compiled_call_impl = torch.compile(wrap_inline(model._call_impl), **options)
         else:
             model.compile(**options)
+        self._compiled.add(model)
         self.did("model")
 
+    def _look_at_all(self) -> None:
+        """Have compiled code notice what it takes for granted by default.
 
-def _look_at_all(config: Any) -> None:
-    """Have compiled code notice what it takes for granted by default.
-
-    Hooks set on layers after it was compiled (they would never run), and NumPy's random numbers (torch's would stand in
-    for them). Only once something is compiled: a script's own torch.compile alone stays as it is.
-    """
-    config.skip_nnmodule_hook_guards = False
-    config.use_numpy_random_stream = True
+        Hooks set on layers after it was compiled (they would never run), and NumPy's random numbers (torch's would
+        stand in for them). Only once something is compiled: a script's own torch.compile alone stays as it is.
+        """
+        self._configure("skip_nnmodule_hook_guards", False)
+        self._configure("use_numpy_random_stream", True)
 
 
 def kernel_cache() -> str:

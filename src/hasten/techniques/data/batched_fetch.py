@@ -9,7 +9,7 @@ from typing import Any
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import in_ms, ordinary_wait
 from hasten.evidence.weigh import share_of, timed
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 
 _GATHERED = 80e-6  # seconds: a loader's own cost of a batch, and one index_select a tensor (26 us here)
 _BYTES = 2e9  # copied a second by one core
@@ -31,6 +31,7 @@ class BatchedFetch(Technique):
     relieves = Resource.DATA
     sources = ("Lin, tip 3", "fastai #3949")
     acts_on = "a DataLoader over a TensorDataset"
+    liveness = Liveness.PASS  # a pass keeps the fetcher that it began with
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:

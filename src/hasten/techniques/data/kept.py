@@ -45,8 +45,17 @@ class Kept:
             self.end(why)
 
     def is_over(self) -> bool:
-        """Whether it was given up, here or in a worker."""
-        return self._over or self._store.spoilt
+        """Whether it was given up or is paused, here or in a worker."""
+        return self._over or self._store.spoilt or self._store.paused
+
+    @property
+    def paused(self) -> bool:
+        """Whether it is left alone for now, in workers too."""
+        return self._store.paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._store.paused = paused
 
     def end(self, why: str) -> None:
         """Keep nothing from here on."""

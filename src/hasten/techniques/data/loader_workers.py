@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import shutil
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hasten.evidence.figures import percent
 from hasten.evidence.waiting import in_ms, ordinary_seconds, typical_wait
 from hasten.evidence.weigh import share_of, timed
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique, toml_value
+from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique, toml_value
 from hasten.techniques.data.crossing import holds_open
 from hasten.techniques.data.worker_estimate import room_for, workers_for
 
@@ -44,12 +45,16 @@ class LoaderWorkers(Technique):
     sources = ("Falcon, tip 1", "Lin, tip 1", "Kuhn, tip 2")
     values = dict
     acts_on = "a DataLoader"
+    liveness = Liveness.PASS
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         table = setting if isinstance(setting, dict) else {"num_workers": setting}
         self.num_workers = int(table["num_workers"])
         self.prefetch_factor = int(table.get("prefetch_factor", 2))
+        # What loaders get while this is on, and had before: to be switched.
+        self._loaders: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, Any]]]
+        self._loaders = weakref.WeakKeyDictionary()
 
     @classmethod
     def check(cls, setting: Setting) -> str:
@@ -149,7 +154,7 @@ class LoaderWorkers(Technique):
 
     def loader_options(self, options: dict[str, Any]) -> None:
         """Give a loader that has workers of its own another number of them."""
-        if not options["num_workers"] or _no_children():
+        if self.switchable or not options["num_workers"] or _no_children():
             return  # see `loader`
         if why := _why_not(options):
             self.refused(why)
@@ -164,9 +169,12 @@ class LoaderWorkers(Technique):
 
     def loader(self, loader: Any) -> None:
         """Hand the passes over a loader without workers to workers."""
+        if loader.num_workers and self.switchable:
+            self._loader_with_workers(loader)
+            return
         from torch.utils.data import DataLoader
 
-        from hasten.data.handed_over import HandedOver, hand_over
+        from hasten.data.handed_over import HandedOver, hand_over, tap_passes
         from hasten.data.orders import why_not
 
         if loader.num_workers or not self.num_workers or _no_children():
@@ -179,8 +187,57 @@ class LoaderWorkers(Technique):
         if why:
             self.refused(why)
             return
-        hand_over(loader, HandedOver(self.num_workers, self.prefetch_factor, self._let_go))
+        handed = HandedOver(self.num_workers, self.prefetch_factor, self._let_go)
+        if self.switchable:
+            tap_passes()
+            self._note(loader, {"_hasten_workers": handed})
+        else:
+            hand_over(loader, handed)
         self.did("loader")
+
+    def _loader_with_workers(self, loader: Any) -> None:
+        """Note what a loader with workers of its own gets while this is on."""
+        from torch.utils.data import DataLoader
+
+        if _no_children():
+            return
+        names = ("dataset", "batch_sampler", "sampler", "worker_init_fn", "collate_fn")
+        why = _why_not({name: getattr(loader, name) for name in names})
+        if type(loader)._get_iterator is not DataLoader._get_iterator:
+            why = why or f"{type(loader).__name__} makes iterators of its own"
+        if loader.persistent_workers:  # to dismiss them would end the random numbers of each
+            why = why or "its workers outlive a pass"
+        if why:
+            self.refused(why)
+            return
+        without: dict[str, Any] = {"num_workers": 0, "prefetch_factor": None, "timeout": 0}
+        some = {"num_workers": self.num_workers, "prefetch_factor": self.prefetch_factor}
+        self._note(loader, some if self.num_workers else without)
+        self.did("loader")
+
+    def _note(self, loader: Any, wanted: dict[str, Any]) -> None:
+        self._loaders[loader] = wanted, {}
+        if self.active:
+            self._give(loader)
+
+    def on(self) -> None:
+        """Hand over the passes that begin from here on."""
+        super().on()
+        for loader in list(self._loaders):
+            self._give(loader)
+
+    def off(self) -> None:
+        """Leave the passes that begin later to what the loader had; one that is under way keeps its workers."""
+        super().off()
+        for loader, (wanted, before) in list(self._loaders.items()):
+            for name, value in before.items():
+                if loader.__dict__.get(name) is wanted[name]:  # else the script has set it since
+                    loader.__dict__[name] = value
+
+    def _give(self, loader: Any) -> None:
+        wanted, before = self._loaders[loader]
+        before.update((name, loader.__dict__.get(name)) for name in wanted)
+        loader.__dict__.update(wanted)
 
     def _let_go(self, why: str) -> None:
         self.refused(why)

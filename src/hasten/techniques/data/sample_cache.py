@@ -14,7 +14,7 @@ from hasten.evidence import Evidence, Finding, HowKnown, LoaderFacts, Phase, Pro
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import data_share, faster_loading
 from hasten.evidence.weigh import timed
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique, toml_value
+from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique, toml_value
 from hasten.techniques.data.batched_fetch import holds_rows
 from hasten.techniques.data.kept import Kept, Stale
 
@@ -43,6 +43,7 @@ class SampleCache(Technique):
     sources = ("Falcon, tip 1", "Lin, tip 1", "Lin, tip 3")
     values = ("decoded", "samples")
     acts_on = "a map-style dataset"
+    liveness = Liveness.PASS
 
     def __init__(self, setting: Any) -> None:
         super().__init__(setting)
@@ -129,6 +130,8 @@ class SampleCache(Technique):
         kept = Kept(store, {"loader": inner.loader}, self._let_go)
         if not kept.is_over():
             inner.loader = _CachedFunction(inner.loader, kept)
+            self._kept[id(inner)] = kept
+            kept.paused = not self.active
             self.did("dataset")
 
     def loader(self, loader: Any) -> None:
@@ -151,6 +154,7 @@ class SampleCache(Technique):
             self._kept[id(dataset)] = kept
             if not kept.is_over():
                 self.did("dataset")
+            kept.paused = not self.active
         loader.__dict__["_hasten_kept"] = kept  # what is kept goes when the last loader does
 
     def fetcher(self, fetcher: Any) -> Any:
@@ -165,9 +169,24 @@ class SampleCache(Technique):
         kept.look(whole=True)
         return fetcher if kept.is_over() else _CachedFetcher(fetcher, kept)
 
+    def on(self) -> None:
+        """Take samples from the stores, with what they hold from before."""
+        super().on()
+        self._pause(False)
+
+    def off(self) -> None:
+        """Have each sample made; the stores keep what they hold."""
+        super().off()
+        self._pause(True)
+
+    def _pause(self, paused: bool) -> None:
+        for kept in list(self._kept.values()):
+            kept.paused = paused
+
     def _let_go(self, why: str) -> None:
         self.refused(why)
-        messages.tell(f"hasten: sample_cache: {why}; the dataset is read without the cache from here on.")
+        if self.active:
+            messages.tell(f"hasten: sample_cache: {why}; the dataset is read without the cache from here on.")
 
 
 def _fetches_of_its_own(dataset: Any) -> str:

@@ -9,7 +9,7 @@ from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.waiting import in_ms
 from hasten.evidence.weigh import seconds_of, share_of, timed
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, CudaOnly, Effect, Refusal, Resource
+from hasten.techniques.base import Choices, CudaOnly, Effect, Liveness, Refusal, Resource
 from hasten.techniques.nested import tensors_in
 
 
@@ -27,6 +27,7 @@ class DevicePrefetch(CudaOnly):
     relieves = Resource.TRANSFER
     sources = ("NVIDIA data prefetcher (apex imagenet example)", "Lightning #4803")
     acts_on = "a DataLoader"
+    liveness = Liveness.PASS  # what a pass has taken early, it gives until its end
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -78,6 +79,12 @@ class DevicePrefetch(CudaOnly):
             self._stream = torch.cuda.Stream()
             torch.Tensor.to = self._handing_out(torch.Tensor.to)  # type: ignore[method-assign]
             torch.Tensor.cuda = self._handing_out(torch.Tensor.cuda)  # type: ignore[method-assign]
+
+    def on(self) -> None:
+        """Take batches early in the passes that begin from here on."""
+        super().on()
+        if self._stream is None:
+            self.process()
 
     def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
         """Take each batch from the workers one step early and start its copy.

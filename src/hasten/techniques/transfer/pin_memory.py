@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.waiting import in_ms, per_step, worth_of_waits
 from hasten.evidence.weigh import seconds_of, share_of, timed
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, CudaOnly, Effect, Refusal, Resource
+from hasten.techniques.base import Choices, CudaOnly, Effect, Liveness, Refusal, Resource
 from hasten.techniques.data.crossing import holds_on_device
 from hasten.techniques.nested import tensors_in
 
@@ -30,10 +31,12 @@ class PinMemory(CudaOnly):
     relieves = Resource.TRANSFER
     sources = ("Falcon, tip 2", "Lin, tip 2", "Kuhn, tip 2")
     acts_on = "a DataLoader"
+    liveness = Liveness.PASS
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._given: Any = None  # the tensors that loaders gave and that are still alive
+        self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()  # that pin while this is on
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -101,11 +104,43 @@ class PinMemory(CudaOnly):
         """Pin what the loader gives."""
         import torch
 
+        if self.switchable:
+            return  # see `loader`
         if why := holds_on_device(options["dataset"]):  # only host memory can be pinned
             self.refused(f"the dataset {why}")
         elif torch.cuda.is_available() and not options["pin_memory"]:
             options["pin_memory"] = True
             self.did("loader")
+
+    def loader(self, loader: Any) -> None:
+        """Where it may be switched: pin what the passes give that begin while this is on.
+
+        Workers that outlive a pass are left to what they were started with.
+        """
+        import torch
+
+        if not self.switchable or not torch.cuda.is_available() or loader.pin_memory:
+            return
+        if why := holds_on_device(loader.dataset):
+            self.refused(f"the dataset {why}")
+            return
+        self._loaders.add(loader)
+        loader.pin_memory = self.active
+        self.did("loader")
+
+    def on(self) -> None:
+        """Pin in the passes that begin from here on."""
+        super().on()
+        if self._given is None:
+            self.process()
+        for loader in list(self._loaders):
+            loader.pin_memory = True
+
+    def off(self) -> None:
+        """Pin no more in those that begin later."""
+        super().off()
+        for loader in list(self._loaders):
+            loader.pin_memory = False
 
 
 def _not_waiting(copy: Any, given: Any) -> Any:
