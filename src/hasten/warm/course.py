@@ -17,6 +17,7 @@ from hasten.warm.options import Candidate
 from hasten.warm.posterior import Estimate, Posterior
 
 _LEAST_SURE = {Effect.EXACT: 0.6, Effect.ROUNDING: 0.8, Effect.SAMPLING: 0.95, Effect.TRAJECTORY: 0.95}
+_HARMS = 0.5  # less sure to help than this, and it leaves even the set that won
 _WORTH = 0.004  # of log(seconds per step): less is not worth a line in a plan
 _SETTLED = 0.97  # a technique this sure to help, or not to, is asked no more
 # What relieves the same part, or is read by the other: their worths are no sum.
@@ -181,7 +182,8 @@ class Course:
     def chosen(self) -> frozenset[int]:
         """What won the play-off; before it, what helps beside the others as surely as its effect on the result asks."""
         if self._settled is not None:
-            return self._settled - set(self.out)
+            on = self._settled - set(self.out)
+            return frozenset(i for i in on if self._estimate(i, on).helps > _HARMS)
         ran = {i for block in self.posterior.seen for i in block.on}
         return self._without_the_unsure(self._best(self._expected(), ran - set(self.out)))
 
