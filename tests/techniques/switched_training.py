@@ -7,7 +7,7 @@ SCRIPT = '''
     from torch.utils.data import DataLoader, Dataset, TensorDataset
 
     KIND, SETTINGS, SCHEDULE = {kind!r}, {settings!r}, {schedule!r}
-    GO_ON, BETWEEN, WORKERS = {go_on!r}, {between!r}, {workers!r}
+    GO_ON, BEFORE, BETWEEN, WORKERS = {go_on!r}, {before!r}, {between!r}, {workers!r}
     torch.set_num_threads(1)
     board, told = None, set()
     if SETTINGS:
@@ -67,12 +67,17 @@ SCRIPT = '''
         x = torch.randn(48, 3, 16, 16, generator=generator)
         dataset = TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    elif KIND == "small":
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 2))
+        x = torch.randn(48, 8, generator=generator)
+        dataset = TensorDataset(x, (x.mean(1) > 0).long())
+        optimizer = torch.optim.AdamW(model.parameters(), 0.003)
     else:
         lines = torch.randint(50, (48, 8), generator=generator)
         model, dataset = Words(), Drawing(lines) if KIND == "words" else Made(KIND == "drawn")
         optimizer = torch.optim.AdamW(model.parameters(), 0.003)
     loader = DataLoader(dataset, 16, shuffle=True, num_workers=WORKERS)
-    held_out = DataLoader(TensorDataset(*dataset[:16]) if KIND == "images" else dataset, 16)
+    held_out = DataLoader(TensorDataset(*dataset[:16]) if KIND in ("images", "small") else dataset, 16)
     steps, losses, validated = 0, [], []
 
     def batch_step(x, y):
@@ -101,8 +106,8 @@ SCRIPT = '''
     def state():
         layout = [
             (tuple(part.stride()), tuple(part.grad.stride()), [
-                (name, part.dtype, part.stride()) if isinstance(part, torch.Tensor) else (name, part)
-                for name, part in sorted(optimizer.state[part].items())
+                (name, kept.dtype, kept.stride()) if isinstance(kept, torch.Tensor) else (name, kept)
+                for name, kept in sorted(optimizer.state[part].items())
             ])
             for part in model.parameters()
         ]
@@ -114,6 +119,7 @@ SCRIPT = '''
             numpy=numpy.random.get_state(),
         )
 
+    exec(BEFORE)
     passes({passes})
     left = dict(trained=state(), losses=list(losses), validated=list(validated), told=told)
     if board is not None:
@@ -140,6 +146,7 @@ def script(
     settings: list[tuple[str, object]] | None = None,
     schedule: dict[int, dict[str, object]] | None = None,
     go_on: str = "",
+    before: str = "",
     between: str = "",
     passes: int = 6,
     workers: int = 0,
@@ -150,6 +157,7 @@ def script(
         settings=settings or [],
         schedule=schedule or {},
         go_on=go_on,
+        before=before,
         between=between,
         passes=passes,
         workers=workers,

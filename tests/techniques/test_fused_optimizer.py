@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -223,13 +224,20 @@ def test_what_is_left_to_the_ordinary_way_is_said(train: Train) -> None:
     assert train(script, listen=False, fused_optimizer=True).err == f"hasten: fused_optimizer {said}\n"
 
 
-def test_the_checkpoint_of_a_plain_run_goes_on_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run() -> Iterator[Run]:
+    """A run of this process, which ends with the test."""
+    run = Run(build({"fused_optimizer": True}, CATALOGUE))
+    yield run
+    run.over()
+
+
+def test_the_checkpoint_of_a_plain_run_goes_on_fused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nn.Parameter(torch.ones(3))
     plain = torch.optim.Adam([weight])
     weight.grad = torch.ones(3)
     plain.step()
     optimizer = torch.optim.Adam([weight])
-    run = Run(build({"fused_optimizer": True}, CATALOGUE))
     run.optimizer(optimizer)
     optimizer.load_state_dict(plain.state_dict())
     fused: list[int] = []
@@ -242,10 +250,9 @@ def test_the_checkpoint_of_a_plain_run_goes_on_fused(monkeypatch: pytest.MonkeyP
     assert run.skipped == []
 
 
-def test_an_exception_in_a_closure_leaves_nothing_behind() -> None:
+def test_an_exception_in_a_closure_leaves_nothing_behind(run: Run) -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.Adam([weight])
-    run = Run(build({"fused_optimizer": True}, CATALOGUE))
     run.optimizer(optimizer)
     before = optimizer.state_dict()
 
@@ -258,10 +265,10 @@ def test_an_exception_in_a_closure_leaves_nothing_behind() -> None:
     assert optimizer.state_dict() == before
 
 
-def test_a_step_that_is_compiled_is_left_to_the_compiler() -> None:
+def test_a_step_that_is_compiled_is_left_to_the_compiler(run: Run) -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], 0.1, 0.9)
-    Run(build({"fused_optimizer": True}, CATALOGUE)).optimizer(optimizer)
+    run.optimizer(optimizer)
     step = torch.compile(optimizer.step, backend="eager")
     for _ in range(3):
         weight.grad = torch.ones(3)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hasten.techniques import CATALOGUE, Effect
-from tests.techniques.conftest import Train, Trained, close, identical
+from hasten.techniques.compute.compile import compiler
+from tests.techniques.conftest import Train, Trained, close, identical, slow_but
 from tests.techniques.switched_training import script
 
 STEPS = 18  # six passes of three steps
@@ -25,7 +27,7 @@ def both(train: Train, folder: Path, kind: str, settings: list[Any], schedule: A
     assert switched.code == 0, switched.err
     assert not switched.left["broken"], switched.left["broken"]
     assert not switched.left["skipped"]
-    more.pop("between", None)
+    more |= {"before": "", "between": ""}
     plain = train(script(kind, go_on=str(folder / "run1" / "left.pt"), **more), listen=False)
     assert plain.code == 0, plain.err
     return switched, plain
@@ -102,6 +104,55 @@ def test_samples_that_draw_random_numbers_are_not_kept(train: Train, tmp_path: P
     )
     assert "draw random numbers" in switched.left["acted"]["sample_cache"]
     check(switched, plain, Effect.EXACT, 0.0)
+
+
+@pytest.mark.skipif(not compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("backend", slow_but(("eager",), ("eager", "inductor")))
+def test_compiled_code_is_made_once(train: Train, tmp_path: Path, backend: str) -> None:
+    """By torch's own "eager" backend, which spares the C++ compiler, and (slow) by inductor."""
+    before = f"""
+plain = torch.compile
+if {backend == "eager"}:
+    torch.compile = lambda model, **options: plain(model, backend="eager")
+"""
+    on = {"compile": "default"}
+    between = """
+import torch._dynamo
+graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+told.add((steps, model._compiled_call_impl is not None, graphs, torch._dynamo.config.use_numpy_random_stream))
+"""
+    switched, plain = both(
+        train,
+        tmp_path,
+        "small",
+        list(on.items()),
+        {1: on, 2: {}, 4: on, 5: {}},
+        before=before,
+        between=between,
+        passes=2,
+    )
+    as_compiled = {1: (True, 0, True), 2: (False, 1, False), 4: (True, 1, True)}
+    expected = {step: as_compiled.get(step, (False, 1, False)) for step in range(1, 7)}
+    assert {step: tuple(rest) for step, *rest in switched.left["told"] if step < 7} == expected
+    check(switched, plain, Effect.ROUNDING, 1e-5)
+
+
+def test_all_of_them_by_lot(train: Train, tmp_path: Path) -> None:
+    """Every two steps another handful is on."""
+    lot = random.Random(7)
+    settings: list[tuple[str, Any]] = [
+        *[(name, True) for name in ("batched_fetch", "debug_off", "no_grad_validation", "cudnn_benchmark")],
+        *[(name, True) for name in ("fused_optimizer", "set_to_none", "channels_last", "pin_memory")],
+        *[("cpu_threads", 1), ("cpu_threads", 2), ("attention", "math"), ("allocator", "glibc")],
+        *[("precision", "bf16-mixed"), ("precision", "16-mixed"), ("sample_cache", "samples")],
+        *[("loader_workers", {"num_workers": 1}), ("loader_workers", {"num_workers": 2})],
+        *[("matmul_precision", "medium"), ("device_prefetch", True)],
+    ]
+    schedule = {step: dict(lot.sample(settings, lot.randrange(len(settings)))) for step in range(1, 30, 2)}
+    switched, plain = both(train, tmp_path, "images", settings, schedule, passes=10)
+    idle = {"pin_memory", "device_prefetch", "debug_off"}
+    assert set(dict(settings)) - set(switched.left["acted"]) <= idle | {"sample_cache"}  # rows of tensors are not kept
+    check(switched, plain, Effect.ROUNDING, 0.1)
 
 
 TRACEBACK = "'traceback_' in torch.ones(1, requires_grad=True).exp().grad_fn.metadata"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -61,3 +62,21 @@ def test_they_hold_while_it_runs_and_what_others_set_stays() -> None:
         assert switches() == ("high", *before[1:])
     finally:
         torch.set_float32_matmul_precision(before[0])
+
+
+def test_torchs_own_update_is_put_back() -> None:
+    module = sys.modules[torch.optim.SGD.__module__]
+    plain, trainer = module.sgd, quiet(fused_optimizer=True, max_epochs=1, limit_val_batches=0)
+
+    class Within(Looking):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert module.sgd is not plain
+            if batch_idx == 0:  # a training within this one does not end the fused updates of this one
+                flags = {"fused_optimizer": True, "limit_train_batches": 1, "limit_val_batches": 0}
+                quiet(**flags).fit(Looking(), loader())
+
+    for epochs in (1, 2):
+        trainer.max_epochs = epochs
+        trainer.fit(Within(), loader())
+        assert module.sgd is plain
+        assert "_init_group" not in vars(trainer.optimizers[0])

@@ -214,7 +214,8 @@ def with_passes(pair: Pair, *counts: tuple[int, ...]) -> Pair:
         dataclasses.replace(
             side,
             evidence=dataclasses.replace(
-                side.evidence, passes=tuple(Pass(0, 0.0, 0.0, 1.0, count, True) for count in batches)
+                side.evidence,
+                passes=tuple(Pass(0, at, at, at + 1.0, count, True) for at, count in enumerate(batches)),
             ),
         )
         for side, batches in zip(pair, counts, strict=True)

@@ -119,6 +119,7 @@ def test_an_honest_plan_is_never_refused(pairs: Pairs, first: int) -> None:
         assert parity_of(chosen, ("rounding",)).answer is not Answer.DOES_NOT
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("model", ["convolutions", pytest.param("attention", marks=pytest.mark.slow)])
 def test_an_honest_plan_agrees_on_the_same_batches(check: Check, model: str) -> None:  # noqa: F811
     found = check(training(model), HONEST)
@@ -169,11 +170,8 @@ def test_every_fiftieth_batch_left_out_is_known_by_the_losses_that_follow(pairs:
     assert parity_of(pairs(COUNTED, HONEST, 1), ("rounding",)).answer is not Answer.DOES_NOT
 
 
-def test_weights_in_bf16_without_master_copies_are_found(check: Check, pairs: Pairs) -> None:  # noqa: F811
-    plan: dict[str, Setting] = {"fused_optimizer": True, "narrow_weights": True}
-    found = check(WHOLE, plan)
-    assert found.ok is False
-    assert found.culprits == ("narrow_weights",)
-    parity = parity_of(pairs(WHOLE, plan, 3), ("rounding",))
+def test_weights_in_bf16_without_master_copies_do_not_hold(pairs: Pairs) -> None:
+    """The check finds them too; here it is the losses that tell."""
+    parity = parity_of(pairs(WHOLE, {"fused_optimizer": True, "narrow_weights": True}, 3), ("rounding",))
     assert parity.answer is Answer.DOES_NOT, parity
     assert "the training loss is higher under the plan" in parity.note

@@ -10,6 +10,7 @@ from hasten.check.checked import Checked
 from hasten.evidence import Evidence
 from hasten.evidence.figures import percent
 from hasten.techniques import Effect
+from hasten.tuner.counted import batches_of, steps_of
 from hasten.tuner.lag import Lag, lag_of
 from hasten.tuner.proof import Agreement, Answer, Parity, ParityCheck
 from hasten.tuner.stats import Estimate, mean_of, mean_of_course, mean_of_pairs
@@ -226,12 +227,11 @@ def _signed(change: float) -> str:
 
 def _compare_batches(pairs: Sequence[_Pair], findings: _Findings) -> None:
     """Compare how many batches each complete pass has, and how many steps lie before each validation."""
-    counts = [
-        (pair[1].seed, what, both)
-        for pair in pairs
-        for what, read in (("batches in a pass", _batches), ("steps before a validation", _steps))
-        for both in zip(*(read(_evidence(trial)) for trial in pair), strict=False)
-    ]
+    counts = []
+    for pair in pairs:
+        for what, read in (("batches in a pass", batches_of), ("steps before a validation", steps_of)):
+            ours, theirs = (read(_evidence(trial)) for trial in pair)
+            counts += [(pair[1].seed, what, (ours[at], theirs[at])) for at in sorted(ours.keys() & theirs.keys())]
     passes = [both for _, what, both in counts if what == "batches in a pass"]
     for seed, what, (base, mine) in counts:
         if base != mine:
@@ -241,17 +241,6 @@ def _compare_batches(pairs: Sequence[_Pair], findings: _Findings) -> None:
         change = max(((mine - base) / base for base, mine in passes), key=abs)
         baseline, plan = (tuple(float(count) for count in side) for side in zip(*passes, strict=True))
         findings.checks.append(ParityCheck(_BATCHES, baseline, plan, change, change, change, 0.0, ok=baseline == plan))
-
-
-def _batches(evidence: Evidence) -> list[int]:
-    """Return the batches of each pass that was trained on; the last pass may have been cut short."""
-    passes = [over for over in evidence.passes if over.batches]
-    return [over.batches for over in passes[:-1] if over.trained]
-
-
-def _steps(evidence: Evidence) -> list[int]:
-    """Return the steps before each validation; where steps are batches, passes tell it better."""
-    return [one.step for one in evidence.validations] if evidence.step_of == "optimizer" else []
 
 
 def _compare_steps(pairs: Sequence[_Pair], findings: _Findings) -> None:

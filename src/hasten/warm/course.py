@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Collection, Iterable, Sequence
 
 from hasten.techniques import CATALOGUE, Effect, Liveness
@@ -19,16 +20,17 @@ _LEAST_SURE = {Effect.EXACT: 0.6, Effect.ROUNDING: 0.8, Effect.SAMPLING: 0.95, E
 _WORTH = 0.004  # of log(seconds per step): less is not worth a line in a plan
 _SETTLED = 0.97  # a technique this sure to help, or not to, is asked no more
 # What relieves the same part, or is read by the other: their worths are no sum.
-_TOGETHER = (
-    ("loader_workers", "cpu_threads"),
-    ("loader_workers", "sample_cache"),
-    ("precision", "matmul_precision"),
-    ("precision", "channels_last"),
-    ("precision", "allocator"),
-    ("compile", "precision"),
-    ("compile", "channels_last"),
-    ("compile", "cpu_threads"),
-)
+_TOGETHER = {
+    ("loader_workers", "cpu_threads"): (-0.15, 0.25),  # threads that wait for work keep the workers' cores busy
+    ("loader_workers", "sample_cache"): (0.0, 0.15),
+    ("precision", "matmul_precision"): (0.0, 0.1),
+    ("precision", "channels_last"): (0.0, 0.12),
+    ("precision", "allocator"): (0.0, 0.12),
+    ("compile", "precision"): (0.0, 0.12),
+    ("compile", "channels_last"): (0.0, 0.12),
+    ("compile", "cpu_threads"): (0.0, 0.12),
+}
+"""Expectation of what two do together beyond what each does alone (log(seconds per step): mean, standard deviation)."""
 _LEAST_BLOCKS = 2  # on and off, before anything is settled
 
 
@@ -55,6 +57,7 @@ class Course:
         self.posterior = Posterior([(one.mean, one.spread) for one in candidates], _pairs(candidates))
         self.validation = Posterior([(one.mean, one.spread) for one in candidates])
         self._validation_share = validation_share
+        self._settled: frozenset[int] | None = None
         self.out: dict[int, str] = {}  # off for good, and why
         self.careful = careful
         self._lot = random.Random(seed)
@@ -87,7 +90,8 @@ class Course:
 
     def all_on(self) -> frozenset[int]:
         """All that is expected to help, the best setting of each technique."""
-        return self._one_by_one(self._best([mean for mean, _ in self.posterior.priors], self._now()))
+        expected = [*(mean for mean, _ in self.posterior.priors), *(mean for mean, _ in self.posterior.pairs.values())]
+        return self._one_by_one(self._best(expected, self._now()))
 
     def wants(self) -> frozenset[int]:
         """What a draw from the posterior takes to help."""
@@ -155,14 +159,40 @@ class Course:
     def _share(self) -> float:
         return self._validation_share if self.validation.seen else 0.0
 
+    def finalists(self) -> list[frozenset[int]]:
+        """Sets that may be the best: what is sure beside the others, what is expected, what ran fastest."""
+        ran = {i for block in self.posterior.seen for i in block.on} - set(self.out)
+        best = self._best(self._expected(), ran)
+        sets = [self._without_the_unsure(best), best, *self._fastest()]
+        return list(dict.fromkeys(one for one in sets if not one & set(self.out)))
+
+    def _fastest(self) -> list[frozenset[int]]:
+        """The set of blocks that ran fastest, by more than one block."""
+        paces: dict[frozenset[int], list[float]] = {}
+        for block in self.posterior.seen:
+            paces.setdefault(block.on, []).append(block.pace)
+        often = {on: statistics.median(seen) for on, seen in paces.items() if len(seen) > 1}
+        return [min(often, key=lambda on: often[on])] if often else []
+
+    def settle(self, on: frozenset[int]) -> None:
+        """This set won the play-off: it is what is chosen."""
+        self._settled = on
+
     def chosen(self) -> frozenset[int]:
-        """What helps beside the others, each as surely as its effect on the result asks for."""
+        """What won the play-off; before it, what helps beside the others as surely as its effect on the result asks."""
+        if self._settled is not None:
+            return self._settled - set(self.out)
+        ran = {i for block in self.posterior.seen for i in block.on}
+        return self._without_the_unsure(self._best(self._expected(), ran - set(self.out)))
+
+    def _expected(self) -> list[float]:
         effects = self.posterior.means()
         if self._share():
             alone = [self._estimate(i, ()).mean for i in range(len(self.candidates))]
             effects = [*alone, *effects[len(alone) :]]
-        ran = {i for block in self.posterior.seen for i in block.on}
-        on = self._best(effects, ran - set(self.out))
+        return effects
+
+    def _without_the_unsure(self, on: frozenset[int]) -> frozenset[int]:
         while on:
             weak = [i for i in on if not self._is_sure(i, self._estimate(i, on))]
             if not weak:
@@ -188,14 +218,14 @@ class Course:
         ]
 
 
-def _pairs(candidates: Sequence[Candidate]) -> list[tuple[int, int]]:
-    """The candidates that may change each other's worth."""
-    return [
-        (i, j)
+def _pairs(candidates: Sequence[Candidate]) -> dict[tuple[int, int], tuple[float, float]]:
+    """The candidates that may change each other's worth, and what is expected of each pair."""
+    return {
+        (i, j): _TOGETHER[one.name, other.name]
         for i, one in enumerate(candidates)
         for j, other in enumerate(candidates)
         if (one.name, other.name) in _TOGETHER
-    ]
+    }
 
 
 def _mixed(step: Estimate, validation: Estimate, share: float) -> Estimate:

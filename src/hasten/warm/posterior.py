@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 _DRIFT = 0.3  # of the noise: how far the level walks between two blocks
 _LEAST_NOISE = 0.01
 _FIRST_NOISE = 0.06
 _PULL = 3.0  # standard deviations beyond which a block counts no further
-_TOGETHER = 0.12  # how much a pair may do beyond what each does alone: standard deviation
 _RESTART = 0.15  # how much the level may change from one process to the next
 
 
@@ -63,12 +63,17 @@ class Posterior:
 
     Args:
         priors: (mean, spread) of each candidate's effect before anything was measured.
-        pairs: Candidates that may change each other's worth.
+        pairs: Two candidates that may change each other's worth -> (mean, spread) of what they do together beyond
+            what each does alone.
     """
 
-    def __init__(self, priors: Sequence[tuple[float, float]], pairs: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self,
+        priors: Sequence[tuple[float, float]],
+        pairs: Mapping[tuple[int, int], tuple[float, float]] = MappingProxyType({}),
+    ) -> None:
         self.priors = list(priors)
-        self.pairs = list(pairs)
+        self.pairs = dict(pairs)
         self.seen: list[Seen] = []
         self.noise = _FIRST_NOISE
         self._mean: list[float] = []
@@ -118,7 +123,7 @@ class Posterior:
 
     def _fit(self, noise: float) -> list[float]:
         """Run the filter over all blocks; what it did not expect of each, in units of log(seconds)."""
-        priors = [(self.seen[0].pace if self.seen else 0.0, 1.0), *self.priors, *((0.0, _TOGETHER) for _ in self.pairs)]
+        priors = [(self.seen[0].pace if self.seen else 0.0, 1.0), *self.priors, *self.pairs.values()]
         self._mean = [mean for mean, _ in priors]
         self._cov = [[0.0] * len(priors) for _ in priors]
         for i, (_, spread) in enumerate(priors):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Generator
 from typing import Protocol
@@ -16,9 +17,12 @@ from hasten.warm.record import Event, Measured
 _WARM_UP = 3  # steps of a new process that do not count: kernels are chosen, memory is first touched
 _COMPILE_BLOCKS = 3
 _COMPILE_SECONDS = 25.0  # left of the search, or compiling is not tried
+_COMPILE_SAVES = 0.3  # of a step at the most, as a rule
 _COMPILE_WORTH = 2.0  # compiling must save so many times what it costs, over the full training
-_CONFIRM = 0.75  # of the search's time, after which each chosen technique is left out in turn
-_DOUBT = 0.05  # of log(seconds per step): techniques that bring less are left out in turn
+_SEARCHING = 0.75  # of the search's time; then the best sets are measured in turn
+_ROUNDS = 3
+_AS_GOOD = 0.015  # of log(seconds per step): sets this near to each other are alike
+_LATE = 5.0  # seconds that the last round may take longer
 _LEAST_PAIRS, _MOST_PAIRS = 3, 12
 
 
@@ -46,6 +50,7 @@ def schedule(course: Course, options: WarmOptions, host: Host) -> Wishes:
     if plan is None:
         yield from _search(course, options)
         yield from _compile(course, options, host)
+        yield from _play_off(course, options, host)
         plan = course.chosen()
     host.note(Event("chosen", tuple(sorted(plan))))
     if plan:
@@ -60,24 +65,30 @@ def _search(course: Course, options: WarmOptions) -> Wishes:
         yield from _ask(course, Wish(plain, "baseline", skip=0))
         for _ in range(2):
             yield from _ask(course, Wish(course.all_on(), "all on"))
-    confirming = began + _CONFIRM * (options.search_until - began)
-    while time.monotonic() < confirming and course.doubtful():
+    until = began + _SEARCHING * (options.search_until - began)
+    while time.monotonic() < until and course.doubtful():
         yield from _ask(course, Wish(course.wants(), "search"))
-    yield from _leave_out(course, options)
 
 
-def _leave_out(course: Course, options: WarmOptions) -> Wishes:
-    """Leave out each chosen technique that brings little: beside what was chosen with it, it may bring nothing."""
-    asked: set[int] = set()
-    while time.monotonic() < options.search_until:
-        chosen, found = course.chosen(), course.estimates()
-        little = [i for i in chosen if -found[i].mean < _DOUBT and i not in asked]
-        if not little:
-            return
-        index = min(little, key=lambda i: -found[i].mean)
-        asked.add(index)
-        yield from _ask(course, Wish(chosen, "search"))
-        yield from _ask(course, Wish(chosen - {index}, "search"))
+def _play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
+    """Measure the sets that may be the best in turn: what the posterior adds up may not be so."""
+    finalists = course.finalists()
+    paces: dict[frozenset[int], list[float]] = {on: [] for on in finalists}
+    for turn in range(_ROUNDS):
+        for on in finalists[:: -1 if turn % 2 else 1]:
+            if len(finalists) < 2 or time.monotonic() > options.search_until + _LATE:
+                break
+            measured = yield Wish(on, "play-off", exact=bool(on & host.by_pass))
+            if not measured.trouble:
+                course.saw(measured.on, measured.step_seconds)
+                paces[on].append(math.log(measured.step_seconds))
+    known = {on: statistics.fmean(seen) for on, seen in paces.items() if len(seen) == len(paces[finalists[0]]) and seen}
+    if len(known) > 1:
+        fastest = min(known.values())
+        # The first is the one whose parts are all sure: others must be clearly faster.
+        near = [on for on in finalists if on in known and known[on] < fastest + _AS_GOOD]
+        course.settle(near[0])
+        host.note(Event("settled", tuple(sorted(near[0]))))
 
 
 def _ask(course: Course, wish: Wish) -> Wishes:
@@ -94,6 +105,12 @@ def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
             continue
         chosen = course.chosen()
         expected = math.exp(course.posterior.level + course.posterior.gain(chosen)[0])
+        most = _COMPILE_SAVES * expected * options.total_steps
+        if most < _COMPILE_WORTH * _COMPILE_SECONDS:
+            why = f"compiling takes {_COMPILE_SECONDS:.0f} s or so and could save {most:.0f} s of the full training"
+            course.drop([index], why)
+            host.note(Event("not worth it", (index,), text=why))
+            continue
         for turn in range(_COMPILE_BLOCKS):
             first = Wish(chosen | {index}, "compile", skip=3, expected=expected)
             measured = yield first

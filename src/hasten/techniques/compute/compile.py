@@ -105,6 +105,8 @@ class Compile(Technique):
         """Compile the models that are known by now; what was compiled once is called again."""
         super().on()
         self.process()
+        if self._aside:
+            self._look_at_all()
         for model, compiled in list(self._aside.items()):
             if model._compiled_call_impl is None:
                 model._compiled_call_impl = compiled

@@ -94,8 +94,14 @@ class FusedOptimizer(Technique):
         from hasten.techniques.compute.fused_update import leave_updates
 
         super().off()
-        for optimizer in list(self._optimizers):
-            leave_updates(optimizer)
+        leave_updates(self._optimizers)
+
+    def over(self) -> None:
+        """Hand the updates back to torch, whose functions the rest of the process finds as they were."""
+        from hasten.techniques.compute.fused_update import leave_updates
+
+        leave_updates(self._optimizers)
+        self._optimizers.clear()
 
     def _fuse(self, optimizer: Any) -> None:
         from hasten.techniques.compute.fused_update import fuse_updates

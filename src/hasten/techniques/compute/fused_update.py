@@ -7,7 +7,8 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ class _Gathered(threading.local):
 
 
 _gathered = _Gathered()
+_fusing: dict[ModuleType, weakref.WeakSet[Any]] = {}  # optimizers, by the module whose function updates them
+_ours: dict[ModuleType, Any] = {}  # the functions that stand there for torch's own
 
 
 def fuse_updates(optimizer: Any, leaves: Callable[[str], None]) -> None:
@@ -38,7 +41,7 @@ def fuse_updates(optimizer: Any, leaves: Callable[[str], None]) -> None:
     """
     kind, this = type(optimizer), weakref.ref(optimizer)
     module = sys.modules[torch.optim.Adam.__module__ if issubclass(kind, torch.optim.Adam) else kind.__module__]
-    name = module.__name__.rpartition(".")[2]
+    name = _name(module)
     kernel = f"_fused_{kind.__name__.lower()}_"
     updates: dict[int, Updates] = {}
     told: set[str] = set()
@@ -59,15 +62,30 @@ def fuse_updates(optimizer: Any, leaves: Callable[[str], None]) -> None:
         return kind._init_group(owner, group, params, *lists)
 
     if not hasattr(getattr(module, name), "hands_on"):
-        setattr(module, name, _handing_on(getattr(module, name)))
+        _ours[module] = _handing_on(getattr(module, name))
+        setattr(module, name, _ours[module])
     gather.fuses = True  # type: ignore[attr-defined]
     optimizer._init_group = gather  # neither pickled nor copied with the optimizer
+    _fusing.setdefault(module, weakref.WeakSet()).add(optimizer)
 
 
-def leave_updates(optimizer: Any) -> None:
-    """Have an optimizer make its updates itself again."""
-    if hasattr(vars(optimizer).get("_init_group"), "fuses"):
-        del optimizer._init_group
+def leave_updates(optimizers: Iterable[Any]) -> None:
+    """Undo `fuse_updates`, and put torch's functions back where no other optimizer that is fused needs ours."""
+    for optimizer in optimizers:
+        if hasattr(vars(optimizer).get("_init_group"), "fuses"):
+            del optimizer._init_group
+        for fusing in _fusing.values():
+            fusing.discard(optimizer)
+    for module, fusing in _fusing.items():
+        name = _name(module)
+        function = getattr(module, name)
+        if not fusing and function is _ours[module]:  # somebody else's wrapper around it stays
+            setattr(module, name, function.__wrapped__)
+
+
+def _name(module: ModuleType) -> str:
+    """The name of the function in it that updates a group: `adam` in `torch.optim.adam`."""
+    return module.__name__.rpartition(".")[2]
 
 
 def _handing_on(plain: Any) -> Any:
