@@ -127,8 +127,8 @@ def environment(config: RunConfig, base: dict[str, str]) -> dict[str, str]:
 
 
 def _for_switching(warm: WarmOptions, env: dict[str, str]) -> None:
-    """Set what workers and compiling need in the environment; what others set there, they also set while it runs."""
+    """Set what compiling needs in the environment; the rest is switched, or would change the script as it is too."""
     for one in warm.candidates:
         technique = CATALOGUE[one.name]
-        if technique.liveness_of(one.setting) in (Liveness.PASS, Liveness.LAST):
+        if technique.liveness_of(one.setting) is Liveness.LAST:
             technique(one.setting).environment(env)
