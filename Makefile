@@ -1,7 +1,8 @@
 # Each target works from a bare checkout: it makes .venv when that is missing, and brings it up to date
 # when pyproject.toml has changed.
 #
-#   make demo    tune a slow image training for three minutes, then run it tuned
+#   make demo    tune a slow image training while it runs, three minutes in all, then run it under the plan
+#                (make demo BUDGET=1m: shorter)
 #   make test    lint, types, import contract, fast tests     (make test TESTS=tests/test_plan.py MARK=slow)
 #   make fuzz    the property tests on fresh examples (make test draws the same ones each time)
 #   make lint    ruff only

@@ -25,6 +25,9 @@ HAND = """## Against an expert's hand
 hand (same model, batch size, optimizer and data). Ratios are of whole epochs, the first left out. `of hand` is the
 plan's speed beside the twin's; the goal was 0.9.
 
+The plans below were found by the former search, which asked one question a process; `hasten tune` now asks in one
+process that trains on ([how](tune.md)). They are not measured again yet.
+
 Machine: {machine}. It was shared with other work, which ran at a lower priority meanwhile.
 
 | training | budget | hasten | by hand | of hand | parity | plan |
@@ -36,6 +39,9 @@ PUBLIC = """## Training scripts by others, unchanged
 short settings of their own flags. `whole run` is the wall time of the process, start-up included; `steps` the pace of
 the script's own progress lines. Neither uses hasten's clock. Two pairs each: a check that nothing breaks or
 slows down, not as the best that can be had.
+
+The plans and tune's figures below are those of the former search, which asked one question a process; `hasten tune`
+now asks in one process that trains on ([how](tune.md)). They are not measured again yet.
 """
 
 TRAINER = """## What a Trainer costs per step

@@ -34,6 +34,7 @@ def tune(
     only: list[str] = typer.Option([], help="Try this technique only (may be repeated)."),
     order: int = typer.Option(0, help="Seed of the search's own draws: another one asks in another order."),
     processes: bool = typer.Option(False, help="Ask in processes of their own, not in one that runs."),
+    no_memory: bool = typer.Option(False, "--no-memory", help="Neither use nor keep what tunes learn, in .hasten."),
 ) -> None:
     """Find what makes a training faster without spoiling its result; write a plan and a proof.
 
@@ -41,6 +42,7 @@ def tune(
 
     Example: hasten tune --budget 5m train.py --epochs 90
     """
+    from hasten.tuner.store import FOLDER
     from hasten.tuner.tune import TuneOptions
     from hasten.tuner.tune import tune as tune_training
 
@@ -50,7 +52,9 @@ def tune(
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: trials end, the best so far is kept
-    options = TuneOptions(_seconds(budget), seeds, _allowed(allow), frozenset(map(_technique, only)), order, processes)
+    store = None if no_memory else out.parent / FOLDER
+    only_these = frozenset(map(_technique, only))
+    options = TuneOptions(_seconds(budget), seeds, _allowed(allow), only_these, order, processes, store)
     _writable(out)
     tuned = _shown(options.budget, lambda say, on_block: tune_training(arguments, command, options, say, on_block))
     _leave(tuned.plan, tuned.proof, out)

@@ -244,7 +244,8 @@ class Session:
         enough = trial.steps if recorder.step_of == "optimizer" else 2 * trial.batches + 20
         if steps == _COMPILED_BY:
             self._since = recorder.now()
-        bound = trial.seconds if self._trained_passes else 4 * trial.seconds
+        ends_anywhere = self._trained_passes or recorder.step_of == "optimizer"
+        bound = trial.seconds if ends_anywhere else 4 * trial.seconds
         late = self._since is not None and recorder.now() - self._since > bound
         if (enough <= steps and (recorder.step_of == "optimizer" or not trial.cut)) or (late and steps >= 10):
             self.complete()

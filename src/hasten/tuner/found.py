@@ -42,10 +42,10 @@ class Found:
         candidates = self.course.candidates
         return {candidates[i].name: candidates[i].setting for i in sorted(self.chosen)}
 
-    def drop(self, names: Iterable[str], reason: str) -> None:
-        """Take techniques out of the plan."""
+    def drop(self, names: Iterable[str], reason: str, lasting: bool = False) -> None:
+        """Take techniques out of the plan; where `lasting`, the next tune of this training does not ask them either."""
         gone = {i for i in self.chosen if self.course.candidates[i].name in set(names)}
-        self.course.drop(gone, reason)
+        self.course.drop(gone, reason, lasting)
         self.chosen -= gone
 
     def sides(self) -> list[tuple[Measured, Measured]]:

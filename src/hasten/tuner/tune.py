@@ -19,12 +19,14 @@ from hasten.tuner.apart import search_apart
 from hasten.tuner.candidates import Applicable, applicable, validation_share
 from hasten.tuner.check import CheckOptions, check
 from hasten.tuner.found import Found
+from hasten.tuner.key import Key, key_of
 from hasten.tuner.length import Length, length_of, seconds_per_epoch
 from hasten.tuner.outcome import Measurements, block_of, effects_of, plan_of, proof_of, timings_of
 from hasten.tuner.parity import parity_of
 from hasten.tuner.proof import Answer, Block, Proof
 from hasten.tuner.quiet import Quiet
 from hasten.tuner.stats import ratio_of
+from hasten.tuner.store import Recalled, applied, drop_again, recall, remember
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.warm import Warm
 from hasten.warm.course import Course
@@ -57,6 +59,7 @@ class TuneOptions:
         only: Names of the techniques to try; empty for all.
         order: Seed of the search's own draws; another one asks in another order.
         processes: Ask with a process of its own for each question, as for scripts that cannot be tuned warm.
+        store: Folder in which what was learned is kept, and looked up; None: nowhere.
     """
 
     budget: float = 180.0
@@ -65,6 +68,7 @@ class TuneOptions:
     only: frozenset[str] = frozenset()
     order: int = 0
     processes: bool = False
+    store: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -109,11 +113,14 @@ class _Tune:
         self.pairs: list[tuple[Trial, Trial]] = []
         self.checked: Checked | None = None
         self.quiet = Quiet()
+        self.key: tuple[Path, Key] | None = None
+        self.recalled: Recalled | None = None
 
     def run(self) -> Tuned:
         baseline = self._baseline()
         assert baseline.timing is not None
         self.length = length_of(self.trials.command, baseline.timing)
+        self._recall(baseline)
         self.asked = self._applicable(baseline, warm=not self._apart())
         self.found = self._found(baseline, warm=not self._apart())
         try:
@@ -127,6 +134,8 @@ class _Tune:
             self.notes.append("stopped by Ctrl-C: the plan is the best found until then")
             self.say("stopped; keeping the best so far")
         proof = proof_of(self._measurements(baseline))
+        if self.key is not None and (trouble := remember(*self.key, self.found, proof)):
+            self.say(trouble)
         return Tuned(plan_of(proof), proof, self.interrupted)
 
     # -- the script as it is -------------------------------------------------------------------------------
@@ -191,12 +200,26 @@ class _Tune:
     def _applicable(self, baseline: Trial, warm: bool) -> Applicable:
         assert baseline.evidence is not None
         options = self.options
-        return applicable(baseline.evidence, only=options.only, trajectory=options.allow_trajectory, warm=warm)
+        asked = applicable(baseline.evidence, only=options.only, trajectory=options.allow_trajectory, warm=warm)
+        return dataclasses.replace(asked, candidates=applied(asked.candidates, self.recalled))
+
+    def _recall(self, baseline: Trial) -> None:
+        """Look up what an earlier tune learned of this training."""
+        assert baseline.evidence is not None
+        if self.options.store is None:
+            return
+        self.key = self.options.store, key_of(self.trials.command, baseline.evidence)
+        self.recalled = recall(*self.key)
+        if self.recalled is not None:
+            self.say(self.recalled.said)
+            self.notes.append(self.recalled.said)
 
     def _found(self, baseline: Trial, warm: bool) -> Found:
         assert baseline.evidence is not None
         share = validation_share(baseline.evidence) if warm else 0.0
-        return Found(Course(self.asked.candidates, self.options.order, False, share, live=warm), warm)
+        course = Course(self.asked.candidates, self.options.order, False, share, live=warm)
+        drop_again(course, self.recalled)
+        return Found(course, warm)
 
     # -- the search ----------------------------------------------------------------------------------------
 
@@ -295,7 +318,8 @@ class _Tune:
             first = checked.first
             assert first is not None
             names = list(checked.culprits) or list(found.plan())
-            self._take_back(names, f"it does not keep its word: {first.place}: {first.what}: {first.how}")
+            why = f"it does not keep its word: {first.place}: {first.what}: {first.how}"
+            self._take_back(names, why, lasting=bool(checked.culprits))
         self.checked = None
         if found.chosen:
             self.notes.append("the rest of the plan was not checked: three checks had taken parts of it back")
@@ -368,10 +392,10 @@ class _Tune:
             return _Trouble(parity.note or "; ".join(one.what for one in parity.checks if not one.ok), False)
         return None
 
-    def _take_back(self, names: list[str], reason: str) -> None:
+    def _take_back(self, names: list[str], reason: str, lasting: bool = False) -> None:
         self.say(f"taken back: {', '.join(names)}: {reason}")
         self.notes.append(f"taken back: {', '.join(names)}: {reason}")
-        self.found.drop(names, reason)
+        self.found.drop(names, reason, lasting)
 
     def _measurements(self, baseline: Trial) -> Measurements:
         return Measurements(

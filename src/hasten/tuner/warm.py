@@ -108,7 +108,7 @@ class Warm:
             self._plain_crashes += 1
         elif len(new) <= 1 or self._careful:
             process.blamed = new or (set(process.on) - set(process.before)) or set(process.on)
-            self._found.course.drop(process.blamed, process.why)
+            self._found.course.drop(process.blamed, process.why, lasting=True)
             self._say(f"off for good: {self._called(process.blamed)}: {process.why}")
             self._found.notes.append(f"switched off for good: {self._called(process.blamed)}: {process.why}")
         self._careful = True  # what is new is added one by one from here on, so that the next crash has one cause
@@ -205,7 +205,7 @@ class _Process:
                 self.before, self.on = self.on, event.on
                 self._compiles = any(found.course.liveness(i) is Liveness.LAST for i in event.on)
             case "broken" | "not worth it":
-                found.course.drop(event.on, event.text)
+                found.course.drop(event.on, event.text, lasting=event.kind == "broken")
             case "settled":
                 found.course.settle(frozenset(event.on))
             case "chosen":

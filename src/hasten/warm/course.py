@@ -17,6 +17,7 @@ from hasten.warm.options import Candidate
 from hasten.warm.posterior import Estimate, Posterior
 
 _LEAST_SURE = {Effect.EXACT: 0.6, Effect.ROUNDING: 0.8, Effect.SAMPLING: 0.95, Effect.TRAJECTORY: 0.95}
+_HARMS = 0.5  # less sure to help than this, and it leaves even the set that won
 _WORTH = 0.004  # of log(seconds per step): less is not worth a line in a plan
 _SETTLED = 0.97  # a technique this sure to help, or not to, is asked no more
 # What relieves the same part, or is read by the other: their worths are no sum.
@@ -31,6 +32,7 @@ _TOGETHER = {
     ("compile", "cpu_threads"): (0.0, 0.12),
 }
 """Expectation of what two do together beyond what each does alone (log(seconds per step): mean, standard deviation)."""
+_AGREES = 0.5  # of what an earlier tune left open: as far new blocks may move its mean
 _LEAST_BLOCKS = 2  # on and off, before anything is settled
 
 
@@ -55,10 +57,11 @@ class Course:
     ) -> None:
         self.candidates = list(candidates)
         self.posterior = Posterior([(one.mean, one.spread) for one in candidates], _pairs(candidates))
-        self.validation = Posterior([(one.mean, one.spread) for one in candidates])
+        self.validation = Posterior([one.validation or (one.mean, one.spread) for one in candidates])
         self._validation_share = validation_share
         self._settled: frozenset[int] | None = None
         self.out: dict[int, str] = {}  # off for good, and why
+        self.lasting: set[int] = set()  # of them: off in the next tune too
         self.careful = careful
         self._lot = random.Random(seed)
         self._last = self.of(Liveness.LAST) if live else set()
@@ -81,10 +84,12 @@ class Course:
         if seconds > 0:
             self.validation.add(on, seconds, process)
 
-    def drop(self, indices: Iterable[int], reason: str) -> None:
-        """These crash, hang or spoil the training: off for good."""
+    def drop(self, indices: Iterable[int], reason: str, lasting: bool = False) -> None:
+        """These crash, hang or spoil the training: off for good; where `lasting`, in the next tune of it too."""
         for index in indices:
             self.out.setdefault(index, reason)
+            if lasting:
+                self.lasting.add(index)
 
     # -- what is on next -----------------------------------------------------------------------------------
 
@@ -181,7 +186,8 @@ class Course:
     def chosen(self) -> frozenset[int]:
         """What won the play-off; before it, what helps beside the others as surely as its effect on the result asks."""
         if self._settled is not None:
-            return self._settled - set(self.out)
+            on = self._settled - set(self.out)
+            return frozenset(i for i in on if self._estimate(i, on).helps > _HARMS)
         ran = {i for block in self.posterior.seen for i in block.on}
         return self._without_the_unsure(self._best(self._expected(), ran - set(self.out)))
 
@@ -211,17 +217,23 @@ class Course:
             for i, one in enumerate(self.estimates())
             if i not in self.out
             and i not in self._last
+            and not self._is_as_known(i)
             and (
                 min(one.blocks, one.without) < _LEAST_BLOCKS
                 or not (one.helps > _SETTLED or one.helps < 1 - _SETTLED or abs(one.mean) + one.spread < 2 * _WORTH)
             )
         ]
 
+    def _is_as_known(self, index: int) -> bool:
+        """Whether an earlier tune measured it, and what was seen since does not speak against that."""
+        one = self.candidates[index]
+        return one.known and abs(self.posterior.estimate(index, ()).mean - one.mean) < _AGREES * one.spread
+
 
 def _pairs(candidates: Sequence[Candidate]) -> dict[tuple[int, int], tuple[float, float]]:
     """The candidates that may change each other's worth, and what is expected of each pair."""
     return {
-        (i, j): _TOGETHER[one.name, other.name]
+        (i, j): one.together.get(other.key, _TOGETHER[one.name, other.name])
         for i, one in enumerate(candidates)
         for j, other in enumerate(candidates)
         if (one.name, other.name) in _TOGETHER

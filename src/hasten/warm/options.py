@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hasten.plan import Setting
@@ -19,6 +20,9 @@ class Candidate:
         mean: What is expected of it before it was measured: change of log(seconds per step), negative is faster.
         spread: Standard deviation of that expectation.
         label: How the course of the search calls it.
+        known: An earlier tune measured it: while new blocks agree, it need not be asked.
+        together: Another's `key` -> what is expected of both on, beyond what each does alone: mean and deviation.
+        validation: What is expected of validation's time: mean and deviation; None: the same as of a step.
     """
 
     name: str
@@ -26,11 +30,19 @@ class Candidate:
     mean: float = -0.05
     spread: float = 0.2
     label: str = ""
+    known: bool = False
+    together: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    validation: tuple[float, float] | None = None
+
+    @property
+    def key(self) -> str:
+        """What tells it from other settings and techniques, the same in every tune."""
+        return f"{self.name}={toml_value(self.setting)}"
 
     @property
     def called(self) -> str:
         """Its name in words: with the setting, unless it has a label."""
-        return self.label or f"{self.name}={toml_value(self.setting)}"
+        return self.label or self.key
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,14 @@ class Posterior:
         """Expected effects of the candidates, then of the pairs."""
         return self._mean[1:]
 
+    def together(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """Mean and standard deviation of what each pair does beyond what each of it does alone."""
+        first = 1 + len(self.priors)
+        return {
+            pair: (self._mean[first + place], math.sqrt(max(0.0, self._cov[first + place][first + place])))
+            for place, pair in enumerate(self.pairs)
+        }
+
     @property
     def level(self) -> float:
         """Expected log(seconds per step) of a block now, with nothing on."""

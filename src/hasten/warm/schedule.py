@@ -16,7 +16,7 @@ from hasten.warm.record import Event, Measured
 
 _WARM_UP = 3  # steps of a new process that do not count: kernels are chosen, memory is first touched
 _COMPILE_BLOCKS = 3
-_COMPILE_SECONDS = 25.0  # left of the search, or compiling is not tried
+_COMPILE_SECONDS = 30.0  # left of the search, or compiling is not tried
 _COMPILE_SAVES = 0.3  # of a step at the most, as a rule
 _COMPILE_WORTH = 2.0  # compiling must save so many times what it costs, over the full training
 _SEARCHING = 0.75  # of the search's time; then the best sets are measured in turn
@@ -65,7 +65,8 @@ def _search(course: Course, options: WarmOptions) -> Wishes:
         yield from _ask(course, Wish(plain, "baseline", skip=0))
         for _ in range(2):
             yield from _ask(course, Wish(course.all_on(), "all on"))
-    until = began + _SEARCHING * (options.search_until - began)
+    aside = _COMPILE_SECONDS if _may_pay(course, options) else 0.0
+    until = began + _SEARCHING * max(0.0, options.search_until - began - aside)
     while time.monotonic() < until and course.doubtful():
         yield from _ask(course, Wish(course.wants(), "search"))
 
@@ -97,20 +98,27 @@ def _ask(course: Course, wish: Wish) -> Wishes:
         course.saw(measured.on, measured.step_seconds)
 
 
+def _may_pay(course: Course, options: WarmOptions) -> bool:
+    """Whether compiling could be won back in the full training."""
+    if not course.of(Liveness.LAST) - set(course.out):
+        return False
+    most = _COMPILE_SAVES * math.exp(course.posterior.level) * options.total_steps
+    return most > _COMPILE_WORTH * _COMPILE_SECONDS
+
+
 def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
     """Compile once, on what won, where it may be won back in the full training."""
     for index in sorted(course.of(Liveness.LAST) - set(course.out)):
+        if not _may_pay(course, options):
+            why = f"compiling takes {_COMPILE_SECONDS:.0f} s or so, more than it could save in a training this short"
+            course.drop([index], why)
+            host.note(Event("not worth it", (index,), text=why))
+            continue
         if options.search_until - time.monotonic() < _COMPILE_SECONDS:
             host.note(Event("not asked", (index,), text="compiling takes longer than the time that was left"))
             continue
         chosen = course.chosen()
         expected = math.exp(course.posterior.level + course.posterior.gain(chosen)[0])
-        most = _COMPILE_SAVES * expected * options.total_steps
-        if most < _COMPILE_WORTH * _COMPILE_SECONDS:
-            why = f"compiling takes {_COMPILE_SECONDS:.0f} s or so and could save {most:.0f} s of the full training"
-            course.drop([index], why)
-            host.note(Event("not worth it", (index,), text=why))
-            continue
         for turn in range(_COMPILE_BLOCKS):
             first = Wish(chosen | {index}, "compile", skip=3, expected=expected)
             measured = yield first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hasten.evidence import Evidence, Finding, HowKnown, Machine
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import in_words, on_gpu, place_of, products, saved, share_of, timed
@@ -13,7 +15,8 @@ from hasten.techniques.switches import ProcessWide
 class MatmulPrecision(ProcessWide):
     """`torch.set_float32_matmul_precision`: "high" is TF32 on a GPU, "medium" bf16 on a CPU that has it.
 
-    Tensors stay float32 throughout; only the products inside a matrix multiplication are narrower.
+    Set from the first forward of a model on. Tensors stay float32 throughout; only the products inside a matrix
+    multiplication are narrower.
     """
 
     name = "matmul_precision"
@@ -72,12 +75,29 @@ class MatmulPrecision(ProcessWide):
             technique=cls.name, setting="high", sources=cls.sources,
         )  # fmt: skip
 
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._models = False
+
     def process(self) -> None:
-        """Switch it on, for matrix products and (on a GPU) convolutions."""
+        """Set it, once there is a model: data that a script makes before it trains is what it is without."""
         import torch
 
+        if not self._models:
+            return
         switches, cudnn = self._switches, torch.backends.cudnn
         switches.set(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, str(self.setting))
         if torch.cuda.is_available():
             switches.set(lambda: cudnn.allow_tf32, lambda value: setattr(cudnn, "allow_tf32", value), True)
         self.did("process")
+
+    def prepare(self, model: Any) -> None:
+        """Set it for the Trainer's stage."""
+        self.model(model, ())
+
+    def model(self, model: Any, args: tuple[Any, ...]) -> None:
+        """Set it from a script's first model on, for matrix products and (on a GPU) convolutions."""
+        if not self._models:
+            self._models = True
+            if self.active:
+                self.process()
