@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 from hasten.evidence import Evidence
@@ -84,6 +85,16 @@ class DiesWhenSwitchedOn(_Planted):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
+class FailsInAPass(_Planted):
+    """Fails where it should act, in the pass that begins; until then it seemed to work."""
+
+    name = "fails_in_a_pass"
+    liveness = Liveness.PASS
+
+    def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
+        raise RuntimeError("planted: not with this loader")
+
+
 class _InForward(_Planted):
     """Acts in the sixth forward in which it is on."""
 
@@ -137,6 +148,7 @@ TECHNIQUES = (
     Harms,
     RoundsAndHarms,
     CannotBeSwitchedOn,
+    FailsInAPass,
     DiesWhenSwitchedOn,
     CrashesInABlock,
     HangsInABlock,

@@ -133,6 +133,7 @@ def test_where_nothing_helps_nothing_is_chosen(search: Search) -> None:
 
 TROUBLE = {
     "cannot_be_switched_on": "RuntimeError: planted: not on this machine",
+    "fails_in_a_pass": "RuntimeError: planted: not with this loader",
     "dies_when_switched_on": "it crashed",
     "crashes_in_a_block": "it crashed: RuntimeError: planted: in the middle of it",
     "hangs_in_a_block": "it hung",
@@ -141,7 +142,7 @@ TROUBLE = {
 
 
 @pytest.mark.parametrize("name", [
-    "cannot_be_switched_on", "crashes_in_a_block",
+    "cannot_be_switched_on", "fails_in_a_pass", "crashes_in_a_block",
     *(pytest.param(name, marks=pytest.mark.slow)
       for name in ("dies_when_switched_on", "hangs_in_a_block", "turns_to_nan")),
 ])  # fmt: skip
@@ -157,8 +158,9 @@ def test_what_breaks_is_off_for_good_and_the_rest_is_found(
     claim = done.found.claim()
     assert claim is not None
     assert 1.4 < claim.ratio < 2.6
-    broken = [place for place, block in enumerate(done.found.blocks) if block.trouble]
-    assert all(1 in done.found.blocks[place].on for place in broken)
+    assert all(1 in block.on for block in done.found.blocks if block.trouble)
+    if TROUBLE[name].startswith("RuntimeError"):
+        assert not any(1 in block.on for block in done.found.blocks if not block.trouble), "it never was on"
 
 
 @pytest.mark.slow

@@ -206,6 +206,7 @@ class _Process:
                 self._compiles = any(found.course.liveness(i) is Liveness.LAST for i in event.on)
             case "broken" | "not worth it":
                 found.course.drop(event.on, event.text, lasting=event.kind == "broken")
+                found.chosen -= set(event.on)
             case "settled":
                 found.course.settle(frozenset(event.on))
             case "chosen":
