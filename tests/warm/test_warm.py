@@ -164,6 +164,15 @@ def test_what_breaks_is_off_for_good_and_the_rest_is_found(
 
 
 @pytest.mark.slow
+def test_a_process_whose_time_is_out_is_ended(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sooner than it would count as hung; nothing is blamed that may have been slow, nor chosen that was never seen."""
+    monkeypatch.setattr(module, "_OVERTIME", 1.0)
+    done = search(TRAIN + "train(10 ** 6)", ("hangs_in_a_block",), 15.0)
+    assert done.ok
+    assert (done.out, done.names) == ({}, set())
+
+
+@pytest.mark.slow
 def test_two_that_break_are_both_found(search: Search) -> None:
     done = search(TRAIN + "train(10 ** 6)", ("crashes_in_a_block", "helps", "turns_to_nan", "helps_little"), 120.0)
     assert done.ok, done.said
