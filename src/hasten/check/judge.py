@@ -201,7 +201,7 @@ class _Noise:
     def bound(self, name: str, size: float, whole: float) -> float:
         """Return the greatest norm that a difference may have."""
         share = self._share.get(name, 0.0)
-        times = _TIMES_ALL_NOISE if share > _ALL_NOISE else _TIMES
+        times = _TIMES_ALL_NOISE if share > _ALL_NOISE else self._times
         # A weight moves by whole units in its last place, however small the step was.
         least = max(_SUMS * SINGLE * size, 8 * SINGLE * whole if name.startswith("weight") else 0.0)
         return max(times * share * size, times * self._most.get(name, 0.0), least)
