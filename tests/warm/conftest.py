@@ -26,16 +26,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Put the planted techniques into the catalogue, here and in every Python process that is started from here."""
     for technique in planted.TECHNIQUES:
         monkeypatch.setitem(CATALOGUE, technique.name, technique)
-    site = tmp_path / "site"
-    site.mkdir()
-    root = Path(planted.__file__).resolve().parents[2]
-    # By its path: a package `tests` may be installed elsewhere, too.
-    (site / "sitecustomize.py").write_text(
-        f"import sys\nsys.path.append({str(root)!r})\nfrom tests.warm import planted\n"
-        f"sys.path.remove({str(root)!r})\nplanted.register()\n"
-    )
+    (tmp_path / "site").mkdir()
     for name in [name for name in os.environ if name.startswith("HASTEN_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("PYTHONPATH", planted.site(tmp_path / "site"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")

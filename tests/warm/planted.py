@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hasten.evidence import Evidence
@@ -169,3 +170,14 @@ def register() -> None:
     from hasten.techniques import CATALOGUE
 
     CATALOGUE.update({technique.name: technique for technique in TECHNIQUES})
+
+
+def site(folder: Path) -> str:
+    """The PYTHONPATH under which every Python process knows them; what it needs is written into a folder."""
+    root = Path(__file__).resolve().parents[2]
+    # By its path: a package `tests` may be installed elsewhere, too.
+    (folder / "sitecustomize.py").write_text(
+        f"import sys\nsys.path.append({str(root)!r})\nfrom tests.warm import planted\n"
+        f"sys.path.remove({str(root)!r})\nplanted.register()\n"
+    )
+    return str(folder)
