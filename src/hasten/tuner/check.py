@@ -18,7 +18,7 @@ from hasten.check.checked import Checked
 from hasten.check.options import RECORDS, WitnessOptions
 from hasten.check.run import check_plan
 from hasten.check.runs import Ended, Say
-from hasten.child import Child
+from hasten.child import Child, remove_when_gone
 from hasten.errors import HastenError
 from hasten.evidence import read_evidence, this_machine
 from hasten.plan import Setting
@@ -69,6 +69,7 @@ def check(
         HastenError: The training fails by itself, does not train, or does not go on from what it saved.
     """
     with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as scratch:
+        remove_when_gone(scratch)
         processes = Processes(arguments, tuple(command), options)
         # A launcher's runs would want the same port, and a GPU may not hold two trainings.
         alone = arguments[0] != sys.executable or this_machine().device != "cpu"
