@@ -310,7 +310,9 @@ class _Tune:
                 return
             self.say(f"checking {', '.join(found.plan())} step by step")
             try:
-                checked = check(self.trials.arguments, self.trials.command, found.plan(), options, self.say)
+                checked = check(
+                    self.trials.arguments, self.trials.command, found.plan(), options, self.say, self.trials.scratch
+                )
             except HastenError as error:  # a script that trains, but not under a check's eyes
                 self.notes.append(f"the plan was not checked step by step: {error.message.splitlines()[0]}")
                 return
