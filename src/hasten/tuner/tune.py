@@ -42,7 +42,7 @@ _CHECKED_STEPS = (2, 6)  # a pass in the check
 _CHECKS = 3  # after so many checks with something taken back each, the rest goes unchecked, and is said to
 _ONE_THREAD = 2.0  # times as long as on all cores, roughly, a step takes in the check
 _LONG = 300.0  # seconds of budget from which on stricter parts of the plan are checked apart
-_OVERDRAFT = 1.15  # of the budget: a first pair of fresh processes may end so late
+_OVERDRAFT = 1.25  # of the budget: a first pair of fresh processes may end so late
 
 Say = Callable[[str], None]
 OnBlock = Callable[[Block], None]

@@ -17,6 +17,7 @@ from hasten.warm.options import Candidate
 from hasten.warm.posterior import Estimate, Posterior
 
 _LEAST_SURE = {Effect.EXACT: 0.6, Effect.ROUNDING: 0.8, Effect.SAMPLING: 0.95, Effect.TRAJECTORY: 0.95}
+_SURE_TOGETHER = 0.95
 _HARMS = 0.5  # less sure to help than this, and it leaves even the set that won
 _WORTH = 0.004  # of log(seconds per step): less is not worth a line in a plan
 _SETTLED = 0.97  # a technique this sure to help, or not to, is asked no more
@@ -168,7 +169,7 @@ class Course:
         """Sets that may be the best: what is sure beside the others, what is expected, what ran fastest."""
         ran = {i for block in self.posterior.seen for i in block.on} - set(self.out)
         best = self._best(self._expected(), ran)
-        sets = [self._without_the_unsure(best), best, *self._fastest()]
+        sets = [self._as_sure_as_asked(best), self._without_the_unsure(best), best, *self._fastest()]
         return list(dict.fromkeys(one for one in sets if not one & set(self.out)))
 
     def _fastest(self) -> list[frozenset[int]]:
@@ -189,7 +190,7 @@ class Course:
             on = self._settled - set(self.out)
             return frozenset(i for i in on if self._estimate(i, on).helps > _HARMS)
         ran = {i for block in self.posterior.seen for i in block.on}
-        return self._without_the_unsure(self._best(self._expected(), ran - set(self.out)))
+        return self._as_sure_as_asked(self._best(self._expected(), ran - set(self.out)))
 
     def _expected(self) -> list[float]:
         effects = self.posterior.means()
@@ -198,17 +199,28 @@ class Course:
             effects = [*alone, *effects[len(alone) :]]
         return effects
 
-    def _without_the_unsure(self, on: frozenset[int]) -> frozenset[int]:
+    def _as_sure_as_asked(self, best: frozenset[int]) -> frozenset[int]:
+        """What is sure by itself; and what is so only together, where there was no time to tell which of it helps."""
+        sure = self._without_the_unsure(best)
+        together = self._without_the_unsure(best, _HARMS)
+        return together if self.posterior.better(together, sure & together) >= _SURE_TOGETHER else sure
+
+    def _without_the_unsure(self, on: frozenset[int], least: float = 1.0) -> frozenset[int]:
         while on:
-            weak = [i for i in on if not self._is_sure(i, self._estimate(i, on))]
+            weak = [i for i in on if not self._is_sure(i, self._estimate(i, on), least)]
             if not weak:
                 break
             on -= {min(weak, key=lambda i: self._estimate(i, on).helps)}
         return on
 
-    def _is_sure(self, index: int, found: Estimate) -> bool:
+    def _is_sure(self, index: int, found: Estimate, least: float) -> bool:
+        """Whether it helps as surely as its effect on the result asks, or as `least` where it only rounds."""
         one = self.candidates[index]
-        return found.helps >= _LEAST_SURE[CATALOGUE[one.name].effect_of(one.setting)] and -found.mean >= _WORTH
+        effect = CATALOGUE[one.name].effect_of(one.setting)
+        asked = _LEAST_SURE[effect]
+        if effect in (Effect.EXACT, Effect.ROUNDING):
+            asked = min(asked, least)
+        return found.helps >= asked and -found.mean >= _WORTH
 
     def doubtful(self) -> list[int]:
         """Of which more blocks could still change the choice."""

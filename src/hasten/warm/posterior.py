@@ -106,6 +106,13 @@ class Posterior:
         variance = sum(self._cov[i][j] for i in rows for j in rows)
         return sum(self._mean[i] for i in rows), math.sqrt(max(0.0, variance))
 
+    def better(self, on: Collection[int], than: Collection[int]) -> float:
+        """Probability that steps are faster with these on than with those, which are among them."""
+        rows = set(self._rows(on)) - set(self._rows(than))
+        mean = sum(self._mean[i] for i in rows)
+        spread = math.sqrt(max(1e-12, sum(self._cov[i][j] for i in rows for j in rows)))
+        return 0.5 * math.erfc(mean / (spread * math.sqrt(2)))
+
     def means(self) -> list[float]:
         """Expected effects of the candidates, then of the pairs."""
         return self._mean[1:]

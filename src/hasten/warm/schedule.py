@@ -23,7 +23,7 @@ _SEARCHING = 0.75  # of the search's time; then the best sets are measured in tu
 _ROUNDS = 3
 _AS_GOOD = 0.015  # of log(seconds per step): sets this near to each other are alike
 _LATE = 5.0  # seconds that the last round may take longer
-_LEAST_PAIRS, _MOST_PAIRS = 3, 12
+_LEAST_PAIRS, _MOST_PAIRS = 3, 8
 
 
 class Host(Protocol):
@@ -54,7 +54,7 @@ def schedule(course: Course, options: WarmOptions, host: Host) -> Wishes:
         plan = course.chosen()
     host.note(Event("chosen", tuple(sorted(plan))))
     if plan:
-        yield from _claim(plan, options, host)
+        yield from _claim(plan, course, options, host)
 
 
 def _search(course: Course, options: WarmOptions) -> Wishes:
@@ -137,7 +137,7 @@ def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
             host.note(Event("not worth it", (index,), text=why))
 
 
-def _claim(plan: frozenset[int], options: WarmOptions, host: Host) -> Wishes:
+def _claim(plan: frozenset[int], course: Course, options: WarmOptions, host: Host) -> Wishes:
     """Baseline and plan in turn, A B B A; how many pairs is settled by the time there is, before the first."""
     exact = bool(plan & host.by_pass)
     plain: frozenset[int] = frozenset()
@@ -145,7 +145,8 @@ def _claim(plan: frozenset[int], options: WarmOptions, host: Host) -> Wishes:
     while turn < pairs:
         began = time.monotonic()
         for on, part in ((plain, "plain"), (plan, "plan"))[:: -1 if turn % 2 else 1]:
-            yield Wish(on, part, exact=exact)
+            expected = math.exp(course.posterior.level + course.posterior.gain(on)[0]) if course.posterior.seen else 0.0
+            yield Wish(on, part, exact=exact, expected=expected)
         if not turn:
             each = max(1e-3, time.monotonic() - began)
             pairs = max(_LEAST_PAIRS, min(_MOST_PAIRS, 1 + int((options.claim_until - time.monotonic()) / each)))
