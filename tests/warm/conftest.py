@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from hasten.techniques import CATALOGUE
 from hasten.warm import schedule
+from tests.warm import planted
 
 
 @pytest.fixture
@@ -15,3 +19,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     at = SimpleNamespace(now=0.0)
     monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: at.now))
     return at
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Put the planted techniques into the catalogue, here and in every Python process that is started from here."""
+    for technique in planted.TECHNIQUES:
+        monkeypatch.setitem(CATALOGUE, technique.name, technique)
+    (tmp_path / "site").mkdir()
+    for name in [name for name in os.environ if name.startswith("HASTEN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", planted.site(tmp_path / "site"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")

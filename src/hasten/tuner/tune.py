@@ -260,7 +260,7 @@ class _Tune:
             validation_share=validation_share(baseline.evidence),
             early_ends=min(3, self.length.epochs - 1),
         )
-        return Warm(self.trials, self.found, options, self.startup, self.say, self._told)
+        return Warm(self.trials, self.found, options, self.startup, self.say, self._told, baseline.timing.step)
 
     def _told(self, block: Measured) -> None:
         if self.on_block is not None:

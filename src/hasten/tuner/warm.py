@@ -20,6 +20,9 @@ _POLL = 0.2
 _RESTARTS = 6
 _LEAST_BLOCKS = 3  # good ones, or the script cannot be tuned warm
 _QUIET, _QUIET_COMPILING = 45.0, 240.0  # seconds without a block after which a process hangs
+_OVERTIME = 8.0  # seconds behind the end of a process's time, beyond two blocks, after which it is ended
+_OVERTIME_COMPILING = 60.0
+_STEPS_OF_A_BLOCK = 8  # at the most where steps take long, with those that do not count
 _PAIRS = 6  # of a claim that is measured in several processes
 _NOTHING_LEFT = 3.0  # seconds of search in which a further process would measure nothing
 
@@ -34,6 +37,7 @@ class Warm:
         found: What the search knows; it is added to.
         options: Of the search; candidates and what was seen before are filled in.
         startup: Seconds that the script takes before it trains.
+        step: Seconds that a step of the script as it is takes.
         say: Progress, a line each.
         on_block: Is told of each block.
     """
@@ -46,9 +50,10 @@ class Warm:
         startup: float,
         say: Say,
         on_block: Callable[[Measured], None],
+        step: float = 0.0,
     ) -> None:
         self._trials, self._found, self._options = trials, found, options
-        self._startup, self._say, self._on_block = startup, say, on_block
+        self._startup, self._say, self._on_block, self._step = startup, say, on_block, step
         self._careful = False
         self._ran: set[int] = set()  # candidates that were on in a good block
         self._plain_crashes = 0
@@ -59,13 +64,15 @@ class Warm:
             process = self._one()
             if process.done:
                 return True
+            if process.late:
+                break
             if not process.crashed and sum(map(_counts, self._found.blocks)) < _LEAST_BLOCKS:
                 return False
             if self._plain_crashes > 1 or self._left() < self._startup + _NOTHING_LEFT:
                 break
             self._say(f"{process.why}; started again without it" if process.blamed else f"{process.why}; started again")
         self._found.chosen = self._found.course.chosen()
-        return any(map(_counts, self._found.blocks))
+        return process.late or any(map(_counts, self._found.blocks))
 
     def claim(self, until: float) -> None:
         """Measure the chosen plan against the script as it is, in a process of its own, or in several."""
@@ -76,7 +83,14 @@ class Warm:
             process = self._one()
             now = len(self._found.sides())
             left = until - time.monotonic() - self._startup
-            if process.done or process.crashed or now == before or now >= _PAIRS or left < _NOTHING_LEFT:
+            if (
+                process.done
+                or process.crashed
+                or process.late
+                or now == before
+                or now >= _PAIRS
+                or left < _NOTHING_LEFT
+            ):
                 return
 
     def _left(self) -> float:
@@ -93,7 +107,7 @@ class Warm:
             out=tuple(self._found.course.out),
             early_ends=0 if self._ran else self._options.early_ends,
         )
-        process = _Process(self._trials, self._found, options, self._on_block)
+        process = _Process(self._trials, self._found, options, self._on_block, self._step)
         process.run(folder, self._startup)
         shutil.rmtree(folder, ignore_errors=True)
         self._ran.update(*(block.on for block in self._found.blocks if _counts(block)))
@@ -123,6 +137,7 @@ class _Process:
     Attributes:
         done: Its schedule came to its end.
         crashed: It ended by an error, hung, or turned to NaN.
+        late: It was ended some time after its search and claim should have been over.
         why: How it ended, in words.
         on: What was on at the end.
         before: What was on before the last switch.
@@ -130,12 +145,13 @@ class _Process:
     """
 
     def __init__(
-        self, trials: Trials, found: Found, options: WarmOptions, on_block: Callable[[Measured], None]
+        self, trials: Trials, found: Found, options: WarmOptions, on_block: Callable[[Measured], None], step: float
     ) -> None:
         self._trials, self._found, self._options, self._on_block = trials, found, options, on_block
+        self._first_block = max(2.0, _STEPS_OF_A_BLOCK * step)
         self._offset, self._heard = 0, time.monotonic()
         self._compiles = False
-        self.done = self.crashed = False
+        self.done = self.crashed = self.late = False
         self.why = "the script came to its end"
         self.on: tuple[int, ...] = ()
         self.before: tuple[int, ...] = ()
@@ -160,26 +176,30 @@ class _Process:
                 code = self._follow(child, Path(self._options.results), startup)
             finally:
                 child.end()
-        if not self.done and not self.crashed and code != 0:
+        if not self.done and not self.crashed and not self.late and code != 0:
             self.crashed = True
             said = last_lines(folder / "log").splitlines()
             self.why = "it hung" if code is None else f"it crashed: {said[-1].strip() if said else f'exit code {code}'}"
 
     def _follow(self, child: Child, path: Path, startup: float) -> int | None:
-        """Its exit code; None for a process that writes nothing more."""
+        """Its exit code; None for a process that writes nothing more, or whose time was out."""
         self._heard = time.monotonic() + 3 * startup
         while True:
             code = child.wait(_POLL)
             self._hear(path)
             if code is not None:
                 return code
-            quiet = time.monotonic() - self._heard
-            if quiet > (_QUIET_COMPILING if self._compiles else _QUIET + 8 * self._typical()):
+            now, block = time.monotonic(), self._typical()
+            if now - self._heard > (_QUIET_COMPILING if self._compiles else _QUIET + 8 * block):
+                return None
+            over = _OVERTIME_COMPILING if self._compiles else _OVERTIME + 2 * block
+            if now > self._options.claim_until + over:
+                self.late, self.why = True, "its time was out"
                 return None
 
     def _typical(self) -> float:
         """Seconds of a block."""
-        return max((block.seconds for block in self._found.blocks[-8:]), default=2.0)
+        return max((block.seconds for block in self._found.blocks[-8:]), default=self._first_block)
 
     def _hear(self, path: Path) -> None:
         said, self._offset = read(path, self._offset)
@@ -206,6 +226,7 @@ class _Process:
                 self._compiles = any(found.course.liveness(i) is Liveness.LAST for i in event.on)
             case "broken" | "not worth it":
                 found.course.drop(event.on, event.text, lasting=event.kind == "broken")
+                found.chosen -= set(event.on)
             case "settled":
                 found.course.settle(frozenset(event.on))
             case "chosen":

@@ -150,14 +150,17 @@ class Driver:
             return
         self._open = self._opened(wish)
         self._switch(self._open.on)
+        self._open.on = self._acting(wish.on)
 
     def _opened(self, wish: Wish) -> Open:
-        on = (wish.on - self._by_pass) | self._pass_on
-        return Open(wish, on, self._options.block_seconds, _synchronize)
+        return Open(wish, self._acting(wish.on), self._options.block_seconds, _synchronize)
 
     def _block_over(self, block: Open) -> None:
         measured = block.over()
         self._compiling = block.skipped
+        self._note_broken()
+        if failed := block.on & set(self._course.out):
+            measured = _in_trouble(measured, f"{self._options.candidates[min(failed)].name} failed in it")
         if is_bad(self._recorder):
             if not self._bad_before and block.on:
                 self._record.write(_in_trouble(measured, "nan"))
@@ -175,7 +178,11 @@ class Driver:
         return wish.on if wish is not None else frozenset()
 
     def _on(self) -> frozenset[int]:
-        return (self._wanted() - self._by_pass) | self._pass_on
+        return self._acting(self._wanted())
+
+    def _acting(self, wanted: frozenset[int]) -> frozenset[int]:
+        """What acts where these are wanted: the pass's own stay as they are, what failed does not act at all."""
+        return ((wanted - self._by_pass) | self._pass_on) - set(self._course.out)
 
     def _ready(self) -> int:
         """Batches that workers had made before the first of this pass was asked for."""
@@ -194,12 +201,16 @@ class Driver:
         if wanted == self._board.on:
             return
         self._record.write(Event("switch", tuple(sorted(on))))
-        before = set(self._board.broken)
         self._board.switch(wanted)
-        for name in set(self._board.broken) - before:
-            indices = tuple(i for i, one in enumerate(candidates) if one.name == name)
-            self._course.drop(indices, self._board.broken[name])
-            self._record.write(Event("broken", indices, text=self._board.broken[name]))
+        self._note_broken()
+
+    def _note_broken(self) -> None:
+        """Have what failed, when it was switched on or since then, off for good."""
+        for name, why in self._board.broken.items():
+            indices = tuple(i for i, one in enumerate(self._options.candidates) if one.name == name)
+            if new := tuple(i for i in indices if i not in self._course.out):
+                self._course.drop(new, why)
+                self._record.write(Event("broken", new, text=why))
 
     @property
     def compiling(self) -> float:
