@@ -50,7 +50,7 @@ def test_tune_and_run(tmp_path: Path) -> None:
     done = execute(HASTEN, "tune", *options, "train.py", "--epochs", "3", cwd=tmp_path, timeout=570)
     assert done.code == 0, done.err
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "hasten-report.html", "hasten-report.json", "hasten.toml", "train.py",
+        ".hasten", "hasten-report.html", "hasten-report.json", "hasten.toml", "train.py",
     ]  # fmt: skip
     plan = Plan.read(tmp_path / "hasten.toml")
     check(plan)

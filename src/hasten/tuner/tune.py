@@ -217,7 +217,8 @@ class _Tune:
     def _found(self, baseline: Trial, warm: bool) -> Found:
         assert baseline.evidence is not None
         share = validation_share(baseline.evidence) if warm else 0.0
-        course = Course(self.asked.candidates, self.options.order, False, share, live=warm)
+        prior = self.recalled.prior if self.recalled is not None else None
+        course = Course(self.asked.candidates, self.options.order, False, share, live=warm, prior=prior)
         drop_again(course, self.recalled)
         return Found(course, warm)
 
@@ -259,6 +260,7 @@ class _Tune:
             total_steps=_total_steps(self.length, baseline),
             validation_share=validation_share(baseline.evidence),
             early_ends=min(3, self.length.epochs - 1),
+            prior=self.recalled.prior if self.recalled is not None else None,
         )
         return Warm(self.trials, self.found, options, self.startup, self.say, self._told)
 
