@@ -86,7 +86,7 @@ def test_rounding_is_held_to_the_scripts_own(check: Check) -> None:
     single, whole = found.runs
     assert single.plan == {"fused_optimizer": True}
     # 16 bits let more pass than 24 do, but not everything.
-    assert 0 < single.sees < 1e-4 < whole.sees < 0.1
+    assert 0 < single.sees < 2e-4 < whole.sees < 0.1
 
 
 def test_what_draws_otherwise_is_said_and_the_rest_still_compared(check: Check) -> None:

@@ -28,7 +28,7 @@ def filled(
     """A posterior that saw so many blocks, each with a set of techniques drawn by lot."""
     lot = random.Random(seed)
     together = together or {}
-    found = Posterior([PRIOR] * len(effects), {pair: (0.0, 0.15) for pair in together})
+    found = Posterior([PRIOR] * len(effects), dict.fromkeys(together, (0.0, 0.15)))
     level = lot.gauss(0, 3)
     for number in range(blocks):
         process = number * processes // blocks

@@ -18,7 +18,7 @@ SINGLE = 2.0**-23
 # Calibrated on convolutional, recurrent and attention models under bf16, channels_last, fused optimizers and compile
 # (benchmarks/exactness.py): legitimate rounding stays below 3.1 times the noise, but for a BatchNorm's weight under
 # channels_last (7.8 times, of a sum over 64 images); planted defects are from 10 times on.
-_TIMES = 9.0
+_TIMES, _TIMES_16_BITS = 9.0, 6.0
 _ALL_NOISE = 0.5  # a tensor that noise moves by half of its size holds nothing else: a bias in front of a BatchNorm
 _TIMES_ALL_NOISE = 100.0
 _SUMS = 2.0**10  # units of rounding that a sum over a whole batch may be off, of what noise does not reach: 0.01 %
@@ -185,6 +185,7 @@ class _Noise:
     def __init__(self, results: Sequence[Any], roundoff: float) -> None:
         self.steps = 0
         self._roundoff = roundoff
+        self._times = _TIMES if roundoff <= SINGLE else _TIMES_16_BITS
         self._share: dict[str, float] = {}  # the greatest difference, as a share of the tensor
         self._most: dict[str, float] = {}  # and as it is
         self._along: dict[str, list[float]] = {}
@@ -200,7 +201,7 @@ class _Noise:
     def bound(self, name: str, size: float, whole: float) -> float:
         """Return the greatest norm that a difference may have."""
         share = self._share.get(name, 0.0)
-        times = _TIMES_ALL_NOISE if share > _ALL_NOISE else _TIMES
+        times = _TIMES_ALL_NOISE if share > _ALL_NOISE else self._times
         # A weight moves by whole units in its last place, however small the step was.
         least = max(_SUMS * SINGLE * size, 8 * SINGLE * whole if name.startswith("weight") else 0.0)
         return max(times * share * size, times * self._most.get(name, 0.0), least)
