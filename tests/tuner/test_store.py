@@ -218,7 +218,10 @@ def test_what_crashed_stays_off_until_the_script_changes(folder: Path) -> None:
     found.course.drop([2], "it crashed: out of threads", lasting=True)
     found.course.drop([3], "fresh processes did not confirm it: 0.98x")
     remember(folder, key(), found, build())
-    assert again(folder)[1].out == {2: "it crashed: out of threads"}
+    _, course = again(folder)
+    assert course.out == {2: "in an earlier tune: it crashed: out of threads"}
+    remember(folder, key(), Found(course), build())
+    assert again(folder)[1].out == course.out
     assert again(folder, key(code="0" * 16))[1].out == {}
 
 

@@ -33,6 +33,7 @@ _MOST_ROWS = 300
 _LEAST_SPREAD = 0.03  # of log(seconds per step): what blocks of another hour leave open, however many they were
 _WIDER, _MUCH_WIDER = 1.5, 3.0  # where all is the same; where the script or its arguments are others
 _KNOWN = 0.06  # spread up to which an effect counts as measured; beyond it is an expectation like any other
+_EARLIER = "in an earlier tune: "
 _MOST = 3.0  # of log(seconds per step): no technique does more, whatever a file says
 
 
@@ -204,7 +205,7 @@ def drop_again(course: Course, recalled: Recalled | None) -> None:
     for index, one in enumerate(course.candidates):
         learned = recalled.learned.get(one.key)
         if learned is not None and learned.off:
-            course.drop([index], learned.off, lasting=True)
+            course.drop([index], f"{_EARLIER}{learned.off.removeprefix(_EARLIER)}", lasting=True)
 
 
 def _with(one: Candidate, recalled: Recalled, prior: Prior) -> Candidate:
