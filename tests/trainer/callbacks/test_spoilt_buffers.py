@@ -105,6 +105,21 @@ def test_skip_puts_the_statistics_back(tmp_path, optimizer, reads_freely):
     assert same(model, other)
 
 
+class Moved(Normed):
+    """Gives a statistic other memory in each step, but leaves the buffer the same object."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        mean = self.layers[1].running_mean
+        mean.data = mean.data.clone()
+
+
+def test_statistics_in_other_memory_are_put_back_as_they_are_there(tmp_path):
+    model, other = Moved(), Moved(left_out=[3])
+    trained(tmp_path, model, [NaNWatch("skip")], bad=[3])
+    trained(tmp_path, other)
+    assert same(model, other)
+
+
 @pytest.mark.parametrize("reads_freely", [True, False])
 @pytest.mark.parametrize("bad", [2, 3])
 def test_with_accumulation_the_whole_step_is_undone(tmp_path, reads_freely, bad):

@@ -46,13 +46,14 @@ class Guard:
         reasons: Why parameters were left to the ordinary way.
     """
 
-    __slots__ = ("_devices", "_dtypes", "_fit", "_looks_left", "_numels", "_pointers", "_strides", "reasons")
+    __slots__ = ("_alike", "_devices", "_dtypes", "_fit", "_looks_left", "_numels", "_pointers", "_strides", "reasons")
 
     def __init__(self, devices: set[str]) -> None:
         self._devices = devices
         self.reasons: set[str] = set()
         self._fit: Fit | None = None
         self._looks_left = 0
+        self._alike: Any = None
 
     def fit(self, params: list[Any], grads: list[Any], states: list[list[Any]], steps: list[Any]) -> Fit:
         """Return which parameters may be fused in this update.
@@ -84,6 +85,8 @@ class Guard:
                 return False
             if chosen is not None:
                 params, grads = [params[at] for at in chosen], [grads[at] for at in chosen]
+            if self._alike is not None:
+                return bool(self._alike.check(*params, *grads))
             strides = list(map(_stride, params))
             strides += map(_stride, grads)
             return (
@@ -129,9 +132,26 @@ class Guard:
         except (RuntimeError, TypeError):  # of a kind that has no memory of its own: looked at each time
             return False
         params, grads = [columns[0][at] for at in chosen], [grads[at] for at in chosen]
+        self._alike = _guards_of([*params, *grads])
         self._strides = [*map(_stride, params), *map(_stride, grads)]
         self._numels, self._dtypes = list(map(_numel, params)), [param.dtype for param in params]
         return True
+
+
+def _guards_of(tensors: list[Any]) -> Any:
+    """torch's own comparison, in C++, of class, kind, dtype, device, sizes and strides with those of these tensors.
+
+    None where this torch has none: then it is done tensor by tensor here, which takes twice as long.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: Any = [list(one.size()) for one in tensors]
+        strides: Any = [list(one.stride()) for one in tensors]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        return guards if guards.check(*tensors) else None
+    except (ImportError, TypeError, AttributeError, RuntimeError):
+        return None
 
 
 def _why_not(param: Any, grad: Any, states: list[Any], step: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -154,7 +155,7 @@ def _plain_rows(tensor: Any) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and tensor.dim() > 0
         and not tensor.requires_grad
         and tensor.is_contiguous()  # torch.stack keeps the order of channels-last rows, index_select does not
@@ -171,25 +172,33 @@ def _is_torchs(function: Any) -> bool:
     return room is not None and room.__name__.startswith("torch.utils.data.") and code.co_filename == room.__file__
 
 
-def _now() -> list[Any]:
-    """What decides how torch gathers and collates rows, as it stands now."""
+def _look() -> Callable[[], list[Any]]:
+    """Return a function that gives what decides how torch gathers and collates rows, as it stands when it is called."""
     import torch
     from torch.utils.data import Dataset, Subset, TensorDataset
     from torch.utils.data._utils import collate
 
-    parts = [Subset.__getitem__, Subset.__getitems__, TensorDataset.__getitem__, collate.default_collate]
-    parts += [collate.collate, collate.collate_tensor_fn, *collate.default_collate_fn_map.values()]
-    own = [getattr(Dataset, "__getitems__", None), getattr(TensorDataset, "__getitems__", None)]
-    own += [vars(TensorDataset).get("tensors"), vars(Subset).get("dataset"), vars(Subset).get("indices")]
-    return [*parts, *own, torch.Tensor.__getitem__, torch.stack, *collate.default_collate_fn_map]
+    of_tensors, of_subset = vars(TensorDataset), vars(Subset)  # these show what is set later, too
+
+    def now() -> list[Any]:
+        by_kind = collate.default_collate_fn_map
+        return [
+            Subset.__getitem__, Subset.__getitems__, TensorDataset.__getitem__, collate.default_collate,
+            collate.collate, collate.collate_tensor_fn, *by_kind.values(),
+            getattr(Dataset, "__getitems__", None), getattr(TensorDataset, "__getitems__", None),
+            of_tensors.get("tensors"), of_subset.get("dataset"), of_subset.get("indices"),
+            torch.Tensor.__getitem__, torch.stack, *by_kind,
+        ]  # fmt: skip
+
+    return now
 
 
 def _all_torchs() -> bool:
-    """Whether all that `_now` names is torch's own."""
+    """Whether all that `_look` gives is torch's own."""
     import torch
     from torch.utils.data._utils import collate
 
-    now = _now()
+    now = _look()()
     functions = 6 + len(collate.default_collate_fn_map)
     return (
         all(map(_is_torchs, now[:functions]))
@@ -207,8 +216,9 @@ class _Gather:
         import torch
 
         self._fetcher = fetcher
-        self._torchs = _now()
-        self._modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+        self._now = _look()
+        self._torchs = self._now()
+        self._functions, self._dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
         self._as_index = torch.tensor
 
     def __getattr__(self, name: str) -> Any:
@@ -228,12 +238,12 @@ class _Gather:
     def _rows(self, indices: Any) -> tuple[Any, list[int]]:
         """The tensors and the rows of them that this batch has."""
         fetcher = self._fetcher
-        if type(indices) not in (list, tuple) or not indices or any(mode() for mode in self._modes):
+        if type(indices) not in (list, tuple) or not indices or self._functions() or self._dispatches():
             raise _OneByOne
         tensors, rows = _below(fetcher.dataset, _as_ints(indices))
         least, most = min(rows), max(rows)
         if not tensors or least < 0 or not all(_plain_rows(tensor) and most < len(tensor) for tensor in tensors):
             raise _OneByOne
-        if fetcher.collate_fn is not self._torchs[3] or _now() != self._torchs:
+        if fetcher.collate_fn is not self._torchs[3] or self._now() != self._torchs:
             raise _OneByOne
         return tensors, rows

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
 from typing import Any
 
 import torch
 
 from hasten.trainer.callbacks.shared import alike, finite
+
+_pointer = torch.Tensor.data_ptr
 
 
 class BufferCopies:
@@ -39,12 +41,12 @@ class BufferCopies:
     def take(self) -> None:
         """Copy the buffers as they are now."""
         now = [buffers.get(name) for buffers, name in self._slots]
-        if len(now) != len(self._tensors) or any(a is not b for a, b in zip(now, self._tensors, strict=True)):
+        if len(now) != len(self._tensors) or not all(map(operator.is_, now, self._tensors)):
             self._tensors = now  # the first time, or `self.buffer = ...` put another tensor there
-            self._groups = [_Group.of(tensors) for tensors in _by_kind(now)]
+            self._groups = [_Group(tensors) for tensors in _by_kind(now)]
         with torch.no_grad():
             for group in self._groups:
-                torch._foreach_copy_(group.views, group.tensors)
+                group.take()
 
     def put_back(self) -> None:
         """Give the buffers the values of the last `take`."""
@@ -81,18 +83,24 @@ class BufferCopies:
                 group.flat.copy_(one)
 
 
-@dataclass(frozen=True)
 class _Group:
     """Buffers of one device and dtype, and their copies: one tensor, and its parts in their shapes."""
 
-    tensors: list[torch.Tensor]
-    flat: torch.Tensor
-    views: list[torch.Tensor]
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+        self.views = _views(self.flat, tensors)
+        # The tensors' own memory in one dimension each. A CPU copies those in one operation, in place of one a tensor.
+        in_one = self.flat.device.type == "cpu" and all(tensor.is_contiguous() for tensor in tensors)
+        self._rows = [tensor.detach().view(-1) for tensor in tensors] if in_one else []
+        self._pointers = list(map(_pointer, tensors))
 
-    @staticmethod
-    def of(tensors: list[torch.Tensor]) -> _Group:
-        flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
-        return _Group(tensors, flat, _views(flat, tensors))
+    def take(self) -> None:
+        """Copy the tensors as they are now."""
+        if self._rows and list(map(_pointer, self.tensors)) == self._pointers:
+            torch.cat(self._rows, out=self.flat)
+        else:  # on a GPU, or `buffer.data = ...` gave one of them other memory
+            torch._foreach_copy_(self.views, self.tensors)
 
 
 def _views(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
