@@ -83,7 +83,9 @@ def _play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
             if not measured.trouble:
                 course.saw(measured.on, measured.step_seconds)
                 paces[on].append(math.log(measured.step_seconds))
-    known = {on: statistics.fmean(seen) for on, seen in paces.items() if len(seen) == len(paces[finalists[0]]) and seen}
+    # Time may end within a round: as many of each are compared as all have that were measured.
+    rounds = min((len(seen) for seen in paces.values() if seen), default=0)
+    known = {on: statistics.fmean(seen[:rounds]) for on, seen in paces.items() if seen}
     if len(known) > 1:
         fastest = min(known.values())
         # The first is the one whose parts are all sure: others must be clearly faster.
