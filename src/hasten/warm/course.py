@@ -219,7 +219,7 @@ class Course:
             on -= {min(weak, key=lambda i: self._estimate(i, on).helps)}
         return on
 
-    def _is_sure(self, index: int, found: Estimate, least: float) -> bool:
+    def _is_sure(self, index: int, found: Estimate, least: float = 1.0) -> bool:
         """Whether it helps as surely as its effect on the result asks, or as `least` where it only rounds."""
         one = self.candidates[index]
         effect = CATALOGUE[one.name].effect_of(one.setting)
