@@ -44,6 +44,16 @@ The plans and tune's figures below are those of the former search, which asked o
 now asks in one process that trains on ([how](tune.md)). They are not measured again yet.
 """
 
+REGRET = """## What a short budget leaves behind
+
+`benchmarks/tune_regret.py`: each script tuned at several budgets, knowing nothing of other tunes; then plain Python,
+the best plan known (long searches, several orders; `benchmarks/results/tune_regret_best.json`) and all plans found run
+in turn. Figures are pace of the plan / pace of the best plan. `orders apart`: by how much the fastest of several plans
+is faster than the slowest, found at {at:g} s under other seeds of the search.
+
+Machine: {machine}.
+"""
+
 TRAINER = """## What a Trainer costs per step
 
 `benchmarks/trainer_overhead.py`: a tiny MLP (Linear 32-32-2, batch 32, TensorDataset, SGD), so small that the trainer's
@@ -125,6 +135,26 @@ def against_hand() -> list[str]:
         ratios = [spread(case["ratios"][key]) for key in ("hasten_epoch", "by_hand_epoch", "of_hand_epoch")]
         parity = answer_of(case["parity"])
         lines.append(f"| {NAMES[name]} | {case['budget']} | {' | '.join(ratios)} | {parity} | {plan} |")
+    return [*lines, ""]
+
+
+def regret() -> list[str]:
+    record = read("tune_regret.json")
+    said, scripts = record["summary"], record["scripts"]
+    machine = f"{record['machine']['cores']} cores of {record['machine']['cpu']}, torch {record['machine']['torch']}"
+    budgets = list(said["budgets"])
+    lines = [REGRET.format(machine=machine, at=said["orders_at"])]
+    lines += [f"| script | {' | '.join(f'{budget} s' for budget in budgets)} | orders apart | best plan |"]
+    lines += ["|---" * (len(budgets) + 3) + "|"]
+    for name, row in scripts.items():
+        first = {f"{one['budget']:g}": one["of_best"] for one in reversed(row["tunes"])}
+        shares = [f"{first[budget]:.2f}" if first.get(budget) else "-" for budget in budgets]
+        apart = f"{said['orders'][name]['apart']:.0%}" if name in said["orders"] else "-"
+        best = ", ".join(row["best"] or ()) or "nothing"
+        lines.append(f"| {name} | {' | '.join(shares)} | {apart} | {best} |")
+    for what in ("median", "worst"):
+        cells = [f"{said['budgets'][budget][what]:.2f}" for budget in budgets]
+        lines.append(f"| **{what}** | {' | '.join(cells)} | | |")
     return [*lines, ""]
 
 
@@ -236,6 +266,7 @@ def lightning_modules() -> list[str]:
 def main() -> None:
     parts = (
         (RESULTS / "tune_vs_hand.json", against_hand),
+        (RESULTS / "tune_regret.json", regret),
         (RESULTS / "listening_cost.json", listening),
         (RESULTS / "doctor_corpus.json", doctor_corpus),
         (RESULTS / "doctor_beside_traceml.json", beside_traceml),

@@ -58,11 +58,12 @@ SCRIPT = '''
 
     torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
     generator = torch.Generator().manual_seed(1)
-    if KIND == "images":
+    if KIND in ("images", "large"):
+        wide = 1024 if KIND == "large" else 32
         model = nn.Sequential(
             nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2),
-            nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(1024, 1024), nn.Tanh(),
-            nn.Dropout(0.2), nn.Linear(1024, 2),
+            nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(1024, wide), nn.Tanh(),
+            nn.Dropout(0.2), nn.Linear(wide, 2),
         )
         x = torch.randn(48, 3, 16, 16, generator=generator)
         dataset = TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())
@@ -77,7 +78,7 @@ SCRIPT = '''
         model, dataset = Words(), Drawing(lines) if KIND == "words" else Made(KIND == "drawn")
         optimizer = torch.optim.AdamW(model.parameters(), 0.003)
     loader = DataLoader(dataset, 16, shuffle=True, num_workers=WORKERS)
-    held_out = DataLoader(TensorDataset(*dataset[:16]) if KIND in ("images", "small") else dataset, 16)
+    held_out = DataLoader(TensorDataset(*dataset[:16]) if isinstance(dataset, TensorDataset) else dataset, 16)
     steps, losses, validated = 0, [], []
 
     def batch_step(x, y):

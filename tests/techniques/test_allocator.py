@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hasten.switchboard import Switchboard
 from hasten.techniques import CATALOGUE, Choices, Refusal, build
 from hasten.techniques.memory import allocator
 from hasten.techniques.memory.allocator import Allocator, library
@@ -117,3 +118,53 @@ def test_worth_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Allocator.settings(evidence_of())
     assert isinstance(chosen, Refusal)
     assert "LD_PRELOAD" in chosen.reason
+
+
+FAULTS = """
+import ctypes, resource
+from hasten.switchboard import Switchboard
+from hasten.techniques.memory.allocator import Allocator
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+board = Switchboard([Allocator("glibc")])
+
+def faults():
+    for number in range(5):
+        if number == 3:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        chunks = [libc.malloc(SIZE) for _ in range(2)]
+        for chunk in chunks:
+            libc.memset(chunk, 1, SIZE)
+        for chunk in chunks:
+            libc.free(chunk)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 2
+
+print(faults())
+for wanted in ({"allocator": "glibc"}, {}) * 2:
+    board.switch(wanted)
+    print(faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.parametrize("size", [8 << 20, 34 << 20])
+def test_it_is_switched_in_a_process_that_runs(size: int) -> None:
+    """Two chunks a step, whose pages are faulted in at each step without it: as many behind `off` as before `on`."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("GLIBC_TUNABLES", "LD_PRELOAD")}
+    script = [sys.executable, "-c", FAULTS.replace("SIZE", str(size))]
+    printed = subprocess.run(script, capture_output=True, text=True, check=True, env=environment).stdout
+    plain, *others = map(int, printed.split())
+    pages = 2 * size // os.sysconf("SC_PAGE_SIZE")
+    assert plain > 0.9 * pages
+    assert max(others[::2]) < 0.01 * pages
+    assert others[1::2] == [pytest.approx(plain, rel=0.05)] * 2
+
+
+def test_what_the_environment_chose_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1000000")
+    board = Switchboard([Allocator("glibc")])
+    board.switch({"allocator": "glibc"})
+    assert board.on == {}
+    assert "the environment chooses an allocator already" in board.broken["allocator"]

@@ -52,7 +52,8 @@ def tune(
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: trials end, the best so far is kept
-    store = None if no_memory else out.parent / FOLDER
+    apart = out.exists() and not out.is_file()  # a pipe, /dev/stdout: nothing is kept beside it
+    store = None if no_memory or apart else out.parent / FOLDER
     only_these = frozenset(map(_technique, only))
     options = TuneOptions(_seconds(budget), seeds, _allowed(allow), only_these, order, processes, store)
     _writable(out)

@@ -73,7 +73,7 @@ def _blame(found: Found, trial: Trial, on: frozenset[int], say: Callable[[str], 
         course.careful = True
         return
     blamed = new or on
-    course.drop(blamed, f"{trial.outcome}: {trial.reason}", lasting=True)
+    course.drop(blamed, f"{trial.outcome}: {trial.reason}", lasting=bool(new))
     names = ", ".join(course.candidates[i].called for i in sorted(blamed))
     found.notes.append(f"switched off for good: {names}: {trial.outcome}: {trial.reason}")
     say(f"off for good: {names}: {trial.outcome}: {trial.reason}")

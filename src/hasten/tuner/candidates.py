@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hasten.evidence import Evidence, Phase
+from hasten.evidence.figures import percent
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect, Liveness, Refusal, Resource, Technique
 from hasten.tuner.proof import Skipped
@@ -15,6 +16,7 @@ _EXPECTED = 0.2  # of the share of the step that a technique relieves, as log(se
 _SPREAD, _SPREAD_BY_SHARE = 0.06, 0.3
 _DOUBTED = {"cpu_threads": 0.1, "debug_off": -0.02, "cudnn_benchmark": -0.02}
 _SLIGHT = 0.03  # what lies in memory management or in switches that most steps do not feel
+_LITTLE = 0.05  # of the step: less to win is not worth the blocks it takes to see it
 _MOST_SETTINGS = 2  # of a technique: each must be asked in many blocks
 _NEXT_BEST = 0.7  # of the first setting's worth is expected of the next
 
@@ -56,6 +58,8 @@ def applicable(
             skipped.append(Skipped(name, "changes the optimisation path; tried only with --allow trajectory"))
         elif isinstance(answer := technique.settings(evidence), Refusal):
             skipped.append(Skipped(name, answer.reason))
+        elif technique.relieves is Resource.DATA and shares[Resource.DATA] < _LITTLE:
+            skipped.append(Skipped(name, f"the step waits {percent(shares[Resource.DATA])} of its time for data"))
         else:
             settings = [one for one in answer.settings if not warm or _is_live(technique, one)]
             if not settings:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hasten.plan import Setting
 from hasten.tuner.proof import Ratio
-from hasten.tuner.stats import mean_of
+from hasten.tuner.stats import middle_of
 from hasten.warm.course import Course
 from hasten.warm.record import Measured
 
@@ -69,15 +68,14 @@ class Found:
     def claim(self) -> Ratio | None:
         """How many times faster a step is under the plan, with its interval; None where that was not measured."""
         logs = [math.log(plain.step_seconds / plan.step_seconds) for plain, plan in self.sides()]
-        if (found := mean_of(logs)) is None:
-            return None
-        return Ratio(math.exp(found.mean), math.exp(found.low), math.exp(found.high))
+        found = middle_of(logs)
+        return None if found is None else Ratio(*map(math.exp, found))
 
     def phases(self) -> dict[str, tuple[float, ...]]:
-        """Mean seconds of each phase of a step in the claim's blocks, on both sides."""
+        """Seconds of each phase of a step in the claim's typical block, on both sides."""
         found = {}
         for number, side in enumerate(("baseline", "plan")):
             blocks = [pair[number] for pair in self.sides()]
             if blocks:
-                found[side] = tuple(map(statistics.fmean, zip(*(one.phases for one in blocks), strict=True)))
+                found[side] = sorted(blocks, key=lambda one: one.step_seconds)[len(blocks) // 2].phases
         return found

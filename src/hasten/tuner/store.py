@@ -23,28 +23,31 @@ from hasten.tuner.key import Key, changes, without_paths
 from hasten.tuner.proof import Proof
 from hasten.warm.course import Course
 from hasten.warm.options import Candidate
+from hasten.warm.prior import Prior
 
 SCHEMA = "hasten-store/1"
 FOLDER = ".hasten"
 _MOST_BYTES = 1 << 20
 _MOST_FILES = 200
+_MOST_ROWS = 300
 _LEAST_SPREAD = 0.03  # of log(seconds per step): what blocks of another hour leave open, however many they were
 _WIDER, _MUCH_WIDER = 1.5, 3.0  # where all is the same; where the script or its arguments are others
 _KNOWN = 0.06  # spread up to which an effect counts as measured; beyond it is an expectation like any other
+_EARLIER = "in an earlier tune: "
 _MOST = 3.0  # of log(seconds per step): no technique does more, whatever a file says
 
 
 @dataclass(frozen=True)
-class Effect:
+class Learned:
     """What was found of one setting.
 
     Attributes:
         name: The technique's.
         setting: The setting.
-        mean: Change of log(seconds per step) when it alone is on.
+        mean: Change of log(seconds per step) when it is on beside the plan; negative is faster.
         spread: Standard deviation.
         blocks: Blocks in which it was on.
-        validation: Mean and spread of log(seconds per batch of validation), where that was seen.
+        validation: Mean and spread of the same for a batch of validation, alone, where that was seen.
         off: Why it is off for good; "" where it is not.
     """
 
@@ -58,36 +61,26 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Together:
-    """What two settings do beyond what each does alone: mean and spread. They are named as `Candidate.key` does."""
-
-    one: str
-    other: str
-    mean: float
-    spread: float
-
-
-@dataclass(frozen=True)
 class Stored:
     """The file.
 
     Attributes:
         key: What it holds for.
         date: When the tune ended, ISO 8601.
-        effects: Of each setting that was measured.
-        together: Of pairs of them.
         plan: The plan that was found: technique -> setting.
         speedup: How many times faster it was, and the 95 % interval.
         proven: The answer to whether that is proven.
+        learned: Of each setting that was measured, or is off for good.
+        prior: All effects together, for the next tune's search.
     """
 
     key: Key
     date: str
-    effects: tuple[Effect, ...]
-    together: tuple[Together, ...] = ()
-    plan: dict[str, Setting] = field(default_factory=dict)
-    speedup: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    proven: str = ""
+    plan: dict[str, Setting]
+    speedup: tuple[float, float, float]
+    proven: str
+    learned: tuple[Learned, ...]
+    prior: Prior
     schema: str = SCHEMA
 
 
@@ -97,20 +90,15 @@ class Recalled:
 
     Attributes:
         said: A line for the person: what it is, or what changed.
-        effects: By `Candidate.key`; empty where what was known is not used.
-        together: By the two settings.
+        learned: By `Candidate.key`; empty where what was known is not used.
+        prior: The search's expectation: what was known, widened so that new blocks can overturn it.
         same: Nothing changed: what was measured counts as such.
     """
 
     said: str
-    effects: dict[str, Effect] = field(default_factory=dict)
-    together: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    learned: dict[str, Learned] = field(default_factory=dict)
+    prior: Prior | None = None
     same: bool = False
-
-    @property
-    def wider(self) -> float:
-        """How many times wider spreads are, so that new blocks can overturn what was known."""
-        return _WIDER if self.same else _MUCH_WIDER
 
 
 # -- writing -----------------------------------------------------------------------------------------------
@@ -125,51 +113,50 @@ def remember(folder: Path, key: Key, found: Found, proof: Proof) -> str:
         found: What the search learned.
         proof: What came of it.
     """
-    effects = effects_of(found.course)
-    if not effects:
+    learned, prior = _learned(found), found.course.prior()
+    if not learned:
         return ""
-    now = {_name(one.name, one.setting) for one in effects}
-    # What this tune did not ask, as under --only, stays known.
-    before = [one for _, one in _of(folder, key, []) if one.key == key][:1]
-    others = tuple(one for kept in before for one in kept.effects if _name(one.name, one.setting) not in now)
+    for _, before in _of(folder, key, []):
+        if before.key == key:  # what this tune did not ask, as under --only, stays known
+            now = {_name(one) for one in learned}
+            learned += tuple(one for one in before.learned if _name(one) not in now)
+            prior = prior.beside(before.prior)
     stored = Stored(
         key=key,
         date=proof.created,
-        effects=(*effects, *others),
-        together=_together_of(found.course),
         plan=found.plan(),
         speedup=(proof.speedup.ratio, proof.speedup.low, proof.speedup.high),
         proven=str(proof.proven),
+        learned=learned,
+        prior=prior.rounded(),
     )
     try:
         folder.mkdir(exist_ok=True)
-        text = json.dumps(dataclasses.asdict(stored), indent=1, allow_nan=False) + "\n"
-        files.write_own(folder / key.file, text, "what a tune learned", files.json_of(SCHEMA))
+        files.write_own(folder / key.file, _text(stored), "what a tune learned", files.json_of(SCHEMA))
     except (OSError, HastenError, ValueError) as error:
-        why = error.message if isinstance(error, HastenError) else str(error)
-        return f"what was learned is not kept for the next tune: {why.splitlines()[0]}"
+        return f"what was learned is not kept for the next tune: {_why(error)}"
     return ""
 
 
-def effects_of(course: Course) -> tuple[Effect, ...]:
+def _text(stored: Stored) -> str:
+    """JSON with a line for each field, so that a repository shows what changed."""
+    fields = dataclasses.asdict(stored).items()
+    lines = (f" {json.dumps(name)}: {json.dumps(value, allow_nan=False, ensure_ascii=False)}" for name, value in fields)
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _learned(found: Found) -> tuple[Learned, ...]:
     """What a search knows of each setting that was measured, now or before, or that is off for good."""
-    effects = []
-    for index, one in enumerate(course.candidates):
-        estimate = course.posterior.estimate(index, ())
+    course = found.course
+    learned = []
+    for index, (one, estimate) in enumerate(zip(course.candidates, course.estimates(found.chosen), strict=True)):
         off = without_paths(course.out[index]) if index in course.lasting else ""
         if not (estimate.blocks or one.known or off):
             continue
         seen = course.validation.estimate(index, ()) if course.validation.seen else None
         validation = (seen.mean, seen.spread) if seen is not None else None
-        effects.append(Effect(one.name, one.setting, estimate.mean, estimate.spread, estimate.blocks, validation, off))
-    return tuple(effects)
-
-
-def _together_of(course: Course) -> tuple[Together, ...]:
-    names = [one.key for one in course.candidates]
-    return tuple(
-        Together(names[i], names[j], mean, spread) for (i, j), (mean, spread) in course.posterior.together().items()
-    )
+        learned.append(Learned(one.name, one.setting, estimate.mean, estimate.spread, estimate.blocks, validation, off))
+    return tuple(learned)
 
 
 # -- reading -----------------------------------------------------------------------------------------------
@@ -206,54 +193,45 @@ def _best(known: Sequence[tuple[Path, Stored]], key: Key) -> Recalled | None:
 
 def applied(candidates: Sequence[Candidate], recalled: Recalled | None) -> tuple[Candidate, ...]:
     """Return candidates that expect what an earlier tune found, with spreads widened."""
-    if recalled is None or not recalled.effects:
+    if recalled is None or recalled.prior is None:
         return tuple(candidates)
-    return tuple(_with(one, recalled) for one in candidates)
+    return tuple(_with(one, recalled, recalled.prior) for one in candidates)
 
 
 def drop_again(course: Course, recalled: Recalled | None) -> None:
-    """What crashed, hung or broke its word in the very same training stays off."""
+    """Keep off what crashed, hung or broke its word in the very same training."""
     if recalled is None or not recalled.same:
         return
     for index, one in enumerate(course.candidates):
-        effect = recalled.effects.get(one.key)
-        if effect is not None and effect.off:
-            course.drop([index], effect.off, lasting=True)
+        learned = recalled.learned.get(one.key)
+        if learned is not None and learned.off:
+            course.drop([index], f"{_EARLIER}{learned.off.removeprefix(_EARLIER)}", lasting=True)
 
 
-def _with(one: Candidate, recalled: Recalled) -> Candidate:
-    effect = recalled.effects.get(one.key)
-    if effect is None:
+def _with(one: Candidate, recalled: Recalled, prior: Prior) -> Candidate:
+    learned = recalled.learned.get(one.key)
+    if learned is None or one.key not in prior.rows:
         return one
-    together = {
-        other: (mean, _wide(spread, recalled))
-        for (name, other), (mean, spread) in recalled.together.items()
-        if name == one.key
-    }
-    validation = (one.mean, one.spread)
-    if effect.validation is not None:
-        validation = effect.validation[0], _wide(effect.validation[1], recalled)
+    row, validation = prior.rows.index(one.key), (one.mean, one.spread)
+    if learned.validation is not None:
+        validation = learned.validation[0], _wide(learned.validation[1], recalled.same)
+    known = (learned.mean, _wide(learned.spread, same=True))
     return dataclasses.replace(
         one,
-        mean=effect.mean,
-        spread=_wide(effect.spread, recalled),
-        known=recalled.same and effect.spread <= _KNOWN,
-        together=together,
+        mean=prior.mean[row],
+        spread=prior.spread(row),
+        known=known if recalled.same and learned.spread <= _KNOWN else None,
         validation=validation,
     )
 
 
-def _wide(spread: float, recalled: Recalled) -> float:
-    return min(1.0, max(spread, _LEAST_SPREAD) * recalled.wider)
+def _wide(spread: float, same: bool) -> float:
+    return max(spread, _LEAST_SPREAD) * (_WIDER if same else _MUCH_WIDER)
 
 
 def _recalled(stored: Stored, said: str, same: bool) -> Recalled:
-    return Recalled(
-        said,
-        {_name(one.name, one.setting): one for one in stored.effects},
-        {(one.one, one.other): (one.mean, one.spread) for one in stored.together},
-        same,
-    )
+    prior = stored.prior.widened(_WIDER if same else _MUCH_WIDER, _LEAST_SPREAD)
+    return Recalled(said, {_name(one): one for one in stored.learned}, prior, same)
 
 
 def _of(folder: Path, key: Key, trouble: list[str]) -> Iterator[tuple[Path, Stored]]:
@@ -270,9 +248,7 @@ def _of(folder: Path, key: Key, trouble: list[str]) -> Iterator[tuple[Path, Stor
         try:
             stored = _read(path)
         except (HastenError, OSError) as error:
-            why = error.message if isinstance(error, HastenError) else str(error)
-            why = without_paths(why.splitlines()[0]).replace(str(path), path.name)
-            trouble.append(f"{folder.name}/{path.name} is ignored: {why}")
+            trouble.append(f"{folder.name}/{path.name} is ignored: {_why(error)}")
             continue
         if stored.key.script == key.script:
             yield path, stored
@@ -285,16 +261,21 @@ def _read(path: Path) -> Stored:
     if found.st_size > _MOST_BYTES:
         raise HastenError(f"it has {found.st_size:,} bytes, and is none that tune wrote")
     stored = read_plain(Stored, path, SCHEMA, "what a tune learned", "delete it, or give --no-memory")
-    figures = [(one.mean, one.spread) for one in stored.effects]
-    figures += [(pair.mean, pair.spread) for pair in stored.together]
-    figures += [one.validation for one in stored.effects if one.validation is not None]
-    if not all(abs(mean) <= _MOST and 0 <= spread <= _MOST for mean, spread in figures):  # NaN is neither
+    figures = [(one.mean, one.spread) for one in stored.learned]
+    figures += [one.validation for one in stored.learned if one.validation is not None]
+    sane = all(abs(mean) <= _MOST and 0 <= spread <= _MOST for mean, spread in figures)  # NaN is neither
+    if not sane or len(stored.prior.rows) > _MOST_ROWS or not stored.prior.is_sane(_MOST):
         raise HastenError("it holds figures that no training gives")
     return stored
 
 
-def _name(name: str, setting: Setting) -> str:
-    return Candidate(name, setting).key
+def _name(one: Learned) -> str:
+    return Candidate(one.name, one.setting).key
+
+
+def _why(error: Exception) -> str:
+    text = error.message if isinstance(error, HastenError) else str(error)
+    return without_paths(text.splitlines()[0])[:200]
 
 
 def _day(stored: Stored) -> str:

@@ -40,10 +40,11 @@ _BLOCK_SECONDS = (0.5, 1.0)
 _SHORTEST_SEARCH = 8.0  # seconds for which the proof gives way first, and then the check
 _CLAIM_SHARE = 0.25  # of the time for the search
 _CHECKED_STEPS = (2, 6)  # a pass in the check
+_SLOW_STEP = 0.5  # seconds: of slower ones one pass is checked, not two
 _CHECKS = 3  # after so many checks with something taken back each, the rest goes unchecked, and is said to
 _ONE_THREAD = 2.0  # times as long as on all cores, roughly, a step takes in the check
 _LONG = 300.0  # seconds of budget from which on stricter parts of the plan are checked apart
-_OVERDRAFT = 1.15  # of the budget: a first pair of fresh processes may end so late
+_OVERDRAFT = 1.25  # of the budget: a first pair of fresh processes may end so late
 
 Say = Callable[[str], None]
 OnBlock = Callable[[Block], None]
@@ -219,7 +220,8 @@ class _Tune:
     def _found(self, baseline: Trial, warm: bool) -> Found:
         assert baseline.evidence is not None
         share = validation_share(baseline.evidence) if warm else 0.0
-        course = Course(self.asked.candidates, self.options.order, False, share, live=warm)
+        prior = self.recalled.prior if self.recalled is not None else None
+        course = Course(self.asked.candidates, self.options.order, False, share, live=warm, prior=prior)
         drop_again(course, self.recalled)
         return Found(course, warm)
 
@@ -261,6 +263,7 @@ class _Tune:
             total_steps=_total_steps(self.length, baseline),
             validation_share=validation_share(baseline.evidence),
             early_ends=min(3, self.length.epochs - 1),
+            prior=self.recalled.prior if self.recalled is not None else None,
         )
         return Warm(self.trials, self.found, options, self.startup, self.say, self._told, baseline.timing.step)
 
@@ -280,7 +283,7 @@ class _Tune:
 
     def _check_seconds(self, baseline: Trial) -> float:
         assert baseline.timing is not None
-        steps = 2 * self._checked_steps(baseline)
+        steps = self._checked_steps(baseline) * (1 if baseline.timing.step > _SLOW_STEP else 2)
         return 2.5 * self.startup + 2 + 2 * steps * baseline.timing.step * _ONE_THREAD
 
     def _checked_steps(self, baseline: Trial) -> int:
@@ -296,8 +299,10 @@ class _Tune:
 
     def _check(self, baseline: Trial) -> None:
         """Compare the plan with the script as it is, step by step, and drop the techniques that part from it."""
+        assert baseline.timing is not None
         options = CheckOptions(
             batches=self._checked_steps(baseline),
+            epochs=1 if baseline.timing.step > _SLOW_STEP else 2,
             seconds=60.0 + 6 * baseline.seconds,
             brief=self.options.budget < _LONG,
         )

@@ -122,7 +122,8 @@ class Warm:
             self._plain_crashes += 1
         elif len(new) <= 1 or self._careful:
             process.blamed = new or (set(process.on) - set(process.before)) or set(process.on)
-            self._found.course.drop(process.blamed, process.why, lasting=True)
+            # A crash of what ran well before may be the machine's: the next tune asks again.
+            self._found.course.drop(process.blamed, process.why, lasting=bool(new))
             self._say(f"off for good: {self._called(process.blamed)}: {process.why}")
             self._found.notes.append(f"switched off for good: {self._called(process.blamed)}: {process.why}")
         self._careful = True  # what is new is added one by one from here on, so that the next crash has one cause
@@ -238,8 +239,9 @@ class _Process:
             case "validated":
                 found.course.saw_validation(event.on, event.seconds)
             case "over":
-                self.done, self.crashed = not event.text, bool(event.text)
-                self.why = "the loss turned to NaN" if event.text == "nan" else event.text
+                self.crashed = event.text == "nan"
+                self.done = not self.crashed  # also where the claim's passes did not come in time: nobody's fault
+                self.why = "the loss turned to NaN" if self.crashed else event.text
 
 
 def _counts(block: Measured) -> bool:

@@ -15,8 +15,10 @@ from collections.abc import Collection, Iterable, Sequence
 from hasten.techniques import CATALOGUE, Effect, Liveness
 from hasten.warm.options import Candidate
 from hasten.warm.posterior import Estimate, Posterior
+from hasten.warm.prior import Prior, pair_key
 
 _LEAST_SURE = {Effect.EXACT: 0.6, Effect.ROUNDING: 0.8, Effect.SAMPLING: 0.95, Effect.TRAJECTORY: 0.95}
+_SURE_TOGETHER = 0.95
 _HARMS = 0.5  # less sure to help than this, and it leaves even the set that won
 _WORTH = 0.004  # of log(seconds per step): less is not worth a line in a plan
 _SETTLED = 0.97  # a technique this sure to help, or not to, is asked no more
@@ -33,6 +35,7 @@ _TOGETHER = {
 }
 """Expectation of what two do together beyond what each does alone (log(seconds per step): mean, standard deviation)."""
 _AGREES = 0.5  # of what an earlier tune left open: as far new blocks may move its mean
+_FINE = 0.02  # of log(seconds per step): a spread at which what was known need not be asked again
 _LEAST_BLOCKS = 2  # on and off, before anything is settled
 
 
@@ -45,6 +48,7 @@ class Course:
         careful: Add what never ran before one by one, since a process crashed.
         validation_share: Share of an epoch's time that validation takes, from 0 to 1.
         live: Whether techniques are switched while the training runs: what comes last then has a part of its own.
+        prior: What an earlier tune knew, in the place of the candidates' own expectations.
     """
 
     def __init__(
@@ -54,9 +58,12 @@ class Course:
         careful: bool = False,
         validation_share: float = 0.0,
         live: bool = True,
+        prior: Prior | None = None,
     ) -> None:
         self.candidates = list(candidates)
-        self.posterior = Posterior([(one.mean, one.spread) for one in candidates], _pairs(candidates))
+        self.posterior = Posterior(
+            [(one.mean, one.spread) for one in candidates], _pairs(candidates, prior), _shared(candidates, prior)
+        )
         self.validation = Posterior([one.validation or (one.mean, one.spread) for one in candidates])
         self._validation_share = validation_share
         self._settled: frozenset[int] | None = None
@@ -168,7 +175,7 @@ class Course:
         """Sets that may be the best: what is sure beside the others, what is expected, what ran fastest."""
         ran = {i for block in self.posterior.seen for i in block.on} - set(self.out)
         best = self._best(self._expected(), ran)
-        sets = [self._without_the_unsure(best), best, *self._fastest()]
+        sets = [self._as_sure_as_asked(best), best, *self._fastest()]
         return list(dict.fromkeys(one for one in sets if not one & set(self.out)))
 
     def _fastest(self) -> list[frozenset[int]]:
@@ -187,9 +194,9 @@ class Course:
         """What won the play-off; before it, what helps beside the others as surely as its effect on the result asks."""
         if self._settled is not None:
             on = self._settled - set(self.out)
-            return frozenset(i for i in on if self._estimate(i, on).helps > _HARMS)
+            return frozenset(i for i in on if self._is_sure(i, self._estimate(i, on), _HARMS))
         ran = {i for block in self.posterior.seen for i in block.on}
-        return self._without_the_unsure(self._best(self._expected(), ran - set(self.out)))
+        return self._as_sure_as_asked(self._best(self._expected(), ran - set(self.out)))
 
     def _expected(self) -> list[float]:
         effects = self.posterior.means()
@@ -198,17 +205,28 @@ class Course:
             effects = [*alone, *effects[len(alone) :]]
         return effects
 
-    def _without_the_unsure(self, on: frozenset[int]) -> frozenset[int]:
+    def _as_sure_as_asked(self, best: frozenset[int]) -> frozenset[int]:
+        """What is sure by itself; and what is so only together, where there was no time to tell which of it helps."""
+        sure = self._without_the_unsure(best)
+        together = self._without_the_unsure(best, _HARMS)
+        return together if self.posterior.better(together, sure & together) >= _SURE_TOGETHER else sure
+
+    def _without_the_unsure(self, on: frozenset[int], least: float = 1.0) -> frozenset[int]:
         while on:
-            weak = [i for i in on if not self._is_sure(i, self._estimate(i, on))]
+            weak = [i for i in on if not self._is_sure(i, self._estimate(i, on), least)]
             if not weak:
                 break
             on -= {min(weak, key=lambda i: self._estimate(i, on).helps)}
         return on
 
-    def _is_sure(self, index: int, found: Estimate) -> bool:
+    def _is_sure(self, index: int, found: Estimate, least: float = 1.0) -> bool:
+        """Whether it helps as surely as its effect on the result asks, or as `least` where it only rounds."""
         one = self.candidates[index]
-        return found.helps >= _LEAST_SURE[CATALOGUE[one.name].effect_of(one.setting)] and -found.mean >= _WORTH
+        effect = CATALOGUE[one.name].effect_of(one.setting)
+        asked = _LEAST_SURE[effect]
+        if effect in (Effect.EXACT, Effect.ROUNDING):
+            asked = min(asked, least)
+        return found.helps >= asked and -found.mean >= _WORTH
 
     def doubtful(self) -> list[int]:
         """Of which more blocks could still change the choice."""
@@ -217,27 +235,59 @@ class Course:
             for i, one in enumerate(self.estimates())
             if i not in self.out
             and i not in self._last
-            and not self._is_as_known(i)
+            and not self._is_as_known(i, one)
             and (
                 min(one.blocks, one.without) < _LEAST_BLOCKS
                 or not (one.helps > _SETTLED or one.helps < 1 - _SETTLED or abs(one.mean) + one.spread < 2 * _WORTH)
             )
         ]
 
-    def _is_as_known(self, index: int) -> bool:
-        """Whether an earlier tune measured it, and what was seen since does not speak against that."""
-        one = self.candidates[index]
-        return one.known and abs(self.posterior.estimate(index, ()).mean - one.mean) < _AGREES * one.spread
+    def prior(self) -> Prior:
+        """What is known of all that was measured, now or before, as the next tune's expectation."""
+        ran = {i for block in self.posterior.seen for i in block.on}
+        asked = [i in ran or one.known is not None for i, one in enumerate(self.candidates)]
+        asked += [asked[i] and asked[j] for i, j in self.posterior.pairs]
+        rows = _rows(self.candidates, self.posterior.pairs)
+        whole = Prior(tuple(rows), tuple(self.posterior.means()), tuple(map(tuple, self.posterior.covariance())))
+        return whole.only([row for row, wanted in zip(rows, asked, strict=True) if wanted])
+
+    def _is_as_known(self, index: int, now: Estimate) -> bool:
+        """Whether an earlier tune measured it, what was seen since agrees, and that is enough to choose by."""
+        known = self.candidates[index].known
+        if known is None or abs(now.mean - known[0]) > _AGREES * known[1]:
+            return False
+        return now.spread < _FINE or now.helps < 1 - _LEAST_SURE[Effect.ROUNDING] or self._is_sure(index, now)
 
 
-def _pairs(candidates: Sequence[Candidate]) -> dict[tuple[int, int], tuple[float, float]]:
+def _pairs(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[int, int], tuple[float, float]]:
     """The candidates that may change each other's worth, and what is expected of each pair."""
-    return {
-        (i, j): one.together.get(other.key, _TOGETHER[one.name, other.name])
+    pairs = {
+        (i, j): _TOGETHER[one.name, other.name]
         for i, one in enumerate(candidates)
         for j, other in enumerate(candidates)
         if (one.name, other.name) in _TOGETHER
     }
+    if prior is not None:
+        for pair, name in zip(pairs, _rows(candidates, pairs)[len(candidates) :], strict=True):
+            if name in prior.rows:
+                row = prior.rows.index(name)
+                pairs[pair] = prior.mean[row], prior.spread(row)
+    return pairs
+
+
+def _shared(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[int, int], float]:
+    """How the effects of candidates and pairs hang together, as far as an earlier tune knew them."""
+    if prior is None:
+        return {}
+    rows = _rows(candidates, _pairs(candidates, None))
+    place = {number: prior.rows.index(name) for number, name in enumerate(rows) if name in prior.rows}
+    return {(i, j): prior.covariance[place[i]][place[j]] for i in place for j in place if i != j}
+
+
+def _rows(candidates: Sequence[Candidate], pairs: Iterable[tuple[int, int]]) -> list[str]:
+    """Names of the effects: those of candidates, then of pairs."""
+    names = [one.key for one in candidates]
+    return [*names, *(pair_key(names[i], names[j]) for i, j in pairs)]
 
 
 def _mixed(step: Estimate, validation: Estimate, share: float) -> Estimate:

@@ -43,7 +43,9 @@ class Driver:
         self._options = options
         self._record = Record(options.results)
         self._pid = os.getpid()
-        self._course = Course(options.candidates, options.seed, options.careful, options.validation_share)
+        self._course = Course(
+            options.candidates, options.seed, options.careful, options.validation_share, prior=options.prior
+        )
         self._course.drop(options.out, "off for good")
         for on, seconds in options.former:
             self._course.saw(on, seconds, -1)

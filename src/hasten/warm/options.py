@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hasten.plan import Setting
 from hasten.techniques.base import toml_value
+from hasten.warm.prior import Prior
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,7 @@ class Candidate:
         mean: What is expected of it before it was measured: change of log(seconds per step), negative is faster.
         spread: Standard deviation of that expectation.
         label: How the course of the search calls it.
-        known: An earlier tune measured it: while new blocks agree, it need not be asked.
-        together: Another's `key` -> what is expected of both on, beyond what each does alone: mean and deviation.
+        known: Mean and deviation of it beside an earlier tune's plan: while blocks agree, it need not be asked.
         validation: What is expected of validation's time: mean and deviation; None: the same as of a step.
     """
 
@@ -30,8 +29,7 @@ class Candidate:
     mean: float = -0.05
     spread: float = 0.2
     label: str = ""
-    known: bool = False
-    together: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    known: tuple[float, float] | None = None
     validation: tuple[float, float] | None = None
 
     @property
@@ -61,6 +59,7 @@ class WarmOptions:
         plan: Indices of the candidates to claim for; None: those that the search chooses.
         total_steps: Steps of the full training, against which compiling is weighed.
         validation_share: Share of an epoch's time that validation takes, from 0 to 1.
+        prior: What an earlier tune knew of the candidates and of pairs of them.
         early_ends: How often a pass of the script may end before its length, so that its validation is seen.
         out: Indices of candidates that are off for good.
     """
@@ -78,6 +77,7 @@ class WarmOptions:
     validation_share: float = 0.0
     out: tuple[int, ...] = ()
     early_ends: int = 0
+    prior: Prior | None = None
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> WarmOptions:
@@ -86,4 +86,6 @@ class WarmOptions:
         former = tuple((tuple(on), seconds) for on, seconds in data.pop("former"))
         plan = data.pop("plan")
         out = tuple(data.pop("out"))
-        return cls(candidates, former=former, plan=None if plan is None else tuple(plan), out=out, **data)
+        prior = data.pop("prior")
+        known = None if prior is None else Prior.from_json(prior)
+        return cls(candidates, former=former, plan=None if plan is None else tuple(plan), out=out, prior=known, **data)

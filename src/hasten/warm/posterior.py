@@ -65,15 +65,18 @@ class Posterior:
         priors: (mean, spread) of each candidate's effect before anything was measured.
         pairs: Two candidates that may change each other's worth -> (mean, spread) of what they do together beyond
             what each does alone.
+        shared: Covariance of two of these effects (candidates, then pairs) before anything was measured.
     """
 
     def __init__(
         self,
         priors: Sequence[tuple[float, float]],
         pairs: Mapping[tuple[int, int], tuple[float, float]] = MappingProxyType({}),
+        shared: Mapping[tuple[int, int], float] = MappingProxyType({}),
     ) -> None:
         self.priors = list(priors)
         self.pairs = dict(pairs)
+        self._shared = dict(shared)
         self.seen: list[Seen] = []
         self.noise = _FIRST_NOISE
         self._mean: list[float] = []
@@ -106,17 +109,20 @@ class Posterior:
         variance = sum(self._cov[i][j] for i in rows for j in rows)
         return sum(self._mean[i] for i in rows), math.sqrt(max(0.0, variance))
 
+    def better(self, on: Collection[int], than: Collection[int]) -> float:
+        """Probability that steps are faster with these on than with those, which are among them."""
+        rows = set(self._rows(on)) - set(self._rows(than))
+        mean = sum(self._mean[i] for i in rows)
+        spread = math.sqrt(max(1e-12, sum(self._cov[i][j] for i in rows for j in rows)))
+        return 0.5 * math.erfc(mean / (spread * math.sqrt(2)))
+
     def means(self) -> list[float]:
         """Expected effects of the candidates, then of the pairs."""
         return self._mean[1:]
 
-    def together(self) -> dict[tuple[int, int], tuple[float, float]]:
-        """Mean and standard deviation of what each pair does beyond what each of it does alone."""
-        first = 1 + len(self.priors)
-        return {
-            pair: (self._mean[first + place], math.sqrt(max(0.0, self._cov[first + place][first + place])))
-            for place, pair in enumerate(self.pairs)
-        }
+    def covariance(self) -> list[list[float]]:
+        """Covariance of the effects of the candidates, then of the pairs."""
+        return [row[1:] for row in self._cov[1:]]
 
     @property
     def level(self) -> float:
@@ -136,6 +142,8 @@ class Posterior:
         self._cov = [[0.0] * len(priors) for _ in priors]
         for i, (_, spread) in enumerate(priors):
             self._cov[i][i] = spread * spread
+        for (i, j), covariance in self._shared.items():
+            self._cov[1 + i][1 + j] = covariance
         residuals = []
         process = self.seen[0].process if self.seen else 0
         for block in self.seen:

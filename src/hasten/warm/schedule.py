@@ -21,9 +21,10 @@ _COMPILE_SAVES = 0.3  # of a step at the most, as a rule
 _COMPILE_WORTH = 2.0  # compiling must save so many times what it costs, over the full training
 _SEARCHING = 0.75  # of the search's time; then the best sets are measured in turn
 _ROUNDS = 3
+_STEPS = 6  # that a block takes at the least, with those behind the switch that do not count
 _AS_GOOD = 0.015  # of log(seconds per step): sets this near to each other are alike
 _LATE = 5.0  # seconds that the last round may take longer
-_LEAST_PAIRS, _MOST_PAIRS = 3, 12
+_LEAST_PAIRS, _MOST_PAIRS = 3, 8
 
 
 class Host(Protocol):
@@ -54,7 +55,7 @@ def schedule(course: Course, options: WarmOptions, host: Host) -> Wishes:
         plan = course.chosen()
     host.note(Event("chosen", tuple(sorted(plan))))
     if plan:
-        yield from _claim(plan, options, host)
+        yield from _claim(plan, course, options, host)
 
 
 def _search(course: Course, options: WarmOptions) -> Wishes:
@@ -74,8 +75,12 @@ def _search(course: Course, options: WarmOptions) -> Wishes:
 def _play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
     """Measure the sets that may be the best in turn: what the posterior adds up may not be so."""
     finalists = course.finalists()
+    if not finalists:
+        return
     paces: dict[frozenset[int], list[float]] = {on: [] for on in finalists}
-    for turn in range(_ROUNDS):
+    each = (_STEPS * math.exp(course.posterior.level) + options.block_seconds) * len(finalists)
+    rounds = min(_ROUNDS, int((options.search_until + _LATE - time.monotonic()) / each))
+    for turn in range(rounds if rounds > 1 else 0):
         for on in finalists[:: -1 if turn % 2 else 1]:
             if len(finalists) < 2 or time.monotonic() > options.search_until + _LATE:
                 break
@@ -83,7 +88,9 @@ def _play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
             if not measured.trouble:
                 course.saw(measured.on, measured.step_seconds)
                 paces[on].append(math.log(measured.step_seconds))
-    known = {on: statistics.fmean(seen) for on, seen in paces.items() if len(seen) == len(paces[finalists[0]]) and seen}
+    # Time may end within a round: as many of each are compared as all have that were measured.
+    rounds = min((len(seen) for seen in paces.values() if seen), default=0)
+    known = {on: statistics.fmean(seen[:rounds]) for on, seen in paces.items() if seen}
     if len(known) > 1:
         fastest = min(known.values())
         # The first is the one whose parts are all sure: others must be clearly faster.
@@ -137,7 +144,7 @@ def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
             host.note(Event("not worth it", (index,), text=why))
 
 
-def _claim(plan: frozenset[int], options: WarmOptions, host: Host) -> Wishes:
+def _claim(plan: frozenset[int], course: Course, options: WarmOptions, host: Host) -> Wishes:
     """Baseline and plan in turn, A B B A; how many pairs is settled by the time there is, before the first."""
     exact = bool(plan & host.by_pass)
     plain: frozenset[int] = frozenset()
@@ -145,7 +152,8 @@ def _claim(plan: frozenset[int], options: WarmOptions, host: Host) -> Wishes:
     while turn < pairs:
         began = time.monotonic()
         for on, part in ((plain, "plain"), (plan, "plan"))[:: -1 if turn % 2 else 1]:
-            yield Wish(on, part, exact=exact)
+            expected = math.exp(course.posterior.level + course.posterior.gain(on)[0]) if course.posterior.seen else 0.0
+            yield Wish(on, part, exact=exact, expected=expected)
         if not turn:
             each = max(1e-3, time.monotonic() - began)
             pairs = max(_LEAST_PAIRS, min(_MOST_PAIRS, 1 + int((options.claim_until - time.monotonic()) / each)))

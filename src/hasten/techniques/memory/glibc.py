@@ -15,8 +15,9 @@ KEPT = {"mmap_threshold": 1 << 30, "trim_threshold": 1 << 30, "top_pad": 64 << 2
 
 _NUMBERS = {"mmap_threshold": -3, "trim_threshold": -1, "top_pad": -2}  # M_MMAP_THRESHOLD and the like of malloc.h
 _LEAST, _MOST = 128 << 10, 32 << 20  # between which glibc moves its thresholds by itself
-_EVERY = 1 << 20
+_PAGE = 4096
 _MAPPED = 2  # in a chunk's header: the kernel gave it pages of its own
+_PLUGS = 4096
 
 
 class Glibc:
@@ -39,7 +40,11 @@ class Glibc:
             self._mallopt, self._trim = self._libc.mallopt, self._libc.malloc_trim
         except AttributeError:
             raise HastenError("this C library has no mallopt") from None
+        self._malloc, self._free = self._libc.malloc, self._libc.free
+        self._malloc.restype, self._malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        self._free.argtypes = [ctypes.c_void_p]
         self._untold: dict[str, int] | None = None
+        self._plugs: list[int] = []
 
     def keep(self) -> None:
         """Keep what is freed for the next tensor."""
@@ -47,36 +52,57 @@ class Glibc:
             self._look()
         else:
             self._tell(KEPT)
+        while self._plugs:
+            self._free(self._plugs.pop())
 
     def give_back(self) -> None:
         """Give back what glibc would, untold; what it kept at once."""
         if self._untold is not None:
             self._tell(self._untold)
             self._trim(0)
+            self._plug()
+
+    def _plug(self) -> None:
+        """Take the large holes that were kept in the heap: untold, chunks of that size have pages of their own.
+
+        Nothing is written to them, so they take no memory.
+        """
+        while len(self._plugs) < _PLUGS and (chunk := self._malloc(_MOST + _PAGE)):
+            if _mapped(chunk):
+                self._free(chunk)
+                return
+            self._plugs.append(chunk)
 
     def _look(self) -> None:
         """Find out how glibc behaves untold, and have it keep.
 
-        What it would map is found by asking. Such a chunk is held until glibc is told, since freeing it moves the
+        What it would map is found by asking. Such chunks are held until glibc is told, since freeing one moves the
         threshold.
         """
-        malloc, free = self._libc.malloc, self._libc.free
-        malloc.restype, malloc.argtypes, free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-        threshold, held = _MOST, None
-        for size in (_LEAST, *range(_EVERY, _MOST, _EVERY)):
-            chunk = malloc(size)
-            if chunk and ctypes.c_size_t.from_address(chunk - ctypes.sizeof(ctypes.c_size_t)).value & _MAPPED:
-                threshold, held = size, chunk
-                break
-            free(chunk)
+        held = []
+        below, threshold = _LEAST - _PAGE, _MOST  # it is a whole number of pages
+        while threshold - below > _PAGE:
+            size = (below + threshold) // 2 // _PAGE * _PAGE
+            chunk = self._malloc(size)
+            if chunk and _mapped(chunk):
+                held.append(chunk)
+                threshold = size
+            else:
+                self._free(chunk)
+                below = size
         # A larger chunk that is freed later would move the threshold to itself: at 32 MiB all have been.
         self._untold = {"mmap_threshold": _MOST, "trim_threshold": 2 * threshold, "top_pad": 128 << 10}
         try:
             self._tell(KEPT)
         finally:
-            free(held)
+            for chunk in held:
+                self._free(chunk)
 
     def _tell(self, values: dict[str, int]) -> None:
         for name, value in values.items():
             if not self._mallopt(_NUMBERS[name], value):
                 raise HastenError(f"glibc refuses M_{name.upper()} = {value}: older ones allow 32 MiB at most")
+
+
+def _mapped(chunk: int) -> bool:
+    return bool(ctypes.c_size_t.from_address(chunk - ctypes.sizeof(ctypes.c_size_t)).value & _MAPPED)
