@@ -17,7 +17,7 @@ from hasten.warm.options import Candidate
 from hasten.warm.posterior import Estimate, Posterior
 from hasten.warm.prior import Prior, pair_key
 
-_LEAST_SURE = {Effect.EXACT: 0.6, Effect.ROUNDING: 0.8, Effect.SAMPLING: 0.95, Effect.TRAJECTORY: 0.95}
+_LEAST_SURE = {Effect.EXACT: 0.6, Effect.ROUNDING: 0.65, Effect.SAMPLING: 0.95, Effect.TRAJECTORY: 0.95}
 _SURE_TOGETHER = 0.95
 _HARMS = 0.5  # less sure to help than this, and it leaves even the set that won
 _WORTH = 0.004  # of log(seconds per step): less is not worth a line in a plan

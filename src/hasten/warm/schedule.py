@@ -19,7 +19,7 @@ _COMPILE_BLOCKS = 3
 _COMPILE_SECONDS = 30.0  # left of the search, or compiling is not tried
 _COMPILE_SAVES = 0.3  # of a step at the most, as a rule
 _COMPILE_WORTH = 2.0  # compiling must save so many times what it costs, over the full training
-_SEARCHING = 0.75  # of the search's time; then the best sets are measured in turn
+_SEARCHING = 0.85  # of the search's time; then the best sets are measured in turn
 _ROUNDS = 3
 _STEPS = 6  # that a block takes at the least, with those behind the switch that do not count
 _AS_GOOD = 0.015  # of log(seconds per step): sets this near to each other are alike
@@ -94,7 +94,7 @@ def _play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
     if len(known) > 1:
         fastest = min(known.values())
         # The first is the one whose parts are all sure: others must be clearly faster.
-        near = [on for on in finalists if on in known and known[on] < fastest + _AS_GOOD]
+        near = [on for on in finalists if on in known and known[on] <= fastest + _AS_GOOD]
         course.settle(near[0])
         host.note(Event("settled", tuple(sorted(near[0]))))
 
