@@ -12,6 +12,7 @@ import ctypes
 import multiprocessing
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,11 @@ def end_family(mark: str, pid: int) -> None:
         time.sleep(0.02)  # one that was being forked meanwhile is seen in the next round
 
 
+def remove_when_gone(folder: str | Path) -> None:
+    """Have a folder of temporary files removed once this process is gone, also where SIGKILL ends it."""
+    _watcher.tell(f"~{folder}")
+
+
 def family(mark: str, session: int = 0) -> list[int]:
     """Return the processes that live and have a mark in their environment, or belong to a session.
 
@@ -134,7 +140,7 @@ class _Watcher:
         with self._lock, suppress(OSError):
             if self._pipe is None:
                 self._pipe = self._start()
-            self._pipe.write(line.encode() + b"\n")
+            self._pipe.write(os.fsencode(line) + b"\n")
 
     def _start(self) -> IO[bytes]:
         reader, writer = os.pipe()  # neither is inherited by what is executed
@@ -169,9 +175,12 @@ def _watch() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     children: dict[str, int] = {}
+    folders: list[str] = []
     for line in sys.stdin.buffer:
-        mark, _, pid = line.decode().strip()[1:].partition(" ")
-        if line.startswith(b"+"):
+        mark, _, pid = os.fsdecode(line).rstrip("\n")[1:].partition(" ")
+        if line.startswith(b"~"):
+            folders.append(os.fsdecode(line).rstrip("\n")[1:])
+        elif line.startswith(b"+"):
             children[mark] = int(pid or 0)
         else:
             children.pop(mark, None)
@@ -180,6 +189,8 @@ def _watch() -> None:
         if not process:  # it was about to be started
             time.sleep(0.2)
             end_family(mark, process)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

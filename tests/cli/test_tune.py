@@ -14,7 +14,7 @@ import pytest
 
 from hasten.child import family
 from hasten.plan import Plan
-from hasten.techniques import CATALOGUE, check
+from hasten.techniques import CATALOGUE
 from hasten.tuner.proof import Answer, Proof
 from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, write
 from tests.warm import planted
@@ -149,7 +149,7 @@ def only(*names: str) -> list[str]:
 def is_consistent(tuning: Tuning, out: str) -> None:
     """Plan, report, page and terminal say the same, and nothing that was not measured."""
     proof, plan = tuning.proof(), tuning.plan()
-    check(plan)
+    assert plan.techniques.keys() <= CATALOGUE.keys() | {"helps"}
     assert {kept.name: kept.setting for kept in proof.techniques} == plan.techniques
     assert proof.speedup.low <= proof.speedup.ratio <= proof.speedup.high
     names = {one.name for one in (*proof.tried, *proof.skipped)}
@@ -193,7 +193,7 @@ def test_it_finds_what_helps_and_leaves_what_harms(tuning: Tuning) -> None:
 def test_twenty_seconds_say_the_best_that_they_can(tuning: Tuning) -> None:
     done = tuning.tune(WAITS + "train(1000)", "--budget", "20s", *only("helps", "harms"))
     if done.code:  # on a machine so busy that the start alone takes longer, that is what is said
-        assert "s before it trains" in done.err, done.err
+        assert "s before it trains" in done.err or "did not come to train" in done.err, done.err
         return
     is_consistent(tuning, done.out)
     assert "too short" not in done.err

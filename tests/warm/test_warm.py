@@ -69,6 +69,7 @@ class Searched:
         return [one for one in self.found.blocks if one.part in parts and not one.trouble]
 
 
+STARTUP = 15.0  # seconds, also of a process on a machine that others load
 Search = Callable[..., Searched]
 
 
@@ -76,17 +77,17 @@ Search = Callable[..., Searched]
 def search(tmp_path: Path, plant: None, monkeypatch: pytest.MonkeyPatch) -> Search:
     """Search in a script: `search(script, names of techniques)`; it ends once nothing is doubtful any more."""
 
-    def run(text: str, names: tuple[str, ...], seconds: float = 60.0, batches: int = 50) -> Searched:
+    def run(text: str, names: tuple[str, ...], seconds: float = 150.0, batches: int = 50) -> Searched:
         write(tmp_path, "work/train.py", text)
         (tmp_path / "scratch").mkdir()
         monkeypatch.chdir(tmp_path / "work")
         start = time.monotonic()
         trials = Trials([PYTHON, "train.py"], ("train.py",), tmp_path / "scratch",
-                        TrialOptions("", batches=batches), start + 300)  # fmt: skip
+                        TrialOptions("", batches=batches), start + 900)  # fmt: skip
         candidates = tuple(Candidate(name, True) for name in names)
         options = WarmOptions(candidates, "", start + seconds, start + seconds + 2, block_seconds=0.1)
         found, said, told = Found(Course(candidates)), [], []
-        ok = Warm(trials, found, options, 3.0, said.append, told.append).search()
+        ok = Warm(trials, found, options, STARTUP, said.append, told.append).search()
         assert list((tmp_path / "scratch").iterdir()) == []
         assert not [one for one in psutil.Process().children(recursive=True) if "train.py" in one.cmdline()]
         return Searched(ok, found, said, told)
@@ -174,7 +175,7 @@ def test_a_process_whose_time_is_out_is_ended(search: Search, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_two_that_break_are_both_found(search: Search) -> None:
-    done = search(TRAIN + "train(10 ** 6)", ("crashes_in_a_block", "helps", "turns_to_nan", "helps_little"), 120.0)
+    done = search(TRAIN + "train(10 ** 6)", ("crashes_in_a_block", "helps", "turns_to_nan", "helps_little"), 300.0)
     assert done.ok, done.said
     assert set(done.out) == {"crashes_in_a_block", "turns_to_nan"}
     assert done.names == {"helps", "helps_little"}
@@ -266,7 +267,7 @@ if __name__ == "__main__":
     pytest.param(text, id=name, marks=() if "forks" in name else pytest.mark.slow) for name, text in ENDS.items()
 ])  # fmt: skip
 def test_what_cannot_be_tuned_in_one_process_is_known(search: Search, script: str) -> None:
-    done = search(TRAIN + script, ("helps", "harms"), seconds=30.0)
+    done = search(TRAIN + script, ("helps", "harms"))
     assert not done.ok
     assert done.out == {}, "nothing is blamed for it"
 
@@ -275,7 +276,7 @@ def test_what_cannot_be_tuned_in_one_process_is_known(search: Search, script: st
 def test_a_script_that_counts_its_batches_is_searched_on_in_further_processes(search: Search) -> None:
     """Its epoch has 100 batches and it says so; whole epochs, and another process once it has ended."""
     counts = "for _ in range(3):\n    for i, (x,) in enumerate(loader): step(x)\n    assert i == 99"
-    done = search(TRAIN + counts, ("helps", "harms"), seconds=40.0, batches=1000)
+    done = search(TRAIN + counts, ("helps", "harms"), seconds=60.0, batches=1000)
     assert done.ok, done.said
     assert done.out == {}
     assert done.names == {"helps"}

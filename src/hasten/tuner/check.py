@@ -18,7 +18,7 @@ from hasten.check.checked import Checked
 from hasten.check.options import RECORDS, WitnessOptions
 from hasten.check.run import check_plan
 from hasten.check.runs import Ended, Say
-from hasten.child import Child
+from hasten.child import Child, remove_when_gone
 from hasten.errors import HastenError
 from hasten.evidence import read_evidence, this_machine
 from hasten.plan import Setting
@@ -55,6 +55,7 @@ def check(
     plan: Mapping[str, Setting],
     options: CheckOptions,
     say: Say,
+    within: Path | None = None,
 ) -> Checked:
     """Check a plan on an unchanged training.
 
@@ -64,11 +65,15 @@ def check(
         plan: Technique -> setting.
         options: How much of it, and whether it is resumed.
         say: Receives progress, a line each.
+        within: Folder for temporary files, which the caller removes; None: one of its own.
 
     Raises:
         HastenError: The training fails by itself, does not train, or does not go on from what it saved.
     """
-    with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as scratch:
+    # Sockets of workers lie below it, so its path is short.
+    prefix = "c" if within is not None else "hasten-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=within, ignore_cleanup_errors=True) as scratch:
+        remove_when_gone(scratch)
         processes = Processes(arguments, tuple(command), options)
         # A launcher's runs would want the same port, and a GPU may not hold two trainings.
         alone = arguments[0] != sys.executable or this_machine().device != "cpu"

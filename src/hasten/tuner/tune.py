@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.check.checked import Checked
+from hasten.child import remove_when_gone
 from hasten.errors import HastenError
 from hasten.plan import Plan
 from hasten.taps.config import TrialOptions
@@ -98,6 +99,7 @@ def tune(
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as scratch:
+        remove_when_gone(scratch)
         # No trial is cut short by the end of the budget: the last may be the proof.
         trials = Trials(arguments, tuple(command), Path(scratch), TrialOptions(scratch), start + 2 * options.budget)
         return _Tune(trials, options, say, on_block, start).run()
@@ -313,7 +315,9 @@ class _Tune:
                 return
             self.say(f"checking {', '.join(found.plan())} step by step")
             try:
-                checked = check(self.trials.arguments, self.trials.command, found.plan(), options, self.say)
+                checked = check(
+                    self.trials.arguments, self.trials.command, found.plan(), options, self.say, self.trials.scratch
+                )
             except HastenError as error:  # a script that trains, but not under a check's eyes
                 self.notes.append(f"the plan was not checked step by step: {error.message.splitlines()[0]}")
                 return
