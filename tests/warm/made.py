@@ -148,7 +148,7 @@ class Host:
 def searched(
     machine: Machine, clock: SimpleNamespace, blocks: int, seed: int = 0, out: Collection[int] = ()
 ) -> tuple[Course, list[Measured]]:
-    """Run a schedule to its end, a block a second."""
+    """Run a schedule to its end, a block a second, in steps of 30 ms or less."""
     clock.now = 0.0
     all_ = candidates()
     options = WarmOptions(all_, "", blocks, blocks + 12.0, seed=seed)
@@ -161,7 +161,7 @@ def searched(
             wish = next(wishes) if measured is None else wishes.send(measured)
         except StopIteration:
             return course, seen
-        seconds = machine.measure({all_[i].name for i in wish.on})
+        seconds = 0.03 * machine.measure({all_[i].name for i in wish.on})
         measured = Measured(clock.now, 20 * seconds, 20, tuple(sorted(wish.on)), wish.part)
         seen.append(measured)
         clock.now += 1.0

@@ -119,8 +119,8 @@ def test_what_helps_is_chosen_what_harms_is_not(search: Search) -> None:
             waits = 0.012 - 0.006 * (0 in block.on) - 0.0025 * (1 in block.on) + 0.006 * len({2, 3} & set(block.on))
             assert block.step_seconds >= waits, block  # none of its steps was under another set
     estimates = done.found.course.estimates(done.found.chosen)
-    assert estimates[0].helps > 0.99
-    assert estimates[2].helps < 0.05
+    assert estimates[0].helps > 0.9
+    assert max(estimates[2].helps, estimates[3].helps) < 0.5
 
 
 @pytest.mark.slow
