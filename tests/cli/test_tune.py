@@ -19,6 +19,8 @@ from hasten.tuner.proof import Answer, Proof
 from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, write
 from tests.warm import planted
 
+pytestmark = pytest.mark.timeout(600)  # many processes each, on a machine that others may load
+
 SLOW = """
 import sys, time
 import torch
@@ -190,6 +192,7 @@ def test_it_finds_what_helps_and_leaves_what_harms(tuning: Tuning) -> None:
     tuning.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_twenty_seconds_say_the_best_that_they_can(tuning: Tuning) -> None:
     done = tuning.tune(WAITS + "train(1000)", "--budget", "20s", *only("helps", "harms"))
     if done.code:  # on a machine so busy that the start alone takes longer, that is what is said
@@ -202,7 +205,6 @@ def test_twenty_seconds_say_the_best_that_they_can(tuning: Tuning) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_tune_and_run(tuning: Tuning) -> None:
     """The samples' wait is found and relieved; `run` works under the plan."""
     names = only("sample_cache", "loader_workers", "batched_fetch", "cpu_threads", "set_to_none")
@@ -250,7 +252,6 @@ OTHERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
 def test_scripts_of_other_kinds(tuning: Tuning, other: tuple[str, bool]) -> None:
     """It finds what helps; where it could not in one process, it says what it did instead."""
@@ -268,7 +269,6 @@ def test_scripts_of_other_kinds(tuning: Tuning, other: tuple[str, bool]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_processes_of_their_own_when_asked(tuning: Tuning) -> None:
     done = tuning.tune(
         WAITS + "train(1000)", "--processes", "--budget", "100s", "--seeds", "1", *only("helps", "crashes_in_a_block")
@@ -284,8 +284,8 @@ def test_processes_of_their_own_when_asked(tuning: Tuning) -> None:
 # -- stopped -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_once_something_is_chosen(tuning: Tuning, number: signal.Signals) -> None:
     """The best so far is kept and called not proven; what was not looked at is not known."""
     with tuning.started(WAITS + "train(1000)", "--budget", "5m", *only("helps", "harms")) as process:
@@ -308,7 +308,6 @@ def test_stopped_once_something_is_chosen(tuning: Tuning, number: signal.Signals
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("line", ["best so far", "step by step", "fresh processes:"])
 def test_stopped_in_other_phases(tuning: Tuning, line: str) -> None:
     """In the search, in the check, and between pairs of fresh processes."""
@@ -360,7 +359,6 @@ def test_killed_it_leaves_nothing_behind(tuning: Tuning) -> None:
     assert tuning.files() == ["train.py"]
 
 
-@pytest.mark.timeout(300)
 def test_ctrl_c_before_there_is_anything_to_keep(tuning: Tuning) -> None:
     """One line, no traceback, nothing written, and the exit code of Ctrl-C."""
     with tuning.started("import time\nprint('waiting', flush=True)\ntime.sleep(600)") as process:

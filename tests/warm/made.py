@@ -148,7 +148,7 @@ class Host:
 def searched(
     machine: Machine, clock: SimpleNamespace, blocks: int, seed: int = 0, out: Collection[int] = ()
 ) -> tuple[Course, list[Measured]]:
-    """Run a schedule to its end, a block a second."""
+    """Run a schedule to its end, a block a second, in steps of 30 ms or less."""
     clock.now = 0.0
     all_ = candidates()
     options = WarmOptions(all_, "", blocks, blocks + 12.0, seed=seed)
