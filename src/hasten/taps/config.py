@@ -11,7 +11,7 @@ from pathlib import Path
 from hasten.check.options import WitnessOptions
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Liveness, build
-from hasten.warm.options import WarmOptions
+from hasten.warm.options import AutoOptions, WarmOptions
 
 VARIABLE = "HASTEN_RUN"
 SITE = Path(__file__).resolve().parent / "site"
@@ -85,6 +85,7 @@ class RunConfig:
         live: File that is rewritten about once a second while the training goes on, for `hasten watch`; "": none.
         witness: How `hasten check` looks at the training; None: it does not.
         warm: How techniques are tried while the training runs; None: they are not, `techniques` are on throughout.
+        auto: How the run itself is tuned while it goes on; None: it is not.
     """
 
     techniques: dict[str, Setting] = field(default_factory=dict)
@@ -96,6 +97,7 @@ class RunConfig:
     live: str = ""
     witness: WitnessOptions | None = None
     warm: WarmOptions | None = None
+    auto: AutoOptions | None = None
     former: str = ""
 
     @classmethod
@@ -103,7 +105,7 @@ class RunConfig:
         """Read what `environment` put into the variable."""
         data = json.loads(text)
         trial, doctor, witness = data.pop("trial"), data.pop("doctor"), data.pop("witness", None)
-        warm = data.pop("warm", None)
+        warm, auto = data.pop("warm", None), data.pop("auto", None)
         data["command"] = tuple(data["command"])
         return cls(
             **data,
@@ -111,6 +113,7 @@ class RunConfig:
             doctor=DoctorOptions(**doctor) if doctor else None,
             witness=WitnessOptions(**witness) if witness else None,
             warm=WarmOptions.from_json(warm) if warm else None,
+            auto=AutoOptions(**auto) if auto else None,
         )
 
 

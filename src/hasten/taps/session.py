@@ -34,7 +34,9 @@ from hasten.taps.steps_over import NEVER, StepsOver
 from hasten.techniques import CATALOGUE, build
 
 if TYPE_CHECKING:
+    from hasten.warm.auto import Auto
     from hasten.warm.driver import Driver
+    from hasten.warm.replay import Replay
 
 _COMPILED_BY = 5  # steps after which compilation is over and a trial's seconds count
 
@@ -47,7 +49,7 @@ class Session:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.trial: TrialOptions | None = config.trial
-        listens = bool(config.evidence)
+        listens = bool(config.evidence) or config.auto is not None
         # A trial compares each step's loss, and a bounded run ends after a certain step.
         may_rest = config.trial is None and (config.doctor is None or not config.doctor.steps)
         self.steps_over = StepsOver()
@@ -72,6 +74,7 @@ class Session:
         self.live = LiveFile(Path(config.live), config.command, config.evidence) if config.live and listens else None
         self.witness: Any = None  # of `hasten check`
         self.driver: Driver | None = None  # of `hasten tune`
+        self.auto: Auto | Replay | None = None  # of `hasten run --auto` and `--replay`
         self.error = ""
         self.ended = ""
         self.stopped_at = ""
@@ -101,6 +104,7 @@ class Session:
         session._tap(unseen)  # last: it marks what the others have loaded
         session._watch_the_steps()
         session._drive()
+        session._tune_the_run()
         session._watch_the_end()
         if session.bounds is not None:
             session.bounds.start()
@@ -150,6 +154,12 @@ class Session:
 
         self.driver = Driver(self.config.warm, board, recorder, self.complete)
         self.steps_over.tell(self.driver.on_step)
+
+    def _tune_the_run(self) -> None:
+        if self.config.auto is not None:
+            from hasten.taps import tuned
+
+            self.auto = tuned.begin(self)
 
     def _observe(self) -> None:
         from hasten.taps import observe
@@ -222,6 +232,8 @@ class Session:
             self.bounds.on_pass(opened, began)
         if self.driver is not None:
             self.driver.on_pass(opened, began)
+        if self.auto is not None:
+            self.auto.on_pass(opened, began)
         if not began:
             if opened.trained:
                 self._trained_passes += 1
@@ -269,6 +281,8 @@ class Session:
         # by which they are told to end is closed by this time. What is left is torn down without being collected.
         gc.disable()
         with self._leaving:
+            if self.auto is not None:
+                self.auto.close()
             if self.bounds is not None:
                 self.bounds.ignore_signals()
             if self.witness is not None and (self.listens_to_training() or not self.is_helper()):
@@ -294,6 +308,8 @@ class Session:
             self._say_idle()
             return
         recorder, self.run.recorder = self.run.recorder, None
+        if not self.config.evidence:
+            return
         path = Path(self.config.evidence)
         stuck = self.stopped_at and self.listens_to_training()
         if (
@@ -310,7 +326,7 @@ class Session:
             messages.tell(f"hasten: could not write the evidence {path}: {error!r}")
 
     def _say_idle(self) -> None:
-        if self.config.quiet:
+        if self.config.quiet or self.config.auto is not None:
             return
         lines = [f"skipped {line}" for line in self.run.skipped] + self.run.idle() if self.run.models else []
         for line in (*lines, *(() if self._is_fork else self.run.left_alone())):
@@ -375,6 +391,10 @@ class Session:
 
 def _run_of(config: RunConfig, recorder: Recorder | None) -> Run:
     """The Run of this process: techniques on throughout, or switched while it goes on."""
+    if config.auto is not None:
+        from hasten.warm.installed import installed
+
+        return Switchboard(installed(config.auto), recorder)
     if config.warm is None:
         return Run(build(config.techniques, CATALOGUE), recorder)
     return Switchboard([CATALOGUE[one.name](one.setting) for one in config.warm.candidates], recorder)

@@ -111,3 +111,11 @@ class Open:
 def is_bad(recorder: Recorder) -> bool:
     """Whether the last step's loss is NaN or infinite; reads it from the device."""
     return any(not math.isfinite(float(loss.detach().float().mean())) for loss in recorder.last[1])
+
+
+def synchronize() -> None:
+    """Wait until the device has done what it was given."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

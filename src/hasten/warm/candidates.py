@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from hasten.evidence import Evidence, Phase
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect, Liveness, Refusal, Resource, Technique
-from hasten.tuner.proof import Skipped
 from hasten.warm.options import Candidate
 
 _EXPECTED = 0.2  # of the share of the step that a technique relieves, as log(seconds per step)
@@ -17,6 +16,14 @@ _DOUBTED = {"cpu_threads": 0.1, "debug_off": -0.02, "cudnn_benchmark": -0.02}
 _SLIGHT = 0.03  # what lies in memory management or in switches that most steps do not feel
 _MOST_SETTINGS = 2  # of a technique: each must be asked in many blocks
 _NEXT_BEST = 0.7  # of the first setting's worth is expected of the next
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A technique that was not measured, and why it cannot help or is not safe here."""
+
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True)
