@@ -59,6 +59,8 @@ class DoctorOptions:
         scratch: Folder into which everything goes that the script writes; "": nothing is redirected.
         sample: Look into a few steps with torch's profiler and hooks on every layer.
         trace: Where to write a Chrome trace of those steps; "": nowhere.
+        trying: Seconds for switching on and off what may help, once `steps` are over; 0: nothing is. Only where what
+            the script writes is redirected.
         bench: File to which the training loader's speed is written, a JSON object a line; the training itself then
             never begins. "": no bench.
         bench_seconds: Seconds for that.
@@ -72,8 +74,14 @@ class DoctorOptions:
     scratch: str = ""
     sample: bool = True
     trace: str = ""
+    trying: float = 0.0
     bench: str = ""
     bench_seconds: float = 60.0
+
+    @property
+    def tries(self) -> bool:
+        """Whether anything is switched in the run: never in one that a person goes on with."""
+        return bool(self.trying > 0 and self.steps and self.scratch and self.sample)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from hasten.taps.steps_over import NEVER, StepsOver
 from hasten.techniques import CATALOGUE, build
 
 if TYPE_CHECKING:
+    from hasten.taps.trying import Trying
     from hasten.warm.auto import Auto
     from hasten.warm.driver import Driver
     from hasten.warm.replay import Replay
@@ -75,6 +76,9 @@ class Session:
         self.witness: Any = None  # of `hasten check`
         self.driver: Driver | None = None  # of `hasten tune`
         self.auto: Auto | Replay | None = None  # of `hasten run --auto` and `--replay`
+        self.trying: Trying | None = None  # of doctor, once it has heard enough of the training as it is
+        self.heard: Evidence | None = None  # what it had heard by then
+        self.recorded: Recorder | None = None  # from this
         self.error = ""
         self.ended = ""
         self.stopped_at = ""
@@ -196,6 +200,9 @@ class Session:
         show = sys.excepthook
 
         def crashed(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+            if self.trying is not None and issubclass(kind, Exception):
+                self.run.skip("the script, while changes were tried in it", error)
+                self.complete()
             self.error = describe(error)
             self._interrupted = issubclass(kind, KeyboardInterrupt)
             show(kind, error, traceback)
@@ -212,7 +219,7 @@ class Session:
         """In a forked child: it may train by itself, but does not go on with what its parent recorded."""
         import multiprocessing.util
 
-        self._is_fork = True
+        self._is_fork, self.trying, self.heard = True, None, None
         if self.live is not None:
             self.live.forked()
         if self.bounds is not None:
@@ -321,7 +328,7 @@ class Session:
         if self.rank:
             return
         try:
-            self._evidence(recorder).write(path)
+            (self.evidence_of(recorder) if self.heard is None else self._whole(self.heard)).write(path)
         except Exception as error:  # a script's exit code is not ours to spoil
             messages.tell(f"hasten: could not write the evidence {path}: {error!r}")
 
@@ -332,13 +339,21 @@ class Session:
         for line in (*lines, *(() if self._is_fork else self.run.left_alone())):
             messages.tell(f"hasten: {line}")
 
-    def _evidence(self, recorder: Recorder) -> Evidence:
+    def _whole(self, heard: Evidence) -> Evidence:
+        """What was heard, with what was tried behind it."""
+        if self.recorded is not None and self._asks_datasets(self.recorded):
+            heard = dataclasses.replace(heard, loaders=self.built.facts(self.recorded, True)["loaders"])
+        tried = self.trying.tried() if self.trying is not None else ()
+        return dataclasses.replace(heard, tried=tried, skipped=tuple(self.run.skipped))
+
+    def evidence_of(self, recorder: Recorder, asks: bool = True) -> Evidence:
+        """What a recorder holds, which is closed, with all else that is known; `asks`: datasets too, if they should."""
         recorder.close()
         losses = tuple(recorder.kept.read_losses())
         return Evidence(
             command=self.config.command,
             machine=this_machine(),
-            **self.built.facts(recorder, self._asks_datasets(recorder)),
+            **self.built.facts(recorder, asks and self._asks_datasets(recorder)),
             **recorder.kept.fields(),
             losses=losses,
             bad_losses=sum(1 for loss in losses if loss is not None and not math.isfinite(loss)),
@@ -351,7 +366,7 @@ class Session:
             ended=self.ended or ("failed" if self.error else "finished"),
             ended_at=recorder.now() - recorder.origin,
             error=self.error,
-            installed=self.run.installed(),
+            installed={} if self.config.doctor is not None else self.run.installed(),
             peak_memory_bytes=_peak_memory(),
             peak_gpu_bytes=_peak_gpu_memory(),
             origin=recorder.origin,
@@ -395,6 +410,10 @@ def _run_of(config: RunConfig, recorder: Recorder | None) -> Run:
         from hasten.warm.installed import installed
 
         return Switchboard(installed(config.auto), recorder)
+    if config.doctor is not None and config.doctor.tries:
+        from hasten.taps.trying import to_be_switched
+
+        return Switchboard(to_be_switched(), recorder)
     if config.warm is None:
         return Run(build(config.techniques, CATALOGUE), recorder)
     return Switchboard([CATALOGUE[one.name](one.setting) for one in config.warm.candidates], recorder)

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from hasten.evidence.interval import mean_of
 from hasten.plan import Setting
 from hasten.tuner.proof import Ratio
-from hasten.tuner.stats import mean_of
 from hasten.warm.course import Course
 from hasten.warm.record import Measured
 

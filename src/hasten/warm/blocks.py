@@ -46,6 +46,7 @@ class Open:
     """A block that goes on.
 
     Attributes:
+        fewest: Steps that are enough where they take as long as four blocks.
         skipped: Seconds of the steps behind the switch that did not count.
     """
 
@@ -53,6 +54,7 @@ class Open:
     on: frozenset[int]
     least_seconds: float
     sync: Callable[[], None]
+    fewest: int = _FEW
     left_out: int = 0
     skipped: float = 0.0
     steps: int = 0
@@ -80,7 +82,7 @@ class Open:
         for phase in Phase:
             if phase not in _NOT_STEADY:
                 self.phases[phase] += phases[phase]
-        if self.seconds < self.least_seconds or self.steps < _FEW:
+        if self.seconds < self.least_seconds or self.steps < self.fewest:
             return False
         return self.steps >= _LEAST_STEPS or self.seconds >= 4 * self.least_seconds
 
