@@ -49,30 +49,31 @@ def schedule(course: Course, options: WarmOptions, host: Host) -> Wishes:
     """Ask for one block after the other."""
     plan = frozenset(options.plan) if options.plan is not None else None
     if plan is None:
-        yield from _search(course, options)
+        yield from search(course, options)
         yield from _compile(course, options, host)
-        yield from _play_off(course, options, host)
+        yield from play_off(course, options, host)
         plan = course.chosen()
     host.note(Event("chosen", tuple(sorted(plan))))
     if plan:
         yield from _claim(plan, course, options, host)
 
 
-def _search(course: Course, options: WarmOptions) -> Wishes:
+def search(course: Course, options: WarmOptions) -> Wishes:
+    """Ask for the script as it is, all on, and then what draws from the posterior take to help."""
     began = time.monotonic()
     plain: frozenset[int] = frozenset()
-    yield from _ask(course, Wish(plain, "baseline", skip=_WARM_UP))
+    yield from ask(course, Wish(plain, "baseline", skip=_WARM_UP))
     if not options.former:  # a process before this one has asked this
-        yield from _ask(course, Wish(plain, "baseline", skip=0))
+        yield from ask(course, Wish(plain, "baseline", skip=0))
         for _ in range(2):
-            yield from _ask(course, Wish(course.all_on(), "all on"))
+            yield from ask(course, Wish(course.all_on(), "all on"))
     aside = _COMPILE_SECONDS if _may_pay(course, options) else 0.0
     until = began + _SEARCHING * max(0.0, options.search_until - began - aside)
     while time.monotonic() < until and course.doubtful():
-        yield from _ask(course, Wish(course.wants(), "search"))
+        yield from ask(course, Wish(course.wants(), "search"))
 
 
-def _play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
+def play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
     """Measure the sets that may be the best in turn: what the posterior adds up may not be so."""
     finalists = course.finalists()
     if not finalists:
@@ -99,7 +100,7 @@ def _play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
         host.note(Event("settled", tuple(sorted(near[0]))))
 
 
-def _ask(course: Course, wish: Wish) -> Wishes:
+def ask(course: Course, wish: Wish) -> Wishes:
     measured = yield wish
     if not measured.trouble:
         course.saw(measured.on, measured.step_seconds)
@@ -133,7 +134,7 @@ def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
                 cost = max(0.0, host.compiling - 3 * expected)
             if not measured.trouble:
                 course.saw(measured.on, measured.step_seconds)
-            yield from _ask(course, Wish(chosen, "compile"))
+            yield from ask(course, Wish(chosen, "compile"))
             if time.monotonic() > options.search_until + _COMPILE_SECONDS:
                 break
         host.note(Event("compiled", (index,), cost))
