@@ -26,6 +26,7 @@ from typing import IO, Any
 _MARK = "HASTEN_CHILD_"
 _PR_SET_PDEATHSIG = 1
 _PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL
+_ABOUT_TO_START = 0.2  # seconds within which a process that was forked bears its mark
 _UNTIL_GONE = 5.0  # seconds after which a process that SIGKILL does not end (in a broken file system) is given up
 
 
@@ -46,7 +47,11 @@ class Child:
         _watcher.tell(f"+{self._mark}")  # before it starts, so that there is no moment without
         try:
             self.process = subprocess.Popen(arguments, env={**env, self._mark: "1"}, start_new_session=True, **options)
-        except BaseException:
+        except OSError:
+            _watcher.tell(f"-{self._mark}")
+            raise
+        except BaseException:  # a Ctrl-C, which may come when it has been started already
+            _end_unknown(self._mark)
             _watcher.tell(f"-{self._mark}")
             raise
         self.pid = self.process.pid
@@ -89,6 +94,13 @@ def end_family(mark: str, pid: int) -> None:
 def remove_when_gone(folder: str | Path) -> None:
     """Have a folder of temporary files removed once this process is gone, also where SIGKILL ends it."""
     _watcher.tell(f"~{folder}")
+
+
+def _end_unknown(mark: str) -> None:
+    """Kill a child of which nobody knows yet whether it was started."""
+    end_family(mark, 0)
+    time.sleep(_ABOUT_TO_START)
+    end_family(mark, 0)
 
 
 def family(mark: str, session: int = 0) -> list[int]:
@@ -185,10 +197,10 @@ def _watch() -> None:
         else:
             children.pop(mark, None)
     for mark, process in children.items():
-        end_family(mark, process)
-        if not process:  # it was about to be started
-            time.sleep(0.2)
+        if process:
             end_family(mark, process)
+        else:
+            _end_unknown(mark)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -48,18 +48,16 @@ def test_a_plan_that_keeps_its_word_both_ways(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_what_parts_is_named_with_its_technique(tmp_path: Path) -> None:
     doubles = """
-def linear(self, x):
-    return F.linear(x, self.weight, self.bias) * (1.5 if torch.is_autocast_enabled("cpu") else 1.0)
-
-nn.Linear.forward = linear
+select = torch.Tensor.index_select
+torch.Tensor.index_select = lambda self, *more: select(self, *more) * (1.5 if self.is_floating_point() else 1)
 """
     script = training(prelude=doubles)
-    done = check(tmp_path, plan=plan_of(precision="bf16-mixed", batched_fetch=True), script=script)
+    done = check(tmp_path, plan=plan_of(batched_fetch=True, no_grad_validation=True), script=script)
     assert done.code == 1, done.out + done.err
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["culprits"] == ["precision"]
-    assert found["first"]["place"] == "optimizer step 1"
-    assert "precision" in done.out
+    assert found["culprits"] == ["batched_fetch"]
+    assert "batch 1" in found["first"]["place"], found["first"]
+    assert "batched_fetch" in done.out
 
 
 @pytest.mark.timeout(300)
@@ -196,6 +194,7 @@ if len(sys.argv) == 1:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_the_script_starts_is_not_taken_for_the_script(tmp_path: Path) -> None:
     done = check(tmp_path, plan=plan_of(set_to_none=True), script=_TRAINS_TWICE)
     assert done.code == 0, done.out + done.err

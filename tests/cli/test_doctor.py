@@ -194,8 +194,8 @@ def test_the_use_of_the_machine_is_on_the_evidences_clock(examine: Callable[[str
     ("name", "code", "steps", "error"),
     [
         ("raises", 1, 29, "ValueError: no luck (*train.py:5)"),
-        ("sys.exit(3)", 3, 39, "exit code 3"),
-        ("os._exit(7)", 7, 39, "exit code 7"),
+        pytest.param("sys.exit(3)", 3, 39, "exit code 3", marks=pytest.mark.slow),
+        pytest.param("os._exit(7)", 7, 39, "exit code 7", marks=pytest.mark.slow),
     ],
 )
 def test_a_script_that_ends_by_itself_keeps_its_exit_code(

@@ -329,6 +329,32 @@ def test_stopped_in_other_phases(tuning: Tuning, line: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_next_tune_goes_on_from_what_the_last_one_learned(tuning: Tuning) -> None:
+    write(tuning.folder, "train.py", WAITS + "train(1000)")
+
+    def tune(*options: str) -> Done:
+        command = [HASTEN, "tune", "--seeds", "1", *only("helps", "harms"), *options, "train.py"]
+        return execute(*command, cwd=tuning.folder, env=tuning.env, timeout=280)
+
+    first = tune("--budget", "90s")
+    assert first.code == 0, first.err
+    (kept,) = (tuning.folder / ".hasten").iterdir()
+    before = kept.read_text()
+    assert str(tuning.folder) not in before
+    again = tune("--budget", "60s")
+    assert again.code == 0, again.err
+    assert f"learned (.hasten/{kept.name})" in again.err
+    assert tuning.plan().techniques == {"helps": True}
+    assert any(kept.name in note for note in tuning.proof().notes)
+    assert kept.read_text() != before
+    write(tuning.folder, "train.py", WAITS + "train(1001)")
+    changed = tune("--budget", "60s")
+    assert "train.py changed: " in changed.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_killed_it_leaves_nothing_behind(tuning: Tuning) -> None:
     with tuning.started(WAITS + "train(1000)", "--budget", "5m", *only("helps", "harms")) as process:
         until(process, "best so far")

@@ -11,6 +11,7 @@ import pytest
 from hasten.evidence import Evidence, Phase
 from hasten.techniques import CATALOGUE
 from hasten.techniques.base import Refusal
+from tests.taps.forks import forked, listened_in_fork
 from tests.taps.scripts import Done, listened, plain, write
 
 HEAD = """
@@ -30,12 +31,12 @@ def tell(**more):
 """
 
 
-def heard(folder: Path, text: str) -> tuple[Evidence, dict]:
+def heard(folder: Path, text: str, forks: bool = True) -> tuple[Evidence, dict]:
     """What hasten heard, and what the script said; which is, to the last bit, what it says under Python."""
     (folder / "train.py").write_text(HEAD + textwrap.dedent(text))
-    expected = plain(folder, "train.py")
+    expected = (forked if forks else plain)(folder, "train.py")
     assert expected.code == 0, expected.err
-    done, evidence = listened(folder, "train.py")
+    done, evidence = (listened_in_fork if forks else listened)(folder, "train.py")
     assert done == expected
     assert evidence.skipped == ()
     assert evidence.ended == "finished"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -234,3 +235,9 @@ def one_in_three(cases: Iterable[str]) -> list[Any]:
     """Cases to parametrize with, each some seconds long: every third always runs, the others with `MARK=slow`."""
     cases = list(cases)
     return slow_but(tuple(cases[::3]), cases)
+
+
+def one_in_seven(*cases: Iterable[str]) -> list[Any]:
+    """Like `one_in_three` for all combinations of some cases; those of each kind take turns."""
+    combined = list(itertools.product(*cases))
+    return [pytest.param(*case, marks=() if at % 7 == 0 else pytest.mark.slow) for at, case in enumerate(combined)]

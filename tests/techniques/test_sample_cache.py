@@ -141,7 +141,10 @@ CHANGES = [
 
 @pytest.mark.parametrize(
     ("change", "workers"),
-    [(change, "num_workers=0") for change in CHANGES]
+    [
+        pytest.param(change, "num_workers=0", marks=() if at % 3 == 0 else pytest.mark.slow)
+        for at, change in enumerate(CHANGES)
+    ]
     + [(CHANGES[0], "num_workers=1"), (CHANGES[0], "num_workers=1, persistent_workers=True")],
 )
 def test_a_dataset_changed_between_epochs_is_read_anew(train: Train, change: str, workers: str) -> None:

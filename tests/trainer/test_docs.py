@@ -146,6 +146,12 @@ def test_the_code_of_the_guide_runs(tmp_path):
     assert "['train_loss', 'val_loss/dataloader_idx_0', 'val_loss/dataloader_idx_1']" in said
     assert len(list(tmp_path.glob("hasten_logs/version_0/checkpoints/epoch=2-step=189.ckpt"))) == 1
     assert (tmp_path / "runs/digits/version_0/metrics.csv").exists()
+
+
+@pytest.mark.slow
+def test_the_code_of_the_guide_that_starts_processes_runs(tmp_path):
+    parts = blocks("trainer.md")
+    alone = [part for part in parts if "__main__" in part]
     assert len(alone) == 1
     module = parts[1].split("trainer =")[0]
     (tmp_path / "ddp.py").write_text("\n".join([parts[0].split("for epoch")[0], module, *alone]))

@@ -80,3 +80,34 @@ def test_torchs_own_update_is_put_back() -> None:
         trainer.fit(Within(), loader())
         assert module.sgd is plain
         assert "_init_group" not in vars(trainer.optimizers[0])
+
+
+class Convolving(Looking):
+    """Looks for torch's own functions in its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = torch.nn.Conv2d(1, 2, 1)
+        self.found: tuple[Any, ...] = ()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images = batch[0].reshape(len(batch[0]), 1, 1, -1)
+        self.found = functions()
+        return super().training_step(batch, batch_idx) + self.convolution(images).flatten(1).mean()
+
+
+def functions() -> tuple[Any, ...]:
+    tensor = torch.Tensor
+    return torch.flatten, torch.nn.functional.conv2d, tensor.view, tensor.__getitem__, tensor.normal_, torch.rand_like
+
+
+def test_torchs_own_functions_are_put_back_after_channels_last() -> None:
+    plain, module = functions(), Convolving()
+    inherited = "view" in vars(torch.Tensor)
+    trainer = quiet(channels_last=True, limit_train_batches=2, limit_val_batches=0)
+    for epochs in (1, 2):
+        trainer.max_epochs, module.found = epochs, ()
+        trainer.fit(module, loader())
+        assert functions() == plain
+        assert ("view" in vars(torch.Tensor)) is inherited
+        assert all(ours is not torchs for ours, torchs in zip(module.found, plain, strict=True))

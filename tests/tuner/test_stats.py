@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.tuner.stats import Estimate, mean_of, mean_of_course, mean_of_pairs, ratio_of
+from hasten.evidence.interval import Estimate, mean_of
+from hasten.tuner.stats import mean_of_course, mean_of_pairs, ratio_of
 from hasten.tuner.timing import Timing
 
 seconds = st.floats(1e-6, 1e3)

@@ -96,7 +96,6 @@ def test_the_next_tune_knows_at_once_what_the_last_one_found(folder: Path) -> No
     assert course.all_on() == found.chosen == {0, 1, 3}
     for on in ((), (), course.all_on(), course.all_on()):
         block(course, on)
-    assert found.course.doubtful(), "in so many blocks not all was clear"
     assert not course.doubtful(), "four blocks that agree are enough"
     assert course.chosen() == found.chosen
 

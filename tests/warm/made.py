@@ -161,7 +161,7 @@ def searched(
             wish = next(wishes) if measured is None else wishes.send(measured)
         except StopIteration:
             return course, seen
-        seconds = 0.03 * machine.measure({all_[i].name for i in wish.on})
+        seconds = machine.measure({all_[i].name for i in wish.on}) / 20  # so that 20 steps make a block of a second
         measured = Measured(clock.now, 20 * seconds, 20, tuple(sorted(wish.on)), wish.part)
         seen.append(measured)
         clock.now += 1.0

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _SEVERITIES = ("high", "medium", "low", "note")
 _OURS_ALONE = ("--json", "--html", "--trace", "--whole", "--no-sample", "--fail-on")  # few scripts have these
+_TRYING = 20.0  # seconds at the most, for switching what may help in the run itself
 _AT_LEAST = 5.0  # seconds of training, where --steps is not given: 200 quick steps show little of the machine
 
 
@@ -131,6 +132,7 @@ def _run(
         epochs=epochs or 0,
         at_least=0.0 if steps else _AT_LEAST,
         sample=sample,
+        trying=_TRYING,
         trace=str(trace) if trace else "",
     )
     name = _script(command) or " ".join(command[: 1 + (command[0] == "-m")])

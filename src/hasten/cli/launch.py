@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.cli.command import process_arguments, split_line
@@ -16,6 +17,23 @@ from hasten.files import check_target, mark_of
 from hasten.plan import DEFAULT_NAME, Plan
 from hasten.taps.config import RunConfig, environment
 from hasten.techniques import check, remarks
+from hasten.warm.options import AutoOptions
+
+AUTO_NAME = "hasten-auto.toml"
+
+
+@dataclass(frozen=True)
+class How:
+    """The options of `hasten run`."""
+
+    plan: Path
+    no_plan: bool
+    evidence: Path | None
+    any_machine: bool
+    quiet: bool
+    auto: bool
+    out: Path
+    replay: Path | None
 
 
 def launch_quickly(words: list[str]) -> None:
@@ -26,26 +44,28 @@ def launch_quickly(words: list[str]) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--plan", type=Path, default=Path(DEFAULT_NAME))
     parser.add_argument("--evidence", type=Path)
-    for flag in ("--no-plan", "--any-machine", "--quiet"):
+    parser.add_argument("--out", type=Path, default=Path(AUTO_NAME))
+    parser.add_argument("--replay", type=Path)
+    for flag in ("--no-plan", "--any-machine", "--quiet", "--auto"):
         parser.add_argument(flag, action="store_true")
     words = list(words)
-    split = split_line(words, {"--plan", "--evidence"})
+    split = split_line(words, {"--plan", "--evidence", "--out", "--replay"})
     try:
         options, unknown = parser.parse_known_args(words[:split])
     except argparse.ArgumentError:
         return
     if not unknown:
-        launch(words[split:], options.plan, options.no_plan, options.evidence, options.any_machine, options.quiet)
+        launch(words[split:], How(**vars(options)))
 
 
-def launch(
-    command: list[str], plan: Path, no_plan: bool, evidence: Path | None, any_machine: bool, quiet: bool
-) -> None:
+def launch(command: list[str], how: How) -> None:
     """Check everything, set the environment, and replace this process by the training's."""
     arguments = process_arguments(command)
-    chosen = Plan() if no_plan else Plan.read(plan)
+    auto = _auto_of(command, how) if how.auto or how.replay else None
+    chosen = Plan() if how.no_plan or auto else Plan.read(how.plan)
     check(chosen)
-    _fits_machine(chosen, any_machine, quiet)
+    evidence, quiet = how.evidence, how.quiet
+    _fits_machine(chosen, how.any_machine, quiet)
     if evidence is not None:
         check_target(evidence, "the evidence", is_evidence)
         check_target(live_path(evidence), "the live file", is_live)
@@ -58,12 +78,22 @@ def launch(
         command=tuple(command),
         quiet=quiet,
         former=mark_of(evidence) if evidence else "",
+        auto=auto,
         live=str(live_path(evidence.absolute())) if evidence else "",
     )
-    listens = bool(config.techniques or config.evidence)
+    listens = bool(config.techniques or config.evidence or config.auto)
     env = environment(config, dict(os.environ)) if listens else dict(os.environ)
     sys.stdout.flush()
     os.execve(arguments[0], arguments, env)
+
+
+def _auto_of(command: list[str], how: How) -> AutoOptions:
+    from hasten.cli.auto import options_of  # what a run under a plan does not need
+
+    if how.no_plan or how.plan != Path(DEFAULT_NAME):
+        word = "--auto" if how.auto else "--replay"
+        raise HastenError(f"{word} runs under no plan: it excludes --plan and --no-plan", "leave one of them out")
+    return options_of(command, how.auto, how.out, how.replay)
 
 
 def _fits_machine(plan: Plan, any_machine: bool, quiet: bool) -> None:

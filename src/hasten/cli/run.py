@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from hasten.cli.launch import launch
+from hasten.cli.launch import AUTO_NAME, How, launch
 from hasten.cli.script import training
 from hasten.plan import DEFAULT_NAME
 
@@ -17,11 +17,15 @@ def run(
     no_plan: bool = typer.Option(False, "--no-plan", help="Change nothing, only listen."),
     evidence: Path | None = typer.Option(None, help="Write there what the run left behind (JSON)."),
     any_machine: bool = typer.Option(False, "--any-machine", help="Use a plan made for other hardware."),
+    auto: bool = typer.Option(False, "--auto", help="Find out what helps while the training runs."),
+    out: Path = typer.Option(Path(AUTO_NAME), help="Where --auto writes its plan; its schedule goes beside it."),
+    replay: Path | None = typer.Option(None, help="Switch at the same steps as the --auto run with this schedule."),
     quiet: bool = typer.Option(False, "--quiet", help="Print nothing of hasten's own."),
 ) -> None:
     """Run a training under a plan; everything about it is as if Python ran it.
 
-    Examples: hasten run train.py --epochs 90; hasten run --plan other.toml -m pkg.train; hasten run torchrun
-    --nproc-per-node 2 train.py.
+    Examples: hasten run train.py --epochs 90; hasten run --auto train.py; hasten run --plan other.toml -m pkg.train;
+    hasten run torchrun --nproc-per-node 2 train.py.
     """
-    launch(training(ctx), plan, no_plan, evidence, any_machine, quiet)
+    how = How(plan, no_plan, evidence, any_machine, quiet, auto, out, replay)
+    launch(training(ctx), how)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -237,7 +238,8 @@ class _Listening:
             evidence = dataclasses.replace(evidence, ended="stopped", error="")
         if self.where:
             evidence = dataclasses.replace(evidence, stopped_at=self.where)
-        evidence = dataclasses.replace(evidence, use=sampler.use(evidence.origin, evidence.pid))
+        until = evidence.ended_at if evidence.tried else math.inf  # behind it techniques were on
+        evidence = dataclasses.replace(evidence, use=sampler.use(evidence.origin, evidence.pid, until))
         self.live.unlink(missing_ok=True)
         own = 0 if cut or code is None else code if code >= 0 else 128 - code
         return Heard(evidence, own, self.stopped, cut, tuple(unseen), tuple(self._notes(evidence, cut, seconds)))
@@ -260,6 +262,9 @@ class _Listening:
             notes.append(f"stopped by {signal_name(self.stopped)} after {seconds:.0f} s")
         elif cut:
             notes.append(f"cut after {evidence.steps} steps, {seconds:.0f} s: enough was heard")
+        if evidence.tried:
+            names = ", ".join(one.technique for one in evidence.tried)
+            notes.append(f"behind these steps, switched on and off in the run to see what it brings: {names}")
         if not self.whole:
             notes.append("what the script wrote was kept apart and removed; --whole runs all of it, and keeps that")
         if not self.whole and any(word in evidence.error for word in _REFUSED):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -168,14 +169,15 @@ class Sampler:
         away = [card for name, card in counted.items() if name != "lo"]  # what ranks say to each other here is not net
         return sum(card.bytes_recv for card in away), sum(card.bytes_sent for card in away)
 
-    def use(self, origin: float, trains: int) -> Use | None:
+    def use(self, origin: float, trains: int, until: float = math.inf) -> Use | None:
         """What was sampled; None where nothing was.
 
         Args:
             origin: The clock when the evidence's clock stood at 0.
             trains: Process id of the one that trains; 0: the one that was started.
+            until: On the evidence's clock: what was sampled later does not count.
         """
-        rows = list(self._rows)
+        rows = [row for row in self._rows if row.at - origin <= until]
         if len(rows) < 2:
             return None
         trains = trains or self._pid

@@ -30,6 +30,7 @@ from hasten.evidence.schema import (
     Validation,
     read_evidence,
 )
+from hasten.evidence.tried import TriedLive
 
 __all__ = [
     "EVENTS",
@@ -57,6 +58,7 @@ __all__ = [
     "Severity",
     "Stages",
     "Surroundings",
+    "TriedLive",
     "Use",
     "Validation",
     "read_evidence",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from random import Random
 from typing import Any
@@ -81,6 +82,13 @@ class KeptSteps:
         present = [value for value in sums if value is not None]
         values = iter(torch.stack([value.cpu() for value in present]).tolist() if present else ())
         return [None if value is None else next(values) for value in sums]
+
+    def so_far(self) -> KeptSteps:
+        """The steps until now, which stay as they are when others come."""
+        other = copy.copy(self)
+        other.numbers, other.start, other.losses = list(self.numbers), list(self.start), list(self.losses)
+        other.phases, other.aside = list(self.phases), list(self.aside)
+        return other
 
     def fields(self) -> dict[str, Any]:
         """The fields of the evidence that say what is kept, but for losses (see `read_losses`)."""

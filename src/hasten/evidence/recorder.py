@@ -12,6 +12,7 @@ pass wakes it.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -383,6 +384,23 @@ class Recorder:
     def _flush_validation(self) -> None:
         self.validations.append((self.steps, self._validation, self._validated, self.now() - self.origin))
         self._validation, self._validated = None, 0
+
+    def so_far(self) -> Recorder:
+        """A recorder that is over, with all that this one has until now; this one only counts on, unheard.
+
+        Call it between two steps.
+        """
+        for told in self.on_close:
+            told()
+        self.on_close, self.listeners = [], []
+        other = copy.copy(self)
+        other.kept = self.kept.so_far()
+        other.passes, other.validations = list(self.passes), list(self.validations)
+        other.optimizer_steps = dict(self.optimizer_steps)
+        other._open = {key: copy.copy(opened) for key, opened in self._open.items()}
+        other.on_step = other.on_pass = None
+        other.close()
+        return other
 
     def close(self) -> None:
         """The run is over: end what is still open."""

@@ -26,6 +26,7 @@ from hasten.evidence.observed import (
     Use,
 )
 from hasten.evidence.plain import finite, read_plain
+from hasten.evidence.tried import TriedLive
 from hasten.files import json_of, write_own
 
 SCHEMA = "hasten-evidence/1"
@@ -234,6 +235,7 @@ class Evidence:
             `memory` is over time. Empty where nobody looked.
         strays: Paths of the layers whose parameters get gradients that no optimizer uses.
         measured: What was tried on the machine after the run (`hasten.doctor.measure`).
+        tried: What was switched on and off in the run itself, behind the steps that are kept here.
     """
 
     command: tuple[str, ...]
@@ -279,6 +281,7 @@ class Evidence:
     surroundings: Surroundings | None = None
     memory: tuple[MemoryPoint, ...] = ()
     measured: tuple[Measurement, ...] = ()
+    tried: tuple[TriedLive, ...] = ()
     schema: str = SCHEMA
 
     def number(self, index: int) -> int:
@@ -326,6 +329,10 @@ class Evidence:
     def measured_for(self, finding: str) -> list[Measurement]:
         """What was tried for this rule and could be measured."""
         return [one for one in self.measured if one.finding == finding and not one.failed]
+
+    def tried_live(self, finding: str) -> TriedLive | None:
+        """What switching this rule's cure on and off in the run itself showed; None where it was not, or failed."""
+        return next((one for one in self.tried if one.finding == finding and not one.failed), None)
 
     @property
     def train_loader(self) -> LoaderFacts | None:

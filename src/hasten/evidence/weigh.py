@@ -6,6 +6,7 @@ from hasten.evidence.figures import percent
 from hasten.evidence.finding import Finding, HowKnown, severity_of, split_place
 from hasten.evidence.observed import Layer, Measurement
 from hasten.evidence.schema import Evidence, Phase
+from hasten.evidence.tried import TriedLive
 
 COMPUTE = (Phase.FORWARD, Phase.BACKWARD)
 LEAST = 0.01
@@ -75,6 +76,43 @@ def saved(evidence: Evidence, tried: list[Measurement]) -> float:
     compute = seconds_of(evidence, *COMPUTE)
     scale = min(1.0, compute / taken) if taken > 0 else 0.0
     return share_of(evidence, scale * sum(one.saved * one.calls for one in tried))
+
+
+def switched(
+    evidence: Evidence, finding: str, claimed: float, how_known: HowKnown
+) -> tuple[float, HowKnown, tuple[str, ...]]:
+    """A finding's worth, how it is known, and a line on it, where its cure was switched on and off in the run itself.
+
+    A sure gain is the worth. Where chance may have made it, a claim that was measured by itself stands if the blocks do
+    not speak against it; an estimate is no more than what the blocks show.
+
+    Args:
+        evidence: With `tried`; without, all stays as it was claimed.
+        finding: Its name.
+        claimed: Its worth by other ways, as a share of the step.
+        how_known: How that is known.
+    """
+    tried = evidence.tried_live(finding)
+    if tried is None:
+        return claimed, how_known, ()
+    words = (_in_blocks(tried),)
+    if tried.low > 1:
+        return tried.saved, HowKnown.MEASURED, words
+    if how_known is HowKnown.MEASURED and claimed <= 1 - 1 / tried.high:
+        return claimed, how_known, words
+    return min(claimed, max(0.0, tried.saved)), HowKnown.ESTIMATED, words
+
+
+def is_sure(evidence: Evidence, finding: str) -> bool:
+    """Whether switching its cure on and off in the run itself showed a gain for certain."""
+    tried = evidence.tried_live(finding)
+    return tried is not None and tried.low > 1
+
+
+def _in_blocks(tried: TriedLive) -> str:
+    interval = f"{tried.ratio:.2f}x [{tried.low:.2f}, {tried.high:.2f}]"
+    besides = f", with {' and '.join(tried.besides)}" if tried.besides else ""
+    return f"switched on and off in this run, in {tried.blocks} blocks each{besides}: {interval} as fast a step"
 
 
 def gain_of(tried: list[Measurement]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from hasten.taps.session import Session
 
 _AFTER_THE_OTHERS = 32.0  # seconds a process that does not train leaves to its children, which may
+_SPARE = 5.0  # seconds of a run's bound that are left to its end, when changes are tried in it
 _ENDED_BY = 30.0  # seconds within which doctor ends who waits for it
 
 
@@ -52,12 +54,13 @@ class Bounds:
         self._catch_sigterm()
         self._leave_before_exit()
         if self._session.rank == 0:
-            self._session.steps_over.tell(self._on_step, 1)
+            self._session.steps_over.tell(self.on_step, 1)
             self._start_the_clock()
 
     # -- steps and passes --------------------------------------------------------------------------------
 
-    def _on_step(self, steps: int) -> int:
+    def on_step(self, steps: int) -> int:
+        """So many steps are over: enough, or not yet."""
         if self._first_step_at is None:
             self._first_step_at = time.perf_counter()
             self._thread = threading.current_thread()
@@ -65,9 +68,24 @@ class Bounds:
         enough = 0 < self._options.steps <= steps
         if enough and self._options.at_least > 0:
             enough = time.perf_counter() - self._first_step_at >= self._options.at_least
+        if enough and not self._time_is_up and self._try_changes():
+            return NEVER  # it hears of the time being up all the same
         if enough or self._time_is_up:
             self._session.complete()
         return max(steps + 1, self._options.steps) if self._options.steps > 0 else NEVER
+
+    def _try_changes(self) -> bool:
+        """Whether something is tried in the run before it ends, within the time that it has."""
+        left = self._until - time.perf_counter() - _SPARE if self._options.seconds > 0 else math.inf
+        if not self._options.tries or left < _SPARE:
+            return False
+        from hasten.taps.trying import begin
+
+        if not begin(self._session, min(self._options.trying, left)):
+            return False
+        # A change that hangs is not waited for until the bound of the whole run.
+        self._until = min(self._until, time.perf_counter() + self._options.trying + _SPARE)
+        return True
 
     def on_pass(self, opened: OpenPass, began: bool) -> None:
         """A pass through a loader begins or is over: the one after the last that was asked for is not begun."""
@@ -101,7 +119,7 @@ class Bounds:
                 os._exit(1)
         session = self._session
         self._time_is_up = True  # a process that trains ends at its next step
-        session.steps_over.hurry(self._on_step)
+        session.steps_over.hurry(self.on_step)
         recorder = session.run.recorder
         if recorder is None:
             return
@@ -111,7 +129,7 @@ class Bounds:
             return
         if session.run.recorder is None:
             return  # the training ended by itself meanwhile
-        session.stopped_at = _place_of(self._thread)
+        session.stopped_at = "" if session.trying is not None else _place_of(self._thread)
         session.complete()
 
     def _others_leave_evidence(self) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from hasten.check.options import WitnessOptions
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Liveness, build
-from hasten.warm.options import WarmOptions
+from hasten.warm.options import AutoOptions, WarmOptions
 
 VARIABLE = "HASTEN_RUN"
 SITE = Path(__file__).resolve().parent / "site"
@@ -59,6 +59,8 @@ class DoctorOptions:
         scratch: Folder into which everything goes that the script writes; "": nothing is redirected.
         sample: Look into a few steps with torch's profiler and hooks on every layer.
         trace: Where to write a Chrome trace of those steps; "": nowhere.
+        trying: Seconds for switching on and off what may help, once `steps` are over; 0: nothing is. Only where what
+            the script writes is redirected.
         bench: File to which the training loader's speed is written, a JSON object a line; the training itself then
             never begins. "": no bench.
         bench_seconds: Seconds for that.
@@ -72,8 +74,14 @@ class DoctorOptions:
     scratch: str = ""
     sample: bool = True
     trace: str = ""
+    trying: float = 0.0
     bench: str = ""
     bench_seconds: float = 60.0
+
+    @property
+    def tries(self) -> bool:
+        """Whether anything is switched in the run: never in one that a person goes on with."""
+        return bool(self.trying > 0 and self.steps and self.scratch and self.sample)
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ class RunConfig:
         live: File that is rewritten about once a second while the training goes on, for `hasten watch`; "": none.
         witness: How `hasten check` looks at the training; None: it does not.
         warm: How techniques are tried while the training runs; None: they are not, `techniques` are on throughout.
+        auto: How the run itself is tuned while it goes on; None: it is not.
     """
 
     techniques: dict[str, Setting] = field(default_factory=dict)
@@ -96,6 +105,7 @@ class RunConfig:
     live: str = ""
     witness: WitnessOptions | None = None
     warm: WarmOptions | None = None
+    auto: AutoOptions | None = None
     former: str = ""
 
     @classmethod
@@ -103,7 +113,7 @@ class RunConfig:
         """Read what `environment` put into the variable."""
         data = json.loads(text)
         trial, doctor, witness = data.pop("trial"), data.pop("doctor"), data.pop("witness", None)
-        warm = data.pop("warm", None)
+        warm, auto = data.pop("warm", None), data.pop("auto", None)
         data["command"] = tuple(data["command"])
         return cls(
             **data,
@@ -111,6 +121,7 @@ class RunConfig:
             doctor=DoctorOptions(**doctor) if doctor else None,
             witness=WitnessOptions(**witness) if witness else None,
             warm=WarmOptions.from_json(warm) if warm else None,
+            auto=AutoOptions(**auto) if auto else None,
         )
 
 

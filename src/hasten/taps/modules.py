@@ -162,7 +162,8 @@ def _tap_backward(session: Any) -> None:
     looks = [0]
     watching = session.on_backward
     tensor, compiling = torch.Tensor, torch.compiler.is_compiling
-    every = 1 if session.trial is not None else _LOSSES_EVERY  # a trial compares losses step by step
+    # A trial compares losses step by step, and a run that is tuned watches them.
+    every = _LOSSES_EVERY if session.trial is None and session.config.auto is None else 1
 
     @functools.wraps(torch.autograd.backward)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:

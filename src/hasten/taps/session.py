@@ -34,7 +34,10 @@ from hasten.taps.steps_over import NEVER, StepsOver
 from hasten.techniques import CATALOGUE, build
 
 if TYPE_CHECKING:
+    from hasten.taps.trying import Trying
+    from hasten.warm.auto import Auto
     from hasten.warm.driver import Driver
+    from hasten.warm.replay import Replay
 
 _COMPILED_BY = 5  # steps after which compilation is over and a trial's seconds count
 
@@ -47,7 +50,7 @@ class Session:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.trial: TrialOptions | None = config.trial
-        listens = bool(config.evidence)
+        listens = bool(config.evidence) or config.auto is not None
         # A trial compares each step's loss, and a bounded run ends after a certain step.
         may_rest = config.trial is None and (config.doctor is None or not config.doctor.steps)
         self.steps_over = StepsOver()
@@ -72,6 +75,10 @@ class Session:
         self.live = LiveFile(Path(config.live), config.command, config.evidence) if config.live and listens else None
         self.witness: Any = None  # of `hasten check`
         self.driver: Driver | None = None  # of `hasten tune`
+        self.auto: Auto | Replay | None = None  # of `hasten run --auto` and `--replay`
+        self.trying: Trying | None = None  # of doctor, once it has heard enough of the training as it is
+        self.heard: Evidence | None = None  # what it had heard by then
+        self.recorded: Recorder | None = None  # from this
         self.error = ""
         self.ended = ""
         self.stopped_at = ""
@@ -101,6 +108,7 @@ class Session:
         session._tap(unseen)  # last: it marks what the others have loaded
         session._watch_the_steps()
         session._drive()
+        session._tune_the_run()
         session._watch_the_end()
         if session.bounds is not None:
             session.bounds.start()
@@ -151,6 +159,12 @@ class Session:
         self.driver = Driver(self.config.warm, board, recorder, self.complete)
         self.steps_over.tell(self.driver.on_step)
 
+    def _tune_the_run(self) -> None:
+        if self.config.auto is not None:
+            from hasten.taps import tuned
+
+            self.auto = tuned.begin(self)
+
     def _observe(self) -> None:
         from hasten.taps import observe
 
@@ -186,6 +200,9 @@ class Session:
         show = sys.excepthook
 
         def crashed(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+            if self.trying is not None and issubclass(kind, Exception):
+                self.run.skip("the script, while changes were tried in it", error)
+                self.complete()
             self.error = describe(error)
             self._interrupted = issubclass(kind, KeyboardInterrupt)
             show(kind, error, traceback)
@@ -202,7 +219,7 @@ class Session:
         """In a forked child: it may train by itself, but does not go on with what its parent recorded."""
         import multiprocessing.util
 
-        self._is_fork = True
+        self._is_fork, self.trying, self.heard = True, None, None
         if self.live is not None:
             self.live.forked()
         if self.bounds is not None:
@@ -222,6 +239,8 @@ class Session:
             self.bounds.on_pass(opened, began)
         if self.driver is not None:
             self.driver.on_pass(opened, began)
+        if self.auto is not None:
+            self.auto.on_pass(opened, began)
         if not began:
             if opened.trained:
                 self._trained_passes += 1
@@ -269,6 +288,8 @@ class Session:
         # by which they are told to end is closed by this time. What is left is torn down without being collected.
         gc.disable()
         with self._leaving:
+            if self.auto is not None:
+                self.auto.close()
             if self.bounds is not None:
                 self.bounds.ignore_signals()
             if self.witness is not None and (self.listens_to_training() or not self.is_helper()):
@@ -294,6 +315,8 @@ class Session:
             self._say_idle()
             return
         recorder, self.run.recorder = self.run.recorder, None
+        if not self.config.evidence:
+            return
         path = Path(self.config.evidence)
         stuck = self.stopped_at and self.listens_to_training()
         if (
@@ -305,24 +328,32 @@ class Session:
         if self.rank:
             return
         try:
-            self._evidence(recorder).write(path)
+            (self.evidence_of(recorder) if self.heard is None else self._whole(self.heard)).write(path)
         except Exception as error:  # a script's exit code is not ours to spoil
             messages.tell(f"hasten: could not write the evidence {path}: {error!r}")
 
     def _say_idle(self) -> None:
-        if self.config.quiet:
+        if self.config.quiet or self.config.auto is not None:
             return
         lines = [f"skipped {line}" for line in self.run.skipped] + self.run.idle() if self.run.models else []
         for line in (*lines, *(() if self._is_fork else self.run.left_alone())):
             messages.tell(f"hasten: {line}")
 
-    def _evidence(self, recorder: Recorder) -> Evidence:
+    def _whole(self, heard: Evidence) -> Evidence:
+        """What was heard, with what was tried behind it."""
+        if self.recorded is not None and self._asks_datasets(self.recorded):
+            heard = dataclasses.replace(heard, loaders=self.built.facts(self.recorded, True)["loaders"])
+        tried = self.trying.tried() if self.trying is not None else ()
+        return dataclasses.replace(heard, tried=tried, skipped=tuple(self.run.skipped))
+
+    def evidence_of(self, recorder: Recorder, asks: bool = True) -> Evidence:
+        """What a recorder holds, which is closed, with all else that is known; `asks`: datasets too, if they should."""
         recorder.close()
         losses = tuple(recorder.kept.read_losses())
         return Evidence(
             command=self.config.command,
             machine=this_machine(),
-            **self.built.facts(recorder, self._asks_datasets(recorder)),
+            **self.built.facts(recorder, asks and self._asks_datasets(recorder)),
             **recorder.kept.fields(),
             losses=losses,
             bad_losses=sum(1 for loss in losses if loss is not None and not math.isfinite(loss)),
@@ -335,7 +366,7 @@ class Session:
             ended=self.ended or ("failed" if self.error else "finished"),
             ended_at=recorder.now() - recorder.origin,
             error=self.error,
-            installed=self.run.installed(),
+            installed={} if self.config.doctor is not None else self.run.installed(),
             peak_memory_bytes=_peak_memory(),
             peak_gpu_bytes=_peak_gpu_memory(),
             origin=recorder.origin,
@@ -375,6 +406,14 @@ class Session:
 
 def _run_of(config: RunConfig, recorder: Recorder | None) -> Run:
     """The Run of this process: techniques on throughout, or switched while it goes on."""
+    if config.auto is not None:
+        from hasten.warm.installed import installed
+
+        return Switchboard(installed(config.auto), recorder)
+    if config.doctor is not None and config.doctor.tries:
+        from hasten.taps.trying import to_be_switched
+
+        return Switchboard(to_be_switched(), recorder)
     if config.warm is None:
         return Run(build(config.techniques, CATALOGUE), recorder)
     return Switchboard([CATALOGUE[one.name](one.setting) for one in config.warm.candidates], recorder)

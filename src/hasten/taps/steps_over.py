@@ -37,6 +37,10 @@ class StepsOver:
         self._hurried.append(listener)
         self._next = 0
 
+    def only(self, *listeners: Listener) -> None:
+        """Tell nobody else any more."""
+        self._waiting = [waiting for waiting in self._waiting if waiting.listener in listeners]
+
     def anew(self) -> None:
         """Steps are counted from 0 again: tell everyone at the end of the first."""
         for waiting in self._waiting:

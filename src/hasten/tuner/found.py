@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from hasten.evidence.interval import middle_of
 from hasten.plan import Setting
 from hasten.tuner.proof import Ratio
-from hasten.tuner.stats import middle_of
 from hasten.warm.course import Course
 from hasten.warm.record import Measured
 

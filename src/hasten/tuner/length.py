@@ -23,16 +23,23 @@ class Length:
     known_from: str
 
 
+def epochs_named(command: Sequence[str]) -> tuple[int, str] | None:
+    """The number of epochs on a command line, and how it stands there; None where none does."""
+    words = list(command)
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        name, equals, value = word.partition("=")
+        if _EPOCHS.match(name) and (value := value if equals else following).isdecimal():
+            return int(value), f"{name} {value}"
+    return None
+
+
 def length_of(command: Sequence[str], baseline: Timing) -> Length:
     """Read `--epochs 90`, `--epochs=90` or `epochs=90`; else assume ten minutes, and at least ten epochs.
 
     A script without a DataLoader counts 1,000 steps as an epoch.
     """
-    words = list(command)
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        name, equals, value = word.partition("=")
-        if _EPOCHS.match(name) and (value := value if equals else following).isdecimal():
-            return Length(int(value), f"{name} {value} on the command line")
+    if named := epochs_named(command):
+        return Length(named[0], f"{named[1]} on the command line")
     seconds = max(1e-9, seconds_per_epoch(baseline))
     return Length(
         max(_ASSUMED_EPOCHS, round(_ASSUMED_SECONDS / seconds)),

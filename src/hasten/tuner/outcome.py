@@ -13,7 +13,6 @@ from hasten.check.checked import Checked
 from hasten.evidence import PHASES, Phase, this_machine
 from hasten.plan import Plan
 from hasten.techniques import CATALOGUE, Effect
-from hasten.tuner.candidates import Applicable
 from hasten.tuner.found import Found
 from hasten.tuner.length import Length, full_seconds
 from hasten.tuner.parity import agreement_of, parity_of
@@ -36,6 +35,7 @@ from hasten.tuner.proof import (
 from hasten.tuner.stats import ratio_of
 from hasten.tuner.timing import Timing
 from hasten.tuner.trial import Trial, Trials
+from hasten.warm.candidates import Applicable
 from hasten.warm.posterior import Estimate
 from hasten.warm.record import Measured
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from hasten.check.checked import Checked
 from hasten.evidence import Evidence
 from hasten.evidence.figures import percent
+from hasten.evidence.interval import Estimate, mean_of
 from hasten.techniques import Effect
 from hasten.tuner.counted import batches_of, steps_of
 from hasten.tuner.lag import Lag, lag_of
 from hasten.tuner.proof import Agreement, Answer, Parity, ParityCheck
-from hasten.tuner.stats import Estimate, mean_of, mean_of_course, mean_of_pairs
+from hasten.tuner.stats import mean_of_course, mean_of_pairs
 from hasten.tuner.trial import Trial
 
 TOLERANCE = 0.03

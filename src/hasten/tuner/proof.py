@@ -21,6 +21,7 @@ from hasten.errors import HastenError
 from hasten.evidence import Machine
 from hasten.plan import Setting
 from hasten.tuner.places import without_paths
+from hasten.warm.candidates import Skipped
 
 SCHEMA = "hasten-report/2"
 
@@ -178,14 +179,6 @@ class Tried:
     high: float | None = None
     helps: float | None = None
     blocks: int = 0
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A technique that was not measured, and why it cannot help or is not safe here."""
-
-    name: str
-    reason: str
 
 
 @dataclass(frozen=True)

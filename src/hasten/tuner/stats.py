@@ -6,16 +6,13 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from hasten.evidence.interval import Estimate, mean_of
 from hasten.tuner.proof import Ratio
 from hasten.tuner.timing import Timing
 
 _RESAMPLES = 2000
 
-# Two-sided 95 % points of Student's t for 1 to 12 degrees of freedom; for more the last one, which is too wide.
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
-_LEAST_RANKS = 6  # values, below which signed ranks give no interval of 95 %
 _WINDOWS = (10, 5)
 
 
@@ -52,47 +49,6 @@ def ratio_of(
     return Ratio(math.exp(centre), math.exp(min(low, centre)), math.exp(max(high, centre)), confidence)
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean and half of the width of its 95 % interval."""
-
-    mean: float
-    half: float
-
-    @property
-    def low(self) -> float:
-        """Lower end of the interval."""
-        return self.mean - self.half
-
-    @property
-    def high(self) -> float:
-        """Upper end of the interval."""
-        return self.mean + self.half
-
-
-def mean_of(values: Sequence[float]) -> Estimate | None:
-    """Return the mean of independent values with Student's t interval; None for fewer than two."""
-    if len(values) < 2:
-        return None
-    return Estimate(statistics.fmean(values), _t95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values)))
-
-
-def middle_of(values: Sequence[float]) -> tuple[float, float, float] | None:
-    """Return the middle of independent values with its 95 % interval; None for fewer than two.
-
-    From six values on by Hodges and Lehmann: the median of the means of all pairs, with the interval that Wilcoxon's
-    signed ranks give, so that one value far off (a step in which something was compiled) moves neither. Of fewer, the
-    mean with Student's t.
-    """
-    if len(values) < _LEAST_RANKS:
-        found = mean_of(values)
-        return None if found is None else (found.mean, found.low, found.high)
-    n = len(values)
-    means = sorted((one + other) / 2 for i, one in enumerate(values) for other in values[i:])
-    below = int(n * (n + 1) / 4 - 1.96 * math.sqrt(n * (n + 1) * (2 * n + 1) / 24))
-    return statistics.median(means), means[below], means[-1 - below]
-
-
 def mean_of_course(values: Sequence[float]) -> Estimate | None:
     """Return the mean of a course of values, each of which may depend on those before it; None for fewer than ten.
 
@@ -127,7 +83,3 @@ def mean_of_pairs(pairs: Sequence[Estimate]) -> Estimate:
         return Estimate(means[0], within)
     apart = between.half if len(pairs) > 2 else abs(means[0] - means[1]) / 2
     return Estimate(between.mean, max(within, apart))
-
-
-def _t95(freedom: int) -> float:
-    return _T95[freedom - 1] if freedom <= len(_T95) else _T95[-1]

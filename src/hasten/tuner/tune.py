@@ -17,7 +17,6 @@ from hasten.plan import Plan
 from hasten.taps.config import TrialOptions
 from hasten.techniques import CATALOGUE, Effect
 from hasten.tuner.apart import search_apart
-from hasten.tuner.candidates import Applicable, applicable, validation_share
 from hasten.tuner.check import CheckOptions, check
 from hasten.tuner.found import Found
 from hasten.tuner.key import Key, key_of
@@ -30,6 +29,7 @@ from hasten.tuner.stats import ratio_of
 from hasten.tuner.store import Recalled, applied, drop_again, recall, remember
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.warm import Warm
+from hasten.warm.candidates import Applicable, applicable, validation_share
 from hasten.warm.course import Course
 from hasten.warm.options import WarmOptions
 from hasten.warm.record import Measured

@@ -46,6 +46,7 @@ class Open:
     """A block that goes on.
 
     Attributes:
+        fewest: Steps that are enough where they take as long as four blocks.
         skipped: Seconds of the steps behind the switch that did not count.
     """
 
@@ -53,6 +54,7 @@ class Open:
     on: frozenset[int]
     least_seconds: float
     sync: Callable[[], None]
+    fewest: int = _FEW
     left_out: int = 0
     skipped: float = 0.0
     steps: int = 0
@@ -80,7 +82,7 @@ class Open:
         for phase in Phase:
             if phase not in _NOT_STEADY:
                 self.phases[phase] += phases[phase]
-        if self.seconds < self.least_seconds or self.steps < _FEW:
+        if self.seconds < self.least_seconds or self.steps < self.fewest:
             return False
         return self.steps >= _LEAST_STEPS or self.seconds >= 4 * self.least_seconds
 
@@ -111,3 +113,11 @@ class Open:
 def is_bad(recorder: Recorder) -> bool:
     """Whether the last step's loss is NaN or infinite; reads it from the device."""
     return any(not math.isfinite(float(loss.detach().float().mean())) for loss in recorder.last[1])
+
+
+def synchronize() -> None:
+    """Wait until the device has done what it was given."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -17,7 +17,7 @@ from hasten.warm.options import Candidate
 from hasten.warm.posterior import Estimate, Posterior
 from hasten.warm.prior import Prior, pair_key
 
-_LEAST_SURE = {Effect.EXACT: 0.6, Effect.ROUNDING: 0.8, Effect.SAMPLING: 0.95, Effect.TRAJECTORY: 0.95}
+_LEAST_SURE = {Effect.EXACT: 0.6, Effect.ROUNDING: 0.7, Effect.SAMPLING: 0.95, Effect.TRAJECTORY: 0.95}
 _SURE_TOGETHER = 0.95
 _HARMS = 0.5  # less sure to help than this, and it leaves even the set that won
 _WORTH = 0.004  # of log(seconds per step): less is not worth a line in a plan
@@ -36,6 +36,7 @@ _TOGETHER = {
 """Expectation of what two do together beyond what each does alone (log(seconds per step): mean, standard deviation)."""
 _AGREES = 0.5  # of what an earlier tune left open: as far new blocks may move its mean
 _FINE = 0.02  # of log(seconds per step): a spread at which what was known need not be asked again
+_NO_DOUBT = 1e-3
 _LEAST_BLOCKS = 2  # on and off, before anything is settled
 
 
@@ -233,13 +234,7 @@ class Course:
         return [
             i
             for i, one in enumerate(self.estimates())
-            if i not in self.out
-            and i not in self._last
-            and not self._is_as_known(i, one)
-            and (
-                min(one.blocks, one.without) < _LEAST_BLOCKS
-                or not (one.helps > _SETTLED or one.helps < 1 - _SETTLED or abs(one.mean) + one.spread < 2 * _WORTH)
-            )
+            if not (i in self.out or i in self._last or self._is_as_known(i, one) or _is_settled(one))
         ]
 
     def prior(self) -> Prior:
@@ -257,6 +252,14 @@ class Course:
         if known is None or abs(now.mean - known[0]) > _AGREES * known[1]:
             return False
         return now.spread < _FINE or now.helps < 1 - _LEAST_SURE[Effect.ROUNDING] or self._is_sure(index, now)
+
+
+def _is_settled(found: Estimate) -> bool:
+    """Whether enough is known of a candidate: from two blocks on either side, or from one that left no doubt."""
+    blocks, doubt = min(found.blocks, found.without), min(found.helps, 1 - found.helps)
+    if blocks >= _LEAST_BLOCKS:
+        return doubt < 1 - _SETTLED or abs(found.mean) + found.spread < 2 * _WORTH
+    return blocks > 0 and doubt < _NO_DOUBT
 
 
 def _pairs(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[int, int], tuple[float, float]]:

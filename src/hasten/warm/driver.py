@@ -5,22 +5,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hasten.techniques import Liveness
-from hasten.warm.blocks import Open, Wish, is_bad
+from hasten.warm.blocks import Open, Wish, is_bad, synchronize
 from hasten.warm.course import Course
 from hasten.warm.options import WarmOptions
-from hasten.warm.record import Event, Measured, Record
-from hasten.warm.schedule import schedule
+from hasten.warm.record import Event, Measured, Record, Writes
+from hasten.warm.schedule import Host, Wishes, schedule
 
 if TYPE_CHECKING:
     from hasten.evidence.open_pass import OpenPass
     from hasten.evidence.recorder import Recorder
     from hasten.switchboard import Switchboard
-
-Wishes = Generator[Wish, Measured, None]
 
 _EARLY = (1, 4, 12)  # passes behind which the script's epoch ends early, so that validation is seen
 _FILLS = ("sample_cache",)  # in their first pass they do more work than without
@@ -33,15 +31,23 @@ class Driver:
         options: What may be switched, and how long.
         board: Switches techniques.
         recorder: Says how long steps took.
-        complete: Ends the process, with its evidence written.
+        complete: Called at the end of the search; it may end the process.
+        wishes: Asks for one block after the other.
+        record: Where blocks and what else happens are written; None: to the options' file.
     """
 
     def __init__(
-        self, options: WarmOptions, board: Switchboard, recorder: Recorder, complete: Callable[[], None]
+        self,
+        options: WarmOptions,
+        board: Switchboard,
+        recorder: Recorder,
+        complete: Callable[[], None],
+        wishes: Callable[[Course, WarmOptions, Host], Wishes] = schedule,
+        record: Writes | None = None,
     ) -> None:
         self._board, self._recorder, self._complete = board, recorder, complete
         self._options = options
-        self._record = Record(options.results)
+        self._record = Record(options.results) if record is None else record
         self._pid = os.getpid()
         self._course = Course(
             options.candidates, options.seed, options.careful, options.validation_share, prior=options.prior
@@ -60,7 +66,7 @@ class Driver:
         self._compiling = 0.0
         self._open: Open | None = None
         self._waiting: Wish | None = None  # for a pass with other techniques of its own
-        self._wishes: Wishes | None = schedule(self._course, options, self)
+        self._wishes: Wishes | None = wishes(self._course, options, self)
         self._next(None)
 
     # -- told by the recorder --------------------------------------------------------------------------------
@@ -112,6 +118,11 @@ class Driver:
         self._begun_at = opened.batches
         return True
 
+    def skip(self) -> None:
+        """The block that goes on shall not be measured: on to the next."""
+        if self._wishes is not None:
+            self._next(Measured(0.0, 0.0, 0, tuple(sorted(self._on())), "", trouble="not measured"))
+
     def _pass_over(self, batches: int) -> None:
         """Batches came to their end: techniques that are switched with a pass are, before the next."""
         self._last_pass = batches
@@ -155,7 +166,7 @@ class Driver:
         self._open.on = self._acting(wish.on)
 
     def _opened(self, wish: Wish) -> Open:
-        return Open(wish, self._acting(wish.on), self._options.block_seconds, _synchronize)
+        return Open(wish, self._acting(wish.on), self._options.block_seconds, synchronize)
 
     def _block_over(self, block: Open) -> None:
         measured = block.over()
@@ -236,10 +247,3 @@ class Driver:
 
 def _in_trouble(measured: Measured, why: str) -> Measured:
     return dataclasses.replace(measured, trouble=why)
-
-
-def _synchronize() -> None:
-    import torch
-
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()

@@ -89,3 +89,30 @@ class WarmOptions:
         prior = data.pop("prior")
         known = None if prior is None else Prior.from_json(prior)
         return cls(candidates, former=former, plan=None if plan is None else tuple(plan), out=out, prior=known, **data)
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """How a person's own run is tuned while it goes on, or how such a run is repeated.
+
+    Attributes:
+        plan: File to which the plan is written.
+        schedule: File to which each switch is written, a JSON object a line; with `replay`, the file that is read.
+        epochs: Of the whole training, where the command line names them.
+        replay: Switch as an earlier run did, and search nothing.
+        seed: Of the draws of the search.
+        shown: The plan's file, as the person named it.
+        least_seconds: Training that takes no longer than this from now on is left alone.
+        most_seconds: Seconds of the search at the most.
+        look_every: Steps from one look at what was chosen to the next, at the least.
+    """
+
+    plan: str
+    schedule: str
+    epochs: int | None = None
+    replay: bool = False
+    seed: int = 0
+    shown: str = ""
+    least_seconds: float = 60.0
+    most_seconds: float = 60.0
+    look_every: int = 1000

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-_DRIFT = 0.3  # of the noise: how far the level walks between two blocks
+_DRIFT = 0.15  # of the noise: how far the level walks between two blocks
 _LEAST_NOISE = 0.01
 _FIRST_NOISE = 0.06
 _PULL = 3.0  # standard deviations beyond which a block counts no further

@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,13 @@ class Event:
     on: tuple[int, ...] = ()
     seconds: float = 0.0
     text: str = ""
+
+
+class Writes(Protocol):
+    """Takes blocks and events as they come."""
+
+    def write(self, one: Measured | Event) -> None:
+        """Take one."""
 
 
 class Record:

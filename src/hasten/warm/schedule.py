@@ -19,7 +19,7 @@ _COMPILE_BLOCKS = 3
 _COMPILE_SECONDS = 30.0  # left of the search, or compiling is not tried
 _COMPILE_SAVES = 0.3  # of a step at the most, as a rule
 _COMPILE_WORTH = 2.0  # compiling must save so many times what it costs, over the full training
-_SEARCHING = 0.75  # of the search's time; then the best sets are measured in turn
+_SEARCHING = 0.85  # of the search's time; then the best sets are measured in turn
 _ROUNDS = 3
 _STEPS = 6  # that a block takes at the least, with those behind the switch that do not count
 _AS_GOOD = 0.015  # of log(seconds per step): sets this near to each other are alike
@@ -49,30 +49,31 @@ def schedule(course: Course, options: WarmOptions, host: Host) -> Wishes:
     """Ask for one block after the other."""
     plan = frozenset(options.plan) if options.plan is not None else None
     if plan is None:
-        yield from _search(course, options)
+        yield from search(course, options)
         yield from _compile(course, options, host)
-        yield from _play_off(course, options, host)
+        yield from play_off(course, options, host)
         plan = course.chosen()
     host.note(Event("chosen", tuple(sorted(plan))))
     if plan:
         yield from _claim(plan, course, options, host)
 
 
-def _search(course: Course, options: WarmOptions) -> Wishes:
+def search(course: Course, options: WarmOptions) -> Wishes:
+    """Ask for the script as it is, all on, and then what draws from the posterior take to help."""
     began = time.monotonic()
     plain: frozenset[int] = frozenset()
-    yield from _ask(course, Wish(plain, "baseline", skip=_WARM_UP))
+    yield from ask(course, Wish(plain, "baseline", skip=_WARM_UP))
     if not options.former:  # a process before this one has asked this
-        yield from _ask(course, Wish(plain, "baseline", skip=0))
+        yield from ask(course, Wish(plain, "baseline", skip=0))
         for _ in range(2):
-            yield from _ask(course, Wish(course.all_on(), "all on"))
+            yield from ask(course, Wish(course.all_on(), "all on"))
     aside = _COMPILE_SECONDS if _may_pay(course, options) else 0.0
     until = began + _SEARCHING * max(0.0, options.search_until - began - aside)
     while time.monotonic() < until and course.doubtful():
-        yield from _ask(course, Wish(course.wants(), "search"))
+        yield from ask(course, Wish(course.wants(), "search"))
 
 
-def _play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
+def play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
     """Measure the sets that may be the best in turn: what the posterior adds up may not be so."""
     finalists = course.finalists()
     if not finalists:
@@ -94,12 +95,12 @@ def _play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
     if len(known) > 1:
         fastest = min(known.values())
         # The first is the one whose parts are all sure: others must be clearly faster.
-        near = [on for on in finalists if on in known and known[on] < fastest + _AS_GOOD]
+        near = [on for on in finalists if on in known and known[on] <= fastest + _AS_GOOD]
         course.settle(near[0])
         host.note(Event("settled", tuple(sorted(near[0]))))
 
 
-def _ask(course: Course, wish: Wish) -> Wishes:
+def ask(course: Course, wish: Wish) -> Wishes:
     measured = yield wish
     if not measured.trouble:
         course.saw(measured.on, measured.step_seconds)
@@ -133,7 +134,7 @@ def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
                 cost = max(0.0, host.compiling - 3 * expected)
             if not measured.trouble:
                 course.saw(measured.on, measured.step_seconds)
-            yield from _ask(course, Wish(chosen, "compile"))
+            yield from ask(course, Wish(chosen, "compile"))
             if time.monotonic() > options.search_until + _COMPILE_SECONDS:
                 break
         host.note(Event("compiled", (index,), cost))

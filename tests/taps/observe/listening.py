@@ -8,6 +8,7 @@ from pathlib import Path
 from hasten.evidence import Event, Evidence, read_evidence
 from hasten.taps.config import DoctorOptions, RunConfig
 from hasten.taps.config import environment as told
+from tests.taps.forks import forked
 from tests.taps.scripts import PYTHON, Done, environment, execute, write
 
 HEAD = """
@@ -23,13 +24,19 @@ criterion = nn.CrossEntropyLoss()
 """
 
 
-def observed(folder: Path, text: str, *arguments: str, **variables: str) -> tuple[Done, Evidence]:
-    """What the script, which ends well, did, and what was observed of it; no tap failed."""
+def observed(folder: Path, text: str, *arguments: str, forks: bool = True, **variables: str) -> tuple[Done, Evidence]:
+    """What the script, which ends well, did, and what was observed of it; no tap failed.
+
+    In a process of its own where it gets arguments or variables for Python, or `forks` is not so.
+    """
     write(folder, "train.py", text)
     path = folder / "evidence.json"
     options = DoctorOptions(steps=0, seconds=0, sample=False)
     config = RunConfig(evidence=str(path), command=("train.py",), doctor=options)
-    done = execute(PYTHON, *arguments, "train.py", cwd=folder, env=told(config, environment(**variables)))
+    if arguments or variables or not forks:
+        done = execute(PYTHON, *arguments, "train.py", cwd=folder, env=told(config, environment(**variables)))
+    else:
+        done = forked(folder, "train.py", config=config)
     assert done.code == 0, done.err
     assert path.is_file(), done.err
     evidence = read_evidence(path)

@@ -126,9 +126,9 @@ for x, y in loader:
     ("freeze", "strays"),
     [
         ("", ("0.0", "0.2")),
-        ("backbone.requires_grad_(False)", ()),
+        pytest.param("backbone.requires_grad_(False)", (), marks=pytest.mark.slow),
         ("backbone[0].requires_grad_(False)", ("0.2",)),
-        ("model = torch.compile(model, backend='eager')", ("0.0", "0.2")),
+        pytest.param("model = torch.compile(model, backend='eager')", ("0.0", "0.2"), marks=pytest.mark.slow),
     ],
 )
 def test_layers_whose_gradients_nobody_uses(tmp_path: Path, freeze: str, strays: tuple[str, ...]) -> None:

@@ -299,7 +299,7 @@ def test_a_script_that_ends_soon(tmp_path: Path) -> None:
 
 def test_a_script_that_fails_while_it_is_looked_into(tmp_path: Path) -> None:
     """In step 17, which is profiled: it fails as it would, and what was seen so far is kept."""
-    done, evidence = sampled(tmp_path, SHORT.format(steps=40, then="assert step < 17"))
+    done, evidence = sampled(tmp_path, SHORT.format(steps=40, then="assert step < 17"), forks=False)
     assert done.code == 1
     assert done.err.splitlines()[-1] == "AssertionError"
     assert done.err.count("File ") == 1  # the script's own, none of hasten's

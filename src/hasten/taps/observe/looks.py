@@ -130,6 +130,7 @@ class Looks:
     def facts(self) -> dict[str, Any]:
         """The events, counted for all steps, and the steps that were looked into."""
         self.stop()
+        self._next = sys.maxsize
         total = max(self._recorder.steps, len(self._steps))
         scale = total / len(self._steps) if self._steps else 1.0
         events: tuple[Event, ...] = self._log.events(scale)

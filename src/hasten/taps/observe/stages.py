@@ -157,6 +157,7 @@ class LoaderStages:
     def facts(self) -> dict[str, Any]:
         """The stages, for the evidence, and the steps that were disturbed."""
         found = [self.of(index) for index in range(len(self._session.loaders))]
+        self.on = False
         self.remove()
         return {"stages": tuple(one for one in found if one is not None), "disturbed": tuple(sorted(self._steps))}
 

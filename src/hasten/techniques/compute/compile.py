@@ -84,6 +84,7 @@ class Compile(Technique):
             share / 2, HowKnown.ESTIMATED,
             details=(
                 "that fusing them saves half of their time is an estimate; `hasten tune` measures it",
+                "compiling is too dear to be tried in this run, as cheaper changes are",
                 "compiling takes seconds to minutes as the training begins",
                 "what launch_bound and allocator say may be the same time: their worths are no sum",
             ),

@@ -47,20 +47,21 @@ _contiguous, _detach = torch.Tensor.contiguous, torch.Tensor.detach
 class Layout:
     """The weights whose convolutions compute channels last.
 
-    There is one in a process, since the functions that it replaces are the process's; they do nothing while there
-    are no weights.
+    There is one in a process, since the functions that it replaces are the process's; torch's own are put back when
+    it is cleared. Who has got hold of one of ours keeps it: they do nothing while there are no weights.
     """
 
     def __init__(self) -> None:
         self.weights: dict[int, weakref.ref[Any]] = {}
         self.let_go: Callable[[str], None] = lambda why: None
-        self._replaced = False
+        self._functions: list[_Replaced] = []
 
     def add(self, weights: list[Any], let_go: Callable[[str], None]) -> None:
         """Lay out what the convolutions with these weights read; `let_go` is told why, should that become unsafe."""
-        if not self._replaced:
-            self._replaced = True
-            _replace_functions(self)
+        if not self._functions:
+            self._functions = _functions_of(self)
+        for function in self._functions:
+            function.put_in_place()
         self.let_go = let_go
         for weight in weights:
             key = id(weight)
@@ -69,6 +70,8 @@ class Layout:
     def clear(self) -> None:
         """Leave all convolutions alone from here on."""
         self.weights.clear()
+        for function in self._functions:
+            function.put_back()
 
     def has(self, weight: Any) -> bool:
         """Whether a convolution's weight is one of them."""
@@ -120,31 +123,63 @@ def _aside() -> bool:
     return is_compiling() or _tracing() is not None or _transforming()
 
 
-def _replace_functions(layout: Layout) -> None:
-    tensor = torch.Tensor
-    for name in _CONVOLUTIONS:
-        _replace(torch.nn.functional, name, functools.partial(_laid_out, layout))
-    for name in _RENAMES:
-        for owner in (tensor, torch):
-            _replace(owner, name, functools.partial(_renaming, layout))
-    for name in _RENAMES_OF_TENSORS:
-        _replace(tensor, name, functools.partial(_renaming, layout))
-    for name in (*_DRAWS, *_DRAWS_IN_PLACE):
-        for owner in (tensor, torch):
-            _replace(owner, name, functools.partial(_drawing, layout))
-    for name in _DROPOUTS:
-        _replace(torch._VF, name, functools.partial(_drawing, layout))
+class _Replaced:
+    """A function of torch's, and the one that does more, also known to TorchScript as what it was.
+
+    Args:
+        owner: The class or module that it is found in.
+        name: Its name there.
+        change: Makes the function that does more.
+    """
+
+    def __init__(self, owner: Any, name: str, change: Callable[[Any], Any]) -> None:
+        self._owner, self._name, self._change = owner, name, change
+        self._plain: Any = None
+        self._ours: Any = None
+
+    def put_in_place(self) -> None:
+        """Put ours in place of what stands there, torch's or a script's own."""
+        found = getattr(self._owner, self._name)
+        if found is self._ours:
+            return
+        if found is not self._plain:
+            self._plain = found
+            self._inherited = self._name not in vars(self._owner)
+            self._ours = functools.wraps(found)(self._change(found))
+            if operator := _get_builtin_table().get(id(found)):
+                _kept.append(self._ours)  # TorchScript knows it by its id
+                _register_builtin(self._ours, operator)
+        setattr(self._owner, self._name, self._ours)
+
+    def put_back(self) -> None:
+        """Put back what stood there, unless somebody else has replaced ours since."""
+        if self._ours is None or vars(self._owner).get(self._name) is not self._ours:
+            return
+        if self._inherited:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._plain)
 
 
-def _replace(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
-    """Replace a function by one that does more, also known to TorchScript as what it was."""
-    plain = getattr(owner, name, None)
-    if plain is None:
-        return
-    changed = functools.wraps(plain)(change(plain))
-    setattr(owner, name, changed)
-    if operator := _get_builtin_table().get(id(plain)):
-        _register_builtin(changed, operator)
+_kept: list[Any] = []
+
+
+def _functions_of(layout: Layout) -> list[_Replaced]:
+    tensor, functional = torch.Tensor, torch.nn.functional
+    places: list[tuple[tuple[Any, ...], tuple[str, ...], Callable[[Layout, Any], Any]]] = [
+        ((functional,), _CONVOLUTIONS, _laid_out),
+        ((tensor, torch), _RENAMES, _renaming),
+        ((tensor,), _RENAMES_OF_TENSORS, _renaming),
+        ((tensor, torch), (*_DRAWS, *_DRAWS_IN_PLACE), _drawing),
+        ((torch._VF,), _DROPOUTS, _drawing),
+    ]
+    return [
+        _Replaced(owner, name, functools.partial(change, layout))
+        for owners, names, change in places
+        for owner in owners
+        for name in names
+        if hasattr(owner, name)
+    ]
 
 
 def _laid_out(layout: Layout, plain: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from hasten.evidence import Evidence, Finding, HowKnown, Machine
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import in_words, on_gpu, place_of, products, saved, share_of, timed
+from hasten.evidence.weigh import in_words, on_gpu, place_of, products, saved, share_of, switched, timed
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource
 from hasten.techniques.switches import ProcessWide
@@ -25,6 +25,7 @@ class MatmulPrecision(ProcessWide):
     relieves = Resource.COMPUTE
     sources = ("NVIDIA Ampere tuning guide", "torch.set_float32_matmul_precision")
     values = ("high", "medium")
+    tried = "high"
 
     @classmethod
     def roundoff(cls, setting: Setting) -> float:
@@ -55,7 +56,10 @@ class MatmulPrecision(ProcessWide):
 
     @classmethod
     def finding(cls, evidence: Evidence) -> Finding | None:
-        """TF32 left off on a GPU: tried on the spot, else estimated. Convolutions have it by default."""
+        """TF32 left off on a GPU: switched on and off in the run itself, or tried on the spot, else estimated.
+
+        Convolutions have it by default.
+        """
         if not on_gpu(evidence) or any(model.autocast or model.dtype != "float32" for model in evidence.models):
             return None
         if isinstance(cls.settings(evidence), Refusal):
@@ -63,6 +67,7 @@ class MatmulPrecision(ProcessWide):
         tried = evidence.measured_for(cls.finds)
         share = share_of(evidence, products(evidence, convolutions=False))
         worth, how_known = (saved(evidence, tried), HowKnown.MEASURED) if tried else (share / 2, HowKnown.ESTIMATED)
+        worth, how_known, live = switched(evidence, cls.finds, worth, how_known)
         said = f", {percent(share)} of the step," if share else ""
         return timed(
             cls.finds,
@@ -71,7 +76,7 @@ class MatmulPrecision(ProcessWide):
             worth, how_known,
             place=place_of(evidence, tried[0]) if tried else "",
             where=tried[0].where if tried else "",
-            details=tuple(map(in_words, tried)),
+            details=(*live, *map(in_words, tried)),
             technique=cls.name, setting="high", sources=cls.sources,
         )  # fmt: skip
 

@@ -11,7 +11,21 @@ from hasten import messages
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, Finding, HowKnown, Machine
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import CERTAIN, gain_of, in_words, on_gpu, place_of, products, saved, share_of, timed
+from hasten.evidence.weigh import (
+    CERTAIN,
+    COMPUTE,
+    gain_of,
+    in_words,
+    is_sure,
+    on_gpu,
+    place_of,
+    products,
+    saved,
+    seconds_of,
+    share_of,
+    switched,
+    timed,
+)
 from hasten.plan import Setting
 from hasten.techniques import onlookers
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
@@ -19,7 +33,7 @@ from hasten.techniques.compute.loss_scaling import LossScaler
 from hasten.techniques.compute.scaled_steps import guard
 from hasten.techniques.compute.true_precision import convert, in_dtype
 from hasten.techniques.compute.wide_draws import Wide
-from hasten.techniques.memory.allocator import keeping
+from hasten.techniques.memory.allocator import Allocator, keeping
 from hasten.techniques.nested import map_tensors
 
 _TENSOR_WORK = frozenset(
@@ -71,6 +85,7 @@ class Precision(Technique):
     sources = ("Falcon, tip 6", "Wolf", "Lin, tip 8", "Kuhn, tip 5")
     values = ("bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
     acts_on = "a model"
+    tried = "bf16-mixed"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -123,10 +138,12 @@ class Precision(Technique):
     def finding(cls, evidence: Evidence) -> Finding | None:
         """Matrix work in float32 that is faster in 16 bits here.
 
-        Rests on its layers tried on the spot, one by one: weights in float32, the forward under autocast, gradients
-        back in float32. On a GPU where that was not done: half of what its products take. On a CPU that stands for a
-        step that was not tried, so it is an estimate, and what is worth less than 5 % is not given; nor is anything
-        with LBFGS, whose line search compares losses that differ by less than bfloat16 can tell.
+        Rests on switching autocast on and off in the run itself, in blocks of steps; on a CPU with glibc told to keep
+        memory, as the fix says. Where the run was too short for that: on its layers tried on the spot, one by one:
+        weights in float32, the forward under autocast, gradients back in float32. On a GPU where neither was done: half
+        of what its products take. On a CPU layers stand for a step that was not tried, so that is an estimate, and what
+        is worth less than 5 % is not given; nor is anything with LBFGS, whose line search compares losses that differ
+        by less than bfloat16 can tell.
         """
         choices = cls.settings(evidence)
         if isinstance(choices, Refusal):
@@ -138,7 +155,8 @@ class Precision(Technique):
         fix = f'run the forward and the loss under torch.autocast("{device}", torch.{narrow}){scaled}'
         tried = evidence.measured_for(cls.finds)
         if device == "cpu":
-            if saved(evidence, tried) < CERTAIN or any(one.name == "LBFGS" for one in evidence.optimizers):
+            too_little = saved(evidence, tried) < CERTAIN and not is_sure(evidence, cls.finds)
+            if too_little or any(one.name == "LBFGS" for one in evidence.optimizers):
                 return None
             fix += keeping(evidence)
         if tried:
@@ -148,17 +166,38 @@ class Precision(Technique):
             what = (
                 f"{layers} and the like compute in float32; in {narrow} they take {percent(gain_of(tried))} less time"
             )
+        elif device == "cpu":
+            worth, how_known, what = (
+                0.0,
+                HowKnown.ESTIMATED,
+                f"the model computes in float32, which {narrow} is faster than",
+            )
         else:
             share = share_of(evidence, products(evidence))
             worth, how_known = share / 2, HowKnown.ESTIMATED
             what = f"matrix products and convolutions, {percent(share)} of the step, compute in float32 on tensor cores"
+        worth, how_known, live = switched(evidence, cls.finds, worth, how_known)
         return timed(
             cls.finds, what, fix, worth, how_known,
             place=place_of(evidence, tried[0]) if tried else "",
             where=tried[0].where if tried else "",
-            details=tuple(map(in_words, tried)),
+            details=(*live, *map(in_words, tried)),
             technique=cls.name, setting=setting, sources=cls.sources,
         )  # fmt: skip
+
+    @classmethod
+    def may_help(cls, evidence: Evidence) -> bool:
+        """Where forward and backward take long enough, and losses may be those of 16 bits."""
+        searches = any(one.name == "LBFGS" for one in evidence.optimizers) and not on_gpu(evidence)
+        return not searches and share_of(evidence, seconds_of(evidence, *COMPUTE)) >= CERTAIN
+
+    @classmethod
+    def to_try(cls, evidence: Evidence) -> dict[str, Setting]:
+        """On a CPU with memory kept, as the fix says."""
+        wanted = super().to_try(evidence)
+        if wanted and not on_gpu(evidence) and keeping(evidence):
+            wanted[Allocator.name] = "glibc"
+        return wanted
 
     def process(self) -> None:
         """With fp16: notice who looks at gradients inside the backward, or differentiates by itself."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from hasten.evidence import Evidence, Finding, HowKnown, Machine, MemoryPoint
 from hasten.evidence.waiting import in_ms, mean_during, stretch
-from hasten.evidence.weigh import on_gpu, share_of, timed
+from hasten.evidence.weigh import is_sure, on_gpu, share_of, switched, timed
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique, toml_value
 from hasten.techniques.memory.glibc import KEPT, Glibc
@@ -39,6 +39,7 @@ class Allocator(Technique):
     relieves = Resource.MEMORY
     sources = ("PyTorch performance tuning guide, CPU", "glibc manual, Memory Allocation Tunables")
     values = ("glibc", "jemalloc", "tcmalloc")
+    tried = "glibc"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -74,7 +75,8 @@ class Allocator(Technique):
 
         Rests on the page faults and the kernel's CPU time between steps of one pass behind the warm-up, shared out
         among the cores that the training used (PyTorch's tuning guide, CPU; glibc manual). Validation has faults of
-        its own, and where workers are forked, all memory is faulted in once more.
+        its own, and where workers are forked, all memory is faulted in once more. Where glibc was told to keep memory
+        and not to, in turn, in the run itself: on what that showed.
         """
         points = [one for one in evidence.memory if one.faults is not None and one.system is not None]
         stretches = _undivided(evidence, points[len(points) // 3 :])
@@ -89,16 +91,20 @@ class Allocator(Technique):
         # All of the training's threads fault, each on its own core.
         cores = max(1.0, (mean_during(evidence, evidence.use.main) or 1.0) if evidence.use is not None else 1.0)
         worth = share_of(evidence, min(seconds, again * _PAGE) / cores * stretch(evidence))
-        if worth < _CERTAIN:
+        if worth < _CERTAIN and not is_sure(evidence, cls.finds):
             return None
+        worth, how_known, live = switched(evidence, cls.finds, worth, HowKnown.ESTIMATED)
         return timed(
             cls.finds,
             f"memory is given back to the kernel and faulted in again, {again * 4096 / 2**20:.0f} MiB a step, which "
             f"takes {in_ms(seconds)} of the kernel's CPU time",
             f"start the training with `hasten run`, or with GLIBC_TUNABLES={TUNABLES}",
             worth,
-            HowKnown.ESTIMATED,
-            details=("it may happen in one run of a script and not in the next: the top of the heap decides",),
+            how_known,
+            details=(
+                *live,
+                "it may happen in one run of a script and not in the next: the top of the heap decides",
+            ),
             technique=cls.name,
             setting=toml_value(here or "glibc"),
             sources=cls.sources,

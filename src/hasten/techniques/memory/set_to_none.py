@@ -10,7 +10,7 @@ from typing import Any
 
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import in_ms, per_step
-from hasten.evidence.weigh import on_gpu, share_of, timed
+from hasten.evidence.weigh import on_gpu, share_of, switched, timed
 from hasten.plan import Setting
 from hasten.techniques import onlookers
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
@@ -38,6 +38,7 @@ class SetToNone(Technique):
     relieves = Resource.OPTIMIZER
     sources = ("Lin, tip 14", "Kuhn, tip 10")
     liveness = Liveness.STEP
+    tried = True
     acts_on = "a gradient of 2^20 elements or more that is filled with zeros"
 
     @classmethod
@@ -54,7 +55,8 @@ class SetToNone(Technique):
         """Gradients that are filled with zeros.
 
         Rests on the measured time of `zero_grad(set_to_none=False)` and, where that was not taken, on the gradients'
-        size: a write of zeros, and a read and add in backward (Lin, tip 14; Kuhn, tip 10).
+        size: a write of zeros, and a read and add in backward (Lin, tip 14; Kuhn, tip 10). Where dropping them was
+        switched on and off in the run itself, on what that showed.
         """
         events = evidence.events_of("zero_grad")
         if evidence.flags.missing_gradients or not events:
@@ -63,15 +65,20 @@ class SetToNone(Technique):
         measured = per_step(evidence, events)
         times = min(1.0, max(event.steps for event in events) / evidence.steps) if evidence.steps else 0.0
         seconds = measured or times * moved / (_GPU_BYTES if on_gpu(evidence) else _BYTES)
+        how = HowKnown.MEASURED if measured else HowKnown.ESTIMATED
+        worth, how_known, live = switched(evidence, cls.finds, share_of(evidence, seconds), how)
         return timed(
             cls.finds,
             f"gradients of {moved / 12 / 1e6:.1f} M parameters are filled with zeros instead of dropped, "
             f"{'' if measured else 'about '}{in_ms(seconds)} a step",
             "call `optimizer.zero_grad()` without set_to_none=False",
-            share_of(evidence, seconds),
-            HowKnown.MEASURED if measured else HowKnown.ESTIMATED,
+            worth,
+            how_known,
             place=events[0].where or evidence.flags.zeroed_gradients,
-            details=("the result stays the same as long as every parameter gets a gradient in every step",),
+            details=(
+                *live,
+                "the result stays the same as long as every parameter gets a gradient in every step",
+            ),
             technique=cls.name,
             setting="true",
             sources=cls.sources,

@@ -9,7 +9,6 @@ from hasten.evidence import Evidence, Phase
 from hasten.evidence.figures import percent
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect, Liveness, Refusal, Resource, Technique
-from hasten.tuner.proof import Skipped
 from hasten.warm.options import Candidate
 
 _EXPECTED = 0.2  # of the share of the step that a technique relieves, as log(seconds per step)
@@ -19,6 +18,14 @@ _SLIGHT = 0.03  # what lies in memory management or in switches that most steps 
 _LITTLE = 0.05  # of the step: less to win is not worth the blocks it takes to see it
 _MOST_SETTINGS = 2  # of a technique: each must be asked in many blocks
 _NEXT_BEST = 0.7  # of the first setting's worth is expected of the next
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A technique that was not measured, and why it cannot help or is not safe here."""
+
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True)

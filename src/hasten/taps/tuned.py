@@ -1,0 +1,80 @@
+"""A person's own run, tuned while it goes on, or switched as an earlier one was."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import multiprocessing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hasten import messages
+from hasten.evidence import Evidence, LoaderFacts, Probe, this_machine
+from hasten.switchboard import Switchboard
+from hasten.techniques.data.batched_fetch import holds_rows
+from hasten.warm.auto import Around, Auto
+from hasten.warm.replay import Replay
+from hasten.warm.switches import read_schedule
+
+if TYPE_CHECKING:
+    from hasten.taps.built import BuiltLoader
+    from hasten.taps.session import Session
+
+
+def begin(session: Session) -> Auto | Replay | None:
+    """Have techniques switched in the process that trains; not in its helpers, nor in other ranks."""
+    options, board, recorder = session.config.auto, session.run, session.run.recorder
+    if options is None or not isinstance(board, Switchboard) or recorder is None:
+        return None
+    if session.rank or multiprocessing.parent_process() is not None:
+        return None
+    say = functools.partial(_say, session.config.quiet)
+    over = functools.partial(_listen_no_more, session)
+    auto: Auto | Replay
+    if options.replay:
+        auto = Replay(read_schedule(Path(options.schedule)), board, recorder, say, over)
+    else:
+        command = session.config.command
+        auto = Auto(options, Around(board, recorder, command, functools.partial(so_far, session), say, over))
+    session.steps_over.tell(auto.on_step)
+    return auto
+
+
+def so_far(session: Session) -> Evidence:
+    """The evidence of a run that goes on: without what reads losses or asks datasets for samples."""
+    recorder = session.run.recorder
+    assert recorder is not None
+    facts = session.built.facts(recorder)
+    facts["loaders"] = tuple(map(_told_without_asking, facts["loaders"], session.loaders))
+    return Evidence(
+        command=session.config.command,
+        machine=this_machine(),
+        **facts,
+        **recorder.kept.fields(),
+        losses=(None,) * len(recorder.kept.numbers),
+        validations=(),
+        passes=tuple(recorder.passes),
+        steps=recorder.steps,
+        step_of=recorder.step_of,
+        ended="running",
+        ended_at=recorder.now() - recorder.origin,
+    )
+
+
+def _told_without_asking(facts: LoaderFacts, known: BuiltLoader) -> LoaderFacts:
+    loader = known.held()
+    if loader is None or facts.role != "train":
+        return facts
+    held = bool(loader._auto_collation) and facts.default_collate and holds_rows(loader.dataset)
+    return dataclasses.replace(facts, probe=Probe(in_memory=held, failed="a run of one's own asks no samples"))
+
+
+def _listen_no_more(session: Session) -> None:
+    """Nobody needs to hear of steps any more, but for evidence that was asked for."""
+    if not session.config.evidence:
+        session.run.recorder = None
+
+
+def _say(quiet: bool, line: str) -> None:
+    if not quiet:
+        messages.tell(f"hasten: {line}")

@@ -1,0 +1,51 @@
+"""The plan that a run which was tuned while it went on leaves behind."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import tomllib
+from importlib.metadata import version
+
+from hasten.evidence import this_machine
+from hasten.plan import Plan
+from hasten.warm.course import Course
+
+_BY = "hasten run --auto"
+
+
+def plan_of(course: Course, chosen: frozenset[int], command: tuple[str, ...]) -> Plan:
+    """The plan of what was chosen, with what was seen of each as comments."""
+    import torch
+
+    machine, estimates = this_machine(), course.estimates(chosen)
+    kept = [(course.candidates[i], estimates[i]) for i in sorted(chosen)]
+    return Plan(
+        {one.name: one.setting for one, _ in kept},
+        {one.name: "{:.2f}x [{:.2f}, {:.2f}] in the run itself".format(*found.ratio) for one, found in kept},
+        {
+            "by": _BY,
+            "command": " ".join(command)[:1000],
+            "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "hasten": version("hasten"),
+            "torch": torch.__version__,
+            "speedup": f"{gain_of(course, chosen):.2f}x",
+            "proven": "no",
+        },
+        {"device": machine.device, "cpu": machine.cpu, "cores": machine.cores, "gpus": machine.gpus},
+    )
+
+
+def gain_of(course: Course, chosen: frozenset[int]) -> float:
+    """How many times faster a step is with these on, as far as is known."""
+    return math.exp(-course.posterior.gain(chosen)[0])
+
+
+def is_auto_plan(content: bytes) -> bool:
+    """Whether this is a plan that such a run left, and no person's."""
+    try:
+        data = tomllib.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    made = data.get("hasten")
+    return isinstance(made, dict) and made.get("by") == _BY

@@ -1,0 +1,95 @@
+"""The schedule of switches of a run that was tuned while it went on: a JSON object a line. No torch.
+
+The first line says what the file is. Each further one says what was on from a place in the training on: behind so many
+steps and so many passes that trained. The same run, switched at the same places, gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hasten.errors import HastenError
+from hasten.files import parse_json, read_bytes
+from hasten.plan import Plan, Setting
+from hasten.techniques import check
+
+_KIND = "hasten-schedule"
+_ELSE = "name the file that `hasten run --auto` wrote"
+
+
+@dataclass(frozen=True)
+class Switched:
+    """A switch.
+
+    Attributes:
+        step: Steps that were over.
+        passes: Passes through loaders that trained and were over.
+        on: What was on from there on: name -> setting.
+    """
+
+    step: int
+    passes: int
+    on: Mapping[str, Setting]
+
+
+class Schedule:
+    """Writes one, each switch before it is made.
+
+    Args:
+        path: The file; there is none yet.
+        command: The training's command line.
+
+    Raises:
+        FileExistsError: Another process writes it.
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, path: str, command: Sequence[str]) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._write({"schema": f"{_KIND}/1", "command": list(command)})
+
+    def write(self, switched: Switched) -> None:
+        """Write one, whole."""
+        self._write({"step": switched.step, "passes": switched.passes, "on": dict(switched.on)})
+
+    def _write(self, data: dict[str, object]) -> None:
+        os.write(self._file, (json.dumps(data) + "\n").encode())
+
+
+def is_schedule(content: bytes) -> bool:
+    """Whether this is a schedule that hasten wrote."""
+    try:
+        head = parse_json(content.partition(b"\n")[0])
+    except ValueError:
+        return False
+    return isinstance(head, dict) and str(head.get("schema", "")).partition("/")[0] == _KIND
+
+
+def read_schedule(path: Path) -> list[Switched]:
+    """Read one; a last line that a run which was killed left half written is none.
+
+    Raises:
+        HastenError: It cannot be read, is none, or names what this hasten does not know.
+    """
+    try:
+        content = read_bytes(path)
+    except OSError as error:
+        raise HastenError(f"cannot read the schedule {path}: {error.strerror or error}", _ELSE) from None
+    if not is_schedule(content):
+        raise HastenError(f"{path} is no schedule of switches", _ELSE)
+    whole = content[: content.rfind(b"\n") + 1].splitlines()
+    return [_switched(line, f"{path}:{number}") for number, line in enumerate(whole[1:], 2)]
+
+
+def _switched(line: bytes, where: str) -> Switched:
+    try:
+        data = parse_json(line)
+        read = Switched(int(data["step"]), int(data["passes"]), dict(data["on"]))
+    except (ValueError, TypeError, KeyError):
+        raise HastenError(f"{where}: no line of a schedule", _ELSE) from None
+    check(Plan(read.on, path=Path(where)))
+    return read

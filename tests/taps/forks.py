@@ -1,0 +1,71 @@
+"""Runs scripts in forks of a process that has torch imported already, which saves seconds of CPU a script."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+from hasten.evidence import Evidence, read_evidence
+from hasten.taps.config import RunConfig
+from tests.taps.scripts import PYTHON, Done, environment
+
+_SERVER = Path(__file__).parents[1] / "techniques" / "fork_server.py"
+_servers: list[subprocess.Popen[str]] = []  # at most one; it ends with this process
+
+
+def forked(folder: Path, *arguments: str, config: RunConfig | None = None) -> Done:
+    """What a script does by Python, or as `hasten run` starts it with this configuration."""
+    with tempfile.TemporaryDirectory() as told:
+        out, err = Path(told, "out"), Path(told, "err")
+        job = {
+            "script": str(folder / arguments[0]),
+            "arguments": arguments[1:],
+            "folder": str(folder),
+            "out": str(out),
+            "err": str(err),
+            "hasten": json.dumps(dataclasses.asdict(config)) if config is not None else "",
+        }
+        return Done(_answer(json.dumps(job)), out.read_text(), err.read_text())
+
+
+def listened_in_fork(folder: Path, *arguments: str) -> tuple[Done, Evidence]:
+    """What a script does with hasten listening, and what it heard."""
+    path = folder / "evidence.json"
+    done = forked(folder, *arguments, config=RunConfig(evidence=str(path), command=arguments))
+    assert path.is_file(), done.err
+    return done, read_evidence(path)
+
+
+def _answer(job: str) -> int:
+    if not _servers:
+        _servers.append(_start())
+    (server,) = _servers
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        print(job, file=server.stdin, flush=True)
+        return int(server.stdout.readline())
+    except BaseException:  # it hangs: the answer must not be taken for the next one's
+        _servers.clear()
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        raise
+
+
+def _start() -> subprocess.Popen[str]:
+    server = subprocess.Popen(
+        [PYTHON, str(_SERVER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+    return server
