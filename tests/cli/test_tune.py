@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from tests.warm import planted
 pytestmark = pytest.mark.timeout(600)  # many processes each, on a machine that others may load
 
 SLOW = """
-import sys, time
+import sys
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -30,7 +31,7 @@ class Samples(Dataset):
     def __len__(self):
         return 64
     def __getitem__(self, i):
-        time.sleep(0.002)  # a disk that is slow
+        sum(range(60_000))  # an image that is decoded: what a cache saves, and one can see that nothing else happens
         return torch.full((8,), i / 64), torch.tensor(i % 3)
 
 if __name__ == "__main__":
@@ -80,12 +81,12 @@ class Tuning:
 
     Attributes:
         folder: It.
-        scratch: What stands for /tmp.
+        scratch: What stands for /tmp. Its path is short: workers' sockets lie below it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.scratch = folder / "work", folder / "tmp"
-        for one in (self.folder, self.scratch, folder / "site"):
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self.folder, self.scratch = folder / "work", scratch
+        for one in (self.folder, folder / "site"):
             one.mkdir()
         self.env = environment(PYTHONPATH=planted.site(folder / "site"), TMPDIR=str(self.scratch))
 
@@ -138,9 +139,10 @@ class Tuning:
 
 
 @pytest.fixture
-def tuning(tmp_path: Path) -> Tuning:
+def tuning(tmp_path: Path) -> Iterator[Tuning]:
     """A folder to tune in."""
-    return Tuning(tmp_path)
+    with tempfile.TemporaryDirectory(prefix="ht", ignore_cleanup_errors=True) as scratch:
+        yield Tuning(tmp_path, Path(scratch))
 
 
 def only(*names: str) -> list[str]:
@@ -154,8 +156,9 @@ def is_consistent(tuning: Tuning, out: str) -> None:
     assert plan.techniques.keys() <= CATALOGUE.keys() | {"helps"}
     assert {kept.name: kept.setting for kept in proof.techniques} == plan.techniques
     assert proof.speedup.low <= proof.speedup.ratio <= proof.speedup.high
-    names = {one.name for one in (*proof.tried, *proof.skipped)}
-    assert names >= set(CATALOGUE)
+    named = {one.name for one in (*proof.tried, *proof.skipped)}
+    unnamed = set(CATALOGUE) - named
+    assert all(any(line.startswith(name) for line in proof.would_ask) for name in unnamed), unnamed
     assert all(one.reason for one in proof.skipped)
     if plan.techniques:
         ratio = f"{proof.speedup.ratio:.2f}x"
@@ -206,19 +209,21 @@ def test_twenty_seconds_say_the_best_that_they_can(tuning: Tuning) -> None:
 
 @pytest.mark.slow
 def test_tune_and_run(tuning: Tuning) -> None:
-    """The samples' wait is found and relieved; `run` works under the plan."""
+    """Samples that are dear to make are kept; `run` works under the plan."""
     names = only("sample_cache", "loader_workers", "batched_fetch", "cpu_threads", "set_to_none")
     write(tuning.folder, "train.py", SLOW)
-    done = execute(HASTEN, "tune", "--no-memory", "--budget", "2m", "--seeds", "2", *names, "train.py", "--epochs", "3",
-                   cwd=tuning.folder, env=tuning.env, timeout=500)  # fmt: skip
+    done = execute(HASTEN, "tune", "--no-memory", "--budget", "2m", "--seeds", "2", *names,
+                   "train.py", "--epochs", "30", cwd=tuning.folder, env=tuning.env, timeout=500)  # fmt: skip
     assert done.code == 0, done.err
     is_consistent(tuning, done.out)
+    assert "not done" not in done.err, done.err
     assert {"sample_cache", "loader_workers"} & set(tuning.plan().techniques), done.err
     proof = tuning.proof()
     assert proof.speedup.low > 1.0
-    assert proof.command == ("train.py", "--epochs", "3")
-    assert proof.full_run is not None
-    assert proof.full_run.epochs == 3
+    assert proof.command == ("train.py", "--epochs", "30")
+    if proof.pairs:  # a busy machine has no time for them
+        assert proof.full_run is not None
+        assert proof.full_run.epochs == 30
     run = execute(HASTEN, "run", "train.py", "--epochs", "2", cwd=tuning.folder)
     assert (run.code, run.out) == (0, "epoch 0\nepoch 1\n")
     assert (tuning.folder / "last.pt").is_file()
@@ -227,7 +232,7 @@ def test_tune_and_run(tuning: Tuning) -> None:
 # -- scripts of other kinds --------------------------------------------------------------------------------------------
 
 OTHERS = {
-    "it ends at once": ("train(1)", True),
+    "it ends at once": ("train(1)", False),
     "it trains in a fork": ("import os\nif os.fork() == 0:\n    train(3)\n    os._exit(0)\nos.wait()", False),
     "it trains in a process": (
         (
