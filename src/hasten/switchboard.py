@@ -13,6 +13,8 @@ from hasten.run import Run
 from hasten.techniques import CATALOGUE, Liveness, Technique, overrides, toml_value
 from hasten.techniques.base import Call
 
+_ALONE = "left alone: "
+
 
 class Switchboard(Run):
     """Techniques that are installed, all off at first, and switched on and off between two steps.
@@ -78,6 +80,12 @@ class Switchboard(Run):
             if one.name == technique.name and one.active:
                 self._turn(one, one.off)
         self._settle()
+
+    def alone(self, name: str, setting: Setting) -> str:
+        """Why a technique, though on, leaves everything alone; "" where it acts on something, or may yet."""
+        acted = self._find(name, setting).acted
+        left = [what.removeprefix(_ALONE) for what in acted if what.startswith(_ALONE)]
+        return left[0] if left and len(left) == len(acted) else ""
 
     # -- the places -----------------------------------------------------------------------------------
 

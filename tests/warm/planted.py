@@ -96,6 +96,15 @@ class FailsInAPass(_Planted):
         raise RuntimeError("planted: not with this loader")
 
 
+class LeavesAlone(_Planted):
+    """Leaves every model alone, and says why."""
+
+    name = "leaves_alone"
+
+    def model(self, model: Any, args: tuple[Any, ...]) -> None:
+        self.refused("planted: not with this model")
+
+
 class _InForward(_Planted):
     """Acts in the sixth forward in which it is on."""
 
@@ -150,6 +159,7 @@ TECHNIQUES = (
     RoundsAndHarms,
     CannotBeSwitchedOn,
     FailsInAPass,
+    LeavesAlone,
     DiesWhenSwitchedOn,
     CrashesInABlock,
     HangsInABlock,

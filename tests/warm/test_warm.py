@@ -164,6 +164,15 @@ def test_what_breaks_is_off_for_good_and_the_rest_is_found(
         assert not any(1 in block.on for block in done.found.blocks if not block.trouble), "it never was on"
 
 
+def test_what_leaves_the_training_alone_is_asked_no_more(search: Search) -> None:
+    """It does nothing, whatever a block in which it was on had for a pace; that block counts as one without it."""
+    done = search(TRAIN + "train(10 ** 6)", ("leaves_alone", "helps"), 40.0)
+    assert done.ok, done.said
+    assert done.out == {"leaves_alone": "it leaves this training alone: planted: not with this model"}
+    assert done.names == {"helps"}
+    assert not any(0 in block.on for block in done.found.blocks)
+
+
 @pytest.mark.slow
 def test_a_process_whose_time_is_out_is_ended(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sooner than it would count as hung; nothing is blamed that may have been slow, nor chosen that was never seen."""

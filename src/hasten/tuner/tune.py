@@ -112,7 +112,7 @@ class _Tune:
         self.trials, self.options, self.say, self.on_block = trials, options, say, on_block
         self.start, self.end = start, start + options.budget
         self.notes: list[str] = []
-        self.interrupted = False
+        self.interrupted = self.taken_back = False
         self.pairs: list[tuple[Trial, Trial]] = []
         self.checked: Checked | None = None
         self.quiet = Quiet()
@@ -132,7 +132,7 @@ class _Tune:
             self._prove(baseline)
         except KeyboardInterrupt:
             self.interrupted = True
-            if not self.found.chosen:
+            if not self.found.chosen and not self.taken_back:
                 self.found.chosen = self.found.course.chosen()
             self.notes.append("stopped by Ctrl-C: the plan is the best found until then")
             self.say("stopped; keeping the best so far")
@@ -404,6 +404,7 @@ class _Tune:
     def _take_back(self, names: list[str], reason: str, lasting: bool = False) -> None:
         self.say(f"taken back: {', '.join(names)}: {reason}")
         self.notes.append(f"taken back: {', '.join(names)}: {reason}")
+        self.taken_back = True
         self.found.drop(names, reason, lasting)
 
     def _measurements(self, baseline: Trial) -> Measurements:

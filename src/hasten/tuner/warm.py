@@ -225,7 +225,7 @@ class _Process:
             case "switch":
                 self.before, self.on = self.on, event.on
                 self._compiles = any(found.course.liveness(i) is Liveness.LAST for i in event.on)
-            case "broken" | "not worth it":
+            case "broken" | "not worth it" | "alone":
                 found.course.drop(event.on, event.text, lasting=event.kind == "broken")
                 found.chosen -= set(event.on)
             case "settled":

@@ -172,7 +172,9 @@ class Driver:
         measured = block.over()
         self._compiling = block.skipped
         self._note_broken()
-        if failed := block.on & set(self._course.out):
+        if alone := self._note_alone(block.on):
+            measured = dataclasses.replace(measured, on=tuple(sorted(block.on - alone)))
+        if failed := (block.on & set(self._course.out)) - alone:
             measured = _in_trouble(measured, f"{self._options.candidates[min(failed)].name} failed in it")
         if is_bad(self._recorder):
             if not self._bad_before and block.on:
@@ -184,6 +186,17 @@ class Driver:
             measured = _in_trouble(measured, "first pass: a cache fills")
         self._record.write(measured)
         self._next(measured)
+
+    def _note_alone(self, on: frozenset[int]) -> set[int]:
+        """Those that were on and left everything alone: no block can tell anything of them."""
+        alone = set()
+        for index in on - set(self._course.out):
+            one = self._options.candidates[index]
+            if why := self._board.alone(one.name, one.setting):
+                alone.add(index)
+                self._course.drop([index], f"it leaves this training alone: {why}")
+                self._record.write(Event("alone", (index,), text=f"it leaves this training alone: {why}"))
+        return alone
 
     def _wanted(self) -> frozenset[int]:
         """What the block that goes on, or the one that waits, was asked for with."""

@@ -44,8 +44,8 @@ class Event:
 
     Attributes:
         kind: "switch" (about to have `on` on; a crash behind it is blamed on what is new), "broken" (these
-            candidates are off for good), "chosen" (the plan), "compiled" (`seconds` is what it cost), "validated"
-            (`seconds` a batch of validation), "over".
+            candidates are off for good), "alone" (they leave this training alone, and are off too), "chosen" (the
+            plan), "compiled" (`seconds` is what it cost), "validated" (`seconds` a batch of validation), "over".
         on: Indices of the candidates it is about.
         seconds: If it took time.
         text: What else there is to say.
