@@ -1,6 +1,7 @@
 """Which hooks are called, in which order, as Lightning 2.6 calls them; and what they cost where there are none."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -286,12 +287,15 @@ class Logs(Bare):
         return loss
 
 
+ROOM = str(Path(hasten.__file__).parent)  # a clone may lie in a folder of the same name
+
+
 def calls_by_file(train, batches):
     """Python calls into hasten's files while training on so many batches."""
     found = {}
 
     def watch(frame, event, arg):
-        if event == "call" and "/hasten/" in frame.f_code.co_filename:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOM):
             name = frame.f_code.co_qualname
             found[name] = found.get(name, 0) + 1
 
@@ -317,14 +321,14 @@ def calls_a_step(kind, **flags):
 def test_a_step_calls_next_to_nothing():
     found = calls_a_step(Bare)
     assert not any(".hook" in name for name in found)
-    assert sum(found.values()) <= 8, found
+    assert sum(found.values()) <= 8, "\n".join(found)
 
 
 def test_a_step_with_defaults_calls_little(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": None, "enable_model_summary": None}
     found = calls_a_step(Bare, **flags)
-    assert sum(found.values()) <= 8, found
+    assert sum(found.values()) <= 8, "\n".join(found)
 
 
 def test_three_logs_a_step_cost_three_short_calls():

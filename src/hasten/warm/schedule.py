@@ -20,6 +20,7 @@ _COMPILE_SECONDS = 30.0  # left of the search, or compiling is not tried
 _COMPILE_SAVES = 0.3  # of a step at the most, as a rule
 _COMPILE_WORTH = 2.0  # compiling must save so many times what it costs, over the full training
 _SEARCHING = 0.85  # of the search's time; then the best sets are measured in turn
+_PLAIN_EVERY = 12  # blocks of the search, of which one is of the script as it is
 _ROUNDS = 3
 _STEPS = 6  # that a block takes at the least, with those behind the switch that do not count
 _AS_GOOD = 0.015  # of log(seconds per step): sets this near to each other are alike
@@ -69,8 +70,12 @@ def search(course: Course, options: WarmOptions) -> Wishes:
             yield from ask(course, Wish(course.all_on(), "all on"))
     aside = _COMPILE_SECONDS if _may_pay(course, options) else 0.0
     until = began + _SEARCHING * max(0.0, options.search_until - began - aside)
+    asked = 0
     while time.monotonic() < until and course.doubtful():
-        yield from ask(course, Wish(course.wants(), "search"))
+        asked += 1
+        # The script as it is now and then, so that drift is not taken for the effect of what was on meanwhile.
+        on = course.wants() if asked % _PLAIN_EVERY else plain
+        yield from ask(course, Wish(on, "search" if on else "baseline"))
 
 
 def play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
