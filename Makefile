@@ -73,11 +73,11 @@ test: lint types imports compiler
 demo: $(STAMP) compiler
 	@mkdir -p $(DEMO)
 	@echo "== drawing the images of the demo into $(DEMO)/shapes"
-	@cd $(DEMO) && "$(CURDIR)/$(BIN)/python" "$(CURDIR)/examples/slow_images.py" --data shapes --epochs 0
-	@echo "== hasten tune --budget $(BUDGET) examples/slow_images.py --epochs 3"
-	@cd $(DEMO) && "$(CURDIR)/$(BIN)/hasten" tune --budget $(BUDGET) "$(CURDIR)/examples/slow_images.py" --data shapes --epochs 3
-	@echo "== hasten run examples/slow_images.py --epochs 3"
-	@cd $(DEMO) && "$(CURDIR)/$(BIN)/hasten" run "$(CURDIR)/examples/slow_images.py" --data shapes --epochs 3
+	@cd $(DEMO) && "$(CURDIR)/$(BIN)/python" ../../examples/slow_images.py --data shapes --epochs 0
+	@echo "== hasten tune --budget $(BUDGET) examples/slow_images.py --epochs 8"
+	@cd $(DEMO) && "$(CURDIR)/$(BIN)/hasten" tune --budget $(BUDGET) ../../examples/slow_images.py --data shapes --epochs 8
+	@echo "== hasten run examples/slow_images.py --epochs 8"
+	@cd $(DEMO) && "$(CURDIR)/$(BIN)/hasten" run ../../examples/slow_images.py --data shapes --epochs 8
 	@echo "== the plan:   $(CURDIR)/$(DEMO)/hasten.toml"
 	@echo "== the report: $(CURDIR)/$(DEMO)/hasten-report.html"
 
