@@ -4,6 +4,7 @@ python benchmarks/tables.py
 """
 
 import json
+import statistics
 from typing import Any
 
 from hand_tuned import BENCHMARKS
@@ -25,10 +26,9 @@ HAND = """## Against an expert's hand
 hand (same model, batch size, optimizer and data). Ratios are of whole epochs, the first left out. `of hand` is the
 plan's speed beside the twin's; the goal was 0.9.
 
-The plans below were found by the former search, which asked one question a process; `hasten tune` now asks in one
-process that trains on ([how](tune.md)). They are not measured again yet.
-
-Machine: {machine}. It was shared with other work, which ran at a lower priority meanwhile.
+The plans of the image and the LSTM training were found by the present search, in one process that trains on
+([how](tune.md)), on two quiet cores of an Intel Xeon, two pairs each; those of the MLP and the GPT by the former one,
+which asked one question a process, beside other work at a lower priority, on {machine}.
 
 | training | budget | hasten | by hand | of hand | parity | plan |
 |---|---|---|---|---|---|---|"""
@@ -118,7 +118,7 @@ def read(name: str) -> dict[str, Any]:
 
 def spread(values: list[float]) -> str:
     ordered = sorted(values)
-    return f"{ordered[len(ordered) // 2]:.2f} ({ordered[0]:.2f}-{ordered[-1]:.2f})"
+    return f"{statistics.median(ordered):.2f} ({ordered[0]:.2f}-{ordered[-1]:.2f})"
 
 
 def answer_of(parity: dict[str, Any]) -> str:
