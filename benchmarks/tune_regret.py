@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--orders-at", type=float, default=120, help="budget at which all orders run")
     parser.add_argument("--pairs", type=int, default=3, help="rounds in which all plans run (default %(default)s)")
     parser.add_argument("--epochs", type=int, default=4, help="of a run of the four; the first is not counted")
-    parser.add_argument("--work", type=Path, default=Path("/work/public"), help="work folder of the public scripts")
+    parser.add_argument("--work", type=Path, default=Path("build/public"), help="work folder of the public scripts")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     best_file, file = args.results / "tune_regret_best.json", args.results / "tune_regret.json"

@@ -25,7 +25,8 @@ class Found:
         blocks: All blocks, also those that do not count.
         chosen: Indices of the plan's candidates.
         compiling: Seconds that compiling took; None where it was not tried.
-        pages: Faults, stops and the like, a sentence each.
+        notes: Faults, stops and the like, a sentence each.
+        would_ask: What was left open for want of time, a sentence each.
     """
 
     course: Course

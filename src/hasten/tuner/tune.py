@@ -345,6 +345,7 @@ class _Tune:
         exact = {name for name, value in plan.items() if CATALOGUE[name].effect_of(value) is Effect.EXACT}
         self._take_back([name for name in plan if trouble.hopeless or name not in exact], trouble.reason)
         self.pairs = []
+        self._check(baseline)
         self._claim_again()
         self._in_turn(baseline)
         if again := self._trouble():
@@ -405,6 +406,7 @@ class _Tune:
         self.say(f"taken back: {', '.join(names)}: {reason}")
         self.notes.append(f"taken back: {', '.join(names)}: {reason}")
         self.taken_back = True
+        self.checked = None  # it was of another plan
         self.found.drop(names, reason, lasting)
 
     def _measurements(self, baseline: Trial) -> Measurements:

@@ -127,6 +127,8 @@ class Driver:
         """Batches came to their end: techniques that are switched with a pass are, before the next."""
         self._last_pass = batches
         wanted = self._wanted() & self._by_pass
+        if self._first_with and self._open is not None:
+            self._open = self._opened(self._open.wish)  # begun while a cache was filled: measured again
         self._first_with = frozenset(i for i in wanted - self._ever if self._options.candidates[i].name in _FILLS)
         self._ever |= wanted
         if wanted == self._pass_on:
