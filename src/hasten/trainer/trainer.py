@@ -39,7 +39,7 @@ from hasten.trainer.steps import Step, backward_of
 
 if TYPE_CHECKING:
     from hasten.check.checked import Checked
-    from hasten.trainer.lightning_face import Face
+    from hasten.trainer.lightning.face import Face
 
 Loaders = Any
 """A DataLoader, anything iterable, or lists and dicts of them."""
@@ -650,7 +650,7 @@ class Trainer(Readable):
         self.lightning = None
         if say.uses_lightning():
             from hasten.trainer.lightning import is_lightning
-            from hasten.trainer.lightning_face import Face
+            from hasten.trainer.lightning.face import Face
 
             if is_lightning(self.model) or any(map(is_lightning, self.callbacks)) or is_lightning(self.datamodule):
                 self.lightning = Face(self)
@@ -783,7 +783,7 @@ class Trainer(Readable):
     def __getattr__(self, name: str) -> Any:
         """Names that only Lightning's own classes read (`strategy`, `fit_loop`, ...) are answered by its face."""
         if not name.startswith("__") and "metrics" in self.__dict__ and say.uses_lightning():
-            from hasten.trainer.lightning_face import Face
+            from hasten.trainer.lightning.face import Face
 
             face = self.__dict__.get("lightning") or self.__dict__.setdefault("_face", Face(self))
             if hasattr(type(face), name) or name in face.__dict__:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.trainer import lightning_tuning as tuning
-from hasten.trainer.lightning import packages
+from hasten.trainer.lightning import packages, tuning
 from hasten.trainer.optimizing import clip
 from hasten.trainer.steps import after, prepared
 

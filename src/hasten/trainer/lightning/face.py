@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten.trainer.lightning import is_lightning, packages, teach_loading, uploads
-from hasten.trainer.lightning_loops import EvaluationLoop, FitLoop
-from hasten.trainer.lightning_parts import (
+from hasten.trainer.lightning.loops import EvaluationLoop, FitLoop
+from hasten.trainer.lightning.parts import (
     Accelerator,
     AcceleratorConnector,
     CheckpointConnector,

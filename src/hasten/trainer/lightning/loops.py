@@ -6,9 +6,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from hasten.trainer import checks
-from hasten.trainer import lightning_tuning as tuning
-from hasten.trainer.lightning import packages
-from hasten.trainer.lightning_parts import Nothing, Part
+from hasten.trainer.lightning import packages, tuning
+from hasten.trainer.lightning.parts import Nothing, Part
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
