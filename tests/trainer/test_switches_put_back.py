@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+import types
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+import hasten
+from benchmarks.exact.rows import SETTINGS
 from hasten.plan import Plan
+from hasten.techniques.transfer.device_prefetch import DevicePrefetch
+from hasten.techniques.transfer.pin_memory import PinMemory
 from tests.trainer.trainings import Regression, loader, quiet
 
 
@@ -110,4 +119,84 @@ def test_torchs_own_functions_are_put_back_after_channels_last() -> None:
         trainer.fit(module, loader())
         assert functions() == plain
         assert ("view" in vars(torch.Tensor)) is inherited
+        assert all(ours is not torchs for ours, torchs in zip(module.found, plain, strict=True))
+
+
+class Busy(Regression):
+    """Gives each technique something to act on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 1), torch.nn.Flatten(), torch.nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images = batch[0].reshape(len(batch[0]), 1, 1, -1)
+        return super().training_step(batch, batch_idx) + self.rest(images).mean()
+
+
+KINDS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+KINDS += (types.MethodType, staticmethod, classmethod, property, functools.partial)
+
+
+def callables() -> dict[tuple[str, str], Any]:
+    """What can be called in torch's modules and classes, and in those that techniques may have to do with."""
+    kept: dict[tuple[str, str], Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in ("torch", "numpy", "random", "os", "io", "builtins", "pickle"):
+            continue
+        for owner in [module, *(value for value in vars(module).values() if inspect.isclass(value))]:
+            label = f"{owner.__module__}.{owner.__qualname__}" if inspect.isclass(owner) else name
+            own = vars(owner).items()
+            kept.update(((label, key), value) for key, value in own if type(value) in KINDS)
+    return kept
+
+
+def is_hastens(value: Any) -> bool:
+    """Whether a function is hasten's, even where it bears the name of torch's."""
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    return code is not None and Path(code.co_filename).is_relative_to(Path(hasten.__file__).parent)
+
+
+PLANS: dict[str, Any] = {**SETTINGS, "allocator": "glibc", "cudnn_benchmark": True}
+
+
+SLOW = {"compile": pytest.mark.slow}
+EACH = [pytest.param(name, setting, marks=SLOW.get(name, ())) for name, setting in PLANS.items()]
+
+
+@pytest.mark.parametrize(("technique", "setting"), [*EACH, ("precision", "16-mixed")])
+def test_no_technique_leaves_a_function_replaced(technique: str, setting: Any) -> None:
+    trainer = quiet(plan=Plan({technique: setting}), limit_train_batches=2, limit_val_batches=1)
+    for epochs in (1, 2):  # also in a second training by the same Trainer
+        trainer.max_epochs = epochs
+        before = callables()
+        trainer.fit(Busy(), loader(), loader())
+        after = callables()
+        # torch replaces some itself: an optimizer's `step` as the first one is built, `manual_seed` by dynamo.
+        left = [place for place, now in after.items() if is_hastens(now) and before.get(place) is not now]
+        assert not left, left
+
+
+@pytest.mark.parametrize("technique", [PinMemory, DevicePrefetch])
+def test_torchs_ways_to_copy_are_put_back_with_a_gpu(technique: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # there is none here; nothing is copied
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    plain = torch.Tensor.to, torch.Tensor.cuda
+    acting = technique(True)
+    for _ in range(2):
+        acting.process()
+        assert torch.Tensor.to is not plain[0]
+        assert torch.Tensor.cuda is not plain[1]
+        assert torch.zeros(2).to(torch.float64).dtype is torch.float64
+        acting.restore()
+        assert (torch.Tensor.to, torch.Tensor.cuda) == plain
+
+
+def test_techniques_that_replace_the_same_function_are_put_back_in_any_order() -> None:
+    """`channels_last` and `precision` both stand before random draws, whichever the plan names first."""
+    for names in (("channels_last", "precision"), ("precision", "channels_last")):
+        plan = {name: SETTINGS[name] for name in names}
+        plain, module = functions(), Convolving()
+        quiet(plan=Plan(plan), limit_train_batches=2, limit_val_batches=0).fit(module, loader())
+        assert functions() == plain, names
         assert all(ours is not torchs for ours, torchs in zip(module.found, plain, strict=True))

@@ -8,7 +8,6 @@ the training or in a worker, the workers are dismissed, and this batch and all l
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import random
 import sys
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
@@ -129,27 +127,20 @@ def _nobody(why: str) -> None:
 
 
 def hand_over(loader: Any, to: HandedOver) -> None:
-    """Let the passes over a loader without workers be made by workers."""
+    """Let the passes over a loader without workers be made by workers, while passes are tapped."""
     loader.__dict__["_hasten_workers"] = to
-    tap_passes()
 
 
-def tap_passes() -> None:
-    """Look for a HandedOver on each loader that begins a pass."""
-    kind: Any = DataLoader
-    plain = kind._get_iterator
-    if getattr(plain, "_hasten", False):
-        return
+def handing_over(plain: Any) -> Any:
+    """`DataLoader._get_iterator` that looks for a HandedOver on each loader that begins a pass."""
 
-    @functools.wraps(plain)
     def _get_iterator(self: Any) -> Any:
         known = self.__dict__.get("_hasten_workers")
         if known is None or not known.workers or self.num_workers:
             return plain(self)
         return Pass(self, known)
 
-    _get_iterator.__dict__["_hasten"] = True
-    kind._get_iterator = _get_iterator
+    return _get_iterator
 
 
 class Pass(_SingleProcessDataLoaderIter):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+from hasten.techniques.replaced import Replaced, Replacements
 
 Told = Callable[[Any, str], None]
 
@@ -20,16 +21,21 @@ def watch(technique: Any, told: Told) -> None:
     backward itself, so it costs nothing there. Hooks that were registered earlier are not told of, but those of
     modules are registered again in each forward.
     """
-    if not _inside:
-        _tap_hooks()
+    _HOOKS.need(technique)
     _inside[technique] = told
 
 
 def watch_own_ways(technique: Any, told: Told) -> None:
     """Call `told(technique, how)` whenever a script takes gradients by `torch.autograd.grad`, or scales its loss."""
-    if not _beside:
-        _tap_own_ways()
+    _OWN_WAYS.need(technique)
     _beside[technique] = told
+
+
+def leave(technique: Any) -> None:
+    """Tell a technique of nothing more; torch's own functions are put back once nobody is told."""
+    for watching, functions in ((_inside, _HOOKS), (_beside, _OWN_WAYS)):
+        watching.pop(technique, None)
+        functions.leave(technique)
 
 
 def own_function(node: Any) -> str:
@@ -51,46 +57,51 @@ def _tell(watching: Any, what: str) -> None:
         told(technique, what)
 
 
-def _tap_hooks() -> None:
+def _hooks() -> list[Replaced]:
     import torch
 
-    for name, what in (
-        ("register_hook", "a hook on a tensor"),
-        ("register_post_accumulate_grad_hook", "a hook on a parameter"),
-        ("retain_grad", "retain_grad"),
-    ):
-        setattr(torch.Tensor, name, _telling(getattr(torch.Tensor, name), what))
-    # Nodes' hooks pass here, those that a module's full backward hooks set in each forward too.
-    register = _telling(torch.autograd.Function._register_hook, "a backward hook")
-    torch.autograd.Function._register_hook = staticmethod(register)  # type: ignore[method-assign]
+    tensor, function = torch.Tensor, torch.autograd.Function
+    return [
+        Replaced(tensor, "register_hook", _telling("a hook on a tensor")),
+        Replaced(tensor, "register_post_accumulate_grad_hook", _telling("a hook on a parameter")),
+        Replaced(tensor, "retain_grad", _telling("retain_grad")),
+        # Nodes' hooks pass here, those that a module's full backward hooks set in each forward too.
+        Replaced(function, "_register_hook", _telling("a backward hook")),
+    ]
 
 
-def _telling(plain: Any, what: str) -> Any:
-    @functools.wraps(plain)
-    def told(*args: Any, **kwargs: Any) -> Any:
-        hook = args[-1] if args else None
-        if not str(getattr(hook, "__module__", "")).startswith("hasten."):
-            _tell(_inside, what)
-        return plain(*args, **kwargs)
+def _telling(what: str) -> Callable[[Any], Any]:
+    def change(plain: Any) -> Any:
+        def told(*args: Any, **kwargs: Any) -> Any:
+            hook = args[-1] if args else None
+            if not str(getattr(hook, "__module__", "")).startswith("hasten."):
+                _tell(_inside, what)
+            return plain(*args, **kwargs)
 
-    return told
+        return told
+
+    return change
 
 
-def _tap_own_ways() -> None:
+def _own_ways() -> list[Replaced]:
     import torch
 
-    plain_grad, plain_scale = torch.autograd.grad, torch.amp.GradScaler.scale
+    def telling_grad(plain: Any) -> Any:
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            _tell(_beside, "torch.autograd.grad gives gradients that are not scaled")
+            return plain(*args, **kwargs)
 
-    @functools.wraps(plain_grad)
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        _tell(_beside, "torch.autograd.grad gives gradients that are not scaled")
-        return plain_grad(*args, **kwargs)
+        return grad
 
-    @functools.wraps(plain_scale)
-    def scale(self: Any, outputs: Any) -> Any:
-        if self.is_enabled():
-            _tell(_beside, "the script scales its loss itself (GradScaler)")
-        return plain_scale(self, outputs)
+    def telling_scale(plain: Any) -> Any:
+        def scale(self: Any, outputs: Any) -> Any:
+            if self.is_enabled():
+                _tell(_beside, "the script scales its loss itself (GradScaler)")
+            return plain(self, outputs)
 
-    torch.autograd.grad = grad
-    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+        return scale
+
+    return [Replaced(torch.autograd, "grad", telling_grad), Replaced(torch.amp.GradScaler, "scale", telling_scale)]
+
+
+_HOOKS, _OWN_WAYS = Replacements(_hooks), Replacements(_own_ways)

@@ -102,6 +102,10 @@ class Compile(Technique):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernel_cache())  # the Trainer starts no process of its own
         self._configure("suppress_errors", "HASTEN_TRIAL" not in os.environ)
 
+    def restore(self) -> None:
+        """Leave compiling as configured to what comes later."""
+        self._switches.put_back()
+
     def on(self) -> None:
         """Compile the models that are known by now; what was compiled once is called again."""
         super().on()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from hasten.evidence import Evidence, Finding, HowKnown, Measurement, Severity, 
 from hasten.evidence.weigh import in_words, share_of, steady_seconds
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.replaced import Replaced
 
 
 class DebugOff(Technique):
@@ -80,6 +80,7 @@ class DebugOff(Technique):
         super().__init__(setting)
         self._wish: _Wish | None = None
         self._switch: Any = None  # torch's own
+        self._replaced: list[Replaced] = []
 
     def on(self) -> None:
         """Switch anomaly detection off for the next forward, where the script has it on."""
@@ -104,31 +105,49 @@ class DebugOff(Technique):
         if not hasattr(torch.autograd, "_engine_run_backward"):
             raise HastenError("this version of torch runs backwards elsewhere", "anomaly detection stays as it is")
         self._wish = wish = _Wish(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
-        switch, plain = torch.set_anomaly_enabled, torch.autograd._engine_run_backward
-        self._switch = switch
+        self._switch = switch = torch.set_anomaly_enabled
 
-        def set_anomaly_enabled(enabled: bool, check_nan: bool = True) -> None:
-            # Also says what is wrong with the arguments.
-            switch(False if self.active else enabled, check_nan)
-            wish.enabled, wish.check_nan = enabled, check_nan
-            if enabled:
-                self.did("anomaly detection")
+        def telling(plain: Any) -> Any:
+            def set_anomaly_enabled(enabled: bool, check_nan: bool = True) -> None:
+                # Also says what is wrong with the arguments.
+                switch(False if self.active else enabled, check_nan)
+                wish.enabled, wish.check_nan = enabled, check_nan
+                if enabled:
+                    self.did("anomaly detection")
 
-        @functools.wraps(plain)
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if not (wish.enabled and wish.check_nan and self.active):
-                return plain(*args, **kwargs)
-            switch(True, True)
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                switch(False, True)
+            return set_anomaly_enabled
+
+        def looking(plain: Any) -> Any:
+            def run_backward(*args: Any, **kwargs: Any) -> Any:
+                if not (wish.enabled and wish.check_nan and self.active):
+                    return plain(*args, **kwargs)
+                switch(True, True)
+                try:
+                    return plain(*args, **kwargs)
+                finally:
+                    switch(False, True)
+
+            return run_backward
 
         # What a script asks, and what torch.autograd.detect_anomaly puts back at its end, is what was wished.
-        torch.set_anomaly_enabled = set_anomaly_enabled
-        torch.is_anomaly_enabled = lambda: wish.enabled
-        torch.is_anomaly_check_nan_enabled = lambda: wish.check_nan
-        torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = run_backward
+        self._replaced = [
+            Replaced(torch, "set_anomaly_enabled", telling),
+            Replaced(torch, "is_anomaly_enabled", lambda plain: lambda: wish.enabled),
+            Replaced(torch, "is_anomaly_check_nan_enabled", lambda plain: lambda: wish.check_nan),
+            Replaced(torch.autograd, "_engine_run_backward", looking),
+            Replaced(torch.autograd.graph, "_engine_run_backward", looking),
+        ]
+        for function in self._replaced:
+            function.put_in_place()
+
+    def restore(self) -> None:
+        """Put torch's own functions back, and anomaly detection as it was asked for."""
+        if self._wish is None:
+            return
+        for function in self._replaced:
+            function.put_back()
+        self._switch(self._wish.enabled, self._wish.check_nan)
+        self._replaced, self._wish = [], None
 
 
 @dataclass

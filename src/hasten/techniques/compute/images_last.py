@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
-from torch.jit._builtins import _get_builtin_table, _register_builtin
 
 from hasten.techniques.nested import tensors_in
+from hasten.techniques.replaced import Replaced
 
 _LAST = torch.channels_last
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +54,7 @@ class Layout:
     def __init__(self) -> None:
         self.weights: dict[int, weakref.ref[Any]] = {}
         self.let_go: Callable[[str], None] = lambda why: None
-        self._functions: list[_Replaced] = []
+        self._functions: list[Replaced] = []
 
     def add(self, weights: list[Any], let_go: Callable[[str], None]) -> None:
         """Lay out what the convolutions with these weights read; `let_go` is told why, should that become unsafe."""
@@ -123,48 +123,7 @@ def _aside() -> bool:
     return is_compiling() or _tracing() is not None or _transforming()
 
 
-class _Replaced:
-    """A function of torch's, and the one that does more, also known to TorchScript as what it was.
-
-    Args:
-        owner: The class or module that it is found in.
-        name: Its name there.
-        change: Makes the function that does more.
-    """
-
-    def __init__(self, owner: Any, name: str, change: Callable[[Any], Any]) -> None:
-        self._owner, self._name, self._change = owner, name, change
-        self._plain: Any = None
-        self._ours: Any = None
-
-    def put_in_place(self) -> None:
-        """Put ours in place of what stands there, torch's or a script's own."""
-        found = getattr(self._owner, self._name)
-        if found is self._ours:
-            return
-        if found is not self._plain:
-            self._plain = found
-            self._inherited = self._name not in vars(self._owner)
-            self._ours = functools.wraps(found)(self._change(found))
-            if operator := _get_builtin_table().get(id(found)):
-                _kept.append(self._ours)  # TorchScript knows it by its id
-                _register_builtin(self._ours, operator)
-        setattr(self._owner, self._name, self._ours)
-
-    def put_back(self) -> None:
-        """Put back what stood there, unless somebody else has replaced ours since."""
-        if self._ours is None or vars(self._owner).get(self._name) is not self._ours:
-            return
-        if self._inherited:
-            delattr(self._owner, self._name)
-        else:
-            setattr(self._owner, self._name, self._plain)
-
-
-_kept: list[Any] = []
-
-
-def _functions_of(layout: Layout) -> list[_Replaced]:
+def _functions_of(layout: Layout) -> list[Replaced]:
     tensor, functional = torch.Tensor, torch.nn.functional
     places: list[tuple[tuple[Any, ...], tuple[str, ...], Callable[[Layout, Any], Any]]] = [
         ((functional,), _CONVOLUTIONS, _laid_out),
@@ -174,7 +133,7 @@ def _functions_of(layout: Layout) -> list[_Replaced]:
         ((torch._VF,), _DROPOUTS, _drawing),
     ]
     return [
-        _Replaced(owner, name, functools.partial(change, layout))
+        Replaced(owner, name, functools.partial(change, layout))
         for owners, names, change in places
         for owner in owners
         for name in names

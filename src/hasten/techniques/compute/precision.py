@@ -91,6 +91,7 @@ class Precision(Technique):
         super().__init__(setting)
         self._scaler = LossScaler(self.let_go, self._dropped) if setting == "16-mixed" else None
         self._converted: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._wides: list[Wide] = []
 
     @classmethod
     def liveness_of(cls, setting: Setting) -> Liveness:
@@ -205,6 +206,15 @@ class Precision(Technique):
             onlookers.watch(self, Precision._looked)
             onlookers.watch_own_ways(self, Precision._leave)
 
+    def restore(self) -> None:
+        """Notice nothing more."""
+        onlookers.leave(self)
+
+    def over(self) -> None:
+        """Put torch's own ways to draw random numbers back."""
+        while self._wides:
+            self._wides.pop().leave()
+
     def on(self) -> None:
         """Cast from the next forward on; the scale is the one it was switched off with."""
         super().on()
@@ -292,6 +302,7 @@ class Precision(Technique):
             return part.float() if part.dtype is dtype else part
 
         wide = Wide()
+        self._wides.append(wide)
         enabled = torch.is_autocast_enabled
 
         def mixed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

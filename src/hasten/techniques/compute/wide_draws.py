@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+from hasten.techniques.replaced import Replaced, Replacements
+
 _IN_PLACE = ("normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_")
+_LIKE = ("randn_like", "rand_like", "randn", "rand", "normal", "bernoulli")
+_UNTYPED = ("normal", "bernoulli")  # they take no dtype
 _depth = 0  # outermost forwards under our autocast, one inside the other
-_tapped: list[bool] = []
 
 
 class Wide:
@@ -19,9 +21,7 @@ class Wide:
     """
 
     def __init__(self) -> None:
-        if not _tapped:
-            _tapped.append(True)
-            _tap()
+        _DRAWS.need(self)
 
     def __enter__(self) -> None:
         global _depth
@@ -31,44 +31,54 @@ class Wide:
         global _depth
         _depth -= 1
 
+    def leave(self) -> None:
+        """Put torch's own functions back; it is entered no more."""
+        _DRAWS.leave(self)
 
-def _tap() -> None:
+
+def _functions() -> list[Replaced]:
     import torch
 
-    narrow = (torch.bfloat16, torch.float16)
+    tensor = torch.Tensor
+    return [
+        *(Replaced(tensor, name, _in_place) for name in _IN_PLACE),
+        *(Replaced(torch, name, _like) for name in _LIKE),
+    ]
 
-    def acts() -> bool:
-        return _depth > 0 and not torch.compiler.is_compiling()
 
-    def in_place(plain: Callable[..., Any]) -> Any:
-        @functools.wraps(plain)
-        def draw_(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.dtype not in narrow or not acts():
-                return plain(self, *args, **kwargs)
-            wide = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
-            drawn = torch.empty_like(self, dtype=torch.float32, requires_grad=False)
-            return self.copy_(plain(drawn, *wide, **kwargs))
+_DRAWS = Replacements(_functions)
 
-        return draw_
 
-    def like(plain: Callable[..., Any]) -> Any:
-        @functools.wraps(plain)
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            if not acts():
-                return plain(*args, **kwargs)
-            dtype = kwargs.get("dtype") or next((a.dtype for a in args if isinstance(a, torch.Tensor)), None)
-            if dtype not in narrow or kwargs.get("out") is not None:
-                return plain(*args, **kwargs)
-            wide = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
-            kept = {name: value for name, value in kwargs.items() if name not in ("dtype", "requires_grad")}
-            typed = {} if plain in (torch_normal, torch_bernoulli) else {"dtype": torch.float32}
-            drawn = plain(*wide, **kept, **typed).to(dtype)
-            return drawn.requires_grad_() if kwargs.get("requires_grad") else drawn
+def _in_place(plain: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
 
-        return draw
+    narrow, is_compiling = (torch.bfloat16, torch.float16), torch.compiler.is_compiling
 
-    torch_normal, torch_bernoulli = torch.normal, torch.bernoulli
-    for name in _IN_PLACE:
-        setattr(torch.Tensor, name, in_place(getattr(torch.Tensor, name)))
-    for name in ("randn_like", "rand_like", "randn", "rand", "normal", "bernoulli"):
-        setattr(torch, name, like(getattr(torch, name)))
+    def draw_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype not in narrow or not _depth or is_compiling():
+            return plain(self, *args, **kwargs)
+        wide = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
+        drawn = torch.empty_like(self, dtype=torch.float32, requires_grad=False)
+        return self.copy_(plain(drawn, *wide, **kwargs))
+
+    return draw_
+
+
+def _like(plain: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    narrow, is_compiling = (torch.bfloat16, torch.float16), torch.compiler.is_compiling
+    typed = {} if plain.__name__ in _UNTYPED else {"dtype": torch.float32}
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        if not _depth or is_compiling():
+            return plain(*args, **kwargs)
+        dtype = kwargs.get("dtype") or next((a.dtype for a in args if isinstance(a, torch.Tensor)), None)
+        if dtype not in narrow or kwargs.get("out") is not None:
+            return plain(*args, **kwargs)
+        wide = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
+        kept = {name: value for name, value in kwargs.items() if name not in ("dtype", "requires_grad")}
+        drawn = plain(*wide, **kept, **typed).to(dtype)
+        return drawn.requires_grad_() if kwargs.get("requires_grad") else drawn
+
+    return draw

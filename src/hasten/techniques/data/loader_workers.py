@@ -18,6 +18,7 @@ from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique, toml_value
 from hasten.techniques.data.crossing import holds_open
 from hasten.techniques.data.worker_estimate import room_for, workers_for
+from hasten.techniques.replaced import Replaced, Replacements
 
 _SHM = Path("/dev/shm")
 
@@ -174,7 +175,7 @@ class LoaderWorkers(Technique):
             return
         from torch.utils.data import DataLoader
 
-        from hasten.data.handed_over import HandedOver, hand_over, tap_passes
+        from hasten.data.handed_over import HandedOver, hand_over
         from hasten.data.orders import why_not
 
         if loader.num_workers or not self.num_workers or _no_children():
@@ -188,8 +189,8 @@ class LoaderWorkers(Technique):
             self.refused(why)
             return
         handed = HandedOver(self.num_workers, self.prefetch_factor, self._let_go)
+        _PASSES.need(self)
         if self.switchable:
-            tap_passes()
             self._note(loader, {"_hasten_workers": handed})
         else:
             hand_over(loader, handed)
@@ -220,6 +221,10 @@ class LoaderWorkers(Technique):
         if self.active:
             self._give(loader)
 
+    def over(self) -> None:
+        """Leave passes that begin later to torch."""
+        _PASSES.leave(self)
+
     def on(self) -> None:
         """Hand over the passes that begin from here on."""
         super().on()
@@ -242,6 +247,17 @@ class LoaderWorkers(Technique):
     def _let_go(self, why: str) -> None:
         self.refused(why)
         messages.tell(f"hasten: loader_workers: {why}; the training makes this loader's batches itself from here on.")
+
+
+def _passes() -> list[Replaced]:
+    from torch.utils.data import DataLoader
+
+    from hasten.data.handed_over import handing_over
+
+    return [Replaced(DataLoader, "_get_iterator", handing_over)]
+
+
+_PASSES = Replacements(_passes)
 
 
 def _no_children() -> bool:

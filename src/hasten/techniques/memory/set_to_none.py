@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from hasten.evidence.weigh import on_gpu, share_of, switched, timed
 from hasten.plan import Setting
 from hasten.techniques import onlookers
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.replaced import Replaced
 
 _LARGE = 1 << 20  # elements: smaller ones are added in the cache, and to allocate them all costs as much
 _Zeros = tuple[Any, Any, int]
@@ -91,6 +91,7 @@ class SetToNone(Technique):
         self._onlooker = ""
         self._functions = 0
         self._installed = False
+        self._replaced: list[Replaced] = []
 
     def process(self) -> None:
         """Note what `zero_grad` fills with zeros, and who looks into the backward."""
@@ -101,9 +102,16 @@ class SetToNone(Technique):
         sample.grad = torch.zeros(1)
         self._alone = _holders(sample.grad)
         onlookers.watch(self, SetToNone._looked)
-        optimizer, module = torch.optim.Optimizer, torch.nn.Module
-        optimizer.zero_grad = self._noting(optimizer.zero_grad)  # type: ignore[method-assign]
-        module.zero_grad = self._noting(module.zero_grad)  # type: ignore[method-assign]
+        for owner in (torch.optim.Optimizer, torch.nn.Module):
+            self._replaced.append(Replaced(owner, "zero_grad", self._noting))
+            self._replaced[-1].put_in_place()
+
+    def restore(self) -> None:
+        """Put torch's own functions back."""
+        self._installed, self._zeros = False, []
+        onlookers.leave(self)
+        while self._replaced:
+            self._replaced.pop().put_back()
 
     def on(self) -> None:
         """Drop the gradients that are filled with zeros from here on."""
@@ -120,7 +128,6 @@ class SetToNone(Technique):
         self._onlooker = what
 
     def _noting(self, plain: Any) -> Any:
-        @functools.wraps(plain)
         def zero_grad(this: Any, set_to_none: bool = True) -> None:
             plain(this, set_to_none)
             if not set_to_none and self.active and not self._onlooker:

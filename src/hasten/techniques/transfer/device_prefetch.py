@@ -11,6 +11,7 @@ from hasten.evidence.weigh import seconds_of, share_of, timed
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, CudaOnly, Effect, Liveness, Refusal, Resource
 from hasten.techniques.nested import tensors_in
+from hasten.techniques.replaced import Replaced
 
 
 class DevicePrefetch(CudaOnly):
@@ -33,6 +34,7 @@ class DevicePrefetch(CudaOnly):
         super().__init__(setting)
         self._copies: Any = None  # pinned CPU tensor -> its copy; by identity, dropped with the tensor
         self._stream: Any = None
+        self._replaced: list[Replaced] = []
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -77,8 +79,15 @@ class DevicePrefetch(CudaOnly):
 
             self._copies = WeakTensorKeyDictionary()
             self._stream = torch.cuda.Stream()
-            torch.Tensor.to = self._handing_out(torch.Tensor.to)  # type: ignore[method-assign]
-            torch.Tensor.cuda = self._handing_out(torch.Tensor.cuda)  # type: ignore[method-assign]
+            for name in ("to", "cuda"):
+                self._replaced.append(Replaced(torch.Tensor, name, self._handing_out))
+                self._replaced[-1].put_in_place()
+
+    def restore(self) -> None:
+        """Put torch's own ways to copy back."""
+        while self._replaced:
+            self._replaced.pop().put_back()
+        self._stream = None
 
     def on(self) -> None:
         """Take batches early in the passes that begin from here on."""
@@ -130,11 +139,8 @@ class DevicePrefetch(CudaOnly):
         return batch
 
     def _handing_out(self, copy_to: Any) -> Any:
-        import functools
-
         import torch
 
-        @functools.wraps(copy_to)
         def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if tensor.device.type == "cpu" and not torch.compiler.is_compiling() and tensor in self._copies:
                 copy, version, event = self._copies[tensor]

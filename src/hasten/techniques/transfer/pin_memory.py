@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from hasten.plan import Setting
 from hasten.techniques.base import Choices, CudaOnly, Effect, Liveness, Refusal, Resource
 from hasten.techniques.data.crossing import holds_on_device
 from hasten.techniques.nested import tensors_in
+from hasten.techniques.replaced import Replaced
 
 _PINNED = 12e9  # bytes a second from pinned memory over PCIe 3 x16, the slowest link of GPUs in use
 
@@ -37,6 +39,7 @@ class PinMemory(CudaOnly):
         super().__init__(setting)
         self._given: Any = None  # the tensors that loaders gave and that are still alive
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()  # that pin while this is on
+        self._replaced: list[Replaced] = []
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -82,9 +85,10 @@ class PinMemory(CudaOnly):
         from torch.utils.weak import WeakTensorKeyDictionary
 
         if torch.cuda.is_available():
-            self._given = WeakTensorKeyDictionary()
-            torch.Tensor.to = _not_waiting(torch.Tensor.to, self._given)  # type: ignore[method-assign]
-            torch.Tensor.cuda = _not_waiting(torch.Tensor.cuda, self._given)  # type: ignore[method-assign]
+            self._given = given = WeakTensorKeyDictionary()
+            for name in ("to", "cuda"):
+                self._replaced.append(Replaced(torch.Tensor, name, functools.partial(_not_waiting, given=given)))
+                self._replaced[-1].put_in_place()
 
     def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
         """Remember which tensors came from a loader that pins."""
@@ -128,6 +132,12 @@ class PinMemory(CudaOnly):
         loader.pin_memory = self.active
         self.did("loader")
 
+    def restore(self) -> None:
+        """Put torch's own ways to copy back."""
+        while self._replaced:
+            self._replaced.pop().put_back()
+        self._given = None
+
     def on(self) -> None:
         """Pin in the passes that begin from here on."""
         super().on()
@@ -145,11 +155,8 @@ class PinMemory(CudaOnly):
 
 def _not_waiting(copy: Any, given: Any) -> Any:
     """`Tensor.to` or `Tensor.cuda` that does not wait where that is safe: from a loader's pinned tensor to a GPU."""
-    import functools
-
     import torch
 
-    @functools.wraps(copy)
     def copy_to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if (
             tensor.device.type != "cpu"
