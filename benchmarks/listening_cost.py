@@ -23,6 +23,7 @@ from typing import Any
 
 from hand_tuned import BENCHMARKS, machine
 
+from hasten.doctor.observe import OBSERVERS
 from hasten.taps.config import DoctorOptions, RunConfig, environment
 
 SCRIPT = """
@@ -94,7 +95,9 @@ def main() -> None:
         (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
         (folder / "bare.py").write_text(BARE + SCRIPT, encoding="utf-8")
         doctor = RunConfig(
-            evidence=str(folder / "d.json"), doctor=DoctorOptions(steps=0, seconds=0, sample=False), quiet=True
+            evidence=str(folder / "d.json"),
+            doctor=DoctorOptions(steps=0, seconds=0, sample=False, observers=OBSERVERS),
+            quiet=True,
         )
         (folder / "deep.py").write_text(DEEP, encoding="utf-8")
         commands = {

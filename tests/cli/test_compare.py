@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hasten.doctor.diagnose import diagnose
-from tests.report import diagnoses
+from tests.doctor.views import diagnoses
 
 
 @pytest.fixture(scope="module")

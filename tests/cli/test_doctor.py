@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hasten.doctor.diagnosis import Diagnosis, read_diagnosis
+from hasten.doctor.verdict.diagnosis import Diagnosis, read_diagnosis
 from hasten.evidence import Evidence, read_evidence
 from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, write
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from hasten.doctor import diagnose as room
-from hasten.doctor.cases import NO_TIME
 from hasten.doctor.checks import ALL, Check
-from hasten.doctor.compare import compare
 from hasten.doctor.diagnose import diagnose, merged
-from hasten.doctor.diagnosis import Pauses, read_diagnosis
+from hasten.doctor.verdict.cases import NO_TIME
+from hasten.doctor.verdict.compare import compare
+from hasten.doctor.verdict.diagnosis import Pauses, read_diagnosis
 from hasten.evidence import Event, Evidence, Finding, HowKnown, Measurement, OptimizerFacts, Pass, Severity
 from hasten.techniques import CATALOGUE
 from tests.doctor.made import GPU_MACHINE, model, run, use

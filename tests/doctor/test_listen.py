@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from hasten.doctor import listen as room
-from hasten.doctor import measure
-from hasten.doctor.cases import Case, Job
 from hasten.doctor.diagnose import diagnose
 from hasten.doctor.listen import Heard, listen
+from hasten.doctor.verdict import measure
+from hasten.doctor.verdict.cases import Case, Job
 from hasten.taps.config import DoctorOptions
-from tests.report import diagnoses
+from tests.doctor.views import diagnoses
 from tests.taps.scripts import write
 
 TRAIN = """

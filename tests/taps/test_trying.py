@@ -6,6 +6,7 @@ import dataclasses
 import os
 from pathlib import Path
 
+from hasten.doctor.observe import OBSERVERS
 from hasten.evidence import Evidence, HowKnown, read_evidence
 from hasten.taps.config import DoctorOptions, RunConfig
 from hasten.taps.config import environment as told
@@ -55,7 +56,9 @@ def heard(folder: Path, text: str, trying: float = 20.0) -> tuple[Done, Evidence
     (folder / "scratch").mkdir()
     path = folder / "scratch" / "evidence.json"  # the kernel lets it write nowhere else
     scratch = str(folder / "scratch")
-    options = DoctorOptions(steps=12, seconds=90.0, listener=os.getpid(), scratch=scratch, trying=trying)
+    options = DoctorOptions(
+        steps=12, seconds=90.0, listener=os.getpid(), scratch=scratch, trying=trying, observers=OBSERVERS
+    )
     config = RunConfig(evidence=str(path), command=("train.py",), quiet=True, doctor=options)
     done = execute(PYTHON, "train.py", cwd=folder, env=told(config, environment()))
     assert path.is_file(), done.err

@@ -34,8 +34,8 @@ def bench_loader(
 
     from hasten.doctor.loader_bench import is_loader_bench
     from hasten.doctor.loader_bench_run import bench_loader as measure
+    from hasten.doctor.views import loader_bench as report
     from hasten.evidence import read_evidence
-    from hasten.report import loader_bench as report
 
     if not seconds >= 1:
         raise HastenError(f"--seconds {seconds:g}: a bench needs one second at least")

@@ -36,23 +36,23 @@ def compare(
     limit = _limit(fail_if_slower)
     from rich.console import Console
 
-    from hasten.doctor import compare as doctor
-    from hasten.doctor.diagnosis import makes_sense
-    from hasten.report import compare_terminal
+    from hasten.doctor.verdict import compare as doctor
+    from hasten.doctor.verdict.diagnosis import makes_sense
+    from hasten.doctor.views import comparison
 
     if json_file is not None:
         files.check_target(json_file, "the comparison", files.json_of(doctor.SCHEMA))
     runs = doctor.read(before), doctor.read(after)
     with makes_sense(Path(f"{before} or {after}")):
         found = doctor.compare(*runs)
-        compare_terminal.show(found, Console())
+        comparison.show(found, Console())
     if json_file is not None:
         text = json.dumps(found.as_json(), indent=1, allow_nan=False)
         files.write_own(json_file, text, "the comparison", files.json_of(doctor.SCHEMA))
     if limit is None:
         return
     slower = found.slower(limit)
-    compare_terminal.judge(found, limit, slower, Console())
+    comparison.judge(found, limit, slower, Console())
     if slower:
         raise typer.Exit(1)
 

@@ -20,7 +20,7 @@ from hasten.errors import HastenError
 from hasten.plan import did_you_mean
 
 if TYPE_CHECKING:
-    from hasten.doctor.diagnosis import Diagnosis
+    from hasten.doctor.verdict.diagnosis import Diagnosis
     from hasten.evidence import Evidence, Finding
 
 _SEVERITIES = ("high", "medium", "low", "note")
@@ -92,7 +92,7 @@ def doctor(
 
         raise typer.Exit(check_source(command, format, fail_on, out, select, strict_ignores))
     _check_targets(json, html, trace, evidence)
-    from hasten.doctor.diagnosis import makes_sense
+    from hasten.doctor.verdict.diagnosis import makes_sense
 
     kept = _kept_evidence(command)
     if kept is not None:
@@ -205,7 +205,7 @@ def _kept_evidence(command: list[str]) -> Path | None:
 
 def _look_again(path: Path) -> tuple[Diagnosis, Evidence]:
     from hasten.doctor.diagnose import diagnose
-    from hasten.doctor.diagnosis import makes_sense
+    from hasten.doctor.verdict.diagnosis import makes_sense
     from hasten.evidence import read_evidence
 
     evidence = read_evidence(path)
@@ -217,15 +217,15 @@ def _show(diagnosis: Diagnosis, evidence: Evidence | None, html: Path | None, js
     """Write what was asked for, and print the page."""
     from rich.console import Console
 
-    from hasten.report import doctor_terminal
+    from hasten.doctor.views import terminal
 
     if json is not None:
         diagnosis.write(json)
     if html is not None:
-        from hasten.report import doctor_html
+        from hasten.doctor.views import page
 
-        doctor_html.write(diagnosis, evidence, html)
-    doctor_terminal.show(diagnosis, evidence, Console(), html, json)
+        page.write(diagnosis, evidence, html)
+    terminal.show(diagnosis, evidence, Console(), html, json)
 
 
 def _severity(name: str) -> None:
@@ -238,7 +238,7 @@ def _severity(name: str) -> None:
 
 def _check_targets(json: Path | None, html: Path | None, trace: Path | None, evidence: Path | None) -> None:
     """What cannot be written, or would overwrite something else, is said before the run, not after it."""
-    from hasten.doctor.diagnosis import is_diagnosis
+    from hasten.doctor.verdict.diagnosis import is_diagnosis
     from hasten.evidence.schema import is_evidence
 
     targets: tuple[tuple[Path | None, str, files.Recognise], ...] = (

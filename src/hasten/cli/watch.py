@@ -24,8 +24,8 @@ def watch(
 
     Example: hasten watch runs/today
     """
-    from hasten.report.following import Followed
-    from hasten.report.watch import Watch
+    from hasten.doctor.views.following import Followed
+    from hasten.doctor.views.watch import Watch
 
     followed = Followed(place)
     served = Watch(followed.body, followed.state, followed.page, port)

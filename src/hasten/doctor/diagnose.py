@@ -11,11 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 from hasten.doctor.checks import ALL
 from hasten.doctor.checks.own_code import OwnCode
-from hasten.doctor.diagnosis import Diagnosis
-from hasten.doctor.machine_advice import advice
-from hasten.doctor.pauses import pauses
-from hasten.doctor.unseen import unseen
-from hasten.doctor.verdict import on_gpu, verdict
+from hasten.doctor.verdict.diagnosis import Diagnosis
+from hasten.doctor.verdict.machine_advice import advice
+from hasten.doctor.verdict.pauses import pauses
+from hasten.doctor.verdict.resource import on_gpu, verdict
+from hasten.doctor.verdict.unseen import unseen
 from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Phase, Severity, split_place
 from hasten.evidence.weigh import seconds_of, share_of
 from hasten.techniques import CATALOGUE

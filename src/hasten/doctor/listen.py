@@ -21,9 +21,10 @@ import psutil
 
 from hasten import files
 from hasten.doctor.endings import how_it_ended, nothing_heard, signal_name
-from hasten.doctor.jobs import jobs
-from hasten.doctor.measure import INTERRUPTED, measure
+from hasten.doctor.observe import OBSERVERS
 from hasten.doctor.use import Sampler
+from hasten.doctor.verdict.jobs import jobs
+from hasten.doctor.verdict.measure import INTERRUPTED, measure
 from hasten.doctor.where import where_is
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, read_evidence
@@ -131,6 +132,7 @@ class _Listening:
             scratch="" if whole else str(scratch),
             listener=os.getpid(),
             trace=str(scratch / "trace.json") if options.trace else "",
+            observers=OBSERVERS,
             **bounds,  # type: ignore[arg-type]
         )
         self.stopped = 0

@@ -21,6 +21,7 @@ import hasten
 from hasten.child import Child
 from hasten.doctor.flame import record
 from hasten.doctor.loader_bench import Consumed, LoaderBench, Rate
+from hasten.doctor.observe import BENCH
 from hasten.doctor.others import Others
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, LoaderFacts, Phase, Stages, this_machine
@@ -90,7 +91,7 @@ class _Bench:
 
     def run(self) -> None:
         """Run the script and read what it tells, until it is over, hangs, or Ctrl-C."""
-        options = DoctorOptions(0, 0.0, scratch=str(self.scratch), sample=False)
+        options = DoctorOptions(0, 0.0, scratch=str(self.scratch), sample=False, observers=BENCH)
         options = dataclasses.replace(options, bench=str(self.file), bench_seconds=self.seconds)
         config = RunConfig(
             evidence=str(self.scratch / "evidence.json"), command=self.command, quiet=True, doctor=options

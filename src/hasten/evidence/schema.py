@@ -234,7 +234,7 @@ class Evidence:
         events, layers, lines, sampled, inputs, stages, use, surroundings, memory: See `hasten.evidence.observed`;
             `memory` is over time. Empty where nobody looked.
         strays: Paths of the layers whose parameters get gradients that no optimizer uses.
-        measured: What was tried on the machine after the run (`hasten.doctor.measure`).
+        measured: What was tried on the machine after the run (`hasten.doctor.verdict.measure`).
         tried: What was switched on and off in the run itself, behind the steps that are kept here.
     """
 

@@ -12,10 +12,14 @@ from hasten import files
 from hasten.report import words
 
 
-def environment() -> Environment:
-    """Jinja with every value escaped, and cleaned of what could break the page."""
+def environment(*folders: Path) -> Environment:
+    """Return a Jinja environment in which every value is escaped, and cleaned of what could break the page.
+
+    Args:
+        folders: Where templates lie beside those of every page.
+    """
     return Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        loader=FileSystemLoader([Path(__file__).with_name("templates"), *folders]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -64,6 +64,7 @@ class DoctorOptions:
         bench: File to which the training loader's speed is written, a JSON object a line; the training itself then
             never begins. "": no bench.
         bench_seconds: Seconds for that.
+        observers: Modules whose `install(session)` listens beside the taps, each by its full name.
     """
 
     steps: int = 200
@@ -77,6 +78,7 @@ class DoctorOptions:
     trying: float = 0.0
     bench: str = ""
     bench_seconds: float = 60.0
+    observers: tuple[str, ...] = ()
 
     @property
     def tries(self) -> bool:

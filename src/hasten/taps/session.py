@@ -166,14 +166,11 @@ class Session:
             self.auto = tuned.begin(self)
 
     def _observe(self) -> None:
-        from hasten.taps import observe
-
-        benches = self.config.doctor is not None and self.config.doctor.bench
-        for name in ("stages", "bench") if benches else observe.SUBJECTS:
+        for module in self.config.doctor.observers if self.config.doctor is not None else ():
             try:
-                importlib.import_module(f"hasten.taps.observe.{name}").install(self)
+                importlib.import_module(module).install(self)
             except Exception as error:  # a tap never breaks a script
-                self.run.skip(f"observing {name}", error)
+                self.run.skip(f"observing {module.rpartition('.')[2]}", error)
 
     @property
     def rank(self) -> int:

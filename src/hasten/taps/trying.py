@@ -8,16 +8,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Generator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hasten.evidence import Evidence, Phase, TriedLive
 from hasten.evidence.interval import mean_of
 from hasten.evidence.weigh import COMPUTE, LEAST, seconds_of, steady_seconds
 from hasten.plan import Setting
 from hasten.switchboard import Switchboard
-from hasten.taps.observe.compiled import has_compiled
 from hasten.techniques import CATALOGUE, Resource, Technique, toml_value
 from hasten.warm.blocks import Open, Wish, synchronize
 
@@ -217,6 +217,12 @@ class Trying:
             steps=sum(many for _, _, many in sides) / 2 / len(sides),
             before=statistics.fmean(off for off, _, _ in sides),
         )
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"].get("total"))
 
 
 def _is_alone() -> bool:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hasten.doctor.checks import ALL
 from hasten.doctor.diagnose import diagnose
-from hasten.doctor.diagnosis import read_diagnosis
-from hasten.doctor.jobs import jobs
+from hasten.doctor.verdict.diagnosis import read_diagnosis
+from hasten.doctor.verdict.jobs import jobs
 from hasten.evidence import Evidence, Measurement
 from hasten.techniques import CATALOGUE
 from tests.doctor.checks.made import evidences

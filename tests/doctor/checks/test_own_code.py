@@ -11,6 +11,7 @@ from hasten.doctor.checks.number_types import DoublePrecision
 from hasten.doctor.checks.own_code import OwnCode
 from hasten.doctor.checks.pace import FewThreads, FrequentValidation
 from hasten.doctor.diagnose import diagnose
+from hasten.doctor.views.wording import hot_lines
 from hasten.evidence import (
     PHASES,
     Event,
@@ -24,7 +25,6 @@ from hasten.evidence import (
     Sampled,
     Severity,
 )
-from hasten.report.doctor_words import hot_lines
 from tests.doctor.checks.made import evidence, use
 
 # Of 20 ms, 8 are the script's own.

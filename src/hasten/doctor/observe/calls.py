@@ -1,0 +1,238 @@
+"""Calls that a training loop seldom makes, and that cost it time when it does: each is counted where it is."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from time import perf_counter
+from typing import Any
+
+from hasten.doctor.observe.log import EventLog, script_place
+from hasten.doctor.observe.tapping import tap
+from hasten.taps.boot import after_import
+from hasten.taps.passed_over import passed_over
+from hasten.taps.steps_over import NEVER
+
+_WRITER = (
+    "add_audio",
+    "add_embedding",
+    "add_figure",
+    "add_graph",
+    "add_histogram",
+    "add_hparams",
+    "add_image",
+    "add_image_with_boxes",
+    "add_images",
+    "add_mesh",
+    "add_pr_curve",
+    "add_scalar",
+    "add_scalars",
+    "add_tensor",
+    "add_text",
+    "add_video",
+    "flush",
+)
+
+
+def tap_calls(session: Any, log: EventLog) -> None:
+    """Set the taps on functions, and on those of logging libraries once they are imported."""
+    import gc
+
+    import torch
+
+    for owner in (torch.cuda, torch.cuda.memory):
+        tap(owner, "empty_cache", lambda plain: _counted(plain, "empty_cache", log))
+    for owner in filter(None, (torch.cuda, getattr(torch, "accelerator", None))):
+        tap(owner, "synchronize", lambda plain: _counted(plain, "synchronize", log))
+    tap(gc, "collect", lambda plain: _counted(plain, "gc_collect", log))
+    for name in ("gradcheck", "gradgradcheck"):
+        tap(torch.autograd, name, lambda plain: _counted(plain, "gradcheck", log))
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        _tap_clip(torch, name, log)
+    tap(torch, "load", lambda plain: _unsafe_load(plain, log))
+    _Saves(session, log).install(torch)
+    DebugTools(session, log).install(torch)
+    _tap_loggers(session, log)
+
+
+@passed_over
+def _counted(plain: Any, kind: str, log: EventLog, detail: str = "") -> Any:
+    from torch.compiler import is_compiling
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return plain(*args, **kwargs)
+        start = perf_counter()
+        result = plain(*args, **kwargs)
+        log.note(kind, perf_counter() - start, "", detail)
+        return result
+
+    return call
+
+
+def _tap_clip(torch: Any, name: str, log: EventLog) -> None:
+    module = torch.nn.utils.clip_grad
+    plain = getattr(module, name)
+    tap(module, name, lambda plain: _counted(plain, "clip", log, name))
+    if getattr(torch.nn.utils, name) is plain:
+        setattr(torch.nn.utils, name, getattr(module, name))
+
+
+@passed_over
+def _unsafe_load(plain: Any, log: EventLog) -> Any:
+    def load(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("weights_only", True) is False:
+            what = args[0] if args else kwargs.get("f")
+            log.note("torch_load", detail=str(what) if isinstance(what, str) else "", anywhere=True)
+        return plain(*args, **kwargs)
+
+    return load
+
+
+class _Saves:
+    """Counts saves that training waited for: in a step, or between two (at the end of an epoch).
+
+    Args:
+        session: The process's session.
+        log: Where they are counted.
+    """
+
+    def __init__(self, session: Any, log: EventLog) -> None:
+        self._session = session
+        self._log = log
+        self._pending: list[tuple[str, float, str]] = []  # outside of a step; they count if training goes on
+
+    def install(self, torch: Any) -> None:
+        """Set the taps."""
+        tap(torch, "save", lambda plain: self._saving(plain, "torch.save"))
+
+        def safetensors() -> None:
+            tap(sys.modules["safetensors.torch"], "save_file", lambda plain: self._saving(plain, "safetensors"))
+
+        after_import("safetensors.torch", safetensors)
+
+    @passed_over
+    def _saving(self, plain: Any, detail: str) -> Any:
+        def save(*args: Any, **kwargs: Any) -> Any:
+            start = perf_counter()
+            result = plain(*args, **kwargs)
+            seconds = perf_counter() - start
+            recorder = self._session.run.recorder
+            place = None if recorder is None else script_place(sys._getframe(1))
+            if place is not None and self._log.in_step() >= 0:
+                self._log.note_at("save", place, seconds, "", detail)
+            elif place is not None and recorder.steps:
+                if not self._pending:
+                    self._session.steps_over.tell(self._training_goes_on)
+                self._pending.append((place, seconds, detail))
+            return result
+
+        return save
+
+    def _training_goes_on(self, _steps: int) -> int:
+        for place, seconds, detail in self._pending:
+            self._log.note_at("save", place, seconds, "", detail, step=-1)
+        self._pending.clear()
+        return NEVER
+
+
+class DebugTools:
+    """Counts the steps under torch's profiler or anomaly detection, where they were switched on.
+
+    Args:
+        session: The process's session.
+        log: Where they are counted.
+    """
+
+    def __init__(self, session: Any, log: EventLog) -> None:
+        self._session = session
+        self._log = log
+        self._places: dict[str, str] = {}  # kind -> where it was switched on last
+        self._told = 0  # how many steps were over when a step was told last
+
+    def install(self, torch: Any) -> None:
+        """Set the taps."""
+        profiler = torch.autograd.profiler
+        for kind in (profiler.profile, profiler.emit_nvtx):
+            tap(kind, "__enter__", lambda plain: self._switched_on(plain, "profiler"))
+        # torch.profiler.profile makes one of the above, but does not enter it
+        tap(torch.profiler.profile, "start", lambda plain: self._switched_on(plain, "profiler"))
+        anomaly = torch.autograd.anomaly_mode
+        tap(anomaly.detect_anomaly, "__enter__", lambda plain: self._switched_on(plain, "anomaly"))
+        tap(anomaly.set_detect_anomaly, "__init__", lambda plain: self._switched_on(plain, "anomaly"))
+
+    @passed_over
+    def _switched_on(self, plain: Any, kind: str) -> Any:
+        def switch(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            result = plain(self_, *args, **kwargs)
+            try:
+                self._see(kind, (*args, *kwargs.values()))
+            except Exception as error:  # a tap never breaks a script
+                self._session.run.skip(f"observing {kind}", error)
+            return result
+
+        return switch
+
+    def _see(self, kind: str, args: tuple[Any, ...]) -> None:
+        if f"{_SEPARATOR}_functorch{_SEPARATOR}" in sys._getframe(2).f_code.co_filename:
+            return  # torch.compile traces under anomaly detection
+        # A profiler of hasten's own is none of the script's.
+        place = None if _by_us(sys._getframe(2)) else script_place(sys._getframe(2), past_torch=True)
+        if place is None or (args and args[0] is False):
+            return
+        if not self._places:
+            self._told = max(0, self._log.in_step())
+            self._session.steps_over.tell(self._on_step)
+        self._places[kind] = place
+        if self._log.in_step() >= 0:
+            self._log.note_at(kind, place)
+
+    def _on_step(self, steps: int) -> None:
+        import torch
+        from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+
+        on = {"profiler": _profiler_enabled(), "anomaly": torch.is_anomaly_enabled()}
+        for kind in [kind for kind in self._places if on[kind]]:
+            for step in range(self._told, steps):
+                self._log.note_at(kind, self._places[kind], step=step)
+        self._told = steps
+
+
+def _by_us(frame: Any) -> bool:
+    """Whether the first frame that is not torch's is in this folder: an observer's."""
+    while frame is not None and f"{_SEPARATOR}torch{_SEPARATOR}" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None and f"{_SEPARATOR}taps{_SEPARATOR}observe{_SEPARATOR}" in frame.f_code.co_filename
+
+
+_SEPARATOR = "\\" if sys.platform == "win32" else "/"
+
+
+def _tap_loggers(session: Any, log: EventLog) -> None:
+    import csv
+    import json
+
+    tap(json, "dump", lambda plain: _counted(plain, "log", log, "json.dump"))
+    for name in ("writerow", "writerows"):
+        tap(csv.DictWriter, name, lambda plain: _counted(plain, "log", log, "csv"))
+
+    def writers(module: str) -> Any:
+        def imported() -> None:
+            try:
+                kind = sys.modules[module].SummaryWriter
+                for name in _WRITER:
+                    tap(kind, name, functools.partial(_counted, kind="log", log=log, detail=f"SummaryWriter.{name}"))
+            except Exception as error:  # a tap never breaks a script
+                session.run.skip(f"observing {module}", error)
+
+        return imported
+
+    def wandb() -> None:
+        try:
+            tap(sys.modules["wandb.sdk.wandb_run"].Run, "log", lambda plain: _counted(plain, "log", log, "wandb.log"))
+        except Exception as error:  # a tap never breaks a script
+            session.run.skip("observing wandb", error)
+
+    for module in ("torch.utils.tensorboard.writer", "tensorboardX.writer"):
+        after_import(module, writers(module))
+    after_import("wandb.sdk.wandb_run", wandb)

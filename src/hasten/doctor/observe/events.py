@@ -1,0 +1,137 @@
+"""Events: what single lines of the script do during training that makes it wait, copy or lose time.
+
+Here are the methods by which a tensor is read (`item`, `tolist`, `cpu`, `numpy`, print) and `torch.tensor` of what is
+large; `calls` has functions that are rarely called, `copies` what moves to a device, `looks` what can only be seen by
+a close look into a few steps, `remote` files that are read over a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from hasten.doctor.observe.calls import tap_calls
+from hasten.doctor.observe.copies import tap_copies
+from hasten.doctor.observe.log import EventLog, event_log
+from hasten.doctor.observe.looks import tap_looks
+from hasten.doctor.observe.remote import tap_files
+from hasten.doctor.observe.tapping import device_of, tap
+from hasten.taps.results import untapped_for_script
+
+_ONE_NUMBER = ("item", "__bool__", "__float__", "__int__", "__index__", "__complex__")
+_LARGE = 1000  # numbers in a list from which making a tensor of it is worth a word (some 50 us)
+
+
+def install(session: Any) -> None:
+    """Set the taps; each part that cannot be set is skipped and named."""
+    if session.run.recorder is None:
+        return
+    log = event_log(session)
+    parts: dict[str, Callable[[], None]] = {
+        "tensors that are read": lambda: _tap_reads(log),
+        "torch.tensor": lambda: _tap_tensors_made(log),
+        "calls": lambda: tap_calls(session, log),
+        "copies": lambda: tap_copies(session, log),
+        "looks": lambda: tap_looks(session),
+        "remote files": lambda: tap_files(session, log),
+    }
+    for name, part in parts.items():
+        try:
+            part()
+        except Exception as error:  # a tap never breaks a script
+            session.run.skip(f"observing {name}", error)
+
+
+def _tap_reads(log: EventLog) -> None:
+    import torch
+
+    for name in _ONE_NUMBER:
+        tap(torch.Tensor, name, lambda plain: _read(plain, "item", log))
+    tap(torch.Tensor, "tolist", lambda plain: _read(plain, "tolist", log))
+    for name in ("numpy", "__array__"):
+        tap(torch.Tensor, name, lambda plain: _read_somehow(plain, "numpy", log))
+    tap(torch.Tensor, "cpu", lambda plain: _read_somehow(plain, "cpu", log))
+    tap(torch.Tensor, "__format__", lambda plain: _read_somehow(plain, "print", log))
+    tap(torch.Tensor, "__repr__", lambda plain: _read_somehow(plain, "print", log))
+
+
+def _read(plain: Any, kind: str, log: EventLog) -> Any:
+    from torch import Tensor
+    from torch.compiler import is_compiling
+
+    in_step, note = log.in_step, log.note
+
+    def read(self: Any) -> Any:
+        if is_compiling() or in_step() < 0:
+            return plain(self)
+        start = perf_counter()
+        value = plain(self)
+        seconds = perf_counter() - start
+        note(kind, seconds, "cpu" if type(self) is Tensor and self.is_cpu else device_of(self))
+        return value
+
+    return read
+
+
+def _read_somehow(plain: Any, kind: str, log: EventLog) -> Any:
+    from torch.compiler import is_compiling
+
+    in_step = log.in_step
+
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or in_step() < 0:
+            return plain(self, *args, **kwargs)
+        start = perf_counter()
+        value = plain(self, *args, **kwargs)
+        log.note(kind, perf_counter() - start, device_of(self))
+        return value
+
+    return read
+
+
+def _tap_tensors_made(log: EventLog) -> None:
+    import torch
+    from torch.compiler import is_compiling
+
+    def make(plain: Any, kinds: tuple[str, ...]) -> Any:
+        def tensor(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return plain(*args, **kwargs)
+            data = args[0] if args else kwargs.get("data")
+            of = "" if isinstance(data, int | float) else made_of(data)
+            if not of.startswith(kinds):
+                return plain(*args, **kwargs)
+            start = perf_counter()
+            made = plain(*args, **kwargs)
+            log.note("torch_tensor", perf_counter() - start, device_of(made), of)
+            return made
+
+        return tensor
+
+    plains = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
+    tap(torch, "tensor", lambda plain: make(plain, ("tensor", "array", "list")))
+    tap(torch, "as_tensor", lambda plain: make(plain, ("list",)))  # of a tensor or an array it copies nothing
+    untapped_for_script(torch, {name: getattr(torch, name) for name in plains}, plains)
+
+
+def made_of(data: Any) -> str:
+    """What a tensor is made of, where that costs time: "tensor", "array", "list of arrays", "list"; else ""."""
+    import torch
+
+    if isinstance(data, torch.Tensor):
+        return "tensor"
+    if type(data).__name__ == "ndarray":
+        return "array"
+    if not isinstance(data, list | tuple) or not data:
+        return ""
+    first = data[0]
+    if isinstance(first, torch.Tensor):
+        return "list of tensors"
+    if type(first).__name__ == "ndarray":
+        return "list of arrays"
+    size = len(data)
+    while isinstance(first, list | tuple) and first:
+        size *= len(first)
+        first = first[0]
+    return "list" if size >= _LARGE else ""

@@ -1,0 +1,169 @@
+"""How the weights are moved: learning rates and their schedule, gradients set to zero, replicas that talk too much."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from hasten.doctor.observe.log import event_log, script_place
+from hasten.doctor.observe.replicas import tap_replicas
+from hasten.doctor.observe.tapping import tap
+
+_ALL_OF_THE_FIRST = 32  # steps of an optimizer after which its rate is read; then after every `_EVERY`
+_EVERY = 8
+_LATER = 512  # steps after these, from which on it is read after every `_RARELY`
+_RARELY = 32
+_RATES = 64
+
+
+def install(session: Any) -> None:
+    """Set the taps."""
+    if session.run.recorder is None:
+        return
+    log = event_log(session)
+    rates = Rates(session)
+    _tap_schedules(rates)
+    rates.start()
+    _tap_zero_grad(session, log)
+    tap_replicas(session, log)
+
+
+@dataclass
+class Course:
+    """The rates that one optimizer's steps were made with.
+
+    Attributes:
+        held: What the session holds the optimizer by: another optimizer may get the id of one that is gone.
+        schedule: Class of the scheduler that was built last for it.
+        rates: Distinct ones, in order.
+        steps: It had made when its rate was read last; a rate that is set after the last step is none of its.
+    """
+
+    held: Any
+    schedule: str = ""
+    rates: list[float] = field(default_factory=list)
+    steps: int = -1
+
+
+class Rates:
+    """Reads the learning rates of all optimizers: before the first step, after each of the next, then now and then.
+
+    Args:
+        session: The process's session; its `courses` are filled.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._all_until = _ALL_OF_THE_FIRST
+        self._first: Any = None
+
+    def start(self) -> None:
+        """Begin to read."""
+        import torch
+
+        self._session.steps_over.tell(self.on_step, 1)
+        tap(torch.optim.Optimizer, "__init__", self._building)
+
+    def _building(self, plain: Any) -> Any:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            plain(optimizer, *args, **kwargs)
+            self._session.steps_over.hurry(self.on_step)
+            self._all_until = self._session.run.recorder.steps + _ALL_OF_THE_FIRST if self._session.run.recorder else 0
+            if self._first is None:
+                self._first = register_optimizer_step_pre_hook(self._before_the_first)
+
+        return __init__
+
+    def _before_the_first(self, optimizer: Any, *_: Any) -> None:
+        try:
+            self._read(id(optimizer), optimizer)
+        except Exception as error:  # an optimizer like no other
+            self._session.run.skip("reading learning rates", error)
+
+    def on_step(self, steps: int) -> int:
+        """A step is over: read."""
+        if self._first is not None:
+            self._first.remove()
+            self._first = None
+        try:
+            for key, (held, _) in self._session.optimizers.items():
+                if (optimizer := held()) is not None:
+                    self._read(key, optimizer)
+        except Exception as error:  # an optimizer like no other
+            self._session.run.skip("reading learning rates", error)
+        since = steps - self._all_until
+        return steps + (1 if since < 0 else _EVERY if since < _LATER else _RARELY)
+
+    def scheduled(self, optimizer: Any, schedule: str) -> None:
+        """A scheduler was built for an optimizer."""
+        if (course := self._course(id(optimizer))) is not None:
+            course.schedule = schedule
+
+    def _course(self, key: int) -> Course | None:
+        known = self._session.optimizers.get(key)
+        if known is None:
+            return None
+        course: Course | None = self._session.courses.get(key)
+        if course is None or course.held is not known[0]:
+            course = self._session.courses[key] = Course(known[0])
+        return course
+
+    def _read(self, key: int, optimizer: Any) -> None:
+        course = self._course(key)
+        if course is None or len(course.rates) >= _RATES or not optimizer.param_groups:
+            return
+        recorder = self._session.run.recorder
+        steps = recorder.optimizer_steps.get(key, 0) if recorder is not None else course.steps
+        if steps == course.steps:
+            return
+        course.steps = steps
+        rate = optimizer.param_groups[0].get("lr")
+        if not isinstance(rate, int | float):
+            if not getattr(rate, "is_cpu", False):
+                return  # none, or one on a device, which is not waited for
+            rate = float(rate)
+        if rate not in course.rates:
+            course.rates.append(float(rate))
+
+
+def _tap_schedules(rates: Rates) -> None:
+    from torch.optim import lr_scheduler
+
+    def built(plain: Any) -> Any:
+        @functools.wraps(plain)
+        def __init__(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            plain(self, optimizer, *args, **kwargs)
+            # A chain is built of schedulers; the others are told their optimizer.
+            rates.scheduled(getattr(self, "optimizer", None), type(self).__name__)
+
+        return __init__
+
+    for name in ("LRScheduler", "SequentialLR", "ReduceLROnPlateau", "ChainedScheduler"):
+        if "__init__" in vars(getattr(lr_scheduler, name, object)):
+            tap(getattr(lr_scheduler, name), "__init__", built)
+
+
+def _tap_zero_grad(session: Any, log: Any) -> None:
+    """What clears gradients to zeros: optimizers say so to the tap that is there already, modules here."""
+    import torch
+
+    def zeroed() -> None:
+        place = script_place(sys._getframe(2))
+        if place is not None:
+            log.note_at("zero_grad", place, detail="optimizer")
+
+    session.on_zeroed = zeroed
+
+    def clearing(plain: Any) -> Any:
+        def zero_grad(self: Any, set_to_none: bool = True) -> None:
+            plain(self, set_to_none)
+            if not set_to_none:
+                log.note("zero_grad", detail="module")
+
+        return zero_grad
+
+    tap(torch.nn.Module, "zero_grad", clearing)

@@ -1,0 +1,194 @@
+"""A few steps under torch's profiler, from between two steps to between two others."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hasten.doctor.observe.operators import Row, Span
+from hasten.evidence import PHASES, Phase
+from hasten.evidence.recorder import Recorder
+
+_ours_in: set[int] = set()  # threads in which hasten builds a profiler of its own just now
+_QUIET = ("KINETO_LOG_LEVEL", "9")  # it would print that it starts and stops
+
+
+class ProfileLook:
+    """torch's profiler over whole steps, and when their parts began and ended.
+
+    Args:
+        recorder: Where the parts of steps are marked.
+        cuda: Look at the GPU too.
+    """
+
+    def __init__(self, recorder: Recorder, cuda: bool) -> None:
+        from torch.profiler import ProfilerActivity
+        from torch.profiler.profiler import _KinetoProfile
+
+        self.recorder = recorder
+        self.steps: list[tuple[int, int, int]] = []  # number, begin and end in nanoseconds since 1970
+        self.spans: list[Span] = []  # parts of steps
+        self.running = False
+        self._open: dict[Phase, int] = {}
+        self._step = -1
+        self._since = 0
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
+        with _ours():
+            self._profiler = _KinetoProfile(activities=activities, record_shapes=True)
+
+    def prepare(self) -> None:
+        """Set the profiler up, which on a GPU takes seconds the first time; between steps."""
+        with _ours(), _quiet():
+            self._profiler.prepare_trace()
+
+    def start(self, step: int) -> None:
+        """Begin with the step of this number, which begins now."""
+        with _ours(), _quiet():
+            self._profiler.start_trace()
+        self.running = True
+        self.recorder.listeners.append(self._mark)
+        self._step, self._since = step, time.time_ns()
+
+    def step(self, following: int) -> None:
+        """A step is over, and the one of this number begins."""
+        now = time.time_ns()
+        self.steps.append((self._step, self._since, now))
+        self._step, self._since = following, now
+
+    def stop(self) -> None:
+        """End, wherever the training is; only in the thread that started it."""
+        if not self.running:
+            return
+        self.running = False
+        if self._mark in self.recorder.listeners:
+            self.recorder.listeners.remove(self._mark)
+        with _ours():
+            self._profiler.stop_trace()
+
+    def _mark(self, phase: Phase, begins: bool) -> None:
+        now = time.time_ns()
+        if begins:
+            self._open[phase] = now
+        elif phase in self._open:
+            self.spans.append(Span(phase, self._open.pop(phase), now))
+
+    def rows(self) -> list[Row]:
+        """What ran in the whole steps, by begin."""
+        if not self.steps:
+            return []
+        first, last = self.steps[0][1], self.steps[-1][2]
+        inner: Any = self._profiler.profiler
+        events = inner.kineto_results.events()
+        rows = []
+        for event in events:
+            begin = event.start_ns()
+            device = event.device_type().name != "CPU"
+            if first <= begin < last and event.duration_ns() >= 0:
+                note = event.is_user_annotation()
+                rows.append(
+                    Row(
+                        name=event.name(),
+                        begin=begin,
+                        end=begin + event.duration_ns(),
+                        thread=event.device_resource_id() if device else event.start_thread_id(),
+                        shapes=() if device or note else tuple(map(tuple, event.shapes())),
+                        device=device,
+                        note=note,
+                        key=event.correlation_id(),
+                        caused_by=event.linked_correlation_id(),
+                    )
+                )
+        return sorted(rows, key=lambda row: (row.begin, -row.end))
+
+    def write_trace(self, path: Path) -> None:
+        """Write what was profiled for Perfetto or chrome://tracing, with a row of steps and one of their parts.
+
+        The file is whole or not there; packed if its name ends in ".gz".
+        """
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.json")
+        try:
+            temporary.touch()  # a folder that cannot be written to is an error here; torch would print it
+            inner: Any = self._profiler.profiler
+            inner.export_chrome_trace(str(temporary))
+            trace = json.loads(temporary.read_bytes())
+            trace["traceEvents"] += self._annotations(trace.get("baseTimeNanoseconds", 0))
+            text = json.dumps(trace).encode()
+            temporary.write_bytes(gzip.compress(text, 5) if path.suffix == ".gz" else text)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _annotations(self, base: int) -> Iterator[dict[str, Any]]:
+        pid = os.getpid()
+        for thread, name in ((1, "steps"), (2, "parts of steps")):  # above the threads that ran
+            what = {"ph": "M", "pid": pid, "tid": thread}
+            yield {**what, "name": "thread_name", "args": {"name": name}}
+            yield {**what, "name": "thread_sort_index", "args": {"sort_index": thread - 3}}
+        rows = [(1, f"step {number}", begin, end) for number, begin, end in self.steps]
+        rows += [(2, PHASES[span.phase], span.begin, span.end) for span in self.spans]
+        for thread, name, begin, end in rows:
+            at = {"ts": (begin - base) / 1000, "dur": (end - begin) / 1000}
+            yield {"ph": "X", "cat": "hasten", "name": name, "pid": pid, "tid": thread, **at}
+
+
+@contextmanager
+def _ours() -> Iterator[None]:
+    """What is built in here is hasten's own profiler, not the script's."""
+    _ours_in.add(threading.get_ident())
+    try:
+        yield
+    finally:
+        _ours_in.discard(threading.get_ident())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's profiler reads how much it shall say from the environment when it is first used."""
+    name, level = _QUIET
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = level
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def watch_for_others(told: Callable[[bool], None]) -> None:
+    """Call `told` when a profiler of torch's is built, before it can start, with whether it is the script's."""
+    import torch
+
+    for kind in (torch.profiler.profiler._KinetoProfile, torch.autograd.profiler.profile):
+        _watch_class(kind, told)
+
+
+def _watch_class(kind: Any, told: Callable[[bool], None]) -> None:
+    build = kind.__init__
+
+    @functools.wraps(build)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() not in _ours_in:
+            told(not _compiler_asks(sys._getframe(1)))
+        build(self, *args, **kwargs)
+
+    kind.__init__ = __init__
+
+
+def _compiler_asks(frame: FrameType | None) -> bool:
+    """Whether it is torch's compiler that profiles, to choose a kernel."""
+    while frame is not None:
+        if f"{os.sep}torch{os.sep}_inductor{os.sep}" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,154 @@
+"""Models that are trained in several copies: DataParallel, and DistributedDataParallel's needless work."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+from hasten.doctor.observe.gradient_sync import GradientSync, SyncClock
+from hasten.doctor.observe.log import EventLog, script_place
+from hasten.doctor.observe.tapping import tap
+from hasten.evidence import Event
+
+_LOOKED = 20  # backwards after which it is known whether parameters stay unused
+
+
+def tap_replicas(session: Any, log: EventLog) -> None:
+    """Set the taps on what builds replicas."""
+    import torch
+
+    def data_parallel(plain: Any) -> Any:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            plain(self, *args, **kwargs)
+            devices = len(getattr(self, "device_ids", ()))
+            log.note("data_parallel", detail=f"{devices} devices", anywhere=True)
+
+        return __init__
+
+    replicas = Replicas(session, log)
+
+    def distributed(plain: Any) -> Any:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            plain(self, *args, **kwargs)
+            try:
+                replicas.built(self, script_place(sys._getframe(1)) or "")
+            except Exception as error:  # a tap never breaks a script
+                session.run.skip("observing DistributedDataParallel", error)
+
+        return __init__
+
+    tap(torch.nn.DataParallel, "__init__", data_parallel)
+    tap(torch.nn.parallel.DistributedDataParallel, "__init__", distributed)
+
+
+class _Replica:
+    """One DistributedDataParallel."""
+
+    __slots__ = (
+        "backwards",
+        "clock",
+        "first",
+        "gradient",
+        "module",
+        "parameters",
+        "place",
+        "seeks_unused",
+        "synchronised",
+        "unused",
+    )
+
+    def __init__(self, module: Any, place: str) -> None:
+        self.module = weakref.ref(module)
+        self.place = place
+        self.seeks_unused = bool(module.find_unused_parameters)
+        self.unused = False
+        first = next((p for p in module.parameters() if p.requires_grad), None)
+        self.first = None if first is None else weakref.ref(first)
+        self.gradient: tuple[weakref.ref[Any], int] | None = None  # its first parameter's, and its version
+        self.backwards = 0  # that synchronised
+        self.synchronised: list[str] = []  # where, since its optimizer stepped
+        self.parameters = frozenset(map(id, module.parameters()))
+        self.clock = SyncClock(module)
+
+    def went_through(self) -> bool:
+        """Whether the backward that is over added to this module's gradients."""
+        first = None if self.first is None else self.first()
+        before, self.gradient = self.gradient, None
+        if first is None or first.grad is None:
+            return False
+        version: int = first.grad._version
+        self.gradient = weakref.ref(first.grad), version
+        return before is None or before[0]() is not first.grad or before[1] != version
+
+
+class Replicas:
+    """Watches the backwards of DistributedDataParallel modules.
+
+    Args:
+        session: The process's session.
+        log: Where events are counted.
+    """
+
+    def __init__(self, session: Any, log: EventLog) -> None:
+        self._session = session
+        self._log = log
+        self._all: list[_Replica] = []
+        self._sync: GradientSync | None = None
+
+    def built(self, module: Any, place: str) -> None:
+        """One was built; from the first on, backwards and steps are listened to."""
+        # By the end of the run the process group may be gone.
+        self._session.run.seen["distributed"] = max(module.process_group.size(), 1)
+        recorder = self._session.run.recorder
+        if not self._all and recorder is not None:
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            self._session.observers.append(self)
+            self._session.on_backward.append(self._on_backward)
+            register_optimizer_step_post_hook(self._stepped)
+            self._sync = GradientSync(recorder)  # here, in the process that trains: it may have been forked
+            # Which backward of several was for nothing shows only where all are seen.
+            recorder.wake()
+            recorder.may_rest = False
+        self._all.append(_Replica(module, place))
+
+    def _on_backward(self, *_: Any) -> None:
+        try:
+            for replica in self._all:
+                module = replica.module()
+                if module is None or not replica.went_through():
+                    continue
+                if not (module.require_backward_grad_sync and module.require_forward_param_sync):
+                    continue  # under no_sync, which counts where the forward is
+                replica.backwards += 1
+                if self._sync is not None:
+                    self._sync.synced(replica.clock)
+                replica.synchronised.append(script_place(sys._getframe(2), past_torch=True) or "")
+                if replica.seeks_unused and replica.backwards <= _LOOKED and not replica.unused:
+                    replica.unused = any(p.requires_grad and p.grad is None for p in module.module.parameters())
+        except Exception as error:  # a module like no other
+            self._session.run.skip("observing DistributedDataParallel", error)
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        first = next((id(p) for group in optimizer.param_groups for p in group["params"]), None)
+        for replica in self._all:
+            if first in replica.parameters:
+                for place in replica.synchronised[:-1]:  # the last one's sums are what the step is made with
+                    self._log.note_at("ddp_sync", place)
+                replica.synchronised.clear()
+
+    def facts(self) -> dict[str, Any]:
+        """Searches for unused parameters, and whether there were any."""
+        return {
+            "events": tuple(
+                Event(
+                    "ddp_unused",
+                    replica.place,
+                    max(1, replica.backwards),
+                    detail="some unused" if replica.unused else "none unused" if replica.backwards else "",
+                )
+                for replica in self._all
+                if replica.seeks_unused
+            )
+        }

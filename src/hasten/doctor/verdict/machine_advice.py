@@ -1,0 +1,74 @@
+"""What a run's use of CPU, GPU, memory and network says about the machine to rent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from hasten.doctor.verdict.steady_use import SteadyUse, peak_memory, steady_use
+from hasten.evidence import Evidence, GpuUse
+from hasten.evidence.figures import percent
+
+_ENOUGH = 4  # samples
+_IDLE = 0.5  # share of the cores below which a smaller machine is spoken of
+_MUCH_MEMORY = 8 * 2**30
+
+
+def advice(evidence: Evidence, phases: Mapping[str, float]) -> tuple[str, ...]:
+    """Sentences; none where nobody sampled the machine for long enough."""
+    use = steady_use(evidence)
+    if use is None or use.samples < _ENOUGH:
+        return ()
+    step = sum(phases.values())
+    waits = phases.get("data", 0.0) / step if step > 0 else 0.0
+    said = [*_cores(evidence, use, waits), *_ratios(use), *_memory(evidence)]
+    for gpu in evidence.use.gpus if evidence.use is not None else ():
+        said += _gpu(gpu)
+    return tuple(said)
+
+
+def _cores(evidence: Evidence, use: SteadyUse, waits: float) -> list[str]:
+    cores, said = evidence.machine.cores, []
+    crowded = use.others >= 0.25 * cores  # what it used is then no sign of what it could use
+    idle = use.cpu < _IDLE * cores and not crowded
+    if use.worker_count >= 1 and waits < 0.1:
+        said.append(
+            f"more cores would not help loading: the loader's {use.worker_count:.0f} workers used "
+            f"{use.workers:.1f} of {cores} cores and the step waits {percent(waits)} of its time for them"
+        )
+    if idle and cores >= 2:
+        need = max(1, math.ceil(use.high_cpu * 1.1))
+        if need < cores:
+            said.append(f"{need} of these {cores} cores would do for it as it stands: it used {use.cpu:.1f}")
+    elif use.cpu >= 0.9 * cores:
+        said.append(f"more cores would help as far as its operators can be shared: it used all {cores}")
+    return said
+
+
+def _ratios(use: SteadyUse) -> list[str]:
+    worked = use.gpu * use.gpus
+    if worked <= 0.01:
+        return []
+    said = [f"CPU to GPU: {use.cpu / worked:.1f} cores' work for each GPU's"]
+    if use.net_in + use.net_out > 1e6:
+        said.append(f"network to GPU: {(use.net_in + use.net_out) / worked / 1e6:.0f} MB for each second a GPU works")
+    return said
+
+
+def _memory(evidence: Evidence) -> list[str]:
+    peak, there = peak_memory(evidence), evidence.machine.memory_bytes
+    if there < _MUCH_MEMORY or peak <= 0:
+        return []
+    if peak < 0.25 * there:
+        return [f"a quarter of the memory would do: it took {peak / 2**30:.1f} of {there / 2**30:.0f} GiB"]
+    return [f"more memory is called for: it took {peak / 2**30:.1f} of {there / 2**30:.0f} GiB"] * (peak > 0.9 * there)
+
+
+def _gpu(gpu: GpuUse) -> list[str]:
+    said = []
+    if gpu.memory and gpu.memory_total and max(gpu.memory) < 0.4 * gpu.memory_total:
+        took, there = max(gpu.memory) / 2**30, gpu.memory_total / 2**30
+        said.append(f"a GPU with less memory would do: {took:.1f} of {there:.0f} GiB of {gpu.name} were used")
+    if gpu.throttled:
+        said.append(f"{gpu.name} was held back: {', '.join(gpu.throttled)}")
+    return said

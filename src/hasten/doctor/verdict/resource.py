@@ -1,0 +1,277 @@
+"""Which resource is saturated, or that none is and at which point the training is under-parallelised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hasten.doctor.verdict.diagnosis import Verdict
+from hasten.doctor.verdict.steady_use import SteadyUse, steady_use
+from hasten.doctor.verdict.untrained import OUT_OF_MEMORY, caveats, out_of_memory, stands_still, stuck, untrained
+from hasten.evidence import PHASES, Evidence, LoaderFacts, Stages
+from hasten.evidence.figures import percent
+
+# Share of the step from which a part of it is the answer; the one furthest beyond its bound is.
+_BOUNDS = {"data": 0.30, "transfer": 0.25, "sync": 0.25, "validation": 0.40, "checkpoint": 0.25, "other": 0.40}
+_COMPUTING = ("forward", "backward", "optimizer")
+_BUSY = 0.75  # share of the cores, or of a GPU's time, from which it is saturated
+_TELLING = 0.1  # share of the time in a part of the step from which one line of it is worth a word
+_FULL_MACHINE = 0.85  # share of the cores that is busy, whoever uses them
+_NVML_BUSY = 0.95  # NVML calls a GPU busy while one kernel runs, however small: its word weighs less
+_HOST_SYNCS = ("item", "tolist", "cpu", "numpy", "nonzero", "mask", "print", "synchronize")
+_REMOTE = ("nfs", "cifs", "smb", "fuse", "lustre", "gpfs", "ceph", "9p", "beegfs")
+
+
+def verdict(evidence: Evidence, phases: Mapping[str, float]) -> Verdict:
+    """The answer for a run.
+
+    Args:
+        evidence: What it left behind.
+        phases: Mean seconds of a steady step by phase.
+    """
+    if any(word in evidence.error for word in OUT_OF_MEMORY):
+        return out_of_memory(evidence)
+    so_far = dict(zip(PHASES, evidence.unfinished, strict=False))
+    phases = phases if sum(phases.values()) > 0 or evidence.error else so_far
+    step = sum(phases.values())
+    if step <= 0:
+        return untrained(evidence)
+    shares = {name: seconds / step for name, seconds in phases.items()}
+    use = steady_use(evidence)
+    found = _gpu_is_full(evidence, shares, use)
+    if found is None:
+        name, beyond = max(((n, shares.get(n, 0.0) / bound) for n, bound in _BOUNDS.items()), key=lambda one: one[1])
+        found = _BY_PHASE[name](evidence, shares, use) if beyond >= 1 else _computing(evidence, shares, use)
+    details = (*found.details, *caveats(evidence, use))
+    last = stuck(evidence)
+    if last and stands_still(evidence) > sum(evidence.step_seconds):
+        return Verdict("none", last, (f"before that: {found.title}", *details))
+    return Verdict(found.resource, found.title, (*details, *([last] if last else [])))
+
+
+def _cores(number: float) -> str:
+    return f"{number:.1f}"
+
+
+# -- the GPU -------------------------------------------------------------------------------------------------
+
+
+def on_gpu(evidence: Evidence) -> bool:
+    """Whether a model trains on a GPU."""
+    return any(model.device == "cuda" and model.train_calls for model in evidence.models)
+
+
+def _gpu_busy(evidence: Evidence, use: SteadyUse | None) -> tuple[float | None, float, str]:
+    """Share of time in which the GPU computes, from what share on it is full, and who says so."""
+    if evidence.sampled is not None and evidence.sampled.device_busy is not None:
+        return evidence.sampled.device_busy, _BUSY, "of the profiled steps"
+    if use is not None and use.gpus:
+        return use.gpu, _NVML_BUSY, "of the time, as NVML counts"
+    return None, _BUSY, ""
+
+
+def _gpu_is_full(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict | None:
+    if not on_gpu(evidence):
+        return None
+    busy, bound, by = _gpu_busy(evidence, use)
+    if busy is None or busy < bound:
+        return None
+    return Verdict(
+        "gpu",
+        f"GPU-bound: the GPU computes {percent(busy)} {by}",
+        ("it gets faster by less work or cheaper work for the GPU: lower precision, fused kernels, a faster GPU",),
+    )
+
+
+def _gpu_waits(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
+    """The step is computing, but the GPU is not full: it waits for the CPU, or nobody can tell."""
+    computing = sum(shares.get(name, 0.0) for name in _COMPUTING)
+    busy, _, by = _gpu_busy(evidence, use)
+    syncs = [event for event in evidence.events_of(*_HOST_SYNCS) if event.device == "cuda"]
+    per_step = sum(event.count for event in syncs) / max(1, evidence.steps)
+    if busy is None:
+        if evidence.device_clock:
+            return Verdict("gpu", f"GPU-bound: computing takes {percent(computing)} of the step on the GPU's clock")
+        return Verdict("gpu", f"computing on the GPU takes {percent(computing)} of the step", ("by the CPU's clock",))
+    idle = f"the GPU computes only {percent(busy)} {by}"
+    if per_step >= 0.5:
+        worst = syncs[0]
+        detail = f"the CPU waits for the GPU {per_step:.1f} times a step, most of all at {worst.where} ({worst.kind})"
+        return Verdict("sync", f"held up by host syncs: {idle}", (detail, "until it has caught up, no new work starts"))
+    launches = evidence.sampled.launches if evidence.sampled is not None else None
+    detail = f"{launches:.0f} kernels are launched a step" if launches else "the kernels are too small or too late"
+    return Verdict(
+        "sync",
+        f"launch-bound: {idle}, and waits for the CPU to start its kernels",
+        (detail, "bigger batches, torch.compile or CUDA graphs give it more to do at a time"),
+    )
+
+
+# -- parts of the step that are not computing ----------------------------------------------------------------
+
+
+def _data(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
+    loader = evidence.train_loader
+    waits = f"the step waits {percent(shares['data'])} of its time for batches"
+    resource = _behind_the_loader(evidence, use)
+    title = f"data-bound: {waits}"
+    if resource != "data":
+        title = f"{resource}-bound: {waits}, and the loader for its {resource}"
+    return Verdict(resource, title, tuple(_about_loading(evidence, loader, use)))
+
+
+def _behind_the_loader(evidence: Evidence, use: SteadyUse | None) -> str:
+    """What the loader itself waits for: "disk", "network", or "data" where it is its own work."""
+    stages = _stages(evidence)
+    reading = stages.read / stages.seconds if stages is not None and stages.seconds > 0 else None
+    around = evidence.surroundings
+    remote = around is not None and around.filesystem.startswith(_REMOTE)
+    if reading is not None and reading < 0.5:
+        return "data"
+    if remote and reading is not None:
+        return "network"
+    if use is not None and use.waiting >= 0.2:
+        return "disk"
+    if reading is not None and around is not None and around.rotational:
+        return "disk"
+    return "data"
+
+
+def _stages(evidence: Evidence) -> Stages | None:
+    training = [index for index, loader in enumerate(evidence.loaders) if loader.role == "train"]
+    return next((stages for stages in evidence.stages if stages.loader in training), None)
+
+
+def _about_loading(evidence: Evidence, loader: LoaderFacts | None, use: SteadyUse | None) -> list[str]:
+    if loader is None:
+        return ["the batches come from something that is no DataLoader"]
+    details, cores = [], evidence.machine.cores
+    if not loader.num_workers:
+        details.append("the loader has no workers: loading and computing take turns in one process")
+        if use is not None and _room(cores, use) >= 0.5:
+            details.append(f"the training used {_cores(use.cpu)} of {cores} cores: workers have room")
+    elif use is not None and use.workers >= _BUSY * loader.num_workers:
+        full = _room(cores, use) < 0.5
+        more = "the cores are full: more workers would not help" if full else "more workers have room"
+        details.append(f"its {loader.num_workers} workers compute all the time ({_cores(use.workers)} cores); {more}")
+    elif use is not None:
+        details.append(
+            f"its {loader.num_workers} workers used {_cores(use.workers)} cores: they wait themselves, or start anew"
+        )
+    stages = _stages(evidence)
+    if stages is not None and stages.seconds > 0:
+        parts = {"reading": stages.read, "decoding": stages.decode, "transforms": stages.transform}
+        parts |= {"collating": stages.collate, "the dataset's own code": stages.other}
+        most = max(parts, key=lambda name: parts[name])
+        details.append(f"{percent(parts[most] / stages.seconds)} of a batch's making is {most}")
+    return details
+
+
+def _room(cores: int, use: SteadyUse) -> float:
+    """Cores' worth of CPU that nobody used."""
+    return min(cores - use.cpu, cores * (1.0 - use.machine))
+
+
+def _transfer(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
+    share = percent(shares["transfer"])
+    return Verdict("transfer", f"transfer-bound: {share} of the step are copies from the CPU to the GPU")
+
+
+def _network(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
+    processes = evidence.flags.distributed
+    details = [f"{processes} processes add up their gradients: the slowest of them, or the network, is waited for"]
+    if use is not None and use.net_out > 1e6:
+        details.append(f"the machine sent {use.net_out / 1e6:.0f} MB/s meanwhile")
+    return Verdict(
+        "network", f"network-bound: {percent(shares['sync'])} of the step wait for the gradient sync", tuple(details)
+    )
+
+
+def _validation(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
+    return Verdict(
+        "validation",
+        f"validation takes {percent(shares['validation'])} of the time",
+        ("it gets faster by validating less often, on fewer batches, or in bigger ones",),
+    )
+
+
+def _checkpoint(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
+    saves = evidence.events_of("save")
+    where = (f"at {saves[0].where}",) if saves and saves[0].where else ()
+    share = percent(shares["checkpoint"])
+    return Verdict("checkpoint", f"checkpoints take {share} of the time: the loop stands while they are written", where)
+
+
+def _other(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
+    """The script's own code between loading and computing."""
+    if on_gpu(evidence):
+        return _gpu_waits(evidence, shares, use)
+    share = percent(shares["other"])
+    details = []
+    lengths = evidence.step_seconds
+    there = shares["other"] * sum(lengths) / len(lengths) * evidence.steps if lengths else 0.0
+    seen = evidence.events_of(*{event.kind for event in evidence.events} - {"save"})  # that is counted as checkpoint
+    if seen and seen[0].seconds >= _TELLING * there:
+        details.append(f"of what was timed there, most went to {seen[0].kind} at {seen[0].where}")
+    details.append("it is neither loading, forward, backward nor optimizer, and runs on one core")
+    return Verdict(
+        "none", f"under-parallelised: {share} of the step is the script's own code in the loop", tuple(details)
+    )
+
+
+# -- computing -----------------------------------------------------------------------------------------------
+
+
+def _computing(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
+    if on_gpu(evidence):
+        return _gpu_waits(evidence, shares, use)
+    computing = sum(shares.get(name, 0.0) for name in _COMPUTING)
+    cores, threads = evidence.machine.cores, evidence.flags.threads
+    fills = f"forward, backward and optimizer take {percent(computing)} of the step"
+    if use is None:
+        return Verdict("cpu", f"CPU-bound: {fills}", ("how many cores that kept busy was not seen",))
+    uses = f"the training used {_cores(use.cpu)} of {cores} cores"
+    if use.cpu >= _BUSY * cores:
+        return Verdict("cpu", f"CPU-bound: {fills}, and {uses}", _idle_gpu(evidence))
+    if use.machine >= _FULL_MACHINE and use.others >= max(use.cpu, cores / 2):
+        title = f"short of CPU: others fill the machine, and the training got {_cores(use.cpu)} of {cores} cores"
+        return Verdict("cpu", title, (fills, *_idle_gpu(evidence)))
+    if use.machine >= _FULL_MACHINE:
+        return Verdict("cpu", f"CPU-bound: {fills}, and no core is idle", (uses, *_idle_gpu(evidence)))
+    return _too_few_threads(evidence, shares, use, uses, threads)
+
+
+def _too_few_threads(
+    evidence: Evidence, shares: Mapping[str, float], use: SteadyUse, uses: str, threads: int
+) -> Verdict:
+    """Cores are idle while the CPU computes."""
+    cores, data = evidence.machine.cores, shares.get("data", 0.0)
+    loader = evidence.train_loader
+    if data >= 0.15 and loader is not None and not loader.num_workers:
+        return Verdict(
+            "none",
+            f"under-parallelised: loading ({percent(data)}) and computing take turns",
+            (uses, "the loader has no workers"),
+        )
+    if 0 < threads < cores:
+        point = f"computing runs on {threads} thread{'s' * (threads != 1)}"
+        detail = f"{uses}; torch was given {threads} (OMP_NUM_THREADS or set_num_threads)"
+    else:
+        point = "the operators are too small to be shared among the cores"
+        detail = f"{uses}, with {threads} threads"
+    return Verdict("none", f"under-parallelised: {point}", (detail, *_idle_gpu(evidence)))
+
+
+def _idle_gpu(evidence: Evidence) -> tuple[str, ...]:
+    if not evidence.machine.gpus:
+        return ()
+    return (f"the model is on the CPU, and {evidence.machine.gpus[0]} has nothing to do",)
+
+
+_BY_PHASE = {
+    "data": _data,
+    "transfer": _transfer,
+    "sync": _network,
+    "validation": _validation,
+    "checkpoint": _checkpoint,
+    "other": _other,
+}

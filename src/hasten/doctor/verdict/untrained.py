@@ -1,0 +1,85 @@
+"""Answers that no phase gives: the training did not get that far, ran out of memory or stands still; and caveats."""
+
+from __future__ import annotations
+
+from hasten.doctor.verdict.diagnosis import Verdict
+from hasten.doctor.verdict.steady_use import SteadyUse
+from hasten.evidence import Evidence, Phase, split_place
+
+OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "annot allocate memory", "can't allocate memory")
+_CROWDED = 0.6  # share of the cores that is busy, from which others are in the way
+_FEW = 10  # steady steps below which an answer is a rough one
+
+
+def out_of_memory(evidence: Evidence) -> Verdict:
+    """The training ended for want of memory."""
+    seen = f"{evidence.steps} steps were seen before" if evidence.steps else "it was before the first step"
+    return Verdict("memory", "out of memory: the training needs more than there is", (f"{evidence.error}; {seen}",))
+
+
+def untrained(evidence: Evidence) -> Verdict:
+    """No step was over: how far it got."""
+    details = []
+    if evidence.stopped_at:
+        place = _place(evidence.stopped_at)
+        details.append(f"after {evidence.ended_at:.0f} s, when it was cut, the script was at {place}")
+        title = "no training step was over when the time was up"
+    elif evidence.error:
+        # The first word of a run that is killed comes a second after it began to train.
+        heard = not evidence.error.startswith("killed by") or evidence.loaders or evidence.models or evidence.optimizers
+        title = "the script ended before a training step was " + ("over" if heard else "heard of")
+        details.append(evidence.error)
+    else:
+        title = "no training step was seen"
+        details.append("a step is a batch of a DataLoader with a backward in it, or a step of a torch optimizer")
+    built = [f"{len(evidence.loaders)} DataLoaders"] * bool(evidence.loaders)
+    built += [f"a model {model.name}" for model in evidence.models[:1]]
+    built += [f"an optimizer {optimizer.name}" for optimizer in evidence.optimizers[:1]]
+    if built:
+        details.append(f"it had built {', '.join(built)}")
+    if evidence.stopped_at:
+        details.append("--seconds gives it more time")
+    return Verdict("untrained", title, tuple(details))
+
+
+def stands_still(evidence: Evidence) -> float:
+    """Seconds since the last step that was over."""
+    return evidence.ended_at - evidence.step_start[-1] - sum(evidence.step_phases[-1])
+
+
+def stuck(evidence: Evidence) -> str:
+    """A step that was going on when the time was up; "" without one."""
+    if not evidence.stopped_at or not evidence.step_phases:
+        return ""
+    return (
+        f"a step was going on for {stands_still(evidence):.0f} s when the time was up, at {_place(evidence.stopped_at)}"
+    )
+
+
+def _place(where: str) -> str:
+    file, line = split_place(where)
+    return f"{file}, line {line}" if file else where
+
+
+def _one_so_far(evidence: Evidence) -> str:
+    cut = f", which was not over when the time was up, at {_place(evidence.stopped_at)}" if evidence.stopped_at else ""
+    return f"a rough answer: it rests on {sum(evidence.unfinished):.3g} s of the first step{cut}"
+
+
+def caveats(evidence: Evidence, use: SteadyUse | None) -> list[str]:
+    """What makes an answer less sure than it sounds."""
+    said = []
+    steady = evidence.steady()
+    if not steady:
+        said.append(_one_so_far(evidence))
+    elif len(steady) < _FEW:
+        seen = f"{len(steady)} step{'s' * (len(steady) != 1)}"
+        disturbed = {evidence.number(index) for index in steady} & set(evidence.disturbed)
+        besides = ", slowed by the look into them" if disturbed else ""
+        besides = besides or (", warm-up included" if len(evidence.step_phases) < _FEW else "")
+        said.append(f"a rough answer: it rests on {seen}{besides}")
+    if evidence.flags.distributed > 1 and not any(step[Phase.SYNC] for step in evidence.step_phases):
+        said.append(f"backward contains the gradient sync of {evidence.flags.distributed} processes")
+    if use is not None and use.others >= 0.25 * evidence.machine.cores and use.machine >= _CROWDED:
+        said.append(f"other processes used {use.others:.1f} cores of this machine meanwhile: it is faster without them")
+    return said

@@ -1,0 +1,117 @@
+"""Drawings of evidence, by plain functions: a step's phases, memory, losses; empty where there is nothing to draw."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from hasten.doctor.views.wording import PhaseRow
+from hasten.evidence import PHASES, Evidence
+from hasten.report import words
+from hasten.report.drawing import Point, Scale, area, columns, dot, line, rect, rows, stretched, svg
+
+MOST = 300
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series: its name, its class in the style sheet, when and how much."""
+
+    name: str
+    kind: str
+    points: Points
+
+
+def phase_class(name: str) -> str:
+    """The style class of a phase, which gives its colour."""
+    return f"ph-{name}" if name in PHASES else "ph-extra"
+
+
+def phase_bar(phases: Sequence[PhaseRow]) -> Markup:
+    """One bar of a steady step: each phase begins where the one before ends."""
+    whole = sum(row.seconds for row in phases)
+    if not whole > 0:
+        return Markup()
+    scale, parts, reached = Scale(0.0, whole), [], 0.0
+    for row in phases:
+        told = f"{row.label}: {words.alike(row.seconds, whole)}, {row.share}"
+        parts.append(rect(phase_class(row.name), (scale(reached), scale(reached + row.seconds)), 0, 30, told))
+        reached += row.seconds
+    told = ", ".join(f"{row.label} {row.share}" for row in phases)
+    return svg("Where a steady step's time goes", told, 30, parts)
+
+
+def thinned(points: Points, most: int = MOST, choose: Callable[[list[float]], float] = statistics.fmean) -> Points:
+    """At most so many points: of each group that follows each other one, with its mean (or another choice)."""
+    points = [(at, value) for at, value in points if words.known(at) and words.known(value)]
+    each = max(1, math.ceil(len(points) / most))
+    groups = [points[begin : begin + each] for begin in range(0, len(points), each)]
+    return [(group[len(group) // 2][0], choose([value for _, value in group])) for group in groups]
+
+
+def memory_charts(evidence: Evidence) -> list[Markup]:
+    """Memory by step, from 0, its peak dashed: of the process, and allocated on the GPU."""
+    on_cpu: Points = [(one.step, one.rss) for one in evidence.memory if one.rss > 0]
+    on_gpu: Points = [(one.step, one.gpu) for one in evidence.memory if one.gpu is not None]
+    drawn = [
+        _memory("Memory of the process", "c-main", on_cpu, evidence.peak_memory_bytes),
+        _memory("Memory allocated on the GPU", "c-gpu", on_gpu, evidence.peak_gpu_bytes or 0),
+    ]
+    return [one for one in drawn if one]
+
+
+def _memory(title: str, kind: str, points: Points, peak: int) -> Markup:
+    points = thinned(points, choose=max)
+    highest = max([peak, *(amount for _, amount in points)])
+    if len(points) < 2 or not highest > 0:
+        return Markup()
+    unit, name = (1 << 30, "GiB") if highest >= 1 << 30 else (1 << 20, "MiB")
+    down = Scale(0.0, highest / unit * 1.05, near=100.0, far=0.0)
+    across = Scale(points[0][0], points[-1][0])
+    drawn = [line(f"stroke {kind}", [(across(step), down(amount / unit)) for step, amount in points], title)]
+    if peak > 0:
+        drawn.append(line(f"stroke peak {kind}", [(0, down(peak / unit)), (100, down(peak / unit))], "peak"))
+    height = 150.0
+    parts = [*rows(down, height, lambda amount: f"{amount:g} {name}"), stretched(height, drawn)]
+    parts += columns(across, height, lambda step: f"{step:,.0f}")
+    told = f"from {words.size(int(points[0][1]))} to {words.size(int(points[-1][1]))}"
+    return svg(title, f"{told}, peak {words.size(peak)}" if peak > 0 else told, height + 22, parts)
+
+
+def loss_chart(evidence: Evidence) -> Markup:
+    """Training loss by step, from lowest to highest of each group of steps and their mean; validation as dots."""
+    points = [(evidence.number(index), loss) for index, loss in enumerate(evidence.losses) if loss is not None]
+    mean = thinned([(float(step), loss) for step, loss in points])
+    if len(mean) < 2:
+        return Markup()
+    low, high = (thinned([(float(s), v) for s, v in points], choose=choose) for choose in (min, max))
+    checks = [(float(one.step), one.loss) for one in evidence.validations if words.known(one.loss)][:MOST]
+    # One wild loss must not flatten all others: the scale ends well above what is usual.
+    usual = statistics.quantiles([value for _, value in mean], n=20)[-1] if len(mean) > 20 else math.inf
+    values = [value for _, value in [*low, *high, *checks]]
+    lowest, highest = min(values), max(values)
+    if highest - lowest > 20 * (usual - lowest):
+        highest = lowest + 3 * (usual - lowest)
+    log = lowest > 0 and highest / lowest > 30
+    down = Scale(lowest, highest, log=log, near=96, far=6)
+    across = Scale(0.0, max(step for step, _ in [*mean, *checks]))
+
+    def placed(line: Points) -> list[Point]:
+        return [(across(step), down(min(max(value, lowest), highest))) for step, value in line]
+
+    drawn = [area("band", placed([*high, *reversed(low)])), line("stroke c-main", placed(mean), "training loss")]
+    height = 200.0
+    parts = rows(down, height, lambda loss: f"{loss:g}")
+    parts.append(stretched(height, drawn))
+    for step, loss in checks:
+        y = down(min(max(loss, lowest), highest)) * height / 100
+        parts.append(dot("dot-check", across(step), y, f"validation at step {step:,.0f}: {words.number(loss)}"))
+    parts += columns(across, height, lambda step: f"{step:,.0f}")
+    told = f"from {words.number(mean[0][1])} to {words.number(mean[-1][1])}"
+    return svg("Loss by step" + (", logarithmic" if log else ""), told, height + 22, parts)

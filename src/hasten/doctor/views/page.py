@@ -1,0 +1,137 @@
+"""A diagnosis as one HTML page that opens offline: no script, no font, no picture from elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from hasten.doctor.verdict.diagnosis import Diagnosis
+from hasten.doctor.views import TEMPLATES, charts, timeline, wording
+from hasten.doctor.views.excerpt import excerpt
+from hasten.doctor.views.flame import checked
+from hasten.evidence import Evidence, Layer, Operator, Severity
+from hasten.report import words
+from hasten.report.page import environment, write_whole
+
+_MOST_ROWS = 15
+_USUAL = {"groups": 1, "stride": 1, "dilation": 1, "padding": 0, "num_layers": 1}
+_KINDS = {"none": "calm", "untrained": "unclear"}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One labelled figure."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+def render(diagnosis: Diagnosis, evidence: Evidence | None, flame: str = "") -> str:
+    """The whole page as text; the arguments are those of `write`."""
+    findings = wording.worst_first(diagnosis.findings)
+    phases = wording.phase_rows(diagnosis)
+    drawn, refused = checked(flame)
+    page = environment(TEMPLATES).get_template("doctor.html.j2")
+    return page.render(
+        found=diagnosis,
+        seen=evidence,
+        kind=_KINDS.get(diagnosis.verdict.resource, "bound"),
+        phases=phases,
+        step=sum(row.seconds for row in phases),
+        figures=figures(diagnosis, evidence),
+        costly=[one for one in findings if one.severity is not Severity.NOTE],
+        notes=[one for one in findings if one.severity is Severity.NOTE],
+        unseen=_unseen(diagnosis, evidence),
+        excerpt=lambda one: excerpt(one.file, one.line, diagnosis.created),
+        layers=hottest_layers(evidence),
+        operators=hottest_operators(evidence),
+        flame=drawn,
+        flame_refused=refused,
+        charts=charts,
+        timeline=timeline,
+        about=wording,
+        words=words,
+        sizes=_sizes,
+    )
+
+
+def write(diagnosis: Diagnosis, evidence: Evidence | None, path: Path, flame: str = "") -> None:
+    """Write the page, whole or not at all.
+
+    Args:
+        diagnosis: What to show.
+        evidence: What it was made from, for everything over time; None where it is gone.
+        path: Where to.
+        flame: A flame graph of a loader's worker, as SVG without scripts, links and styles; one that has them is left
+            out, and the page says so.
+
+    Raises:
+        HastenError: The folder cannot be written to.
+    """
+    write_whole(render(diagnosis, evidence, flame), path)
+
+
+def figures(diagnosis: Diagnosis, evidence: Evidence | None) -> list[Figure]:
+    """The few figures that stand first."""
+    found = []
+    if diagnosis.step > 0:
+        rest = wording.step_line(diagnosis).partition(", ")[2]
+        found.append(Figure("a steady step", words.duration(diagnosis.step), rest))
+    phases = wording.phase_rows(diagnosis)
+    if phases:
+        most = max(phases, key=lambda row: row.seconds)
+        found.append(Figure("most of it", most.share, f"{most.label}, {words.duration(most.seconds)} a step"))
+    if words.known(diagnosis.pauses.first_step):
+        before = words.duration(diagnosis.pauses.start_up)
+        found.append(Figure("first step", words.duration(diagnosis.pauses.first_step), f"after {before} of start-up"))
+    if evidence is not None:
+        found += _used(evidence)
+    return found
+
+
+def _used(evidence: Evidence) -> list[Figure]:
+    use, found = evidence.use, []
+    cpu = wording.finite(use.cpu) if use else []
+    if cpu:
+        cores = words.count(evidence.machine.cores, "core")
+        found.append(Figure("CPU", f"{statistics.fmean(cpu):.1f}", f"of {cores}, on average"))
+    busy = [(gpu.name, wording.finite(gpu.busy)) for gpu in (use.gpus if use else ())]
+    found += [Figure("GPU busy", words.percent(statistics.fmean(shares)), name) for name, shares in busy if shares]
+    if peak := wording.peak_memory(evidence):
+        found.append(Figure("peak memory", words.size(peak), f"of {words.size(evidence.machine.memory_bytes)}"))
+    if evidence.peak_gpu_bytes:
+        total = use.gpus[0].memory_total if use and use.gpus else 0
+        found.append(
+            Figure("peak GPU memory", words.size(evidence.peak_gpu_bytes), f"of {words.size(total)}" if total else "")
+        )
+    return found
+
+
+def hottest_layers(evidence: Evidence | None) -> list[Layer]:
+    """The layers that took most time, where that was measured."""
+    timed = [one for one in (evidence.layers if evidence else ()) if words.known(one.seconds) and one.seconds > 0]
+    return sorted(timed, key=lambda one: -one.seconds)[:_MOST_ROWS]
+
+
+def hottest_operators(evidence: Evidence | None) -> list[Operator]:
+    """The operators that took most time, on the device where there is one."""
+    sampled = evidence.sampled if evidence else None
+    known = [one for one in (sampled.operators if sampled else ()) if words.known(one.seconds + one.device_seconds)]
+    return sorted(known, key=lambda one: (-one.device_seconds, -one.seconds))[:_MOST_ROWS]
+
+
+def _unseen(diagnosis: Diagnosis, evidence: Evidence | None) -> list[str]:
+    """What could not be seen, each reason once."""
+    told = list(diagnosis.unseen)
+    for reason in evidence.skipped if evidence else ():
+        if not any(reason in sentence for sentence in told):
+            told.append(reason)
+    return told
+
+
+def _sizes(layer: Layer) -> str:
+    """A layer's sizes in short, without what is usual: `in channels 3, out channels 64, kernel size 3`."""
+    told = [(name, value) for name, value in layer.sizes.items() if value != _USUAL.get(name)]
+    return words.clean(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in told))

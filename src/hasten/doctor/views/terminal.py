@@ -1,0 +1,170 @@
+"""One screen that says why a training is slow, the most important first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from hasten.doctor.verdict.diagnosis import Diagnosis
+from hasten.doctor.views import wording
+from hasten.evidence import Evidence, Finding, Severity
+from hasten.report import words
+from hasten.report.screen import Screen, stacked
+
+_STYLES = {Severity.HIGH: "bold red", Severity.MEDIUM: "yellow", Severity.LOW: "cyan", Severity.NOTE: "dim"}
+_CALM = {"none": "bold green", "untrained": "bold yellow"}
+_WIDEST_BAR = 40
+_WIDEST_LABEL = 16
+_ROOM = 10  # of the words that paragraphs hang on
+_LINES_BESIDE_FINDINGS = 26
+_LINES_A_FINDING = 4
+_MOST_SENTENCES = 3
+
+
+def show(
+    diagnosis: Diagnosis,
+    evidence: Evidence | None,
+    console: Console,
+    html: Path | None = None,
+    json: Path | None = None,
+) -> None:
+    """Print a diagnosis: the verdict, where a step's time goes, the findings worst first, what was not seen.
+
+    Args:
+        diagnosis: What to show.
+        evidence: What it was made from, for use of the machine and the loader's stages; None where it is gone.
+        console: Where to print; its width, height, colours and encoding are respected.
+        html: Where the page was written; None where there is none.
+        json: Where the diagnosis was written; None where it was not.
+    """
+    page = _Page(diagnosis, evidence, console)
+    page.verdict()
+    page.phases()
+    page.findings(html)
+    page.sentences(html)
+    page.files(html, json)
+
+
+class _Page:
+    """The parts of the screen."""
+
+    def __init__(self, diagnosis: Diagnosis, evidence: Evidence | None, console: Console) -> None:
+        self.diagnosis = diagnosis
+        self.evidence = evidence
+        self.console = console
+        self.screen = Screen(console)
+
+    def verdict(self) -> None:
+        """The answer, how it is known, and what was listened to."""
+        found, screen = self.diagnosis.verdict, self.screen
+        self.console.print()
+        screen.say(screen.text(words.clean(found.title), _CALM.get(found.resource, "bold red")), 0)
+        for sentence in found.details:
+            screen.say(screen.text(words.clean(sentence)))
+        screen.say(screen.text(wording.listened_to(self.diagnosis), "dim"))
+        if self.diagnosis.error:
+            screen.labelled("failed", words.clean(self.diagnosis.error), _ROOM, "bold red")
+
+    def phases(self) -> None:
+        """Bars that add up to a steady step, and what is no steady step."""
+        rows = wording.phase_rows(self.diagnosis)
+        if rows:
+            on_gpu = self.evidence is not None and self.evidence.device_clock
+            self.screen.heading("Where a steady step's time goes", "on the GPU's clock" if on_gpu else "")
+            total = sum(row.seconds for row in rows)
+            wide = max(len("a whole step"), min(_WIDEST_LABEL, max(len(row.label) for row in rows)))
+            lengths = stacked([row.seconds for row in rows], max(4, min(_WIDEST_BAR, self.console.width - wide - 22)))
+            for row, length in zip(rows, lengths, strict=True):
+                style = "blue" if row.name in ("forward", "backward") else "yellow"
+                self._row(row.label[:wide].ljust(wide), words.alike(row.seconds, total), row.share, length, style)
+            self._row("a whole step".ljust(wide), words.alike(total, total), "100 %", None, "bold")
+        aside = wording.asides(self.diagnosis, self.evidence)
+        if aside and not rows:
+            self.console.print()
+        for label, line in aside:
+            self.screen.labelled(label, line, _ROOM)
+
+    def _row(self, label: str, seconds: str, share: str, length: int | None, style: str) -> None:
+        line = self.screen.text(f"  {label}  {seconds:>9}  {share:>5}", style if length is None else "")
+        if length is not None:
+            line += self.screen.text("  ") + self.screen.bar(length, style)
+        self.console.print(line, soft_wrap=True)
+
+    def findings(self, html: Path | None) -> None:
+        """The findings that cost something, as many as fit; the rest by name."""
+        found = wording.worst_first(self.diagnosis.findings)
+        costly = [one for one in found if one.severity is not Severity.NOTE]
+        notes = [one for one in found if one.severity is Severity.NOTE]
+        if not costly:
+            self.console.print()
+            if self.diagnosis.steps:
+                self.console.print(self.screen.text(wording.NOTHING, "bold"))
+            elif not notes:
+                self.console.print(self.screen.text("No findings: no whole training step was seen.", "bold"))
+        else:
+            self.screen.heading("Findings, worst first")
+            height = self.console.height if self.console.is_terminal else 40
+            most = max(3, (height - _LINES_BESIDE_FINDINGS) // _LINES_A_FINDING)
+            for one in costly[:most]:
+                self._finding(one)
+            self._rest(costly[most:], "more finding", html)
+        self._rest(notes, "note", html)
+
+    def _finding(self, one: Finding) -> None:
+        screen = self.screen
+        head = screen.text(f"{one.severity.value.upper():<7}", _STYLES[one.severity])
+        head += screen.text(words.clean(one.name), "bold")
+        if place := wording.place(one):
+            head += screen.text(f"  {place}")
+        told = screen.text(wording.worth(one), "bold" if one.severity is Severity.HIGH else "")
+        fits = head.cell_len + told.cell_len + 4 <= self.console.width
+        screen.say(head + screen.text("  ") + told if fits and told else head)
+        if told and not fits:
+            screen.say(told, 9)
+        screen.say(screen.text(words.clean(one.what)), 9)
+        if one.fix:
+            screen.say(screen.text("fix: ", "green") + screen.text(words.clean(one.fix)), 9)
+
+    def _rest(self, rest: list[Finding], what: str, html: Path | None) -> None:
+        if not rest:
+            return
+        places = ((words.clean(one.name), wording.place(one)) for one in rest)
+        names = list(dict.fromkeys(f"{name} ({place})" if place else name for name, place in places))
+        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+        self.screen.say(self.screen.text(f"and {words.count(len(rest), what)}: {shown}; {_elsewhere(html)}", "dim"))
+
+    def sentences(self, html: Path | None) -> None:
+        """What the use says of the machine, what could not be seen, what was done to the run."""
+        found = self.diagnosis
+        if found.machine or found.unseen or found.notes:
+            self.console.print()
+        for label, told in (("machine", found.machine), ("unseen", found.unseen), ("notes", found.notes)):
+            for sentence in told[:_MOST_SENTENCES]:
+                self.screen.labelled(label, words.clean(sentence), _ROOM, "bold")
+                label = ""
+            if (left := len(told) - _MOST_SENTENCES) > 0:
+                self.screen.labelled("", f"and {left} more; {_elsewhere(html)}", _ROOM, text_style="dim")
+
+    def files(self, html: Path | None, json: Path | None) -> None:
+        """What was written, and what to do next."""
+        trace = self.evidence.sampled.trace if self.evidence and self.evidence.sampled else ""
+        rows = [("page", html), ("JSON", json), ("trace", trace)]
+        rows = [(label, path) for label, path in rows if path]
+        curable = wording.techniques(self.diagnosis)
+        if rows or curable:
+            self.console.print()
+        for label, path in rows:
+            self.console.print(self.screen.text(f"  {label:<{_ROOM}}{words.clean(str(path))}"), soft_wrap=True)
+        if curable and self.diagnosis.command:
+            self.screen.say(self.screen.text(f"Next: tune measures and installs {_and(curable[:4])} for you:"), 0)
+            command = f"  hasten tune {words.command(self.diagnosis.command)}"
+            self.console.print(self.screen.text(command, "bold"), soft_wrap=True)
+
+
+def _elsewhere(html: Path | None) -> str:
+    return f"see {words.clean(str(html))}" if html is not None else "--html FILE shows them"
+
+
+def _and(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

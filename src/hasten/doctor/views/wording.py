@@ -1,0 +1,235 @@
+"""What a diagnosis says, in sentences and figures; the terminal and the page print the same ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hasten.doctor.verdict.diagnosis import Diagnosis
+from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Line, Severity, Stages, Use, split_place
+from hasten.report import words
+
+_LOOKS = 30  # at the training thread; fewer tell too little of its lines
+_HOT, _HOTTEST = 0.10, 4  # share of the step from which a line is told, and how many are
+NOTHING = "Nothing found that costs more than 1 % of a step."
+_ORDER = {Severity.HIGH: 0, Severity.MEDIUM: 1, Severity.LOW: 2, Severity.NOTE: 3}
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """One phase of a steady step, in seconds and in words."""
+
+    name: str
+    label: str
+    seconds: float
+    share: str
+
+
+def phase_rows(diagnosis: Diagnosis) -> list[PhaseRow]:
+    """The phases that took any time, in the order of a step."""
+    names = [name for name in dict.fromkeys([*PHASES, *diagnosis.phases]) if _positive(diagnosis.phases.get(name))]
+    seconds = [diagnosis.phases[name] for name in names]
+    whole = sum(seconds)
+    return [
+        PhaseRow(name, words.phase(name), amount, _share(amount / whole))
+        for name, amount in zip(names, seconds, strict=True)
+    ]
+
+
+def _positive(value: float | None) -> bool:
+    return value is not None and words.known(value) and value > 0
+
+
+def _share(part: float) -> str:
+    return words.percent(part) if part >= 0.001 else "<0.1 %"
+
+
+def worst_first(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings by severity, then by worth."""
+    return sorted(findings, key=lambda one: (_ORDER[one.severity], -(one.worth or 0.0)))
+
+
+def place(finding: Finding) -> str:
+    """`file:line`, relative to the current folder where that is shorter; else the module path; else ""."""
+    if not finding.file:
+        return words.clean(finding.where)
+    path = shorter(finding.file)
+    return words.clean(f"{path}:{finding.line}" if finding.line else path)
+
+
+def shorter(path: str) -> str:
+    """A path relative to the current folder, where that is shorter."""
+    try:
+        relative = os.path.relpath(path)
+    except (ValueError, OSError):  # a null byte, or the current folder is gone
+        return path
+    return relative if len(relative) < len(path) else path
+
+
+def worth(finding: Finding) -> str:
+    """What it may be worth, and how that is known."""
+    if finding.how_known is HowKnown.READ:
+        return "read from code, not measured"
+    if finding.worth is None or not words.known(finding.worth):
+        return ""
+    share = f"up to {words.percent(finding.worth)}" if finding.worth >= 0.01 else "less than 1 %"
+    return f"{share} of the step, {finding.how_known.value}"
+
+
+def listened_to(diagnosis: Diagnosis) -> str:
+    """The training, and how much of it was seen."""
+    text = words.command(diagnosis.command) or "a run"
+    return f"{text} ({words.count(diagnosis.steps, 'training step')} seen)"
+
+
+def step_line(diagnosis: Diagnosis) -> str:
+    """The steady step in one line; "" without steps."""
+    if not _positive(diagnosis.step):
+        return ""
+    parts = [f"mean {words.duration(diagnosis.step)}"]
+    if _positive(diagnosis.median):
+        parts.append(f"median {words.duration(diagnosis.median)}")
+        if _positive(diagnosis.spread):
+            parts.append(f"middle half within {words.duration(diagnosis.spread)}")
+    return ", ".join(parts) + (f"; {counted}" if (counted := steps_counted(diagnosis)) else "")
+
+
+def steps_counted(diagnosis: Diagnosis) -> str:
+    """Of which steps the figures are, in words: "of 190 of the 200 steps"; "" where that is not known."""
+    counted, seen = diagnosis.counted, diagnosis.steps
+    if not counted:
+        return ""
+    if seen == 1:
+        return "of the only step, the first, with all that start-up costs"
+    return f"of {counted:,} of the {seen:,} steps" if counted < seen else f"of all {seen:,} steps"
+
+
+def asides(diagnosis: Diagnosis, evidence: Evidence | None) -> list[tuple[str, str]]:
+    """What belongs beside the phases, each with a word for it: the steady step, pauses, a batch's stages, use."""
+    lines = [
+        ("steady", step_line(diagnosis)),
+        ("pauses", _pauses(diagnosis)),
+        ("outliers", _outliers(diagnosis)),
+        ("trend", _trend(diagnosis)),
+        ("batch", stage_line(evidence)),
+        ("lines", hot_lines(evidence)),
+        ("used", use_line(evidence)),
+    ]
+    return [(label, line) for label, line in lines if line]
+
+
+def _pauses(diagnosis: Diagnosis) -> str:
+    seen, parts = diagnosis.pauses, []
+    if _positive(seen.start_up):
+        parts.append(f"start-up {words.duration(seen.start_up)}")
+    if _positive(seen.first_step):
+        length = words.duration(seen.first_step)
+        parts.append(f"first step {length}{_times_the_median(seen.first_step, diagnosis.median)}")
+    waits = [wait for wait in seen.epoch_starts if _positive(wait)]
+    if waits:
+        epochs = f"{len(waits)} epochs" if len(waits) > 1 else "the epoch"
+        parts.append(f"{words.duration(statistics.fmean(waits))} of waiting as {epochs} began")
+    return ", ".join(parts)
+
+
+def _outliers(diagnosis: Diagnosis) -> str:
+    """Steps far longer than the others."""
+    outliers = [(step, seconds) for step, seconds in diagnosis.pauses.outliers if _positive(seconds)]
+    if not outliers:
+        return ""
+    step, longest = max(outliers, key=lambda one: one[1])
+    total = words.duration(sum(seconds for _, seconds in outliers))
+    if len(outliers) == 1:
+        return f"step {step} took {total}, over three times the median"
+    return f"{len(outliers)} steps over three times the median, {total} in all; step {step}: {words.duration(longest)}"
+
+
+def _trend(diagnosis: Diagnosis) -> str:
+    trend = diagnosis.pauses.trend
+    if not words.known(trend) or abs(trend) < 0.05:
+        return ""
+    return f"steps became {words.percent(abs(trend))} {'slower' if trend > 0 else 'faster'} from first quarter to last"
+
+
+def _times_the_median(seconds: float, median: float) -> str:
+    return f" ({seconds / median:,.0f} times the median)" if _positive(median) and seconds >= 3 * median else ""
+
+
+def hot_lines(evidence: Evidence | None) -> str:
+    """The lines of the script that take most of the step: "train.py:31 (backward) 52 %"; "" if nobody looked."""
+    if evidence is None or sum(line.looks for line in evidence.lines) < _LOOKS:
+        return ""
+    told = []
+    lines: dict[tuple[str, str], Line] = {}
+    for line in evidence.lines:
+        key = (line.where, line.phase)
+        lines[key] = dataclasses.replace(line, share=line.share + lines[key].share) if key in lines else line
+    hottest = sorted((line for line in lines.values() if line.share >= _HOT), key=lambda line: -line.share)
+    for line in hottest[:_HOTTEST]:
+        file, number = split_place(line.where)
+        doing = f"{line.function}()" if line.phase == "other" and line.function else words.phase(line.phase)
+        told.append(words.clean(f"{Path(file).name}:{number} ({doing}) {words.percent(line.share)}"))
+    return ", ".join(told)
+
+
+def stage_line(evidence: Evidence | None) -> str:
+    """What the training loader's batch is made of, in one process; "" where nobody looked."""
+    if evidence is None:
+        return ""
+    train = [index for index, loader in enumerate(evidence.loaders) if loader.role == "train"]
+    stages = next((one for one in evidence.stages if not train or one.loader in train), None)
+    if stages is None or not _positive(stages.seconds):
+        return ""
+    timed = stage_parts(stages)
+    parts = [f"{name} {_share(seconds / stages.seconds)}" for name, seconds in timed]
+    return f"{words.duration(stages.seconds)} in one process: {', '.join(parts)}"
+
+
+def stage_parts(stages: Stages) -> list[tuple[str, float]]:
+    """The stages that took any time, in seconds per batch."""
+    parts = {
+        "read": stages.read,
+        "decode": stages.decode,
+        "transform": stages.transform,
+        "collate": stages.collate,
+        "own code": stages.other,
+    }
+    return [(name, seconds) for name, seconds in parts.items() if _positive(seconds)]
+
+
+def use_line(evidence: Evidence | None) -> str:
+    """What was used of the machine, in one line; "" where nobody looked."""
+    if evidence is None:
+        return ""
+    use, parts = evidence.use or Use(), []
+    if cpu := finite(use.cpu):
+        parts.append(f"{statistics.fmean(cpu):.1f} of {words.count(evidence.machine.cores, 'core')}")
+    if peak := peak_memory(evidence):
+        parts.append(f"at most {words.size(peak)} of {words.size(evidence.machine.memory_bytes)} memory")
+    for number, gpu in enumerate(use.gpus):
+        name = f"GPU {number}" if len(use.gpus) > 1 else "GPU"
+        if busy := finite(gpu.busy):
+            parts.append(f"{name} {words.percent(statistics.fmean(busy))} busy")
+        if memory := finite(gpu.memory):
+            parts.append(f"{name} memory at most {words.size(int(max(memory)))} of {words.size(gpu.memory_total)}")
+    return ", ".join(parts)
+
+
+def peak_memory(evidence: Evidence) -> int:
+    """Most bytes of memory that the training's processes were seen to take."""
+    return int(max([*finite(evidence.use.rss if evidence.use else ()), evidence.peak_memory_bytes]))
+
+
+def finite(values: Sequence[float] | Sequence[int]) -> list[float]:
+    """The values that can be shown."""
+    return [float(value) for value in values if words.known(value)]
+
+
+def techniques(diagnosis: Diagnosis) -> list[str]:
+    """Techniques that bring cures of findings that cost time, the worst first."""
+    costly = [one for one in worst_first(diagnosis.findings) if one.technique and one.severity is not Severity.NOTE]
+    return list(dict.fromkeys(words.clean(one.technique) for one in costly))
