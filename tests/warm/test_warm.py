@@ -173,6 +173,22 @@ def test_what_leaves_the_training_alone_is_asked_no_more(search: Search) -> None
     assert not any(0 in block.on for block in done.found.blocks)
 
 
+def test_a_cache_that_the_training_is_too_short_to_fill_is_asked_once(
+    search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two epochs of 0.6 s, started again and again: the second would fill the cache each time, and tell nothing."""
+    monkeypatch.setattr(module, "_RESTARTS", 3)
+    monkeypatch.setattr(module, "_LEAST_BLOCKS", 1)
+    done = search(TRAIN + "train(2, DataLoader(TensorDataset(torch.randn(200, 4)), batch_size=4))",
+                  ("sample_cache", "helps"), seconds=100.0)  # fmt: skip
+    assert "before its cache is full" in done.out["sample_cache"]
+    filling = [number for number, block in enumerate(done.found.blocks) if block.trouble]
+    assert filling, "no block was in the pass that fills"
+    processes = [number for number, block in enumerate(done.found.blocks) if block.part == "baseline"]
+    assert max(filling) < processes[-1]
+    assert done.names == {"helps"}
+
+
 @pytest.mark.slow
 def test_a_process_whose_time_is_out_is_ended(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sooner than it would count as hung; nothing is blamed that may have been slow, nor chosen that was never seen."""

@@ -338,7 +338,8 @@ class _Tune:
     def _prove(self, baseline: Trial) -> None:
         """Prove the plan in fresh processes; what they do not bear out is taken back."""
         self._claim_again()
-        self._in_turn(baseline)
+        if not self._trouble():
+            self._in_turn(baseline)
         if not (trouble := self._trouble()):
             return
         plan = self.found.plan()
@@ -389,7 +390,12 @@ class _Tune:
 
     def _trouble(self) -> _Trouble | None:
         """Why the proof does not bear the plan out, if it does not."""
-        if not self.found.chosen or not self.pairs:
+        if not self.found.chosen:
+            return None
+        claim = self.found.claim()
+        if claim is not None and claim.ratio < 1.0:
+            return _Trouble(f"measured in turn it was not faster: {claim.ratio:.2f}x", True)
+        if not self.pairs:
             return None
         failed = next((plan for _, plan in self.pairs if not plan.ok and plan.outcome != "nan"), None)
         if failed is not None:

@@ -13,7 +13,7 @@ from hasten.taps.config import RunConfig
 from hasten.techniques import Liveness
 from hasten.tuner.found import Found
 from hasten.tuner.trial import Trials, last_lines
-from hasten.warm.options import WarmOptions
+from hasten.warm.options import FILLING, FILLS, WarmOptions
 from hasten.warm.record import Event, Measured, read
 
 _POLL = 0.2
@@ -57,6 +57,7 @@ class Warm:
         self._careful = False
         self._ran: set[int] = set()  # candidates that were on in a good block
         self._plain_crashes = 0
+        self._processes = 0
 
     def search(self) -> bool:
         """Search until the time is out; False where this script cannot be tuned in one process."""
@@ -68,6 +69,8 @@ class Warm:
                 break
             if not process.crashed and sum(map(_counts, self._found.blocks)) < _LEAST_BLOCKS:
                 return False
+            if not process.crashed:
+                self._drop_what_only_filled(process)
             if self._plain_crashes > 1 or self._left() < self._startup + _NOTHING_LEFT:
                 break
             self._say(f"{process.why}; started again without it" if process.blamed else f"{process.why}; started again")
@@ -93,15 +96,24 @@ class Warm:
             ):
                 return
 
+    def _drop_what_only_filled(self, process: _Process) -> None:
+        """Ask no more for a cache that the training is too short to fill: each process would fill it again."""
+        measured = set().union(*(block.on for block in self._found.blocks if _counts(block)))
+        if unfilled := process.filled - measured:
+            self._found.course.drop(unfilled, "the training ends before its cache is full, so no block could tell")
+
     def _left(self) -> float:
         return self._options.search_until - time.monotonic()
 
     def _one(self) -> _Process:
         folder = self._trials.scratch / f"w{time.monotonic_ns()}"
         folder.mkdir()
+        self._processes += 1
         options = dataclasses.replace(
             self._options,
             results=str(folder / "blocks"),
+            # The same draws in each process would ask the same sets again where a process ends after a few blocks.
+            seed=self._options.seed + 1000 * (self._processes - 1),
             careful=self._careful,
             former=tuple((block.on, block.step_seconds) for block in self._found.blocks if _counts(block)),
             out=tuple(self._found.course.out),
@@ -143,6 +155,7 @@ class _Process:
         on: What was on at the end.
         before: What was on before the last switch.
         blamed: Candidates that it is due to.
+        filled: Candidates whose cache was being filled in a block of it.
     """
 
     def __init__(
@@ -157,6 +170,7 @@ class _Process:
         self.on: tuple[int, ...] = ()
         self.before: tuple[int, ...] = ()
         self.blamed: set[int] = set()
+        self.filled: set[int] = set()
 
     def run(self, folder: Path, startup: float) -> None:
         """Run it to its end."""
@@ -217,6 +231,8 @@ class _Process:
         found.blocks.append(block)
         if _counts(block) and block.part not in ("plain", "plan"):
             found.course.saw(block.on, block.step_seconds)
+        if block.trouble == FILLING:
+            self.filled |= {i for i in block.on if found.course.candidates[i].name in FILLS}
         self._on_block(block)
 
     def _event(self, event: Event) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hasten.techniques import Liveness
 from hasten.warm.blocks import Open, Wish, is_bad, synchronize
 from hasten.warm.course import Course
-from hasten.warm.options import WarmOptions
+from hasten.warm.options import FILLING, FILLS, WarmOptions
 from hasten.warm.record import Event, Measured, Record, Writes
 from hasten.warm.schedule import Host, Wishes, schedule
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from hasten.switchboard import Switchboard
 
 _EARLY = (1, 4, 12)  # passes behind which the script's epoch ends early, so that validation is seen
-_FILLS = ("sample_cache",)  # in their first pass they do more work than without
 
 
 class Driver:
@@ -129,7 +128,7 @@ class Driver:
         wanted = self._wanted() & self._by_pass
         if self._first_with and self._open is not None:
             self._open = self._opened(self._open.wish)  # begun while a cache was filled: measured again
-        self._first_with = frozenset(i for i in wanted - self._ever if self._options.candidates[i].name in _FILLS)
+        self._first_with = frozenset(i for i in wanted - self._ever if self._options.candidates[i].name in FILLS)
         self._ever |= wanted
         if wanted == self._pass_on:
             return
@@ -185,7 +184,7 @@ class Driver:
                 return
             self._bad_before = True
         if self._first_with:
-            measured = _in_trouble(measured, "first pass: a cache fills")
+            measured = _in_trouble(measured, FILLING)
         self._record.write(measured)
         self._next(measured)
 

@@ -9,6 +9,11 @@ from hasten.plan import Setting
 from hasten.techniques.base import toml_value
 from hasten.warm.prior import Prior
 
+FILLS = ("sample_cache",)
+"""Techniques that do more work than none in their first pass."""
+FILLING = "first pass: a cache fills"
+"""Why a block of such a pass does not count."""
+
 
 @dataclass(frozen=True)
 class Candidate:
