@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten import messages
+from hasten import loading, messages
 from hasten.trainer import feeding, sources, steps
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class _WatchedIndices:
             seen: list[list[int]] = []
             self._seen.append(seen)
             if sampler is not None:
-                source.leaves[position] = sources.changed(leaf, batch_sampler=_Recording(sampler, seen))
+                source.leaves[position] = loading.changed(leaf, batch_sampler=_Recording(sampler, seen))
 
     def batch(self, loader: int, batch_idx: int) -> list[int] | None:
         """The samples of a batch."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hasten.loading import with_options
 from hasten.parallel import agree_on_batches, distributed_loader
 from hasten.trainer import sources
 from hasten.trainer.batches import to_device
@@ -91,7 +92,7 @@ def _ready(trainer: Trainer, leaf: Any, kind: str) -> Any:
         )
         if text:
             trainer.say(text, once=True)
-    return sources.with_options(leaf, trainer.run)
+    return with_options(leaf, trainer.run)
 
 
 def _set_val_check(trainer: Trainer) -> None:

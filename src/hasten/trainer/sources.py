@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from hasten.data.loader_facts import is_persistent
 from hasten.data.position import Position
 from hasten.errors import HastenError
+from hasten.loading import changed, with_techniques
 from hasten.parallel import set_epoch
 from hasten.run import Run
 from hasten.trainer.batches import mapped
@@ -131,14 +131,6 @@ class Combined:
         ]
 
 
-def with_techniques(iterator: Iterator[Any], run: Run) -> Callable[[], Any]:
-    """The function that gives a pass its next batch, behind the techniques that act on it."""
-    fetcher = getattr(iterator, "_dataset_fetcher", None)
-    if fetcher is not None and run.acting("fetcher"):
-        iterator._dataset_fetcher = run.fetcher(fetcher)  # type: ignore[attr-defined]
-    return run.batches(iterator.__next__, iterator)
-
-
 def _limited(fetch: Callable[[], Any], limit: float) -> Callable[[], Any]:
     if limit == math.inf:
         return fetch
@@ -253,82 +245,6 @@ def check_iterable(loader: Any, whence: str) -> None:
         ) from None
 
 
-def changed(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """A copy of a loader with other options; subclasses keep their class and their own attributes."""
-    new: Any = copy.copy(loader)
-    new.__dict__.update(attributes)
-    if "sampler" in attributes and new.batch_sampler is not None and "batch_sampler" not in attributes:
-        batches = new.batch_sampler
-        if type(batches) is BatchSampler:
-            new.__dict__["batch_sampler"] = BatchSampler(attributes["sampler"], batches.batch_size, batches.drop_last)
-        else:
-            again = copy.copy(batches)
-            again.sampler = attributes["sampler"]
-            new.__dict__["batch_sampler"] = again
-    new.__dict__["_iterator"] = None
-    return new  # type: ignore[no-any-return]
-
-
-def with_options(loader: Any, run: Run) -> Any:
-    """A loader as the techniques want it; the same loader where they change nothing."""
-    if not isinstance(loader, DataLoader):
-        return loader
-    if run.acting("loader_options"):
-        names = (
-            "dataset",
-            "batch_size",
-            "num_workers",
-            "collate_fn",
-            "pin_memory",
-            "drop_last",
-            "timeout",
-            "worker_init_fn",
-            "multiprocessing_context",
-            "generator",
-            "prefetch_factor",
-            "persistent_workers",
-            "pin_memory_device",
-            "in_order",
-            "batch_sampler",
-            "sampler",
-        )
-        options = {name: getattr(loader, name, None) for name in names}
-        options["shuffle"] = isinstance(loader.sampler, RandomSampler)
-        wanted = run.loader_options(dict(options))
-        if wanted["num_workers"] and wanted["prefetch_factor"] is None:
-            wanted["prefetch_factor"] = 2
-        different = {name: wanted[name] for name in names if wanted[name] is not options[name]}
-        if different:
-            loader = changed(loader, **different)
-    if run.acting("loader"):
-        loader = changed(loader)
-        run.loader(loader)
-    if loader.num_workers and run.acting("fetcher"):
-        loader = changed(loader, worker_init_fn=_FetcherInWorker(run, loader.worker_init_fn))
-    return loader
-
-
-class _FetcherInWorker:
-    """Lets the techniques change the fetcher that a worker is about to make."""
-
-    def __init__(self, run: Run, then: Any) -> None:
-        self._run = run
-        self._then = then
-
-    def __call__(self, worker: int) -> None:
-        from torch.utils.data import _DatasetKind
-
-        create = _DatasetKind.create_fetcher
-        run = self._run
-
-        def create_fetcher(*args: Any, **kwargs: Any) -> Any:
-            return run.fetcher(create(*args, **kwargs))  # type: ignore[no-untyped-call]
-
-        _DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
-        if self._then is not None:
-            self._then(worker)
-
-
 def overfitting(loader: Any) -> Any:
     """A loader that gives the same batches in every pass."""
     if isinstance(loader, DataLoader) and not isinstance(loader.sampler, SequentialSampler):
@@ -363,4 +279,4 @@ def evaluation_batches(source: Combined, limits: list[float], run: Run) -> Itera
         yield batch, number, 0
 
 
-__all__ = ["Combined", "combined", "evaluation_batches", "mapped", "set_epoch", "with_options"]
+__all__ = ["Combined", "combined", "evaluation_batches", "mapped", "set_epoch"]
