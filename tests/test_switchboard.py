@@ -158,3 +158,16 @@ def test_global_switches_are_set_by_on_alone() -> None:
     assert torch.get_num_threads() == threads + 2
     board.switch({})
     assert torch.get_num_threads() == threads
+
+
+def test_what_is_fixed_is_on_throughout() -> None:
+    fixed, switched = Adding(10), Doubling(True)
+    board = Switchboard([switched], fixed=[fixed])
+    call = board.wrapped("forward", lambda number: number)
+    assert (call(1), board.on) == (11, {})
+    board.switch({"doubling": True})
+    assert (call(1), board.on) == (12, {"doubling": True})
+    board.switch({})
+    assert (call(1), fixed.active, switched.active) == (11, True, False)
+    with pytest.raises(HastenError, match="not among the techniques that can be switched"):
+        board.switch({"adding": 10})

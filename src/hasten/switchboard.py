@@ -26,6 +26,7 @@ class Switchboard(Run):
         techniques: Objects of their own, none of which has acted yet. There may be several of one name with different
             settings, of which one is on at a time.
         recorder: Where steps are recorded; None when nobody listens.
+        fixed: Techniques that are on throughout, as in a Run; they are never switched.
 
     Attributes:
         on: What is on: name -> setting.
@@ -35,11 +36,14 @@ class Switchboard(Run):
         HastenError: One of the techniques can only be set when a process starts.
     """
 
-    def __init__(self, techniques: Iterable[Technique], recorder: Recorder | None = None) -> None:
-        order = list(CATALOGUE)
+    def __init__(
+        self, techniques: Iterable[Technique], recorder: Recorder | None = None, fixed: Iterable[Technique] = ()
+    ) -> None:
+        order, techniques, self._fixed = list(CATALOGUE), list(techniques), list(fixed)
         places = {name: place for place, name in enumerate(order)}
-        super().__init__(sorted(techniques, key=lambda one: places.get(one.name, len(order))), recorder)
-        for technique in self.techniques:
+        whole = [*techniques, *self._fixed]
+        super().__init__(sorted(whole, key=lambda one: places.get(one.name, len(order))), recorder)
+        for technique in techniques:
             if technique.liveness_of(technique.setting) is Liveness.PROCESS:
                 raise HastenError(
                     f"{_line(technique.name, technique.setting)} can only be set when a process starts",
@@ -51,6 +55,7 @@ class Switchboard(Run):
         self._chains: list[_Chain] = []
         # Seen by loaders' workers that outlive a pass too, which else would go by what was on when they were forked.
         self._shared = mmap.mmap(-1, max(1, len(self.techniques)))
+        self._settle()
 
     def switch(self, wanted: Mapping[str, Setting]) -> None:
         """From here on just these are on; called between two steps, in the training's thread.
@@ -63,7 +68,7 @@ class Switchboard(Run):
         wanted = {name: setting for name, setting in wanted.items() if setting is not False}
         chosen = [self._find(name, setting) for name, setting in wanted.items()]
         for technique in reversed(self.techniques):
-            if technique.active and technique not in chosen:
+            if technique.active and technique not in chosen and technique not in self._fixed:
                 self._turn(technique, technique.off)
         for technique in self.techniques:
             if technique in chosen and not technique.active and technique.name not in self.broken:
@@ -73,7 +78,7 @@ class Switchboard(Run):
     def failed(self, technique: Technique, error: BaseException) -> None:
         """Switch all techniques of this name off for good."""
         super().failed(technique, error)
-        if technique.name in self.broken:
+        if technique.name in self.broken or technique in self._fixed:
             return
         self.broken[technique.name] = f"{type(error).__name__}: {error}".splitlines()[0]
         for one in self.techniques:
@@ -90,11 +95,26 @@ class Switchboard(Run):
     # -- the places -----------------------------------------------------------------------------------
 
     def process(self) -> None:
-        """Do nothing: global switches are set by `on`."""
+        """Set the global switches of what is on throughout; those of the others are set by `on`."""
+        for technique in self._fixed:
+            try:
+                technique.process()
+            except Exception as error:  # a technique never breaks a script
+                self.failed(technique, error)
 
     def acting(self, place: str) -> list[Technique]:
         """The techniques that act in a place, or may once they are on."""
         return [one for one in super().acting(place) if one.name not in self.broken]
+
+    def idle(self) -> list[str]:
+        """Techniques that are on throughout and found nothing to act on: of the others nobody expects it."""
+        names = {technique.name for technique in self._fixed}
+        return [line for line in super().idle() if line.partition(" ")[0] in names]
+
+    def left_alone(self) -> list[str]:
+        """What techniques that are on throughout did not act on, and why."""
+        names = {technique.name for technique in self._fixed}
+        return [line for line in super().left_alone() if line.partition(" ")[0] in names]
 
     def fetcher(self, fetcher: Any) -> Any:
         """The object that shall gather the samples of a pass that begins."""
@@ -120,7 +140,7 @@ class Switchboard(Run):
 
     def _find(self, name: str, setting: Setting) -> Technique:
         for technique in self.techniques:
-            if technique.name == name and _same(technique.setting, setting):
+            if technique.name == name and _same(technique.setting, setting) and technique not in self._fixed:
                 return technique
         raise HastenError(f"{_line(name, setting)} is not among the techniques that can be switched here")
 
@@ -137,7 +157,7 @@ class Switchboard(Run):
         for place, technique in enumerate(self.techniques):
             self._shared[place] = technique.active
         active = [technique for technique in self.techniques if technique.active]
-        self.on = {technique.name: technique.setting for technique in active}
+        self.on = {technique.name: technique.setting for technique in active if technique not in self._fixed}
         for chain in self._chains:
             for technique in active:
                 if technique.active and overrides(technique, chain.place):

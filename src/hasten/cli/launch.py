@@ -17,9 +17,8 @@ from hasten.files import check_target, mark_of
 from hasten.plan import DEFAULT_NAME, Plan
 from hasten.taps.config import RunConfig, environment
 from hasten.techniques import check, remarks
+from hasten.warm.auto_files import AUTO_NAME
 from hasten.warm.options import AutoOptions
-
-AUTO_NAME = "hasten-auto.toml"
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import typer
 
-from hasten.cli.launch import AUTO_NAME, How, launch
+from hasten.cli.launch import How, launch
 from hasten.cli.script import training
 from hasten.plan import DEFAULT_NAME
+from hasten.warm.auto_files import AUTO_NAME
 
 
 def run(

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import multiprocessing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hasten import messages
-from hasten.evidence import Evidence, LoaderFacts, Probe, this_machine
+from hasten.evidence import Evidence, this_machine
 from hasten.switchboard import Switchboard
-from hasten.techniques.data.batched_fetch import holds_rows
 from hasten.warm.auto import Around, Auto
+from hasten.warm.installed import told_without_asking
 from hasten.warm.replay import Replay
 from hasten.warm.switches import read_schedule
 
 if TYPE_CHECKING:
-    from hasten.taps.built import BuiltLoader
     from hasten.taps.session import Session
 
 
@@ -45,7 +43,9 @@ def so_far(session: Session) -> Evidence:
     recorder = session.run.recorder
     assert recorder is not None
     facts = session.built.facts(recorder)
-    facts["loaders"] = tuple(map(_told_without_asking, facts["loaders"], session.loaders))
+    facts["loaders"] = tuple(
+        told_without_asking(known, built.held()) for known, built in zip(facts["loaders"], session.loaders, strict=True)
+    )
     return Evidence(
         command=session.config.command,
         machine=this_machine(),
@@ -59,14 +59,6 @@ def so_far(session: Session) -> Evidence:
         ended="running",
         ended_at=recorder.now() - recorder.origin,
     )
-
-
-def _told_without_asking(facts: LoaderFacts, known: BuiltLoader) -> LoaderFacts:
-    loader = known.held()
-    if loader is None or facts.role != "train":
-        return facts
-    held = bool(loader._auto_collation) and facts.default_collate and holds_rows(loader.dataset)
-    return dataclasses.replace(facts, probe=Probe(in_memory=held, failed="a run of one's own asks no samples"))
 
 
 def _listen_no_more(session: Session) -> None:

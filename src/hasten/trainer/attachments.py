@@ -155,9 +155,10 @@ class Attachments:
 
 
 def in_order(callbacks: list[Any]) -> list[Any]:
-    """Checkpoints last."""
+    """Checkpoints last; behind them only what measures steps, so that it sees how long a save took."""
     checkpoints = [one for one in callbacks if _is(one, "Checkpoint", "ModelCheckpoint")]
-    return [one for one in callbacks if one not in checkpoints] + checkpoints
+    clocks = [one for one in callbacks if _is(one, "StepClock")]
+    return [one for one in callbacks if one not in checkpoints and one not in clocks] + checkpoints + clocks
 
 
 def check_unique(callbacks: list[Any]) -> None:

@@ -178,7 +178,8 @@ def _to_device(trainer: Trainer) -> None:
         run.process()
     else:
         for technique in run.acting("restore"):
-            technique.process()
+            if technique.active:
+                technique.process()
     if trainer.deterministic is not None:
         if trainer.deterministic and trainer.device.type == "cuda":
             import os

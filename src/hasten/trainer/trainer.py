@@ -88,7 +88,9 @@ class Trainer(Readable):
         reload_dataloaders_every_n_epochs: Ask for new loaders every so many epochs.
         default_root_dir: Where logs and checkpoints go; default: the current folder.
         enable_autolog_hparams: Give hyper-parameters to the loggers.
-        plan: A plan that `hasten tune` wrote (its file, or a Plan): its techniques are installed.
+        plan: A plan that `hasten tune` wrote (its file, or a Plan): its techniques are installed. "auto" finds out
+            during `fit` which help, and writes them to `hasten-auto.toml` in `default_root_dir`; the schedule beside
+            it, given as `plan`, repeats the same switches.
         compile: Compile the model (technique `compile`); True or a mode of torch.compile.
         channels_last: Technique `channels_last`, for convolutions.
         fused_optimizer: Technique `fused_optimizer`: one kernel for all parameters.
@@ -251,10 +253,15 @@ class Trainer(Readable):
             "activation_checkpointing": activation_checkpointing,
             "cudnn_benchmark": True if benchmark else None,
         }
-        self._techniques, self._remarks = say.techniques(asked, plan)
+        tuning = None
+        if isinstance(plan, str | os.PathLike) and not fast_dev_run:
+            from hasten.trainer.tuning import tuning_of
+
+            tuning = tuning_of(plan)
+        self._techniques, self._remarks = say.techniques(asked, None if tuning or plan == "auto" else plan)
         self._remarks += say.said_of_plan(self._techniques)
         self.installed = {name: on for name, on in self._techniques.items() if name not in say.NEEDS_NOTHING}
-        self.run = Run(build(self.installed, CATALOGUE))
+        self.run = tuning.board(asked, self.installed) if tuning else Run(build(self.installed, CATALOGUE))
         if "precision" in self.installed:
             self.precision = str(self.installed["precision"])
         self.processed = False
@@ -315,7 +322,7 @@ class Trainer(Readable):
         )
         self.loggers = attachments.loggers(self)
         self.profiler = attachments.profiler()
-        self.callbacks: list[Any] = attachments.callbacks(self)
+        self.callbacks: list[Any] = attachments.callbacks(self) + ([tuning] if tuning else [])
         self.checkpointing = Checkpointing(self, background_saves)
         counted = {
             "limit_train_batches": limit_train_batches,

@@ -28,7 +28,9 @@ def now_left_alone() -> str:
 
 
 def steps_known(evidence: Evidence, options: AutoOptions) -> int | None:
-    """Steps of the whole training, where the command line names the epochs; None where nobody knows."""
+    """Steps of the whole training, where the Trainer knows or the command line names the epochs; None elsewhere."""
+    if options.steps is not None:
+        return options.steps
     loader = evidence.train_loader
     return options.epochs * loader.batches if options.epochs and loader is not None and loader.batches else None
 

@@ -164,7 +164,7 @@ class Auto:
         if self._why:
             return
         evidence = self._around.evidence()
-        able = candidates(evidence, self._board.techniques)
+        able = candidates(evidence, [one for one in self._board.techniques if one.switchable])
         self._able = able = tuple(one for one in able if not too_large(one.name, evidence))
         self._why = too_short(evidence, self._options)
         if not able:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from hasten.evidence import Evidence, Machine, this_machine
+from hasten.evidence import Evidence, LoaderFacts, Machine, Probe, this_machine
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect, Liveness, Technique, toml_value
+from hasten.techniques.data.batched_fetch import holds_rows
 from hasten.warm.candidates import applicable
 from hasten.warm.options import AutoOptions, Candidate
 from hasten.warm.switches import Switched, read_schedule
@@ -56,6 +59,14 @@ def candidates(evidence: Evidence, installed: Iterable[Technique]) -> tuple[Cand
     """Those of the installed that may help a training of this evidence."""
     here = {f"{one.name} {toml_value(one.setting)}" for one in installed}
     return tuple(one for one in applicable(evidence).candidates if f"{one.name} {toml_value(one.setting)}" in here)
+
+
+def told_without_asking(facts: LoaderFacts, loader: Any) -> LoaderFacts:
+    """What can be said of a training loader whose dataset is asked for no samples but the run's own."""
+    if loader is None or facts.role != "train":
+        return facts
+    held = bool(loader._auto_collation) and facts.default_collate and holds_rows(loader.dataset)
+    return dataclasses.replace(facts, probe=Probe(in_memory=held, failed="a run of one's own asks no samples"))
 
 
 def _settings(technique: type[Technique], machine: Machine) -> tuple[Setting, ...]:

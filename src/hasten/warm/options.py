@@ -110,6 +110,7 @@ class AutoOptions:
         least_seconds: Training that takes no longer than this from now on is left alone.
         most_seconds: Seconds of the search at the most.
         look_every: Steps from one look at what was chosen to the next, at the least.
+        steps: Of the whole training, where that is known; `epochs` is not needed then.
     """
 
     plan: str
@@ -121,3 +122,4 @@ class AutoOptions:
     least_seconds: float = 60.0
     most_seconds: float = 60.0
     look_every: int = 1000
+    steps: int | None = None

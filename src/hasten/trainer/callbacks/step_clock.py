@@ -33,6 +33,7 @@ class StepClock(Callback):
         self._since = 0.0  # when the part of the step that goes on now began
         self._loss: Any = None
         self._validation_began = 0.0
+        self._saving = 0.0  # when a save began in this step; 0.0 where none did
         self._batch_bytes = 0
         self._model: ModelWatch | None = None
         self._handles: list[Any] = []
@@ -78,6 +79,7 @@ class StepClock(Callback):
             resting.rest -= 1
             return None
         now = perf_counter()
+        self._saving = 0.0  # what was saved between epochs, or within validation, is no part of this step
         if self._pass is None:  # an epoch that goes on from a checkpoint has no start
             self._begin_pass(recorder)
         recorder.asks(self._pass, self._mark)  # here techniques may be switched, which is no part of a wait
@@ -119,9 +121,17 @@ class StepClock(Callback):
         recorder.optimizer_step(id(optimizer), self._since, now, recorder.optimizer_begins())
         self._since = now
 
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint is saved, by a callback that the Trainer calls before this one."""
+        self._saving = perf_counter()
+
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """What comes next is the wait for the next batch, unless it is validation."""
         self._mark = perf_counter()
+        if self._saving:
+            if self.recorder is not None:
+                self.recorder.add(Phase.CHECKPOINT, self._mark - self._saving)
+            self._saving = 0.0
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
         """Validation is a part of the step before it."""
