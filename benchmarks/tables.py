@@ -26,9 +26,8 @@ HAND = """## Against an expert's hand
 hand (same model, batch size, optimizer and data). Ratios are of whole epochs, the first left out. `of hand` is the
 plan's speed beside the twin's; the goal was 0.9.
 
-The plans of the image and the LSTM training were found by the present search, in one process that trains on
-([how](tune.md)), on two quiet cores of an Intel Xeon, two pairs each; those of the MLP and the GPT by the former one,
-which asked one question a process, beside other work at a lower priority, on {machine}.
+Plans were found in one process that trains on ([how](tune.md)), on {machine}: the image and the LSTM training
+on two quiet cores, two pairs each; the MLP and the GPT beside other work at a lower priority, three pairs each.
 
 | training | budget | hasten | by hand | of hand | parity | plan |
 |---|---|---|---|---|---|---|"""
