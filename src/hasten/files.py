@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
@@ -11,9 +13,9 @@ import select
 import stat
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hasten.errors import HastenError
 
@@ -45,17 +47,33 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes, *, durable: 
         with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "wb") as stream:
             stream.write(data)
         return
+    with replacing(path, durable=durable) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Open a new file that takes the place of `path` when the block ends, and is removed if the block raises.
+
+    As `write_whole`, for what is written in parts.
+
+    Raises:
+        OSError: It cannot be written; what was there is still there.
+    """
     real = os.path.realpath(path)
-    temporary, fd = _make_beside(real)
+    old = _stat(real)
+    temporary, fd = make_beside(real)
     try:
-        with open(fd, "wb") as stream:
+        with open(fd, "wb") as file:
             if old is not None:
                 _keep_owner(fd, old)
-            stream.write(data)
-            stream.flush()
+            yield file
+            file.flush()
             if durable:
                 os.fsync(fd)
-        os.replace(temporary, real)
+            os.replace(temporary, real)  # before it is closed, which gives up the lock
+        if durable:
+            sync_folder(os.path.dirname(real))
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -113,7 +131,7 @@ def check_target(path: Path, what: str, recognise: Recognise | None, fix: str = 
     if old is not None and not stat.S_ISREG(old.st_mode):
         return
     try:
-        temporary, fd = _make_beside(os.path.realpath(path))
+        temporary, fd = make_beside(os.path.realpath(path))
         os.close(fd)
         Path(temporary).unlink()
     except OSError as error:
@@ -261,11 +279,37 @@ def _stat(path: str | os.PathLike[str]) -> os.stat_result | None:
         return None
 
 
-def _make_beside(real: str) -> tuple[str, int]:
-    """Make an empty file in the same folder; return its name and descriptor."""
-    temporary = os.path.join(os.path.dirname(real), f".hasten-{secrets.token_hex(8)}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return temporary, os.open(temporary, flags, 0o666)
+def make_beside(path: str | os.PathLike[str]) -> tuple[str, int]:
+    """Make an empty file in the folder of `path`, under a name of its own; return its name and descriptor.
+
+    The file is locked for as long as the descriptor is open: one without a lock was left by a writer that was killed,
+    and may be removed.
+    """
+    while True:
+        temporary = os.path.join(os.path.dirname(path), f".hasten-{os.getpid()}-{secrets.token_hex(8)}.tmp")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temporary, flags, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Where there are no locks, nobody sweeps this file; where a sweep has it, it is as good as gone.
+            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
+                return temporary, fd
+        if os.fstat(fd).st_nlink:
+            return temporary, fd
+        os.close(fd)
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Wait until the disk has the names in a folder, so that a rename in it outlives a power cut."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot, and need not
+            raise
+    finally:
+        os.close(fd)
 
 
 def _keep_owner(fd: int, old: os.stat_result) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hasten.files import replacing
+
 _POLL = 0.01  # seconds between looks for a moment that is not written yet
 _DONE = "done"
 
@@ -57,10 +59,8 @@ class Track:
 
     def write(self, moment: Moment) -> None:
         """Append a moment. Who follows sees it whole or not at all."""
-        path = self._path(self.length)
-        unfinished = path.with_suffix(".part")
-        self._save(vars(moment), unfinished)
-        unfinished.replace(path)
+        with replacing(self._path(self.length), durable=False) as file:
+            self._save(vars(moment), file)
         self.length += 1
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from hasten.check import state
 from hasten.check.options import RECORDS, WitnessOptions
 from hasten.check.track import Moment, Track
 from hasten.data import rng
+from hasten.files import write_whole
 
 _MOST_OF_A_BATCH = 64 << 20  # bytes of a batch that is carried over to a run which draws others
 _MOST_OF_AN_OUTPUT = 1 << 20  # elements of a validation's output that are kept
@@ -154,9 +155,7 @@ class Witness:
             "stride": self._stride,
             "read": sorted(self.read),
         }
-        path = Path(self.options.result)
-        path.with_suffix(".part").write_text(json.dumps(seen), encoding="utf-8")
-        path.with_suffix(".part").replace(path)
+        write_whole(self.options.result, json.dumps(seen), durable=False)
 
     def computes_in(self, dtype: torch.dtype) -> None:
         """Note a number type that a model computes in."""

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from hasten.errors import HastenError
+from hasten.files import make_beside, sync_folder
 
 _TEMPORARY = re.compile(r"\.hasten-(\d+)-[0-9a-f]{16}\.tmp")
 _CAUSES = {
@@ -98,7 +98,8 @@ def whole_file(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if keep and path.is_dir():
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
-        fd, temporary = _temporary(folder)
+        name, fd = make_beside(path)
+        temporary = Path(name)
         with not_for_children(fd):
             watched = _Watched(fd)
             try:
@@ -114,7 +115,7 @@ def whole_file(
             if keep:
                 temporary.rename(path)
                 temporary = None
-                _sync_folder(folder)
+                sync_folder(folder)
     except OSError as error:
         if temporary is not None:
             temporary.unlink(missing_ok=True)  # first, so that the free bytes named are those one can have
@@ -187,32 +188,6 @@ class _Watched:
 
     def tell(self) -> int:
         return os.lseek(self._fd, 0, os.SEEK_CUR)
-
-
-def _temporary(folder: Path) -> tuple[int, Path]:
-    while True:
-        path = folder / f".hasten-{os.getpid()}-{secrets.token_hex(8)}.tmp"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            # Where there are no locks, nobody sweeps this file; where a sweep has it, it is as good as gone.
-            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
-                return fd, path
-        if os.fstat(fd).st_nlink:
-            return fd, path
-        os.close(fd)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot, and need not
-            raise
-    finally:
-        os.close(fd)
 
 
 def _cause(error: OSError, path: Path, needed: int) -> HastenError:
