@@ -81,10 +81,10 @@ class Forks:
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
-            from hasten.taps.session import Session
+            from hasten.taps.session import ProcessSession
 
-            if Session.current is not None:
-                Session.current.leave()
+            if ProcessSession.current is not None:
+                ProcessSession.current.leave()
             os._exit(code)
 
 

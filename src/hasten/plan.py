@@ -48,10 +48,6 @@ class Plan:
     path: Path | None = None
     lines: Mapping[str, int] = field(default_factory=dict)
 
-    def with_setting(self, name: str, setting: Setting) -> Plan:
-        """This plan with one technique added or set otherwise."""
-        return Plan({**self.techniques, name: setting}, self.comments, self.made, self.machine)
-
     def without(self, name: str) -> Plan:
         """This plan with one technique less."""
         kept = {other: setting for other, setting in self.techniques.items() if other != name}

@@ -14,10 +14,10 @@ SCRIPT = '''
         from hasten.switchboard import Switchboard
         from hasten.taps import data, modules, optimizers
         from hasten.taps.config import RunConfig
-        from hasten.taps.session import Session
+        from hasten.taps.session import ProcessSession
         from hasten.techniques import CATALOGUE
 
-        session = Session(RunConfig())
+        session = ProcessSession(RunConfig())
         board = session.run = Switchboard([CATALOGUE[name](setting) for name, setting in SETTINGS])
         board.process()
         for tap in (data, modules, optimizers):

@@ -51,7 +51,6 @@ class Witness:
         self._losses: list[torch.Tensor] = []
         self._before: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, torch.Tensor] | None = None
-        self._reference: dict[str, torch.Tensor] = {}  # weights before the step, in the track
         self._counts = {"batch": 0, "step": 0, "validation": 0}
         self._step_bytes = 0
         self._stride = 1

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import weakref
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -166,8 +167,27 @@ class ModelWatch:
         return self._last
 
 
-def optimizer_facts(optimizer: Any, where: str, steps: int, why_not: str, course: Any = None) -> OptimizerFacts:
-    """What an optimizer was built with; `course` has its `schedule` and the `rates` of its steps, where seen."""
+@dataclass
+class LearningRates:
+    """The rates that one optimizer's steps were made with.
+
+    Attributes:
+        held: What the session holds the optimizer by: another optimizer may get the id of one that is gone.
+        schedule: Class of the scheduler that was built last for it.
+        rates: Distinct ones, in order.
+        steps: It had made when its rate was read last; a rate that is set after the last step is none of its.
+    """
+
+    held: Any
+    schedule: str = ""
+    rates: list[float] = field(default_factory=list)
+    steps: int = -1
+
+
+def optimizer_facts(
+    optimizer: Any, where: str, steps: int, why_not: str, seen: LearningRates | None = None
+) -> OptimizerFacts:
+    """Return what an optimizer was built with, and the schedule and rates that were `seen`."""
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
     return OptimizerFacts(
@@ -180,8 +200,8 @@ def optimizer_facts(optimizer: Any, where: str, steps: int, why_not: str, course
         why_not_fusable=why_not,
         steps=steps,
         options={name: option for name, value in group.items() if (option := _option(value)) is not None},
-        schedule=course.schedule if course else "",
-        rates=tuple(course.rates) if course else (),
+        schedule=seen.schedule if seen else "",
+        rates=tuple(seen.rates) if seen else (),
         shapes=tuple(shape for p in parameters[:2000] if (shape := _shape(p)) is not None),
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hasten.evidence.kept import KeptSteps
@@ -264,7 +264,7 @@ class Recorder:
         self.current.phases[Phase.FORWARD] -= moved
         self.current.phases[Phase.VALIDATION] += moved
 
-    def backward(self, seconds: float, losses: list[Any]) -> None:
+    def backward(self, seconds: float, losses: Sequence[Any]) -> None:
         """`backward` was called on `losses` (detached, unread)."""
         current = self.current
         if self._validated:

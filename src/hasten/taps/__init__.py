@@ -3,4 +3,19 @@
 `hasten run` starts the very Python command a person would have typed, with `taps/site` first on PYTHONPATH. Its
 `sitecustomize` starts the taps before the script's first line, in the process itself and in every Python child
 it has (spawned workers, torchrun's ranks). Nothing is imported until the script imports torch.
+
+What is tapped in a process that is listened to, by which file (doctor's observers tap more, see `doctor/observe`):
+
+    data        DataLoader.__init__, __iter__; _BaseDataLoaderIter.__next__; _DatasetKind.create_fetcher where a
+                technique acts there; DataLoader._index_sampler in a trial; the same of torchdata's StatefulDataLoader
+    modules     Module.__call__; torch.autograd.backward, grad
+    optimizers  Optimizer.__init__, zero_grad, and torch's own hooks around step
+    results     the losses of torch.nn.functional, scaled_dot_product_attention; torch.jit.script; GradScaler.scale;
+                torch.save; Tensor.to, Tensor.cuda where there is a GPU
+    session     sys.excepthook; os._exit where doctor bounds the run (`bounds`)
+    overlaid    `open` and the functions of os and shutil that write, in a trial (the sandbox)
+    seeds       random.seed, numpy.random.seed, torch.manual_seed in a trial
+
+Functions of torch are replaced by `wrapping.tap`, which keeps what was there: `wrapping.tapped()` gives this table as
+it is in a process, and `wrapping.restore()` takes all of it back. A script's process keeps its taps to its end.
 """

@@ -21,7 +21,7 @@ from hasten.taps.config import DoctorOptions
 from hasten.taps.steps_over import NEVER
 
 if TYPE_CHECKING:
-    from hasten.taps.session import Session
+    from hasten.taps.protocol import Session
 
 _AFTER_THE_OTHERS = 32.0  # seconds a process that does not train leaves to its children, which may
 _SPARE = 5.0  # seconds of a run's bound that are left to its end, when changes are tried in it
@@ -81,7 +81,7 @@ class Bounds:
             return False
         from hasten.taps.trying import begin
 
-        if not begin(self._session, min(self._options.trying, left)):
+        if not begin(self._session, min(self._options.trying, left), self.on_step):
             return False
         # A change that hangs is not waited for until the bound of the whole run.
         self._until = min(self._until, time.perf_counter() + self._options.trying + _SPARE)
@@ -129,7 +129,7 @@ class Bounds:
             return
         if session.run.recorder is None:
             return  # the training ended by itself meanwhile
-        session.stopped_at = "" if session.trying is not None else _place_of(self._thread)
+        session.stopped_at = "" if session.tried is not None else _place_of(self._thread)
         session.complete()
 
     def _others_leave_evidence(self) -> bool:

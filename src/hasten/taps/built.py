@@ -4,35 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from hasten.evidence import LoaderFacts, OptimizerFacts
+from hasten.evidence import OptimizerFacts
 from hasten.evidence.facts import global_flags, optimizer_facts
 from hasten.evidence.recorder import Recorder
+from hasten.taps.protocol import BuiltLoader, Session
 from hasten.taps.steps_over import NEVER
 from hasten.techniques.compute.compile import compiler
 from hasten.techniques.compute.fused_optimizer import why_not_fusable
 from hasten.techniques.data.probe import probe
-
-
-@dataclass(slots=True)
-class BuiltLoader:
-    """A DataLoader that the script has built.
-
-    Attributes:
-        held: Gives the loader, None when it is gone.
-        facts: What it was built with.
-        batch_bytes: Of the first batch; 0 before that.
-        look_in: Batches that come before the next one to be looked at.
-    """
-
-    held: Callable[[], Any]
-    facts: LoaderFacts
-    batch_bytes: int = 0
-    look_in: int = 0
-
 
 _SECOND_LOOK = 10  # steps after which what was built is looked at again, lest it be gone when the script is over
 
@@ -44,7 +25,7 @@ class Built:
         session: The process's session, which knows loaders, models and optimizers.
     """
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
         self._seen: dict[int, tuple[Any, Any]] = {}  # id of an optimizer -> weak reference, facts
         self._trains_in = threading.get_ident()  # the thread that makes the steps
@@ -66,16 +47,16 @@ class Built:
 
     def _optimizer(self, recorder: Recorder, key: int, held: Any, where: str) -> OptimizerFacts | None:
         """The facts of an optimizer; of one that is gone, as it was when it was looked at, if it was."""
-        course = self._session.courses.get(key)
-        course = course if course and course.held is held else None
+        rates = self._session.rates.get(key)
+        rates = rates if rates and rates.held is held else None
         steps, optimizer = recorder.optimizer_steps.get(key, 0), held()
         if optimizer is not None:
-            return optimizer_facts(optimizer, where, steps, self._why_not_fusable(key, optimizer), course)
+            return optimizer_facts(optimizer, where, steps, self._why_not_fusable(key, optimizer), rates)
         seen, facts = self._seen.get(key, (None, None))
         if seen is not held or facts is None:
             return None
         kept: OptimizerFacts = dataclasses.replace(facts, steps=steps)
-        return dataclasses.replace(kept, schedule=course.schedule, rates=tuple(course.rates)) if course else kept
+        return dataclasses.replace(kept, schedule=rates.schedule, rates=tuple(rates.rates)) if rates else kept
 
     def _why_not_fusable(self, key: int, optimizer: Any) -> str:
         """Why this optimizer has no fused kernel, or "".

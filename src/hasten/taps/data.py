@@ -12,18 +12,19 @@ from time import perf_counter
 from typing import Any
 
 from hasten.evidence import facts
-from hasten.taps.built import BuiltLoader
 from hasten.taps.config import TrialOptions
+from hasten.taps.protocol import BuiltLoader, Session
 from hasten.taps.steps_over import NEVER
+from hasten.taps.wrapping import put, tap
 
 _LEAST_BATCHES = 6  # of a pass that a trial cuts short by time
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Set the taps on DataLoader, and on torchdata's StatefulDataLoader when it is imported."""
     import torch.utils.data.dataloader as room
 
-    from hasten.taps.boot import after_import
+    from hasten.taps.after_import import after_import
 
     _tap_class(room.DataLoader, session)
     _tap_fetcher(room, session)
@@ -40,11 +41,16 @@ def install(session: Any) -> None:
     after_import(name, stateful)
 
 
-def _tap_class(kind: Any, session: Any) -> None:
+def _tap_class(kind: Any, session: Session) -> None:
     signature = inspect.signature(kind.__init__)
-    build = kind.__init__
+    tap(kind, "__init__", lambda build: _building(build, signature, session))
+    if "__iter__" in vars(kind):
+        tap(kind, "__iter__", lambda begin: _beginning(begin, session))
+    if session.trial is not None and session.trial.cut and "_index_sampler" in vars(kind):
+        _tap_sampler(kind, session.trial)
 
-    @functools.wraps(build)
+
+def _building(build: Any, signature: inspect.Signature, session: Session) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = wanted = None
         try:
@@ -70,14 +76,10 @@ def _tap_class(kind: Any, session: Any) -> None:
         _register(self, wanted, session)
         return None
 
-    kind.__init__ = __init__
-    if "__iter__" in vars(kind):
-        _tap_iter(kind, session)
-    if session.trial is not None and session.trial.cut and "_index_sampler" in vars(kind):
-        _tap_sampler(kind, session.trial)
+    return __init__
 
 
-def _register(loader: Any, options: dict[str, Any], session: Any) -> None:
+def _register(loader: Any, options: dict[str, Any], session: Session) -> None:
     if session.run.recorder is None or "_hasten_index" in loader.__dict__:
         return
     try:
@@ -90,10 +92,7 @@ def _register(loader: Any, options: dict[str, Any], session: Any) -> None:
         session.kept_loaders.append(loader)  # alive until they are measured; `for batch in DataLoader(...)` keeps none
 
 
-def _tap_iter(kind: Any, session: Any) -> None:
-    begin = kind.__iter__
-
-    @functools.wraps(begin)
+def _beginning(begin: Any, session: Session) -> Any:
     def __iter__(self: Any) -> Any:
         recorder = session.run.recorder
         if recorder is None:
@@ -110,10 +109,10 @@ def _tap_iter(kind: Any, session: Any) -> None:
             iterator.__dict__["_hasten_begin"] = functools.partial(begin, self)
         return iterator
 
-    kind.__iter__ = __iter__
+    return __iter__
 
 
-def _tap_iterator(kind: Any, session: Any) -> None:
+def _tap_iterator(kind: Any, session: Session) -> None:
     plain = kind.__next__
     run = session.run
     changes = bool(run.acting("batches"))
@@ -130,10 +129,9 @@ def _tap_iterator(kind: Any, session: Any) -> None:
         give = _going_on(give, session)
     if run.recorder is None:
         if changes:
-            kind.__next__ = fetch
+            tap(kind, "__next__", lambda _: fetch)
         return
 
-    @functools.wraps(plain)
     def __next__(self: Any) -> Any:
         recorder = run.recorder
         if recorder is None:
@@ -166,10 +164,10 @@ def _tap_iterator(kind: Any, session: Any) -> None:
             _look(session, loader, known, batch)
         return batch
 
-    kind.__next__ = __next__
+    tap(kind, "__next__", lambda _: __next__)
 
 
-def _going_on(give: Any, session: Any) -> Any:
+def _going_on(give: Any, session: Session) -> Any:
     """In a process that is tuned: when a shortened pass is over, the same batches again, for as long as the whole one.
 
     Each time by an iterator of its own, as in a pass of its own, which is when workers and caches can be switched.
@@ -201,7 +199,7 @@ def _length(loader: Any) -> int:
         return 0
 
 
-def _look(session: Any, index: int, known: BuiltLoader, batch: Any) -> None:
+def _look(session: Session, index: int, known: BuiltLoader, batch: Any) -> None:
     """Look at a loader's batch, which was due."""
     try:
         if not known.batch_bytes:
@@ -212,22 +210,25 @@ def _look(session: Any, index: int, known: BuiltLoader, batch: Any) -> None:
         session.run.skip("looking at a batch", error)
 
 
-def _tap_fetcher(room: Any, session: Any) -> None:
+def _tap_fetcher(room: Any, session: Session) -> None:
     if not session.run.acting("fetcher"):
         return
-    create = room._DatasetKind.create_fetcher
 
-    def create_fetcher(*args: Any, **kwargs: Any) -> Any:
-        return session.run.fetcher(create(*args, **kwargs))
+    def creating(create: Any) -> Any:
+        def create_fetcher(*args: Any, **kwargs: Any) -> Any:
+            return session.run.fetcher(create(*args, **kwargs))
 
-    room._DatasetKind.create_fetcher = staticmethod(create_fetcher)
+        return create_fetcher
+
+    tap(room._DatasetKind, "create_fetcher", creating)
 
 
 def _tap_sampler(kind: Any, trial: TrialOptions) -> None:
     """In a trial: let every pass end early, and repeat the first pass's batches in later ones."""
     whole = kind._index_sampler.fget
     kept: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-    kind._index_sampler = property(lambda loader: _CutSampler(whole(loader), trial, kept.setdefault(loader, [])))
+    cut = property(lambda loader: _CutSampler(whole(loader), trial, kept.setdefault(loader, [])))
+    put(kind, "_index_sampler", cut, __name__)
 
 
 class _CutSampler:

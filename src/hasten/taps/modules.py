@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from time import perf_counter
@@ -10,13 +9,15 @@ from typing import Any
 
 from hasten.evidence import Phase
 from hasten.evidence.facts import ModelWatch
+from hasten.taps.protocol import Session
+from hasten.taps.wrapping import tap
 
 _ALL_LOSSES = 200  # steps whose losses are all kept
 _LOSSES_EVERY = 8  # steps after these of which one keeps its losses, where they are only shown: one kept costs 8 us
 _inside = False  # whether an outermost module's forward is going on
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Set the taps, if anything wants them."""
     run = session.run
     if run.recorder is not None or run.acting("forward") or run.acting("model"):
@@ -25,7 +26,7 @@ def install(session: Any) -> None:
         _tap_backward(session)
 
 
-def _tap_forward(session: Any) -> None:
+def _tap_forward(session: Session) -> None:
     import torch
     from torch._C import _is_tracing as is_tracing  # torch.jit's is three times as dear
     from torch.compiler import is_compiling
@@ -35,16 +36,15 @@ def _tap_forward(session: Any) -> None:
     outermost = _outermost(session, plain, torch)
     recorder = session.run.recorder
     acts = session.run.acting("forward") or session.run.acting("model")
-    rests = recorder is not None and recorder.may_rest and not acts
+    resting = recorder if recorder is not None and recorder.may_rest and not acts else None
     grad_enabled = torch.is_grad_enabled
 
-    @functools.wraps(plain)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _inside
         # Inside compiled code the flag folds away; a clock read there would break the graph.
         if _inside or is_compiling() or is_tracing():
             return plain(self, *args, **kwargs)
-        if rests and recorder.resting is not None and self.training and grad_enabled():
+        if resting is not None and resting.resting is not None and self.training and grad_enabled():
             _inside = True  # for the modules inside, which ask no more
             try:
                 return plain(self, *args, **kwargs)
@@ -52,7 +52,7 @@ def _tap_forward(session: Any) -> None:
                 _inside = False
         return outermost(self, args, kwargs)
 
-    Module.__call__ = __call__  # type: ignore[method-assign]
+    tap(Module, "__call__", lambda _: __call__)
     from hasten.techniques.rerun.forward import tell_inside
 
     tell_inside.append(_set_inside)
@@ -65,7 +65,7 @@ def _set_inside(inside: bool) -> bool:
     return before
 
 
-def _outermost(session: Any, plain: Any, torch: Any) -> Any:
+def _outermost(session: Session, plain: Any, torch: Any) -> Any:
     """What runs in place of an outermost module's forward."""
     run = session.run
     watches: dict[int, ModelWatch | None] = {}  # by the module's id; None: no model
@@ -128,7 +128,7 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
         session.validating, session.without_graph = validating, not graph
         phase = validation_phase if validating else training_phase
         if recorder.listeners:
-            recorder.mark(phase, True)
+            recorder.mark(Phase(phase), True)
         start = perf_counter()
         try:
             output = forward(module, args, kwargs) if wraps else plain(module, *args, **kwargs)
@@ -138,7 +138,7 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
             recorder.current.phases[phase] += seconds
             session.aside = seconds if aside else 0.0
             if recorder.listeners:
-                recorder.mark(phase, False)
+                recorder.mark(Phase(phase), False)
         if trains:
             watch.train_calls += 1
         else:
@@ -151,13 +151,13 @@ def _outermost(session: Any, plain: Any, torch: Any) -> Any:
     return outermost
 
 
-def _tap_backward(session: Any) -> None:
+def _tap_backward(session: Session) -> None:
     import torch
 
     run = session.run
     plain = run.wrapped("backward", torch.autograd.backward)
     if run.recorder is None:
-        torch.autograd.backward = functools.wraps(torch.autograd.backward)(plain)
+        tap(torch.autograd, "backward", lambda _: plain)
         return
     looks = [0]
     watching = session.on_backward
@@ -165,7 +165,6 @@ def _tap_backward(session: Any) -> None:
     # A trial compares losses step by step, and a run that is tuned watches them.
     every = _LOSSES_EVERY if session.trial is None and session.config.auto is None else 1
 
-    @functools.wraps(torch.autograd.backward)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = run.recorder
         if recorder is None or recorder.resting is not None or compiling():
@@ -188,11 +187,11 @@ def _tap_backward(session: Any) -> None:
             _look_for_debug_tools(run.seen, torch)
         return result
 
-    torch.autograd.backward = backward
+    tap(torch.autograd, "backward", lambda _: backward)
     _tap_grad(session, torch, lambda: looks[0] > 0)
 
 
-def _tap_grad(session: Any, torch: Any, went_backward: Callable[[], bool]) -> None:
+def _tap_grad(session: Session, torch: Any, went_backward: Callable[[], bool]) -> None:
     """Notice gradients that are differentiated again (a gradient penalty), which compiled code cannot do.
 
     In a script without optimizer and backward, `torch.autograd.grad` is the backward of its training.
@@ -200,7 +199,6 @@ def _tap_grad(session: Any, torch: Any, went_backward: Callable[[], bool]) -> No
     run = session.run
     plain = torch.autograd.grad
 
-    @functools.wraps(plain)
     def grad(*args: Any, **kwargs: Any) -> Any:
         recorder = run.recorder
         if torch.compiler.is_compiling():
@@ -220,14 +218,14 @@ def _tap_grad(session: Any, torch: Any, went_backward: Callable[[], bool]) -> No
         recorder.stepped_by_hand()
         return result
 
-    torch.autograd.grad = grad
+    tap(torch.autograd, "grad", lambda _: grad)
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:
     return tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
-def _losses(session: Any, tensors: Any, tensor: Any) -> list[Any]:
+def _losses(session: Session, tensors: Any, tensor: Any) -> list[Any]:
     """The single numbers that `backward` was called on, unread and without what a GradScaler multiplied them by."""
     roots = (tensors,) if isinstance(tensors, tensor) else tensors if isinstance(tensors, list | tuple) else ()
     losses = []

@@ -8,26 +8,25 @@ from time import perf_counter
 from typing import Any
 
 from hasten.evidence import Phase, facts
+from hasten.taps.protocol import Session
+from hasten.taps.wrapping import tap
 
 _NOTHING: list[float] = []  # what a closure did in a step that has none
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Set the taps."""
     import torch
 
     run = session.run
     if run.acting("optimizer") or run.recorder is not None:
-        _tap_built(torch.optim.Optimizer, session)
+        tap(torch.optim.Optimizer, "__init__", lambda plain: _building(plain, session))
     if run.recorder is not None:
         _tap_steps(session)
-        _tap_zero_grad(torch.optim.Optimizer, session)
+        tap(torch.optim.Optimizer, "zero_grad", lambda plain: _clearing(plain, session))
 
 
-def _tap_built(kind: Any, session: Any) -> None:
-    build = kind.__init__
-
-    @functools.wraps(build)
+def _building(build: Any, session: Session) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         if session.run.recorder is not None:
@@ -35,10 +34,10 @@ def _tap_built(kind: Any, session: Any) -> None:
             session.optimizers[id(self)] = (held, facts.caller())
         session.run.optimizer(self)
 
-    kind.__init__ = __init__
+    return __init__
 
 
-def _tap_steps(session: Any) -> None:
+def _tap_steps(session: Session) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     run = session.run
@@ -101,11 +100,9 @@ def _with_timed_closure(args: tuple[Any, ...], kwargs: dict[str, Any], inside: l
     return (args, {**kwargs, "closure": timed}) if named else ((args[0], timed), kwargs)
 
 
-def _tap_zero_grad(kind: Any, session: Any) -> None:
-    clear = kind.zero_grad
+def _clearing(clear: Any, session: Session) -> Any:
     seen = session.run.seen
 
-    @functools.wraps(clear)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         if not set_to_none:
             if "zeroed_gradients" not in seen:
@@ -114,4 +111,4 @@ def _tap_zero_grad(kind: Any, session: Any) -> None:
                 session.on_zeroed()
         clear(self, set_to_none)
 
-    kind.zero_grad = zero_grad
+    return zero_grad

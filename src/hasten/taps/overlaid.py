@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from hasten.taps.boot import after_import
+from hasten.taps.after_import import after_import
 from hasten.taps.overlay import Overlay
 
 _WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from time import perf_counter
 from typing import Any
 
 from hasten.evidence import Phase
 from hasten.taps.passed_over import passed_over
+from hasten.taps.protocol import Session
+from hasten.taps.wrapping import tap
 
 _LOSSES = (
     "binary_cross_entropy",
@@ -33,7 +34,7 @@ _LOSSES = (
 )
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Set the taps."""
     if session.run.recorder is not None:
         _tap_losses(session)
@@ -43,13 +44,12 @@ def install(session: Any) -> None:
 
 
 @passed_over
-def _tap_losses(session: Any) -> None:
+def _tap_losses(session: Session) -> None:
     import torch
     import torch.nn.functional as functional
     from torch.compiler import is_compiling
 
-    def tap(plain: Any) -> Any:
-        @functools.wraps(plain)
+    def listening(plain: Any) -> Any:
         def loss(*args: Any, **kwargs: Any) -> Any:
             value = plain(*args, **kwargs)
             if (session.validating or session.aside) and not is_compiling():
@@ -60,23 +60,23 @@ def _tap_losses(session: Any) -> None:
 
         return loss
 
-    attend = functional.scaled_dot_product_attention
+    def attending(plain: Any) -> Any:
+        def attention(*args: Any, **kwargs: Any) -> Any:
+            if not is_compiling():
+                session.run.seen["attention"] = True
+            return plain(*args, **kwargs)
 
-    @functools.wraps(attend)
-    def attention(*args: Any, **kwargs: Any) -> Any:
-        if not is_compiling():
-            session.run.seen["attention"] = True
-        return attend(*args, **kwargs)
+        return attention
 
-    taps = {name: tap(getattr(functional, name)) for name in _LOSSES if hasattr(functional, name)}
-    taps["scaled_dot_product_attention"] = attention
-    plains = {name: getattr(functional, name) for name in taps}
-    for name, tapped in taps.items():
-        setattr(functional, name, tapped)
-    untapped_for_script(functional, taps, plains)
+    makers = {name: listening for name in _LOSSES if hasattr(functional, name)}
+    makers["scaled_dot_product_attention"] = attending
+    plains = {name: getattr(functional, name) for name in makers}
+    for name, make in makers.items():
+        tap(functional, name, make)
+    untapped_for_script(functional, {name: getattr(functional, name) for name in makers}, plains)
 
 
-def _validates(session: Any, recorder: Any, loss: Any) -> bool:
+def _validates(session: Session, recorder: Any, loss: Any) -> bool:
     """Whether a loss is validation's: it has a graph if, and only if, the last forward has one."""
     if session.without_graph and loss.requires_grad:
         return False  # of another forward, before that of a target net or a teacher
@@ -91,63 +91,63 @@ def untapped_for_script(functional: Any, taps: dict[str, Any], plains: dict[str,
     """torch.jit.script reads the source of what it compiles: it must find torch's own functions."""
     import torch
 
-    plain = torch.jit.script
-
-    @functools.wraps(plain)
-    def script(*args: Any, **kwargs: Any) -> Any:
-        for name, function in plains.items():
-            setattr(functional, name, function)
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            for name, function in taps.items():
+    @passed_over
+    def scripting(plain: Any) -> Any:
+        def script(*args: Any, **kwargs: Any) -> Any:
+            for name, function in plains.items():
                 setattr(functional, name, function)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                for name, function in taps.items():
+                    setattr(functional, name, function)
 
-    torch.jit.script = script
+        return script
+
+    tap(torch.jit, "script", scripting)
 
 
-def _tap_scaler(session: Any) -> None:
+def _tap_scaler(session: Session) -> None:
     """Remember the loss in front of a script's own GradScaler, whose scale would hide it."""
     from torch.amp import GradScaler
 
-    plain = GradScaler.scale
+    def scaling(plain: Any) -> Any:
+        def scale(self: Any, outputs: Any) -> Any:
+            scaled = plain(self, outputs)
+            if self.is_enabled():
+                session.run.seen["grad_scaler"] = True
+                session.unscaled.clear()
+                session.unscaled[id(scaled)] = outputs.detach() if hasattr(outputs, "detach") else None
+            return scaled
 
-    @functools.wraps(plain)
-    def scale(self: Any, outputs: Any) -> Any:
-        scaled = plain(self, outputs)
-        if self.is_enabled():
-            session.run.seen["grad_scaler"] = True
-            session.unscaled.clear()
-            session.unscaled[id(scaled)] = outputs.detach() if hasattr(outputs, "detach") else None
-        return scaled
+        return scale
 
-    GradScaler.scale = scale  # type: ignore[method-assign]
+    tap(GradScaler, "scale", scaling)
 
 
-def _tap_checkpoints(session: Any) -> None:
+def _tap_checkpoints(session: Session) -> None:
     import torch
 
-    plain = torch.save
+    def saving(plain: Any) -> Any:
+        def save(*args: Any, **kwargs: Any) -> None:
+            start = perf_counter()
+            plain(*args, **kwargs)
+            if session.run.recorder is not None:
+                session.run.recorder.add(Phase.CHECKPOINT, perf_counter() - start)
 
-    @functools.wraps(plain)
-    def save(*args: Any, **kwargs: Any) -> None:
-        start = perf_counter()
-        plain(*args, **kwargs)
-        if session.run.recorder is not None:
-            session.run.recorder.add(Phase.CHECKPOINT, perf_counter() - start)
+        return save
 
-    torch.save = save
+    tap(torch, "save", saving)
 
 
-def _tap_copies(session: Any) -> None:
+def _tap_copies(session: Session) -> None:
     """Time copies from the CPU to a GPU; without a GPU there are none."""
     import torch
 
     if not torch.cuda.is_available():
         return
 
-    def tap(plain: Any) -> Any:
-        @functools.wraps(plain)
+    def copying(plain: Any) -> Any:
         def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or tensor.device.type != "cpu":
                 return plain(tensor, *args, **kwargs)
@@ -164,5 +164,5 @@ def _tap_copies(session: Any) -> None:
 
         return copy
 
-    torch.Tensor.to = tap(torch.Tensor.to)  # type: ignore[method-assign]
-    torch.Tensor.cuda = tap(torch.Tensor.cuda)  # type: ignore[method-assign]
+    for name in ("to", "cuda"):
+        tap(torch.Tensor, name, copying)

@@ -7,7 +7,7 @@ import random
 import sys
 from typing import Any
 
-from hasten.taps.boot import after_import
+from hasten.taps.after_import import after_import
 
 
 def fix_seeds(shift: int) -> None:

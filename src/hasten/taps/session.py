@@ -8,33 +8,39 @@ import dataclasses
 import functools
 import gc
 import importlib
-import math
 import multiprocessing
 import os
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten import messages
-from hasten.evidence import Evidence, Phase, Validation, this_machine
+from hasten.evidence import Evidence, Phase
 from hasten.evidence.live import LiveFile
 from hasten.evidence.open_pass import OpenPass
 from hasten.evidence.recorder import Recorder
 from hasten.files import mark_of
-from hasten.run import Run
 from hasten.switchboard import Switchboard
-from hasten.taps.boot import describe
 from hasten.taps.bounds import Bounds
-from hasten.taps.built import Built, BuiltLoader
+from hasten.taps.built import Built
 from hasten.taps.config import RunConfig, TrialOptions
+from hasten.taps.evidence import gather, run_of
+from hasten.taps.protocol import BuiltLoader, Observer, Session
 from hasten.taps.seeds import fix_torch_seeds
 from hasten.taps.steps_over import NEVER, StepsOver
-from hasten.techniques import CATALOGUE, build
+from hasten.taps.tracebacks import describe
 
 if TYPE_CHECKING:
-    from hasten.taps.trying import Trying
+    from torch import Tensor
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+    from hasten.check.witness import Witness
+    from hasten.evidence import TriedLive
+    from hasten.evidence.facts import LearningRates
     from hasten.warm.auto import Auto
     from hasten.warm.driver import Driver
     from hasten.warm.replay import Replay
@@ -42,10 +48,10 @@ if TYPE_CHECKING:
 _COMPILED_BY = 5  # steps after which compilation is over and a trial's seconds count
 
 
-class Session:
+class ProcessSession(Session):
     """What hasten does in this process from the import of torch to the end."""
 
-    current: ClassVar[Session | None] = None
+    current: ClassVar[ProcessSession | None] = None
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -55,30 +61,28 @@ class Session:
         may_rest = config.trial is None and (config.doctor is None or not config.doctor.steps)
         self.steps_over = StepsOver()
         recorder = Recorder(on_step=self.steps_over, on_pass=self._on_pass, may_rest=may_rest) if listens else None
-        self.run = _run_of(config, recorder)
+        self.run = run_of(config, recorder)
         self.loaders: list[BuiltLoader] = []
-        self.optimizers: dict[int, tuple[Any, str]] = {}
+        self.kept_loaders: list[DataLoader[Any]] = []
+        self.optimizers: dict[int, tuple[Callable[[], Optimizer | None], str]] = {}
+        self.rates: dict[int, LearningRates] = {}
+        self.trained_loaders: set[int] = set()
         self.built = Built(self)
-        self.kept_loaders: list[Any] = []
-        self.validating = False  # whether the last outermost forward was validation
-        self.without_graph = False  # whether it built none
-        self.aside = 0.0  # seconds of it, where it is validation only if a loss without a graph follows
-        self.observers: list[Any] = []  # what `doctor` listens with; each has `facts()`
-        # Called with a loader's index and a batch it gave; answers how many batches may come before the next call.
+        self.observers: list[Observer] = []
         self.on_batch: list[Callable[[int, Any], int]] = []
-        self.on_backward: list[Callable[..., None]] = []  # called after each backward with its arguments
-        self.on_zeroed: Callable[[], None] | None = None  # called when an optimizer sets gradients to zero
-        self.courses: dict[int, Any] = {}  # id of an optimizer -> its schedule and learning rates
-        self.looking = False  # whether hasten itself profiles the step that is going on
-        self.unscaled: dict[int, Any] = {}  # id of a loss scaled by the script's GradScaler -> the loss itself
+        self.on_backward: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], None]] = []
+        self.on_zeroed: Callable[[], None] | None = None
+        self.unscaled: dict[int, Tensor | None] = {}
+        self.validating = self.without_graph = self.looking = False
+        self.aside = 0.0
         self.bounds = Bounds(self, config.doctor) if config.doctor is not None and listens else None
         self.live = LiveFile(Path(config.live), config.command, config.evidence) if config.live and listens else None
-        self.witness: Any = None  # of `hasten check`
+        self.witness: Witness | None = None  # of `hasten check`
         self.driver: Driver | None = None  # of `hasten tune`
         self.auto: Auto | Replay | None = None  # of `hasten run --auto` and `--replay`
-        self.trying: Trying | None = None  # of doctor, once it has heard enough of the training as it is
-        self.heard: Evidence | None = None  # what it had heard by then
-        self.recorded: Recorder | None = None  # from this
+        self.heard: Evidence | None = None
+        self.recorded: Recorder | None = None
+        self.tried: Callable[[], tuple[TriedLive, ...]] | None = None
         self.error = ""
         self.ended = ""
         self.stopped_at = ""
@@ -87,7 +91,6 @@ class Session:
         self._leaving = threading.RLock()
         self._since: float | None = None  # when the steps behind compilation began
         self._trained_passes = 0
-        self.trained_loaders: set[int] = set()  # of passes that are over
 
     @classmethod
     def start(cls, config: RunConfig) -> None:
@@ -163,7 +166,7 @@ class Session:
         if self.config.auto is not None:
             from hasten.taps import tuned
 
-            self.auto = tuned.begin(self)
+            self.auto = tuned.begin(self, self.built)
 
     def _observe(self) -> None:
         for module in self.config.doctor.observers if self.config.doctor is not None else ():
@@ -196,8 +199,8 @@ class Session:
     def _watch_the_end(self) -> None:
         show = sys.excepthook
 
-        def crashed(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-            if self.trying is not None and issubclass(kind, Exception):
+        def crashed(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+            if self.tried is not None and issubclass(kind, Exception):
                 self.run.skip("the script, while changes were tried in it", error)
                 self.complete()
             self.error = describe(error)
@@ -210,13 +213,13 @@ class Session:
             import multiprocessing.util
 
             os.register_at_fork(after_in_child=self._forked)
-            multiprocessing.util.register_after_fork(self, Session._forked)
+            multiprocessing.util.register_after_fork(self, ProcessSession._forked)
 
     def _forked(self) -> None:
         """In a forked child: it may train by itself, but does not go on with what its parent recorded."""
         import multiprocessing.util
 
-        self._is_fork, self.trying, self.heard = True, None, None
+        self._is_fork, self.tried, self.heard = True, None, None
         if self.live is not None:
             self.live.forked()
         if self.bounds is not None:
@@ -340,53 +343,13 @@ class Session:
         """What was heard, with what was tried behind it."""
         if self.recorded is not None and self._asks_datasets(self.recorded):
             heard = dataclasses.replace(heard, loaders=self.built.facts(self.recorded, True)["loaders"])
-        tried = self.trying.tried() if self.trying is not None else ()
+        tried = self.tried() if self.tried is not None else ()
         return dataclasses.replace(heard, tried=tried, skipped=tuple(self.run.skipped))
 
     def evidence_of(self, recorder: Recorder, asks: bool = True) -> Evidence:
-        """What a recorder holds, which is closed, with all else that is known; `asks`: datasets too, if they should."""
+        """Return what a recorder holds, which is closed, with all else that is known."""
         recorder.close()
-        losses = tuple(recorder.kept.read_losses())
-        return Evidence(
-            command=self.config.command,
-            machine=this_machine(),
-            **self.built.facts(recorder, asks and self._asks_datasets(recorder)),
-            **recorder.kept.fields(),
-            losses=losses,
-            bad_losses=sum(1 for loss in losses if loss is not None and not math.isfinite(loss)),
-            validations=tuple(
-                Validation(step, float(total) / count, count, at) for step, total, count, at in recorder.validations
-            ),
-            passes=tuple(recorder.passes),
-            steps=recorder.steps,
-            step_of=recorder.step_of,
-            ended=self.ended or ("failed" if self.error else "finished"),
-            ended_at=recorder.now() - recorder.origin,
-            error=self.error,
-            installed={} if self.config.doctor is not None else self.run.installed(),
-            peak_memory_bytes=_peak_memory(),
-            peak_gpu_bytes=_peak_gpu_memory(),
-            origin=recorder.origin,
-            pid=os.getpid(),
-            rank=self.rank,
-            stopped_at=self.stopped_at,
-            unfinished=tuple(recorder.unfinished),
-            listened="trial" if self.trial else "doctor" if self.config.doctor else "run",
-            **self._observed(),
-        )
-
-    def _observed(self) -> dict[str, Any]:
-        """What the observers saw; where two fill the same field, one after the other."""
-        seen: dict[str, Any] = {}
-        for observer in self.observers:
-            try:
-                facts = observer.facts()
-            except Exception as error:  # an observer never spoils the rest
-                self.run.skip(f"what {type(observer).__name__} saw", error)
-                continue
-            for name, value in facts.items():
-                seen[name] = seen[name] + value if isinstance(value, tuple) and name in seen else value
-        return {**seen, "skipped": tuple(self.run.skipped)}
+        return gather(self, recorder, self.built.facts(recorder, asks and self._asks_datasets(recorder)))
 
     def _asks_datasets(self, recorder: Recorder) -> bool:
         """Whether datasets are asked what of them repeats itself, which takes a few samples.
@@ -399,30 +362,3 @@ class Session:
             return False
         steps = recorder.kept.phases[len(recorder.kept.phases) // 2 :]
         return sum(step[Phase.DATA] for step in steps) > 0.02 * sum(map(sum, steps))
-
-
-def _run_of(config: RunConfig, recorder: Recorder | None) -> Run:
-    """The Run of this process: techniques on throughout, or switched while it goes on."""
-    if config.auto is not None:
-        from hasten.warm.installed import installed
-
-        return Switchboard(installed(config.auto), recorder)
-    if config.doctor is not None and config.doctor.tries:
-        from hasten.taps.trying import to_be_switched
-
-        return Switchboard(to_be_switched(), recorder)
-    if config.warm is None:
-        return Run(build(config.techniques, CATALOGUE), recorder)
-    return Switchboard([CATALOGUE[one.name](one.setting) for one in config.warm.candidates], recorder)
-
-
-def _peak_memory() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _peak_gpu_memory() -> int | None:
-    import torch
-
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else None

@@ -18,12 +18,13 @@ from hasten.evidence.interval import mean_of
 from hasten.evidence.weigh import COMPUTE, LEAST, seconds_of, steady_seconds
 from hasten.plan import Setting
 from hasten.switchboard import Switchboard
+from hasten.taps.steps_over import Listener
 from hasten.techniques import CATALOGUE, Resource, Technique, toml_value
 from hasten.warm.blocks import Open, Wish, synchronize
 
 if TYPE_CHECKING:
     from hasten.evidence.recorder import Recorder
-    from hasten.taps.session import Session
+    from hasten.taps.protocol import Session
 
 _BLOCK = 0.5  # seconds of a block, or four steps if they take longer
 _LONG = 1.0  # seconds of a step, of which one is a block then
@@ -46,7 +47,7 @@ def to_be_switched() -> list[Technique]:
     return [kind(kind.tried) for kind in CATALOGUE.values() if kind.tried is not None]
 
 
-def begin(session: Session, seconds: float) -> bool:
+def begin(session: Session, seconds: float, bound: Listener) -> bool:
     """Doctor has heard enough: whether something is switched on and off in the run before it ends.
 
     Called between two steps, in the training's thread.
@@ -54,9 +55,10 @@ def begin(session: Session, seconds: float) -> bool:
     Args:
         session: The process's session.
         seconds: For all of it at the most.
+        bound: Is told of steps meanwhile too; nobody else is.
     """
-    board, recorder, bounds = session.run, session.run.recorder, session.bounds
-    if not isinstance(board, Switchboard) or recorder is None or bounds is None or session.trying is not None:
+    board, recorder = session.run, session.run.recorder
+    if not isinstance(board, Switchboard) or recorder is None or session.tried is not None:
         return False
     if session.rank or not _is_alone():
         return False
@@ -70,8 +72,8 @@ def begin(session: Session, seconds: float) -> bool:
         return False
     if not trying.wanted:
         return False
-    session.trying = trying
-    session.steps_over.only(bounds.on_step)
+    session.tried = trying.tried
+    session.steps_over.only(bound)
     session.steps_over.tell(trying.on_step)
     trying.begin()
     return True

@@ -16,10 +16,11 @@ from hasten.warm.replay import Replay
 from hasten.warm.switches import read_schedule
 
 if TYPE_CHECKING:
-    from hasten.taps.session import Session
+    from hasten.taps.built import Built
+    from hasten.taps.protocol import Session
 
 
-def begin(session: Session) -> Auto | Replay | None:
+def begin(session: Session, built: Built) -> Auto | Replay | None:
     """Have techniques switched in the process that trains; not in its helpers, nor in other ranks."""
     options, board, recorder = session.config.auto, session.run, session.run.recorder
     if options is None or not isinstance(board, Switchboard) or recorder is None:
@@ -33,18 +34,19 @@ def begin(session: Session) -> Auto | Replay | None:
         auto = Replay(read_schedule(Path(options.schedule)), board, recorder, say, over)
     else:
         command = session.config.command
-        auto = Auto(options, Around(board, recorder, command, functools.partial(so_far, session), say, over))
+        auto = Auto(options, Around(board, recorder, command, functools.partial(so_far, session, built), say, over))
     session.steps_over.tell(auto.on_step)
     return auto
 
 
-def so_far(session: Session) -> Evidence:
+def so_far(session: Session, built: Built) -> Evidence:
     """The evidence of a run that goes on: without what reads losses or asks datasets for samples."""
     recorder = session.run.recorder
     assert recorder is not None
-    facts = session.built.facts(recorder)
+    facts = built.facts(recorder)
     facts["loaders"] = tuple(
-        told_without_asking(known, built.held()) for known, built in zip(facts["loaders"], session.loaders, strict=True)
+        told_without_asking(known, loader.held())
+        for known, loader in zip(facts["loaders"], session.loaders, strict=True)
     )
     return Evidence(
         command=session.config.command,

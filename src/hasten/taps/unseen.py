@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
+from hasten.taps.protocol import Session
 
-def install(_session: Any) -> None:
+
+def install(_session: Session) -> None:
     """Mark every function of hasten's that is loaded by now."""
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 

@@ -9,9 +9,9 @@ from tests.doctor.observe.listening import HEAD, at, event, kinds, observed
 COPIES = """
 from hasten.doctor.observe import copies
 from hasten.doctor.observe.log import event_log
-from hasten.taps.session import Session
-if Session.current is not None:
-    copies.tap_copies(Session.current, event_log(Session.current), anyway=True)
+from hasten.taps.session import ProcessSession
+if ProcessSession.current is not None:
+    copies.tap_copies(ProcessSession.current, event_log(ProcessSession.current), anyway=True)
 class Batch:
     def __init__(self, x):
         self.x = x

@@ -218,7 +218,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from hasten.doctor.observe.device_clock import watch
 from hasten.taps.steps_over import StepsOver
-from hasten.taps.session import Session
+from hasten.taps.session import ProcessSession
 class Event:
     def query(self): return True
     def elapsed_time(self, later): return (later.at - self.at) * 1000
@@ -226,7 +226,7 @@ class Stream:
     def event(self): return Event()
     def record(self, event): event.at = time.perf_counter()
     def capturing(self): return False
-watch(Session.current, Session.current.run.recorder, Stream())
+watch(ProcessSession.current, ProcessSession.current.run.recorder, Stream())
 class Slow(nn.Module):
     def __init__(self):
         super().__init__()

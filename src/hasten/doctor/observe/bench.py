@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import json
 import multiprocessing
 import os
@@ -26,7 +25,9 @@ from hasten.doctor.observe.loader_speed import again, speed
 from hasten.doctor.observe.log import _LIBRARIES, _OURS
 from hasten.doctor.observe.stages import LoaderStages
 from hasten.evidence.facts import caller, loader_facts
-from hasten.taps.built import BuiltLoader
+from hasten.taps.config import DoctorOptions
+from hasten.taps.protocol import BuiltLoader, Session
+from hasten.taps.wrapping import tap
 from hasten.techniques.data.crossing import holds_open
 
 _FLAME = 4.0  # seconds that a worker is watched for
@@ -36,19 +37,22 @@ _ANY_PROCESS = -1  # PR_SET_PTRACER_ANY
 _SET_PTRACER = 0x59616D61
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Wait for the first backward."""
     import torch
 
-    bench = _Bench(session)
-    plain = torch.autograd.backward
+    if session.config.doctor is None:
+        return
+    bench = _Bench(session, session.config.doctor)
 
-    @functools.wraps(plain)
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        bench.backward()
-        return plain(*args, **kwargs)
+    def ending(plain: Any) -> Any:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            bench.backward()
+            return plain(*args, **kwargs)
 
-    torch.autograd.backward = backward
+        return backward
+
+    tap(torch.autograd, "backward", ending)
     show = sys.excepthook
 
     def crashed(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -62,10 +66,10 @@ def install(session: Any) -> None:
 class _Bench:
     """The bench of one process's training loader."""
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Session, options: DoctorOptions) -> None:
         self._session = session
-        self._file = session.config.doctor.bench
-        self._seconds = session.config.doctor.bench_seconds
+        self._file = options.bench
+        self._seconds = options.bench_seconds
         self._loose = 0
         self._over = False
         self._pid = os.getpid()

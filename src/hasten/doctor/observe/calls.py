@@ -8,10 +8,11 @@ from time import perf_counter
 from typing import Any
 
 from hasten.doctor.observe.log import EventLog, script_place
-from hasten.doctor.observe.tapping import tap
-from hasten.taps.boot import after_import
+from hasten.taps.after_import import after_import
 from hasten.taps.passed_over import passed_over
+from hasten.taps.protocol import Session
 from hasten.taps.steps_over import NEVER
+from hasten.taps.wrapping import tap
 
 _WRITER = (
     "add_audio",
@@ -34,7 +35,7 @@ _WRITER = (
 )
 
 
-def tap_calls(session: Any, log: EventLog) -> None:
+def tap_calls(session: Session, log: EventLog) -> None:
     """Set the taps on functions, and on those of logging libraries once they are imported."""
     import gc
 
@@ -97,7 +98,7 @@ class _Saves:
         log: Where they are counted.
     """
 
-    def __init__(self, session: Any, log: EventLog) -> None:
+    def __init__(self, session: Session, log: EventLog) -> None:
         self._session = session
         self._log = log
         self._pending: list[tuple[str, float, str]] = []  # outside of a step; they count if training goes on
@@ -118,10 +119,12 @@ class _Saves:
             result = plain(*args, **kwargs)
             seconds = perf_counter() - start
             recorder = self._session.run.recorder
-            place = None if recorder is None else script_place(sys._getframe(1))
-            if place is not None and self._log.in_step() >= 0:
+            place = script_place(sys._getframe(1)) if recorder is not None else None
+            if recorder is None or place is None:
+                return result
+            if self._log.in_step() >= 0:
                 self._log.note_at("save", place, seconds, "", detail)
-            elif place is not None and recorder.steps:
+            elif recorder.steps:
                 if not self._pending:
                     self._session.steps_over.tell(self._training_goes_on)
                 self._pending.append((place, seconds, detail))
@@ -144,7 +147,7 @@ class DebugTools:
         log: Where they are counted.
     """
 
-    def __init__(self, session: Any, log: EventLog) -> None:
+    def __init__(self, session: Session, log: EventLog) -> None:
         self._session = session
         self._log = log
         self._places: dict[str, str] = {}  # kind -> where it was switched on last
@@ -208,7 +211,7 @@ def _by_us(frame: Any) -> bool:
 _SEPARATOR = "\\" if sys.platform == "win32" else "/"
 
 
-def _tap_loggers(session: Any, log: EventLog) -> None:
+def _tap_loggers(session: Session, log: EventLog) -> None:
     import csv
     import json
 

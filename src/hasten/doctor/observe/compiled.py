@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from hasten.taps.boot import after_import
+from hasten.taps.after_import import after_import
 
 _MOST = 40  # graph breaks in the evidence
 _PLACE = re.compile(r'File "([^"]+)", line (\d+)')

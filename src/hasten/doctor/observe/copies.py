@@ -10,13 +10,15 @@ from collections import deque
 from time import perf_counter
 from typing import Any
 
+from hasten.doctor.observe.devices import device_of
 from hasten.doctor.observe.log import EventLog
-from hasten.doctor.observe.tapping import device_of, tap
+from hasten.taps.protocol import Session
+from hasten.taps.wrapping import tap
 
 _REMEMBERED = 4  # batches: one that is trained on, some that were fetched ahead
 
 
-def tap_copies(session: Any, log: EventLog, anyway: bool = False) -> None:
+def tap_copies(session: Session, log: EventLog, anyway: bool = False) -> None:
     """Set the taps, if this machine has a GPU (or `anyway`)."""
     import torch
     from torch.utils.data import dataloader
@@ -56,7 +58,7 @@ class _Given:
         return any(storage in batch for batch in self._batches) or (None if self._blind else False)
 
 
-def _remembering(plain: Any, given: _Given, session: Any) -> Any:
+def _remembering(plain: Any, given: _Given, session: Session) -> Any:
     def __next__(self: Any) -> Any:
         batch = plain(self)
         try:
@@ -68,7 +70,7 @@ def _remembering(plain: Any, given: _Given, session: Any) -> Any:
     return __next__
 
 
-def _watched(plain: Any, given: _Given, log: EventLog, session: Any) -> Any:
+def _watched(plain: Any, given: _Given, log: EventLog, session: Session) -> Any:
     from torch.compiler import is_compiling
 
     def copy(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from hasten.evidence import Phase
 from hasten.evidence.recorder import Recorder
+from hasten.taps.protocol import Session
 from hasten.taps.steps_over import NEVER
 
 _MOST = 64  # boundaries in a step; one with more (a validation inside) keeps the CPU's times
@@ -76,7 +77,7 @@ class CudaStream:
         return torch.cuda.is_current_stream_capturing()
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Begin as soon as a model trains on a GPU; nothing is done, and torch.cuda is not touched, where none does."""
     recorder = session.run.recorder
     if recorder is None:
@@ -93,7 +94,7 @@ def install(session: Any) -> None:
     session.steps_over.tell(on_step)
 
 
-def watch(session: Any, recorder: Recorder, stream: Stream) -> None:
+def watch(session: Session, recorder: Recorder, stream: Stream) -> None:
     """Let a clock on `stream` correct the recorder's steps from the next one on."""
     clock = DeviceClock(recorder, stream)
 
@@ -114,7 +115,7 @@ def watch(session: Any, recorder: Recorder, stream: Stream) -> None:
     session.observers.append(clock)
 
 
-def _device_of(session: Any) -> int | None:
+def _device_of(session: Session) -> int | None:
     """Index of the GPU on which an outermost module's parameters are."""
     for watched in session.run.models.values():
         module = watched.module()

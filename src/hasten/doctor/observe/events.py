@@ -13,19 +13,22 @@ from typing import Any
 
 from hasten.doctor.observe.calls import tap_calls
 from hasten.doctor.observe.copies import tap_copies
+from hasten.doctor.observe.devices import device_of
 from hasten.doctor.observe.log import EventLog, event_log
 from hasten.doctor.observe.looks import tap_looks
 from hasten.doctor.observe.remote import tap_files
-from hasten.doctor.observe.tapping import device_of, tap
+from hasten.taps.protocol import Session
 from hasten.taps.results import untapped_for_script
+from hasten.taps.wrapping import tap
 
 _ONE_NUMBER = ("item", "__bool__", "__float__", "__int__", "__index__", "__complex__")
 _LARGE = 1000  # numbers in a list from which making a tensor of it is worth a word (some 50 us)
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Set the taps; each part that cannot be set is skipped and named."""
-    if session.run.recorder is None:
+    recorder = session.run.recorder
+    if recorder is None:
         return
     log = event_log(session)
     parts: dict[str, Callable[[], None]] = {
@@ -33,7 +36,7 @@ def install(session: Any) -> None:
         "torch.tensor": lambda: _tap_tensors_made(log),
         "calls": lambda: tap_calls(session, log),
         "copies": lambda: tap_copies(session, log),
-        "looks": lambda: tap_looks(session),
+        "looks": lambda: tap_looks(session, recorder),
         "remote files": lambda: tap_files(session, log),
     }
     for name, part in parts.items():

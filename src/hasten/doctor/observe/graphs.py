@@ -17,6 +17,8 @@ from typing import Any
 
 from hasten.doctor.observe.log import script_place
 from hasten.evidence import Event, MemoryPoint
+from hasten.evidence.recorder import Recorder
+from hasten.taps.protocol import Session
 
 _FIRST = 16  # steps that are all watched; then every `_EVERY`, later every `_RARELY`, or each where steps are slow
 _EVERY = 8
@@ -30,11 +32,12 @@ _POINTS = 512  # of memory, at the most
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Watch the backwards of some steps."""
-    if session.run.recorder is None:
+    recorder = session.run.recorder
+    if recorder is None:
         return
-    graphs = Graphs(session)
+    graphs = Graphs(session, recorder)
     session.observers.append(graphs)
     session.steps_over.tell(graphs.on_step, 1)
     session.on_backward.append(graphs.on_backward)
@@ -51,11 +54,12 @@ class Graphs:
 
     Args:
         session: The process's session.
+        recorder: Its recorder, which the session lets go of before the facts are asked for.
     """
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
-        self._recorder = session.run.recorder
+        self._recorder = recorder
         self._watching = True
         self._every = _EVERY
         self._woken = (0, perf_counter())

@@ -8,6 +8,7 @@ from typing import Any
 
 from hasten.evidence import Inputs
 from hasten.evidence.recorder import Recorder
+from hasten.taps.protocol import Session
 
 _ALL = 64  # batches of a loader whose shapes are all looked at
 _EVERY = 16  # later only every so many
@@ -17,7 +18,7 @@ _NUMBERS = 65_536  # of a batch that is looked into, at the most (about)
 _STEPS_DISTURBED = 4
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Look at what loaders give."""
     recorder = session.run.recorder
     if recorder is None:

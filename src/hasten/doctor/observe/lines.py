@@ -17,7 +17,9 @@ from typing import Any
 
 from hasten.doctor.observe.log import Whose, whose
 from hasten.evidence import PHASES, Line, Phase
+from hasten.evidence.recorder import Recorder
 from hasten.taps import data, modules
+from hasten.taps.protocol import Session
 
 _FROM = 3  # steps that are over when the first look is taken
 _APART = ((250, 0.004), (1000, 0.01), (sys.maxsize, 0.1))  # until so many looks: seconds from one to the next
@@ -37,12 +39,13 @@ _MARKS: dict[_Mark, Phase] = {
 }
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Look from the third step on."""
     options = session.config.doctor
-    if session.run.recorder is None or options is None or not options.sample:
+    recorder = session.run.recorder
+    if recorder is None or options is None or not options.sample:
         return
-    watch = LineWatch(session)
+    watch = LineWatch(session, recorder)
     session.observers.append(watch)
     session.steps_over.tell(watch.on_step, _FROM)
     os.register_at_fork(after_in_child=watch.forked)
@@ -53,11 +56,12 @@ class LineWatch:
 
     Args:
         session: The process's session.
+        recorder: Its recorder, which the session lets go of before the facts are asked for.
     """
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
-        self._recorder = session.run.recorder
+        self._recorder = recorder
         self._codes: dict[int, tuple[CodeType, Whose, Phase | None]] = {}  # held, so that an id stays its own
         self._begin()
 

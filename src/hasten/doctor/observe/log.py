@@ -12,6 +12,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from hasten.evidence import Event
+from hasten.taps.protocol import Session
 
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -145,7 +146,7 @@ def _count(entry: _Entry, step: int, seconds: float) -> None:
         entry.steps += step >= 0
 
 
-def event_log(session: Any) -> EventLog:
+def event_log(session: Session) -> EventLog:
     """The session's one log of events, made when it is first asked for."""
     log = next((observer for observer in session.observers if isinstance(observer, EventLog)), None)
     if log is None:
@@ -156,11 +157,6 @@ def event_log(session: Any) -> EventLog:
 def is_library(frame: FrameType) -> bool:
     """Whether the frame is not the script's own: a library's, the standard library's, ours, or generated code."""
     return frame.f_code.co_filename.startswith((*_GENERATED, _OURS, *_LIBRARIES))
-
-
-def is_ours(frame: FrameType) -> bool:
-    """Whether the frame is hasten's own."""
-    return frame.f_code.co_filename.startswith(_OURS)
 
 
 def script_place(frame: FrameType | None, past_torch: bool = False) -> str | None:

@@ -13,9 +13,12 @@ from time import perf_counter
 from types import FrameType
 from typing import Any
 
+from hasten.doctor.observe.devices import device_of
 from hasten.doctor.observe.log import EventLog, script_place
-from hasten.doctor.observe.tapping import device_of, tap
 from hasten.evidence import Event
+from hasten.evidence.recorder import Recorder
+from hasten.taps.protocol import Session
+from hasten.taps.wrapping import tap, untap
 
 _SEARCHES = {"nonzero", "argwhere", "masked_select", "where", "_unique2", "unique_dim", "unique_consecutive"}
 _WRITES = {"print", "write", "writelines", "flush", "fsync", "writerow", "writerows"}
@@ -25,9 +28,9 @@ _FORWARDING = ("torch/functional.py", "torch/_jit_internal.py", "torch/_tensor.p
 _FIRST, _IN_A_ROW = 4, 3  # steps 4, 5, 6, then 12, 24, 48...
 
 
-def tap_looks(session: Any) -> None:
+def tap_looks(session: Session, recorder: Recorder) -> None:
     """Begin to look at the first steps."""
-    looks = Looks(session)
+    looks = Looks(session, recorder)
     session.observers.append(looks)
     session.steps_over.tell(looks.on_step, _FIRST)
     os.register_at_fork(after_in_child=looks.stop)  # a loader's worker that starts in such a step is not looked into
@@ -38,11 +41,12 @@ class Looks:
 
     Args:
         session: The process's session.
+        recorder: Its recorder, which the session lets go of before the facts are asked for.
     """
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
-        self._recorder = session.run.recorder
+        self._recorder = recorder
         self._log = EventLog(session.in_step)
         self._steps: list[int] = []
         self._next = _FIRST  # the step to look into next
@@ -178,4 +182,4 @@ def _mask_taps(torch: Any, log: EventLog) -> None:
 def _untap_masks(torch: Any) -> None:
     for name in ("__getitem__", "__setitem__"):
         if getattr(vars(torch.Tensor).get(name), "__wrapped__", None) is not None:
-            delattr(torch.Tensor, name)
+            untap(torch.Tensor, name)

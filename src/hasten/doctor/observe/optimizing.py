@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass, field
 from typing import Any
 
 from hasten.doctor.observe.log import event_log, script_place
 from hasten.doctor.observe.replicas import tap_replicas
-from hasten.doctor.observe.tapping import tap
+from hasten.evidence.facts import LearningRates
+from hasten.taps.protocol import Session
+from hasten.taps.wrapping import tap
 
 _ALL_OF_THE_FIRST = 32  # steps of an optimizer after which its rate is read; then after every `_EVERY`
 _EVERY = 8
@@ -18,7 +19,7 @@ _RARELY = 32
 _RATES = 64
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Set the taps."""
     if session.run.recorder is None:
         return
@@ -30,31 +31,14 @@ def install(session: Any) -> None:
     tap_replicas(session, log)
 
 
-@dataclass
-class Course:
-    """The rates that one optimizer's steps were made with.
-
-    Attributes:
-        held: What the session holds the optimizer by: another optimizer may get the id of one that is gone.
-        schedule: Class of the scheduler that was built last for it.
-        rates: Distinct ones, in order.
-        steps: It had made when its rate was read last; a rate that is set after the last step is none of its.
-    """
-
-    held: Any
-    schedule: str = ""
-    rates: list[float] = field(default_factory=list)
-    steps: int = -1
-
-
 class Rates:
     """Reads the learning rates of all optimizers: before the first step, after each of the next, then now and then.
 
     Args:
-        session: The process's session; its `courses` are filled.
+        session: The process's session; its `rates` are filled.
     """
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
         self._all_until = _ALL_OF_THE_FIRST
         self._first: Any = None
@@ -100,34 +84,34 @@ class Rates:
 
     def scheduled(self, optimizer: Any, schedule: str) -> None:
         """A scheduler was built for an optimizer."""
-        if (course := self._course(id(optimizer))) is not None:
-            course.schedule = schedule
+        if (rates := self._rates_of(id(optimizer))) is not None:
+            rates.schedule = schedule
 
-    def _course(self, key: int) -> Course | None:
+    def _rates_of(self, key: int) -> LearningRates | None:
         known = self._session.optimizers.get(key)
         if known is None:
             return None
-        course: Course | None = self._session.courses.get(key)
-        if course is None or course.held is not known[0]:
-            course = self._session.courses[key] = Course(known[0])
-        return course
+        rates = self._session.rates.get(key)
+        if rates is None or rates.held is not known[0]:
+            rates = self._session.rates[key] = LearningRates(known[0])
+        return rates
 
     def _read(self, key: int, optimizer: Any) -> None:
-        course = self._course(key)
-        if course is None or len(course.rates) >= _RATES or not optimizer.param_groups:
+        rates = self._rates_of(key)
+        if rates is None or len(rates.rates) >= _RATES or not optimizer.param_groups:
             return
         recorder = self._session.run.recorder
-        steps = recorder.optimizer_steps.get(key, 0) if recorder is not None else course.steps
-        if steps == course.steps:
+        steps = recorder.optimizer_steps.get(key, 0) if recorder is not None else rates.steps
+        if steps == rates.steps:
             return
-        course.steps = steps
+        rates.steps = steps
         rate = optimizer.param_groups[0].get("lr")
         if not isinstance(rate, int | float):
             if not getattr(rate, "is_cpu", False):
                 return  # none, or one on a device, which is not waited for
             rate = float(rate)
-        if rate not in course.rates:
-            course.rates.append(float(rate))
+        if rate not in rates.rates:
+            rates.rates.append(float(rate))
 
 
 def _tap_schedules(rates: Rates) -> None:
@@ -147,7 +131,7 @@ def _tap_schedules(rates: Rates) -> None:
             tap(getattr(lr_scheduler, name), "__init__", built)
 
 
-def _tap_zero_grad(session: Any, log: Any) -> None:
+def _tap_zero_grad(session: Session, log: Any) -> None:
     """What clears gradients to zeros: optimizers say so to the tap that is there already, modules here."""
     import torch
 

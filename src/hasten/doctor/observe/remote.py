@@ -12,14 +12,15 @@ import sys
 from typing import Any
 
 from hasten.doctor.observe.log import EventLog, script_place
-from hasten.doctor.observe.tapping import tap
 from hasten.evidence import Event
-from hasten.taps.boot import after_import
+from hasten.taps.after_import import after_import
+from hasten.taps.protocol import Session
+from hasten.taps.wrapping import tap
 
 _MOST = 500  # files that a process tells of
 
 
-def tap_files(session: Any, log: EventLog) -> None:
+def tap_files(session: Session, log: EventLog) -> None:
     """Wait for fsspec, which a script may never import."""
     if not hasattr(os, "memfd_create"):
         return
@@ -43,7 +44,7 @@ class RemoteFiles:
         session: The process's session.
     """
 
-    def __init__(self, descriptor: int, session: Any) -> None:
+    def __init__(self, descriptor: int, session: Session) -> None:
         import fcntl
 
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)

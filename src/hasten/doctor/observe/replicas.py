@@ -8,13 +8,14 @@ from typing import Any
 
 from hasten.doctor.observe.gradient_sync import GradientSync, SyncClock
 from hasten.doctor.observe.log import EventLog, script_place
-from hasten.doctor.observe.tapping import tap
 from hasten.evidence import Event
+from hasten.taps.protocol import Session
+from hasten.taps.wrapping import tap
 
 _LOOKED = 20  # backwards after which it is known whether parameters stay unused
 
 
-def tap_replicas(session: Any, log: EventLog) -> None:
+def tap_replicas(session: Session, log: EventLog) -> None:
     """Set the taps on what builds replicas."""
     import torch
 
@@ -90,7 +91,7 @@ class Replicas:
         log: Where events are counted.
     """
 
-    def __init__(self, session: Any, log: EventLog) -> None:
+    def __init__(self, session: Session, log: EventLog) -> None:
         self._session = session
         self._log = log
         self._all: list[_Replica] = []

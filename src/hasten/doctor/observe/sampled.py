@@ -22,13 +22,14 @@ from hasten.doctor.observe.profile_look import ProfileLook, watch_for_others
 from hasten.evidence import Event, Layer, Sampled
 from hasten.evidence.open_pass import OpenPass
 from hasten.evidence.recorder import Recorder
+from hasten.taps.protocol import Session
 from hasten.taps.trying import has_compiled
 
 _GROUPS = ((1, 1), (13, 3))  # first step of a group, and how many steps each of its looks takes at the most
 _LONG, _VERY_LONG = 0.7, 3.0  # seconds of a step from which two are enough, or one
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Begin with the second step."""
     recorder = session.run.recorder
     if recorder is None or session.config.doctor is None:
@@ -46,7 +47,7 @@ class Sampler:
         sample: Look into steps at all; otherwise only what torch.compile says is kept.
     """
 
-    def __init__(self, session: Any, recorder: Recorder, trace: str, sample: bool) -> None:
+    def __init__(self, session: Session, recorder: Recorder, trace: str, sample: bool) -> None:
         self._session = session
         self._recorder = recorder
         self._trace = trace

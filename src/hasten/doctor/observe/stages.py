@@ -7,7 +7,6 @@ others are made by torch's own fetcher as ever. What a worker saw goes through a
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import math
 import os
@@ -19,6 +18,8 @@ from typing import Any
 
 from hasten.doctor.observe.sampled_fetch import TIMED, SampledFetch, Samples, add, fetched
 from hasten.evidence import Stages
+from hasten.taps.protocol import Session
+from hasten.taps.wrapping import tap
 
 _FOLDER, _LOADER = "HASTEN_STAGES", "HASTEN_LOADER"  # where workers leave what they saw; whose workers they are
 _FIRST = 2  # batches of a process that are left to warm it up
@@ -26,11 +27,11 @@ _WORKERS = 4  # of a loader with more of them, so many are looked into
 _PASSES = 2  # of loaders that make new workers for each pass
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Set the taps on every DataLoader, and on torchdata's StatefulDataLoader when it is imported."""
     import torch.utils.data.dataloader as room
 
-    from hasten.taps.boot import after_import
+    from hasten.taps.after_import import after_import
 
     observer = LoaderStages(session)
     observer.tap_fetchers(room._DatasetKind)
@@ -55,7 +56,7 @@ class LoaderStages:
         on: Whether loaders that begin a pass now are sampled.
     """
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Session) -> None:
         self.on = True
         self._session = session
         self._folder = ""
@@ -69,35 +70,38 @@ class LoaderStages:
 
     def tap_loaders(self, kind: Any) -> None:
         """Know whose fetcher is made: that of the loader which begins a pass."""
-        plain = kind._get_iterator
 
-        @functools.wraps(plain)
-        def _get_iterator(loader: Any) -> Any:
-            try:
-                self._begin(loader)
-            except Exception as error:  # a tap never breaks a script
-                self._session.run.skip("stages of a loader", error)
-            try:
-                return plain(loader)
-            finally:
-                self._building = None
-                os.environ.pop(_LOADER, None)
+        def beginning(plain: Any) -> Any:
+            def _get_iterator(loader: Any) -> Any:
+                try:
+                    self._begin(loader)
+                except Exception as error:  # a tap never breaks a script
+                    self._session.run.skip("stages of a loader", error)
+                try:
+                    return plain(loader)
+                finally:
+                    self._building = None
+                    os.environ.pop(_LOADER, None)
 
-        kind._get_iterator = _get_iterator
+            return _get_iterator
+
+        tap(kind, "_get_iterator", beginning)
 
     def tap_fetchers(self, kinds: Any) -> None:
         """Give the fetchers of loaders that are sampled a `fetch` of their own, until they have been."""
-        plain = kinds.create_fetcher
 
-        def create_fetcher(*args: Any, **kwargs: Any) -> Any:
-            fetcher = plain(*args, **kwargs)
-            try:
-                self._watch(fetcher)
-            except Exception as error:  # a tap never breaks a script
-                self._session.run.skip("stages of a loader", error)
-            return fetcher
+        def making(plain: Any) -> Any:
+            def create_fetcher(*args: Any, **kwargs: Any) -> Any:
+                fetcher = plain(*args, **kwargs)
+                try:
+                    self._watch(fetcher)
+                except Exception as error:  # a tap never breaks a script
+                    self._session.run.skip("stages of a loader", error)
+                return fetcher
 
-        kinds.create_fetcher = staticmethod(create_fetcher)
+            return create_fetcher
+
+        tap(kinds, "create_fetcher", making)
 
     def _begin(self, loader: Any) -> None:
         index = loader.__dict__.get("_hasten_index", -1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from hasten.taps.protocol import Session
+
 _FIRST, _AGAIN = 6, 16  # steps that are over when parameters are looked at, and looked at again
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Look twice."""
     if session.run.recorder is None:
         return
@@ -24,7 +26,7 @@ class Strays:
         session: The process's session, which knows models and optimizers.
     """
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
         self._first: dict[int, int] = {}  # id of a stray parameter -> how often it had been changed
         self._paths: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.evidence import Surroundings
+from hasten.taps.protocol import Session
 from hasten.taps.steps_over import NEVER
 
 _INSIDE = 3  # datasets within datasets (Subset, ConcatDataset, a script's own wrapper)
@@ -16,7 +17,7 @@ _NAMES = ("root", "root_dir", "data_dir", "data_path", "data_root", "folder", "p
 _READ_EARLY = 20  # steps after which threads are read: a script may set them to others at its end
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Ask when the run ends, and for threads while it trains."""
     if session.run.recorder is not None:
         around = Around(session)
@@ -31,7 +32,7 @@ class Around:
         session: The process's session.
     """
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
         self._threads = (0, 0)
         self._folder = ""

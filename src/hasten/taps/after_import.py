@@ -1,0 +1,60 @@
+"""Calls back when a module has been imported, without importing it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from hasten import messages
+
+
+def after_import(name: str, then: Callable[[], None]) -> None:
+    """Call `then` once the module has been imported: now, if it was already."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module by the finders behind it, and calls back when it has been executed."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self.name = name
+        self.then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The module's own spec, its loader replaced by one that calls back."""
+        if fullname != self.name or self not in sys.meta_path:
+            return None
+        # A spec that is only looked at (`find_spec("torch")` asks whether torch is there) leaves the finder in place.
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                self._call_back(spec.loader)
+                return spec
+        return None
+
+    def _call_back(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            loader.exec_module = execute
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            execute(module)
+            self._tell()
+
+        loader.exec_module = exec_module
+
+    def _tell(self) -> None:
+        try:
+            self.then()
+        except Exception as error:  # the script goes on as if hasten were not there
+            messages.tell(f"hasten: its taps could not be set, the script runs without them: {error!r}")

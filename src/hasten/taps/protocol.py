@@ -1,0 +1,139 @@
+"""What taps and observers know of the process they listen to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hasten.evidence import LoaderFacts
+from hasten.taps.steps_over import StepsOver
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+    from hasten.evidence import Evidence, TriedLive
+    from hasten.evidence.facts import LearningRates
+    from hasten.evidence.recorder import Recorder
+    from hasten.run import Run
+    from hasten.taps.config import RunConfig, TrialOptions
+    from hasten.warm.driver import Driver
+
+
+@dataclass(slots=True)
+class BuiltLoader:
+    """A DataLoader that the script has built.
+
+    Attributes:
+        held: Gives the loader, None when it is gone.
+        facts: What it was built with.
+        batch_bytes: Of the first batch; 0 before that.
+        look_in: Batches that come before the next one to be looked at.
+    """
+
+    held: Callable[[], Any]
+    facts: LoaderFacts
+    batch_bytes: int = 0
+    look_in: int = 0
+
+
+class Observer(Protocol):
+    """Listens beside the taps, for doctor."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what was seen, as fields of the evidence by name; called once, when the run ends."""
+        ...
+
+
+class Session(Protocol):
+    """What hasten does in one process, as its taps, bounds and observers see it.
+
+    Attributes:
+        config: What this process was told.
+        run: Applies techniques, and has the recorder: None when nobody listens (any more).
+        trial: The bounds of a trial; None outside of one.
+        steps_over: Tells listeners that steps are over.
+        loaders: Every DataLoader built; its place here is its number.
+        kept_loaders: Loaders kept alive until they are measured.
+        optimizers: id of an optimizer -> what holds it (weakly, or not in a trial), `file:line` where it was built.
+        rates: id of an optimizer -> its schedule and learning rates.
+        trained_loaders: Loaders of training passes that are over.
+        observers: What doctor listens with.
+        on_batch: Called with a loader's number and a batch it gave; each returns how many batches to skip before the
+            next call.
+        on_backward: Called after each backward with its tensors, further arguments and keywords.
+        on_zeroed: Called when an optimizer sets gradients to zero.
+        unscaled: id of a loss scaled by the script's GradScaler -> the loss itself.
+        validating: The last outermost forward was validation.
+        without_graph: It built no graph.
+        aside: Its seconds, where it is validation only if a loss without a graph follows.
+        looking: hasten itself profiles the step that is going on.
+        driver: Switches techniques while a tune runs.
+        heard: The evidence as it was before doctor began to switch techniques; `recorded` is what it was made of.
+        tried: Returns what switching techniques in the run brought; None before that began.
+        error: The script's own error, in one line.
+        ended: How the run ended; "" before that.
+        stopped_at: `file:line` where a run hung that was ended.
+    """
+
+    config: RunConfig
+    run: Run
+    trial: TrialOptions | None
+    steps_over: StepsOver
+    loaders: list[BuiltLoader]
+    kept_loaders: list[DataLoader[Any]]
+    optimizers: dict[int, tuple[Callable[[], Optimizer | None], str]]
+    rates: dict[int, LearningRates]
+    trained_loaders: set[int]
+    observers: list[Observer]
+    on_batch: list[Callable[[int, Any], int]]
+    on_backward: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], None]]
+    on_zeroed: Callable[[], None] | None
+    unscaled: dict[int, Tensor | None]
+    validating: bool
+    without_graph: bool
+    aside: float
+    looking: bool
+    driver: Driver | None
+    heard: Evidence | None
+    recorded: Recorder | None
+    tried: Callable[[], tuple[TriedLive, ...]] | None
+    error: str
+    ended: str
+    stopped_at: str
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process, as its launcher said; only rank 0 leaves evidence."""
+        ...
+
+    def listens_to_training(self) -> bool:
+        """Return whether this process has built what one trains with: a launcher or a worker has not."""
+        ...
+
+    def is_helper(self) -> bool:
+        """Return whether this process was forked or spawned by one that hasten listens to as well."""
+        ...
+
+    def in_step(self) -> int:
+        """Return the number (from 0) of the training step going on; -1 outside of one, and during validation."""
+        ...
+
+    def evidence_of(self, recorder: Recorder, asks: bool = True) -> Evidence:
+        """Return what a recorder holds, which is closed, with all else that is known.
+
+        Args:
+            recorder: The recorder.
+            asks: Ask datasets too, if they should be.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Write the evidence, once, and remove the live file; this process is about to end."""
+        ...
+
+    def complete(self) -> None:
+        """Leave the evidence and end the process at once: the trial has what it wanted, or doctor has heard enough."""
+        ...
