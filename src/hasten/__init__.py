@@ -11,18 +11,34 @@ from hasten.plan import Plan
 
 if TYPE_CHECKING:
     from hasten import callbacks, loggers
+    from hasten.by_hand import autocast, backward, setup
     from hasten.trainer import Module, Trainer, seed_everything
 
 __version__ = "0.1.0"
 
-__all__ = ["HastenError", "Module", "Plan", "Trainer", "__version__", "callbacks", "loggers", "seed_everything"]
+__all__ = [
+    "HastenError",
+    "Module",
+    "Plan",
+    "Trainer",
+    "__version__",
+    "autocast",
+    "backward",
+    "callbacks",
+    "loggers",
+    "seed_everything",
+    "setup",
+]
 
 _LATE = {
     "Module": "hasten.trainer",
     "Trainer": "hasten.trainer",
     "seed_everything": "hasten.trainer",
+    "autocast": "hasten.by_hand",
+    "backward": "hasten.by_hand",
     "callbacks": "hasten.callbacks",
     "loggers": "hasten.loggers",
+    "setup": "hasten.by_hand",
 }
 
 

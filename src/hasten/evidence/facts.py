@@ -146,8 +146,7 @@ class ModelWatch:
         parameters = [p for p in module.parameters() if not is_lazy(p)]  # a lazy one has no size yet
         layers = Counter(type(layer).__name__ for layer in module.modules() if not any(True for _ in layer.children()))
         compiled = type(module).__name__ == "OptimizedModule" or any(
-            getattr(layer, "_compiled_call_impl", None) is not None or type(layer).__name__ == "OptimizedModule"
-            for layer in module.modules()
+            _is_compiled(layer) or type(layer).__name__ == "OptimizedModule" for layer in module.modules()
         )
         self._last = ModelFacts(
             name=type(module).__name__,
@@ -237,3 +236,9 @@ def global_flags(seen: dict[str, Any], compiler: str) -> Flags:
         "cuda": torch.version.cuda or "",
     }
     return Flags(**{**flags, **seen})
+
+
+def _is_compiled(layer: Any) -> bool:
+    """Whether `layer.compile()` was called; `hasten.setup` puts an object of its own there, which knows."""
+    standing = getattr(layer, "_compiled_call_impl", None)
+    return getattr(standing, "compiled", standing) is not None

@@ -1,0 +1,76 @@
+"""Techniques by name: what a person asked `setup` for, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from hasten.errors import HastenError
+from hasten.evidence import this_machine
+from hasten.plan import Plan, Setting, did_you_mean
+from hasten.techniques import CATALOGUE, check, remarks, toml_value
+
+# As Fabric and Accelerate spell them; None is float32, which needs no technique.
+_PRECISIONS = {
+    "32": None,
+    "32-true": None,
+    "no": None,
+    "bf16": "bf16-mixed",
+    "16": "16-mixed",
+    "fp16": "16-mixed",
+    "64": "64-true",
+}
+_TOO_LATE = {"allocator": "it is chosen when a process starts: use `hasten run`"}
+
+
+def technique_settings(
+    asked: Mapping[str, Setting | None], plan: str | Path | Plan | None
+) -> tuple[dict[str, Setting], list[str]]:
+    """Return the techniques to install, and what to say about those that can do nothing here.
+
+    Raises:
+        HastenError: A name or setting is unknown, or the plan says otherwise.
+    """
+    given = Plan() if plan is None else plan if isinstance(plan, Plan) else Plan.read(plan)
+    check(given)
+    chosen = dict(given.techniques)
+    machine = this_machine()
+    said = remarks(given, machine)
+    for name, setting in asked.items():
+        setting = _full(name, setting)
+        if setting is None:
+            continue
+        _check(name, setting)
+        if name in chosen and chosen[name] != setting:
+            raise HastenError(
+                f"the plan says {name} = {toml_value(chosen[name])} ({given.where(name)}), the call says "
+                f"{name}={setting!r}",
+                "leave one of them out",
+            )
+        if setting is not False and name not in chosen and (why := CATALOGUE[name].useless(setting, machine)):
+            said.append(f"{name}={setting!r} is of no use here: {why}")
+        chosen[name] = setting
+    late = [name for name, setting in chosen.items() if name in _TOO_LATE and setting is not False]
+    said += [f"{name} is not installed: {_TOO_LATE[name]}" for name in late]
+    return {name: on for name, on in chosen.items() if on is not False and name not in late}, said
+
+
+def _full(name: str, setting: Setting | None) -> Setting | None:
+    """Return a setting by its name in the catalogue."""
+    if name == "precision" and setting is not None:
+        return _PRECISIONS.get(str(setting), setting)
+    if name == "compile" and setting is True:
+        return "default"
+    return setting
+
+
+def _check(name: str, setting: Setting) -> None:
+    technique = CATALOGUE.get(name)
+    if technique is None:
+        hint = did_you_mean(name, CATALOGUE) or "`hasten techniques` lists them"
+        raise HastenError(f"setup({name}={setting!r}): there is no technique {name!r}", hint)
+    if setting is not False and (wrong := technique.check(setting)):
+        raise HastenError(f"setup({name}={setting!r}): {name} {wrong}")
+
+
+__all__ = ["Setting", "technique_settings"]
