@@ -17,13 +17,14 @@ from hasten import files, messages
 from hasten.cli.command import process_arguments, script_of, split_line
 from hasten.cli.script import ScriptCommand, training
 from hasten.errors import HastenError
+from hasten.evidence.finding import Severity
 from hasten.plan import did_you_mean
 
 if TYPE_CHECKING:
     from hasten.doctor.verdict.diagnosis import Diagnosis
     from hasten.evidence import Evidence, Finding
 
-_SEVERITIES = ("high", "medium", "low", "note")
+_SEVERITIES = tuple(map(str, Severity))  # the worst first
 _OURS_ALONE = ("--json", "--html", "--trace", "--whole", "--no-sample", "--fail-on")  # few scripts have these
 _TRYING = 20.0  # seconds at the most, for switching what may help in the run itself
 _AT_LEAST = 5.0  # seconds of training, where --steps is not given: 200 quick steps show little of the machine
@@ -172,7 +173,7 @@ def _read_source(command: list[str]) -> Sequence[Finding]:
     script = _script(command)
     if script is None:
         return ()
-    from hasten.doctor.source import findings_in
+    from hasten.doctor.lint import findings_in
 
     try:
         return findings_in(script)
@@ -183,7 +184,7 @@ def _read_source(command: list[str]) -> Sequence[Finding]:
 
 def _heeding_comments(diagnosis: Diagnosis) -> Diagnosis:
     """Without the findings that a comment `# hasten: ignore[name]` in the script silences."""
-    from hasten.doctor.source import silenced
+    from hasten.doctor.lint import silenced
 
     try:
         return dataclasses.replace(diagnosis, findings=tuple(silenced(diagnosis.findings)))

@@ -12,7 +12,7 @@ from hasten.cli.source import known_rules, named, put
 from hasten.errors import HastenError
 
 if TYPE_CHECKING:
-    from hasten.doctor.source.mend import Mended
+    from hasten.doctor.lint.mend import Mended
 
 
 def fix(
@@ -29,9 +29,9 @@ def fix(
 
     Examples: hasten fix train.py; hasten fix src/ --select blocking_copy --write
     """
-    from hasten.doctor.source.formats import shown
-    from hasten.doctor.source.mend import mend
-    from hasten.doctor.source.mend import write as write_file
+    from hasten.doctor.lint.formats import shown
+    from hasten.doctor.lint.mend import mend
+    from hasten.doctor.lint.mend import write as write_file
     from hasten.doctor.source.read import UnreadableError, python_files, read_text
 
     files = named(paths, "hasten fix PATHS")

@@ -40,8 +40,8 @@ def check_source(
     Raises:
         HastenError: No path, an unknown format or rule, or `out` cannot be written.
     """
-    from hasten.doctor.source.check import check
-    from hasten.doctor.source.formats import FORMATS, as_json, as_sarif, as_text, shown
+    from hasten.doctor.lint.check import check
+    from hasten.doctor.lint.formats import FORMATS, as_json, as_sarif, as_text, shown
 
     if format not in FORMATS:
         raise HastenError(
@@ -81,20 +81,20 @@ def known_rules(names: Collection[str]) -> frozenset[str]:
     Raises:
         HastenError: There is no such rule.
     """
-    from hasten.doctor.source.rules import NAMES
+    from hasten.doctor.findings import IN_CODE
 
     chosen = [name.strip() for word in names for name in word.split(",") if name.strip()]
     for name in chosen:
-        if name not in NAMES:
+        if name not in IN_CODE:
             raise HastenError(
-                f"--select {name}: no such rule", did_you_mean(name, NAMES) or f"rules: {', '.join(NAMES)}"
+                f"--select {name}: no such rule", did_you_mean(name, IN_CODE) or f"rules: {', '.join(IN_CODE)}"
             )
     return frozenset(chosen)
 
 
 def is_former(content: bytes) -> bool:
     """Whether this is what `--out` wrote, in any of its formats."""
-    from hasten.doctor.source.formats import SCHEMA
+    from hasten.doctor.lint.formats import SCHEMA
 
     if files.json_of(SCHEMA)(content):
         return True

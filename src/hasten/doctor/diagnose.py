@@ -9,30 +9,17 @@ import statistics
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from hasten.doctor.checks import ALL
-from hasten.doctor.checks.own_code import OwnCode
+from hasten.doctor.findings import FINDINGS
+from hasten.doctor.rule import Rule, same_place
 from hasten.doctor.verdict.diagnosis import Diagnosis
 from hasten.doctor.verdict.machine_advice import advice
 from hasten.doctor.verdict.pauses import pauses
-from hasten.doctor.verdict.resource import on_gpu, verdict
+from hasten.doctor.verdict.resource import verdict
 from hasten.doctor.verdict.unseen import unseen
-from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Phase, Severity, split_place
-from hasten.evidence.weigh import seconds_of, share_of
-from hasten.techniques import CATALOGUE
+from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Phase, Severity
+from hasten.evidence.finding import worst_first
 
 _MOST_BLOCKS = 24
-_ON_GPUS = {  # read from code, they are true on a GPU only
-    "blocking_copy",
-    "cache_emptied",
-    "host_sync",
-    "moved_from_cpu",
-    "pageable_memory",
-    "synchronize_in_loop",
-}
-_LEAST_WAIT = 0.05  # share of the step that must be spent waiting for workers to be worth a word
-_OF_OPTIMIZERS = ("constant_rate", "adam_with_l2", "per_tensor_optimizer")
-_PLACED_BY_SOURCE = {"retained_graph"}
-_ORDER = (Severity.HIGH, Severity.MEDIUM, Severity.LOW, Severity.NOTE)
 
 
 def diagnose(
@@ -99,20 +86,12 @@ def _blocks(lengths: Sequence[float]) -> tuple[float, ...]:
 
 
 def _findings(evidence: Evidence, failed: list[str]) -> Iterable[Finding]:
-    """What every technique and check says; one that fails is named in `failed`."""
-    for name, technique in CATALOGUE.items():
+    """What every rule says; one that fails is named in `failed`."""
+    for name, rule in FINDINGS.items():
         try:
-            finding = technique.finding(evidence)
-        except Exception as error:  # a check that raises must not hide the rest
-            failed.append(_failure(f"the finding of {name}", error))
-        else:
-            if finding is not None:
-                yield finding
-    for check in ALL:
-        try:
-            yield from check.findings(evidence)
-        except Exception as error:  # as above
-            failed.append(_failure(f"the check {check.name}", error))
+            yield from rule.findings(evidence)
+        except Exception as error:  # a rule that raises must not hide the rest
+            failed.append(_failure(f"the finding {name}", error))
 
 
 def _each_once(found: list[Finding]) -> list[Finding]:
@@ -125,7 +104,7 @@ def _each_once(found: list[Finding]) -> list[Finding]:
             if other.worth is not None and one.worth is not None
         )
 
-    return [one for one in found if one.name != OwnCode.name or not explained(one)]
+    return [one for one in found if not FINDINGS.get(one.name, Rule).gives_way or not explained(one)]
 
 
 def _failure(what: str, error: Exception) -> str:
@@ -133,31 +112,8 @@ def _failure(what: str, error: Exception) -> str:
 
 
 def _true_here(read: Sequence[Finding], evidence: Evidence) -> list[Finding]:
-    """What was read from the source, without what only a GPU makes true if the run trained without one."""
-    trained_without = (evidence.step_phases or evidence.unfinished) and not on_gpu(evidence)
-    here = [finding for finding in read if not (trained_without and finding.name in _ON_GPUS)]
-    return [one for one in here if not _never_ran(one, evidence) and not _measured_away(one, evidence)]
-
-
-def _measured_away(finding: Finding, evidence: Evidence) -> bool:
-    """Whether the run showed that what was read costs it next to nothing."""
-    waits = share_of(evidence, seconds_of(evidence, Phase.DATA))
-    return finding.name == "workers_zero" and bool(evidence.step_phases) and waits < _LEAST_WAIT
-
-
-def _never_ran(finding: Finding, evidence: Evidence) -> bool:
-    """Whether what was read lies in a part of the code that this run did not come to."""
-    if not evidence.step_phases or evidence.listened != "doctor":
-        return False
-    if finding.name == "data_parallel":
-        wrapped = any(model.name == "DataParallel" for model in evidence.models)
-        return not wrapped and not evidence.events_of("data_parallel")
-    # An optimizer that is gone when the script ends may not be known. Where the run was cut, all were still there; and
-    # where none is known, none was there when the first step was over.
-    if finding.name in _OF_OPTIMIZERS and (evidence.ended == "complete" or not evidence.optimizers):
-        places = [split_place(optimizer.where) for optimizer in evidence.optimizers]
-        return not any(_same_place(finding, dataclasses.replace(finding, file=f, line=n)) for f, n in places)
-    return False
+    """What was read from the source, without what the run disproves."""
+    return [one for one in read if FINDINGS.get(one.name, Rule).holds(one, evidence)]
 
 
 def merged(measured: Sequence[Finding], read: Sequence[Finding]) -> list[Finding]:
@@ -170,8 +126,10 @@ def merged(measured: Sequence[Finding], read: Sequence[Finding]) -> list[Finding
     used: set[int] = set()
     for finding in measured:
         here = [(number, other) for number, other in enumerate(read) if other.name == finding.name]
-        used.update(number for number, other in here if not finding.file or _same_place(finding, other))
-        if finding.name in _PLACED_BY_SOURCE:  # the run knows where it showed, the source where it was made
+        used.update(number for number, other in here if not finding.file or same_place(finding, other.file, other.line))
+        if FINDINGS.get(
+            finding.name, Rule
+        ).placed_by_code:  # the run knows where it showed, the source where it was made
             same = [(number, other) for number, other in here if other.file.rpartition("/")[2] in finding.file]
             used.update(number for number, _ in same)
             if same:
@@ -183,11 +141,7 @@ def merged(measured: Sequence[Finding], read: Sequence[Finding]) -> list[Finding
     for number, finding in enumerate(read):
         if number not in used:
             findings.append(dataclasses.replace(finding, severity=Severity.NOTE, how_known=HowKnown.READ))
-    return sorted(findings, key=lambda one: (_ORDER.index(one.severity), -(one.worth or 0.0), one.name))
-
-
-def _same_place(one: Finding, other: Finding) -> bool:
-    return abs(one.line - other.line) <= 3 and one.file.rpartition("/")[2] == other.file.rpartition("/")[2]
+    return worst_first(findings)
 
 
 def _version() -> str:

@@ -21,6 +21,7 @@ import psutil
 
 from hasten import files
 from hasten.doctor.endings import how_it_ended, nothing_heard, signal_name
+from hasten.doctor.findings import switched
 from hasten.doctor.observe import OBSERVERS
 from hasten.doctor.use import Sampler
 from hasten.doctor.verdict.jobs import jobs
@@ -133,6 +134,7 @@ class _Listening:
             listener=os.getpid(),
             trace=str(scratch / "trace.json") if options.trace else "",
             observers=OBSERVERS,
+            switched=switched(),
             **bounds,  # type: ignore[arg-type]
         )
         self.stopped = 0

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """How much a finding matters: from its worth in time, or from what it may do to the result."""
+    """How much a finding matters, the worst first: from its worth in time, or from what it may do to the result."""
 
     HIGH = "high"
     MEDIUM = "medium"
     LOW = "low"
     NOTE = "note"
+
+
+_ORDER = tuple(Severity)
 
 
 class HowKnown(StrEnum):
@@ -65,6 +69,11 @@ class Finding:
     technique: str = ""
     setting: str = ""
     sources: tuple[str, ...] = ()
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings by severity, then by worth, then by name."""
+    return sorted(findings, key=lambda one: (_ORDER.index(one.severity), -(one.worth or 0.0), one.name))
 
 
 def split_place(where: str) -> tuple[str, int]:

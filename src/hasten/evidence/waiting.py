@@ -158,6 +158,11 @@ def device_busy(evidence: Evidence) -> float | None:
     return max(seen) if seen else None
 
 
+def waits_for_gpu(evidence: Evidence) -> list[Event]:
+    """Return the events in which the CPU waited for the GPU."""
+    return [event for event in evidence.events_of(*SYNCS) if event.device != "cpu"]
+
+
 def worth_of_waits(evidence: Evidence, events: Sequence[Event]) -> float | None:
     """Share of the step that is saved if the CPU did not wait for the GPU in these events; None where that is unknown.
 
@@ -165,7 +170,7 @@ def worth_of_waits(evidence: Evidence, events: Sequence[Event]) -> float | None:
     together cannot save more than the time in which the GPU has nothing to do, which is shared out among them.
     """
     busy = device_busy(evidence)
-    all_waits = per_step(evidence, [event for event in evidence.events_of(*SYNCS) if event.device != "cpu"])
+    all_waits = per_step(evidence, waits_for_gpu(evidence))
     if busy is None or all_waits <= 0:
         return None
     idle = (1.0 - busy) * steady_seconds(evidence)

@@ -38,8 +38,10 @@ def share_of(evidence: Evidence, seconds: float) -> float:
 
 
 def on_gpu(evidence: Evidence) -> bool:
-    """Whether the model was trained on an NVIDIA GPU."""
-    return evidence.machine.device == "cuda" and any(model.device == "cuda" for model in evidence.models)
+    """Whether a model is trained on a GPU; one that is only asked there (a frozen teacher) does not count."""
+    trained = [model for model in evidence.models if model.train_calls or model.backward_through_eval]
+    # None is known to be trained while the first step still runs: then all count.
+    return any(model.device == "cuda" for model in trained or evidence.models)
 
 
 def timed(

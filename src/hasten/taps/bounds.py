@@ -79,9 +79,8 @@ class Bounds:
         left = self._until - time.perf_counter() - _SPARE if self._options.seconds > 0 else math.inf
         if not self._options.tries or left < _SPARE:
             return False
-        from hasten.taps.trying import begin
-
-        if not begin(self._session, min(self._options.trying, left), self.on_step):
+        begin = self._session.try_changes
+        if begin is None or not begin(min(self._options.trying, left), self.on_step):
             return False
         # A change that hangs is not waited for until the bound of the whole run.
         self._until = min(self._until, time.perf_counter() + self._options.trying + _SPARE)

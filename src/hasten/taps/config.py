@@ -64,6 +64,7 @@ class DoctorOptions:
         bench: File to which the training loader's speed is written, a JSON object a line; the training itself then
             never begins. "": no bench.
         bench_seconds: Seconds for that.
+        switched: Techniques that may be switched on and off in that time, with their settings.
         observers: Modules whose `install(session)` listens beside the taps, each by its full name.
     """
 
@@ -78,6 +79,7 @@ class DoctorOptions:
     trying: float = 0.0
     bench: str = ""
     bench_seconds: float = 60.0
+    switched: dict[str, Setting] = field(default_factory=dict)
     observers: tuple[str, ...] = ()
 
     @property

@@ -69,9 +69,7 @@ def run_of(config: RunConfig, recorder: Recorder | None) -> Run:
 
         return Switchboard(installed(config.auto), recorder)
     if config.doctor is not None and config.doctor.tries:
-        from hasten.taps.trying import to_be_switched
-
-        return Switchboard(to_be_switched(), recorder)
+        return Switchboard(build(config.doctor.switched, CATALOGUE), recorder)
     if config.warm is None:
         return Run(build(config.techniques, CATALOGUE), recorder)
     return Switchboard([CATALOGUE[one.name](one.setting) for one in config.warm.candidates], recorder)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hasten.evidence import LoaderFacts
-from hasten.taps.steps_over import StepsOver
+from hasten.taps.steps_over import Listener, StepsOver
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +72,8 @@ class Session(Protocol):
         looking: hasten itself profiles the step that is going on.
         driver: Switches techniques while a tune runs.
         heard: The evidence as it was before doctor began to switch techniques; `recorded` is what it was made of.
+        try_changes: Set by doctor. Called once its bounds are reached, with the seconds left and who goes on hearing of
+            steps; returns whether it switches techniques now.
         tried: Returns what switching techniques in the run brought; None before that began.
         error: The script's own error, in one line.
         ended: How the run ended; "" before that.
@@ -99,6 +101,7 @@ class Session(Protocol):
     driver: Driver | None
     heard: Evidence | None
     recorded: Recorder | None
+    try_changes: Callable[[float, Listener], bool] | None
     tried: Callable[[], tuple[TriedLive, ...]] | None
     error: str
     ended: str

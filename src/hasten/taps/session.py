@@ -30,7 +30,7 @@ from hasten.taps.config import RunConfig, TrialOptions
 from hasten.taps.evidence import gather, run_of
 from hasten.taps.protocol import BuiltLoader, Observer, Session
 from hasten.taps.seeds import fix_torch_seeds
-from hasten.taps.steps_over import NEVER, StepsOver
+from hasten.taps.steps_over import NEVER, Listener, StepsOver
 from hasten.taps.tracebacks import describe
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class ProcessSession(Session):
         self.auto: Auto | Replay | None = None  # of `hasten run --auto` and `--replay`
         self.heard: Evidence | None = None
         self.recorded: Recorder | None = None
+        self.try_changes: Callable[[float, Listener], bool] | None = None
         self.tried: Callable[[], tuple[TriedLive, ...]] | None = None
         self.error = ""
         self.ended = ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten import messages
 from hasten.errors import HastenError
-from hasten.evidence import Evidence, Finding, Machine
+from hasten.evidence import Evidence, Machine
 from hasten.plan import Setting
 
 if TYPE_CHECKING:
@@ -79,13 +79,10 @@ class Technique:
         relieves: What it takes load off.
         sources: The guide or paper it comes from.
         values: The settings allowed, or the type they must be of.
-        finds: Name of its finding, as in `# hasten: ignore[name]`; "" if it has none.
         acts_on: What it must find to have any effect ("DataLoader"); named when it finds none.
         liveness: When it can be switched in a training that is running (see `liveness_of`).
         active: Whether it is on. One that is off may be told what is built, so that it can be switched on later, and
             changes nothing.
-        tried: The setting that `hasten doctor` switches on and off in a running training, to measure the worth of the
-            finding; None: none.
         switchable: Whether it may be switched in this process: then nothing is done that `off` could not undo.
     """
 
@@ -94,10 +91,8 @@ class Technique:
     relieves: ClassVar[Resource]
     sources: ClassVar[tuple[str, ...]] = ()
     values: ClassVar[tuple[Setting, ...] | type] = (True,)
-    finds: ClassVar[str] = ""
     acts_on: ClassVar[str] = ""
     liveness: ClassVar[Liveness] = Liveness.PROCESS
-    tried: ClassVar[Setting | None] = None
     active: bool = True
     switchable: bool = False
 
@@ -142,28 +137,6 @@ class Technique:
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
         """What is worth trying on a run that left this evidence."""
         raise NotImplementedError
-
-    @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """What evidence says is missing here; None where nothing is, or where this technique has nothing to say."""
-        return None
-
-    @classmethod
-    def to_try(cls, evidence: Evidence) -> dict[str, Setting]:
-        """What `hasten doctor` shall switch on and off, all at once, to measure the worth of the finding.
-
-        Techniques with their settings. Empty where the finding cannot be given, or its cure cannot be tried.
-        """
-        if cls.tried is None or not cls.may_help(evidence):
-            return {}
-        choices = cls.settings(evidence)
-        return {} if isinstance(choices, Refusal) or cls.tried not in choices.settings else {cls.name: cls.tried}
-
-    @classmethod
-    def may_help(cls, evidence: Evidence) -> bool:
-        """Whether `finding` may be given once its cure was tried; as a rule: whether it is, untried."""
-        finding = cls.finding(evidence)
-        return finding is not None and finding.worth is not None
 
     # -- the places, in the order in which a run reaches them -----------------------------------------
 

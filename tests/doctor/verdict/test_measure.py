@@ -17,7 +17,7 @@ from hasten.doctor.verdict.measure import in_turn, measure
 from hasten.doctor.verdict.turns import build, switched, take_turns
 from hasten.evidence import Event, Evidence, Layer, Measurement, Sampled, read_evidence
 from hasten.techniques.memory.allocator import TUNABLES
-from tests.doctor.checks.made import event, evidence
+from tests.doctor.findings.made import event, evidence
 
 LINEAR = Layer("head", "Linear", {"in_features": 63, "out_features": 130}, True, (32, 63), "float32", seconds=0.001)
 CONV = Layer(

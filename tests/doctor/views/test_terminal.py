@@ -19,6 +19,7 @@ from hasten.doctor.views import wording
 from hasten.doctor.views.terminal import show
 from hasten.evidence import PHASES, Evidence, HowKnown, Severity
 from hasten.evidence.figures import percent
+from hasten.evidence.finding import worst_first
 from hasten.report.screen import stacked
 from tests.doctor.made import run, use
 from tests.doctor.views import diagnoses
@@ -255,4 +256,4 @@ def test_the_screen_draws_the_phases_to_one_whole(phases):
 @given(st.lists(st.floats(0, 1), max_size=6))
 def test_severities_with_the_same_word_are_ordered_by_worth(worths):
     found = [dataclasses.replace(diagnoses.FINDINGS[0], worth=worth, severity=Severity.LOW) for worth in worths]
-    assert [one.worth for one in wording.worst_first(found)] == sorted(worths, reverse=True)
+    assert [one.worth for one in worst_first(found)] == sorted(worths, reverse=True)

@@ -20,6 +20,7 @@ OBSERVERS = tuple(
         "lines",
         "strays",
         "device_clock",
+        "trying",
     )
 )
 BENCH = (f"{__name__}.stages", f"{__name__}.bench")

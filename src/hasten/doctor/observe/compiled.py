@@ -15,6 +15,12 @@ _MOST = 40  # graph breaks in the evidence
 _PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
+def has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"].get("total"))
+
+
 def before_compiling(told: Callable[[], None]) -> None:
     """Call `told` when torch.compile is called, and before it compiles something: it must not find any hooks then."""
     import torch

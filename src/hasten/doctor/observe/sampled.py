@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hasten.doctor.observe.compiled import before_compiling, what_dynamo_says
+from hasten.doctor.observe.compiled import before_compiling, has_compiled, what_dynamo_says
 from hasten.doctor.observe.inputs import inputs_of
 from hasten.doctor.observe.layer_look import LayerLook, structure
 from hasten.doctor.observe.operators import Summary, summarise
@@ -23,7 +23,6 @@ from hasten.evidence import Event, Layer, Sampled
 from hasten.evidence.open_pass import OpenPass
 from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import Session
-from hasten.taps.trying import has_compiled
 
 _GROUPS = ((1, 1), (13, 3))  # first step of a group, and how many steps each of its looks takes at the most
 _LONG, _VERY_LONG = 0.7, 3.0  # seconds of a step from which two are enough, or one

@@ -8,7 +8,7 @@ import libcst as cst
 
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.kinds import Kind
-from hasten.doctor.source.rule import Mend
+from hasten.doctor.source.problem import Mend
 from hasten.doctor.source.syntax import dotted, last_name, method_call, receiver, walk
 
 # What may make a loss anything but float32.

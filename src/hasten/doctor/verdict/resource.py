@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hasten.doctor.figures.storage import is_network
 from hasten.doctor.verdict.diagnosis import Verdict
 from hasten.doctor.verdict.steady_use import SteadyUse, steady_use
 from hasten.doctor.verdict.untrained import OUT_OF_MEMORY, caveats, out_of_memory, stands_still, stuck, untrained
 from hasten.evidence import PHASES, Evidence, LoaderFacts, Stages
 from hasten.evidence.figures import percent
+from hasten.evidence.waiting import waits_for_gpu
+from hasten.evidence.weigh import on_gpu
 
 # Share of the step from which a part of it is the answer; the one furthest beyond its bound is.
 _BOUNDS = {"data": 0.30, "transfer": 0.25, "sync": 0.25, "validation": 0.40, "checkpoint": 0.25, "other": 0.40}
@@ -17,8 +20,6 @@ _BUSY = 0.75  # share of the cores, or of a GPU's time, from which it is saturat
 _TELLING = 0.1  # share of the time in a part of the step from which one line of it is worth a word
 _FULL_MACHINE = 0.85  # share of the cores that is busy, whoever uses them
 _NVML_BUSY = 0.95  # NVML calls a GPU busy while one kernel runs, however small: its word weighs less
-_HOST_SYNCS = ("item", "tolist", "cpu", "numpy", "nonzero", "mask", "print", "synchronize")
-_REMOTE = ("nfs", "cifs", "smb", "fuse", "lustre", "gpfs", "ceph", "9p", "beegfs")
 
 
 def verdict(evidence: Evidence, phases: Mapping[str, float]) -> Verdict:
@@ -55,11 +56,6 @@ def _cores(number: float) -> str:
 # -- the GPU -------------------------------------------------------------------------------------------------
 
 
-def on_gpu(evidence: Evidence) -> bool:
-    """Whether a model trains on a GPU."""
-    return any(model.device == "cuda" and model.train_calls for model in evidence.models)
-
-
 def _gpu_busy(evidence: Evidence, use: SteadyUse | None) -> tuple[float | None, float, str]:
     """Share of time in which the GPU computes, from what share on it is full, and who says so."""
     if evidence.sampled is not None and evidence.sampled.device_busy is not None:
@@ -86,7 +82,7 @@ def _gpu_waits(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse |
     """The step is computing, but the GPU is not full: it waits for the CPU, or nobody can tell."""
     computing = sum(shares.get(name, 0.0) for name in _COMPUTING)
     busy, _, by = _gpu_busy(evidence, use)
-    syncs = [event for event in evidence.events_of(*_HOST_SYNCS) if event.device == "cuda"]
+    syncs = waits_for_gpu(evidence)
     per_step = sum(event.count for event in syncs) / max(1, evidence.steps)
     if busy is None:
         if evidence.device_clock:
@@ -94,7 +90,7 @@ def _gpu_waits(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse |
         return Verdict("gpu", f"computing on the GPU takes {percent(computing)} of the step", ("by the CPU's clock",))
     idle = f"the GPU computes only {percent(busy)} {by}"
     if per_step >= 0.5:
-        worst = syncs[0]
+        worst = max(syncs, key=lambda event: event.count)
         detail = f"the CPU waits for the GPU {per_step:.1f} times a step, most of all at {worst.where} ({worst.kind})"
         return Verdict("sync", f"held up by host syncs: {idle}", (detail, "until it has caught up, no new work starts"))
     launches = evidence.sampled.launches if evidence.sampled is not None else None
@@ -124,7 +120,7 @@ def _behind_the_loader(evidence: Evidence, use: SteadyUse | None) -> str:
     stages = _stages(evidence)
     reading = stages.read / stages.seconds if stages is not None and stages.seconds > 0 else None
     around = evidence.surroundings
-    remote = around is not None and around.filesystem.startswith(_REMOTE)
+    remote = around is not None and is_network(around.filesystem)
     if reading is not None and reading < 0.5:
         return "data"
     if remote and reading is not None:

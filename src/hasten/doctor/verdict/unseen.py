@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hasten.doctor.verdict.cases import NO_TIME
-from hasten.doctor.verdict.resource import on_gpu
 from hasten.doctor.verdict.steady_use import steady_use
 from hasten.evidence import Evidence
+from hasten.evidence.weigh import on_gpu
 
 _FEW_SAMPLES = 4
 _TURNS = 6  # below which no number of wins makes a change sure (`Measurement.saved`)

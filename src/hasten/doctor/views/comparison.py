@@ -7,6 +7,7 @@ from rich.console import Console
 from hasten.doctor.verdict.compare import RULE, Change, Comparison
 from hasten.doctor.views import wording
 from hasten.evidence import Finding
+from hasten.evidence.finding import worst_first
 from hasten.report import words
 from hasten.report.screen import Screen
 
@@ -104,7 +105,7 @@ def _line(screen: Screen, line: str, style: str = "") -> None:
 def _findings(found: Comparison, screen: Screen) -> None:
     screen.console.print()
     for label, style, findings in (("new", "bold red", found.came), ("gone", "bold green", found.went)):
-        ordered = wording.worst_first(findings)
+        ordered = worst_first(findings)
         for one in ordered[:_MOST_FINDINGS]:
             screen.labelled(label, _told(one), _ROOM, style)
         if (left := len(ordered) - _MOST_FINDINGS) > 0:

@@ -11,6 +11,7 @@ from hasten.doctor.views import TEMPLATES, charts, timeline, wording
 from hasten.doctor.views.excerpt import excerpt
 from hasten.doctor.views.flame import checked
 from hasten.evidence import Evidence, Layer, Operator, Severity
+from hasten.evidence.finding import worst_first
 from hasten.report import words
 from hasten.report.page import environment, write_whole
 
@@ -30,7 +31,7 @@ class Figure:
 
 def render(diagnosis: Diagnosis, evidence: Evidence | None, flame: str = "") -> str:
     """The whole page as text; the arguments are those of `write`."""
-    findings = wording.worst_first(diagnosis.findings)
+    findings = worst_first(diagnosis.findings)
     phases = wording.phase_rows(diagnosis)
     drawn, refused = checked(flame)
     page = environment(TEMPLATES).get_template("doctor.html.j2")

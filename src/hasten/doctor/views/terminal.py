@@ -9,6 +9,7 @@ from rich.console import Console
 from hasten.doctor.verdict.diagnosis import Diagnosis
 from hasten.doctor.views import wording
 from hasten.evidence import Evidence, Finding, Severity
+from hasten.evidence.finding import worst_first
 from hasten.report import words
 from hasten.report.screen import Screen, stacked
 
@@ -93,7 +94,7 @@ class _Page:
 
     def findings(self, html: Path | None) -> None:
         """The findings that cost something, as many as fit; the rest by name."""
-        found = wording.worst_first(self.diagnosis.findings)
+        found = worst_first(self.diagnosis.findings)
         costly = [one for one in found if one.severity is not Severity.NOTE]
         notes = [one for one in found if one.severity is Severity.NOTE]
         if not costly:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from hasten.doctor.verdict.diagnosis import Diagnosis
 from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Line, Severity, Stages, Use, split_place
+from hasten.evidence.finding import worst_first
 from hasten.report import words
 
 _LOOKS = 30  # at the training thread; fewer tell too little of its lines
 _HOT, _HOTTEST = 0.10, 4  # share of the step from which a line is told, and how many are
 NOTHING = "Nothing found that costs more than 1 % of a step."
-_ORDER = {Severity.HIGH: 0, Severity.MEDIUM: 1, Severity.LOW: 2, Severity.NOTE: 3}
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,6 @@ def _positive(value: float | None) -> bool:
 
 def _share(part: float) -> str:
     return words.percent(part) if part >= 0.001 else "<0.1 %"
-
-
-def worst_first(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings by severity, then by worth."""
-    return sorted(findings, key=lambda one: (_ORDER[one.severity], -(one.worth or 0.0)))
 
 
 def place(finding: Finding) -> str:

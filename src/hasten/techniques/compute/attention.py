@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from hasten.evidence import Evidence, Finding, HowKnown
-from hasten.evidence.figures import percent
-from hasten.evidence.weigh import in_words, saved, timed
+from hasten.evidence import Evidence
 from hasten.techniques.base import Choices, Effect, Refusal, Resource
 from hasten.techniques.switches import ProcessWide
 
@@ -17,7 +15,6 @@ class Attention(ProcessWide):
     """
 
     name = "attention"
-    finds = "attention_by_hand"
     effect = Effect.ROUNDING
     relieves = Resource.COMPUTE
     sources = ("measured here: CPU flash backward in bf16, 9 -> 24 ms a layer",)
@@ -31,28 +28,6 @@ class Attention(ProcessWide):
         if any(model.device == "cuda" for model in evidence.models):
             return Refusal("on a GPU the flash kernel is the fast one")
         return Choices(("math",), "the CPU's flash attention has a slow backward")
-
-    @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """Attention made of softmax and products where torch's own is faster for the shape, as tried on the spot.
-
-        This technique does not cure it: the script's code must change.
-        """
-        tried = evidence.measured_for(cls.finds)
-        if not tried:
-            return None
-        first = max(tried, key=lambda one: one.saved * one.calls)
-        return timed(
-            cls.finds,
-            f"{first.what} (batch, heads, length, width) is made by hand; scaled_dot_product_attention takes "
-            f"{percent(first.gain)} less time",
-            "call torch.nn.functional.scaled_dot_product_attention(q, k, v), with is_causal=True for a causal mask",
-            saved(evidence, [one for one in tried if one.saved > 0]),
-            HowKnown.MEASURED,
-            place=first.where,
-            details=(*map(in_words, tried), "tried without mask and dropout"),
-            sources=("torch.nn.functional.scaled_dot_product_attention",),
-        )
 
     def process(self) -> None:
         """Switch the flash kernel off; torch uses this one switch for the CPU too."""

@@ -8,22 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hasten.errors import HastenError
-from hasten.evidence import Evidence, Finding, HowKnown
-from hasten.evidence.figures import percent
-from hasten.evidence.weigh import (
-    CERTAIN,
-    COMPUTE,
-    gain_of,
-    in_words,
-    is_sure,
-    on_gpu,
-    place_of,
-    saved,
-    seconds_of,
-    share_of,
-    switched,
-    timed,
-)
+from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.nested import tensors_in
@@ -40,13 +25,11 @@ class ChannelsLast(Technique):
     """
 
     name = "channels_last"
-    finds = "channels_first"
     effect = Effect.ROUNDING
     relieves = Resource.COMPUTE
     sources = ("Lin, tip 16", "PyTorch performance tuning guide")
     acts_on = "a model with 2-D convolutions"
     liveness = Liveness.STEP
-    tried = True
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -57,44 +40,6 @@ class ChannelsLast(Technique):
         if not any(len(shape) == 4 for model in models for shape in model.input_shapes):
             return Refusal("no model takes a 4-D tensor")
         return Choices((True,), "2-D convolutions on tensors stored channel by channel")
-
-    @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """Convolutions that are faster on this machine with channels last, which was tried on the spot.
-
-        In the run itself, switched on and off in blocks of steps. Where the run was too short for that, layer by layer:
-        on a CPU that stands for a step that was not tried, with the copies between layers of both
-        kinds, so there it is an estimate, and what is worth less than 5 % is not given.
-        """
-        tried = evidence.measured_for(cls.finds)
-        sure = is_sure(evidence, cls.finds)
-        if not (tried or sure) or isinstance(cls.settings(evidence), Refusal):
-            return None
-        worth, gpu = saved(evidence, tried), on_gpu(evidence)
-        if not gpu and worth < CERTAIN and not sure:
-            return None
-        claim = HowKnown.MEASURED if gpu else HowKnown.ESTIMATED
-        worth, how_known, live = switched(evidence, cls.finds, worth, claim)
-        what = "convolutions read images channel by channel"
-        if tried:
-            less = f"channels last they take {percent(gain_of(tried))} less time"
-            what = f"{tried[0].what.partition(':')[0]} and the like read images channel by channel; {less}"
-        return timed(
-            cls.finds,
-            what,
-            "model.to(memory_format=torch.channels_last), and the same of the images of each batch",
-            worth, how_known,
-            place=place_of(evidence, tried[0]) if tried else "",
-            where=tried[0].where if tried else "",
-            details=(*live, *map(in_words, tried)),
-            technique=cls.name, setting="true", sources=cls.sources,
-        )  # fmt: skip
-
-    @classmethod
-    def may_help(cls, evidence: Evidence) -> bool:
-        """Where forward and backward take long enough, and no convolution reads its images so already."""
-        there = any(layer.channels_last for layer in evidence.layers)
-        return not there and share_of(evidence, seconds_of(evidence, *COMPUTE)) >= CERTAIN
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

@@ -6,15 +6,10 @@ import shutil
 import weakref
 from typing import Any
 
-from hasten.evidence import Evidence, Finding, HowKnown
-from hasten.evidence.figures import percent
-from hasten.evidence.weigh import COMPUTE, seconds_of, share_of, timed
+from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.switches import Switches
-
-_POINTWISE = 0.25  # share of the step in pointwise operators from which on compiling is advised
-_CHAIN = 12  # and so many of them, forward and backward
 
 
 class Compile(Technique):
@@ -28,7 +23,6 @@ class Compile(Technique):
     """
 
     name = "compile"
-    finds = "unfused_pointwise"
     effect = Effect.ROUNDING
     relieves = Resource.COMPUTE
     sources = ("torch.compile tutorial", "Lin, tip 10")
@@ -64,32 +58,6 @@ class Compile(Technique):
         on_gpu = any(model.device == "cuda" for model in models)
         modes: tuple[Setting, ...] = ("default", "reduce-overhead") if on_gpu else ("default",)
         return Choices(modes, "pointwise operations run one kernel each")
-
-    @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """Much time in pointwise operators that run one kernel each; that fusing saves half of it is an estimate."""
-        sampled = evidence.sampled
-        if sampled is None or sampled.pointwise_calls < _CHAIN or isinstance(cls.settings(evidence), Refusal):
-            return None
-        # A profiled step is longer than others: pointwise work cannot take more than forward and backward do.
-        share = share_of(evidence, min(sampled.pointwise_seconds, seconds_of(evidence, *COMPUTE)))
-        if share < _POINTWISE:
-            return None
-        calls = sampled.pointwise_calls
-        return timed(
-            cls.finds,
-            f"{calls:.0f} pointwise operators a step, {percent(share)} of its time, each read and write their tensors "
-            "anew",
-            "compile the model: model = torch.compile(model)",
-            share / 2, HowKnown.ESTIMATED,
-            details=(
-                "that fusing them saves half of their time is an estimate; `hasten tune` measures it",
-                "compiling is too dear to be tried in this run, as cheaper changes are",
-                "compiling takes seconds to minutes as the training begins",
-                "what launch_bound and allocator say may be the same time: their worths are no sum",
-            ),
-            technique=cls.name, setting="default", sources=cls.sources,
-        )  # fmt: skip
 
     def environment(self, env: dict[str, str]) -> None:
         """Keep compiled kernels where the next run finds them, those of tune's trials included."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hasten.errors import HastenError
-from hasten.evidence import Evidence, Finding, HowKnown, Measurement, Severity, severity_of, split_place
-from hasten.evidence.weigh import in_words, share_of, steady_seconds
+from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.replaced import Replaced
@@ -25,7 +22,6 @@ class DebugOff(Technique):
     """
 
     name = "debug_off"
-    finds = "debug_tools_on"
     effect = Effect.EXACT
     relieves = Resource.COMPUTE
     sources = ("Lin, tip 18", "Kuhn, tip 12")
@@ -40,41 +36,6 @@ class DebugOff(Technique):
         if evidence.flags.profiler:
             return Refusal(f"{evidence.flags.profiler} is on, whose result the script may want: take it out by hand")
         return Refusal("no debug tool is on")
-
-    @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """Anomaly detection or a profiler that is on for most steps, or gradient checks within the training."""
-        steps = max(1, evidence.steps)
-        events = [event for event in evidence.events_of("anomaly", "profiler") if event.steps >= steps / 2]
-        events += [event for event in evidence.events_of("gradcheck") if event.count]
-        found = {event.kind: event.where for event in events}
-        if not evidence.events:  # nobody looked line by line
-            found |= {"anomaly": ""} if evidence.flags.anomaly else {}
-            found |= {"profiler": ""} if evidence.flags.profiler else {}
-        if not found:
-            return None
-        names = {"anomaly": "anomaly detection", "profiler": "a profiler", "gradcheck": "gradcheck"}
-        cures = {
-            "anomaly": "torch.autograd.set_detect_anomaly(True) out",
-            "profiler": "the profiler out, or give it a schedule that ends",
-            "gradcheck": "gradcheck out of the training loop",
-        }
-        tried = [one for one in evidence.measured_for(cls.finds) if one.where in found and one.calls]
-        seconds = sum(event.seconds for event in events if event.kind == "gradcheck") / steps
-        worth = share_of(evidence, seconds + _of_tools(evidence, tried)) or None
-        first = next((place for place in found.values() if place), "")
-        file, line = split_place(first)
-        return Finding(
-            cls.finds,
-            f"{' and '.join(names[kind] for kind in found)} left on in the training",
-            f"take {' and '.join(cures[kind] for kind in found)}",
-            severity_of(worth) if worth and worth >= 0.05 else Severity.MEDIUM,
-            worth, HowKnown.ESTIMATED, file, line,
-            details=tuple(map(in_words, tried)),
-            technique=cls.name if "anomaly" in found else "",
-            setting="true" if "anomaly" in found else "",
-            sources=cls.sources,
-        )  # fmt: skip
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -156,13 +117,3 @@ class _Wish:
 
     enabled: bool
     check_nan: bool
-
-
-def _of_tools(evidence: Evidence, tried: Sequence[Measurement]) -> float:
-    """Seconds a step that they take: what an operator costs more, for as many as a step was seen to run.
-
-    An operator that does next to nothing was tried, so no step owes them a greater share than that one does.
-    """
-    slower = [one for one in tried if one.saved > 0]
-    least = math.prod(one.after / one.before for one in slower)
-    return min(sum(one.saved * one.calls for one in slower), (1.0 - least) * steady_seconds(evidence))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from hasten.evidence import Evidence, Finding, HowKnown, Phase
-from hasten.evidence.figures import percent
-from hasten.evidence.weigh import LEAST, in_words, is_sure, seconds_of, share_of, switched, timed
+from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 
@@ -24,13 +22,11 @@ class FusedOptimizer(Technique):
     """
 
     name = "fused_optimizer"
-    finds = "per_tensor_optimizer"
     effect = Effect.ROUNDING
     relieves = Resource.OPTIMIZER
     sources = ("PyTorch performance tuning guide", "Kuhn, tip 4")
     acts_on = "a torch.optim Adam, AdamW, SGD or Adagrad"
     liveness = Liveness.STEP
-    tried = True
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -48,47 +44,6 @@ class FusedOptimizer(Technique):
             return Refusal("the optimizer is fused already")
         first = next(optimizer for optimizer in evidence.optimizers if not optimizer.fused)
         return Refusal(f"{first.name}: {first.why_not_fusable}")
-
-    @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """The share of the step that a fused kernel saves: switched on and off in the run itself, in blocks of steps.
-
-        Where the run was too short for that, of the optimizer's step, tried on parameters of the same shapes.
-        """
-        tried = evidence.measured_for(cls.finds)
-        taken = sum(one.before * one.calls for one in tried)
-        if not (taken > 0 or is_sure(evidence, cls.finds)) or isinstance(cls.settings(evidence), Refusal):
-            return None
-        phase = share_of(evidence, seconds_of(evidence, Phase.OPTIMIZER))
-        able = next((one for one in evidence.optimizers if one.fusable and not one.fused), None)
-        words, place, less = (
-            f"the optimizer takes {percent(phase)} of the step, not fused",
-            able.where if able else "",
-            0.0,
-        )
-        if taken > 0:
-            first = max(tried, key=lambda one: one.saved * one.calls)
-            less, place = sum(one.saved * one.calls for one in tried) / taken, first.where
-            takes = f"the optimizer takes {percent(phase)} of the step"
-            words = f"{takes}; {first.what}, it takes {percent(first.gain)} less"
-        if len(tried) > 1:
-            take = f"{len(tried)} optimizers take {percent(phase)} of the step"
-            words = f"{take}; fused, they take {percent(less)} less together"
-        worth, how_known, live = switched(evidence, cls.finds, phase * less, HowKnown.MEASURED)
-        return timed(
-            cls.finds,
-            words,
-            "build them with fused=True" if len(tried) > 1 else "build it with fused=True",
-            worth, how_known,
-            place=place,
-            details=(*live, *map(in_words, tried)),
-            technique=cls.name, setting="true", sources=cls.sources,
-        )  # fmt: skip
-
-    @classmethod
-    def may_help(cls, evidence: Evidence) -> bool:
-        """Where the optimizer takes a share of the step that counts."""
-        return share_of(evidence, seconds_of(evidence, Phase.OPTIMIZER)) >= LEAST
 
     def optimizer(self, optimizer: Any) -> None:
         """Hand its updates to the fused kernel; nothing that a checkpoint holds changes."""

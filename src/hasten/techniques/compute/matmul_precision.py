@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.evidence import Evidence, Finding, HowKnown, Machine
-from hasten.evidence.figures import percent
-from hasten.evidence.weigh import in_words, on_gpu, place_of, products, saved, share_of, switched, timed
+from hasten.evidence import Evidence, Machine
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource
 from hasten.techniques.switches import ProcessWide
@@ -20,12 +18,10 @@ class MatmulPrecision(ProcessWide):
     """
 
     name = "matmul_precision"
-    finds = "tf32_off"
     effect = Effect.ROUNDING
     relieves = Resource.COMPUTE
     sources = ("NVIDIA Ampere tuning guide", "torch.set_float32_matmul_precision")
     values = ("high", "medium")
-    tried = "high"
 
     @classmethod
     def roundoff(cls, setting: Setting) -> float:
@@ -53,32 +49,6 @@ class MatmulPrecision(ProcessWide):
         if why := cls.useless(setting, machine):
             return Refusal(why)
         return Choices((setting,), "float32 matrix products at full width")
-
-    @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """TF32 left off on a GPU: switched on and off in the run itself, or tried on the spot, else estimated.
-
-        Convolutions have it by default.
-        """
-        if not on_gpu(evidence) or any(model.autocast or model.dtype != "float32" for model in evidence.models):
-            return None
-        if isinstance(cls.settings(evidence), Refusal):
-            return None
-        tried = evidence.measured_for(cls.finds)
-        share = share_of(evidence, products(evidence, convolutions=False))
-        worth, how_known = (saved(evidence, tried), HowKnown.MEASURED) if tried else (share / 2, HowKnown.ESTIMATED)
-        worth, how_known, live = switched(evidence, cls.finds, worth, how_known)
-        said = f", {percent(share)} of the step," if share else ""
-        return timed(
-            cls.finds,
-            f"float32 matrix products{said} run without TF32 on {' '.join(evidence.machine.gpus[:1]) or 'a GPU'}",
-            'call torch.set_float32_matmul_precision("high") at the start',
-            worth, how_known,
-            place=place_of(evidence, tried[0]) if tried else "",
-            where=tried[0].where if tried else "",
-            details=(*live, *map(in_words, tried)),
-            technique=cls.name, setting="high", sources=cls.sources,
-        )  # fmt: skip
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

@@ -9,23 +9,7 @@ from typing import Any
 
 from hasten import messages
 from hasten.errors import HastenError
-from hasten.evidence import Evidence, Finding, HowKnown, Machine
-from hasten.evidence.figures import percent
-from hasten.evidence.weigh import (
-    CERTAIN,
-    COMPUTE,
-    gain_of,
-    in_words,
-    is_sure,
-    on_gpu,
-    place_of,
-    products,
-    saved,
-    seconds_of,
-    share_of,
-    switched,
-    timed,
-)
+from hasten.evidence import Evidence, Machine
 from hasten.plan import Setting
 from hasten.techniques import onlookers
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
@@ -33,7 +17,6 @@ from hasten.techniques.compute.loss_scaling import LossScaler
 from hasten.techniques.compute.scaled_steps import guard
 from hasten.techniques.compute.true_precision import convert, in_dtype
 from hasten.techniques.compute.wide_draws import Wide
-from hasten.techniques.memory.allocator import Allocator, keeping
 from hasten.techniques.nested import map_tensors
 
 _TENSOR_WORK = frozenset(
@@ -79,13 +62,11 @@ class Precision(Technique):
     """
 
     name = "precision"
-    finds = "full_precision"
     effect = Effect.ROUNDING
     relieves = Resource.COMPUTE
     sources = ("Falcon, tip 6", "Wolf", "Lin, tip 8", "Kuhn, tip 5")
     values = ("bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
     acts_on = "a model"
-    tried = "bf16-mixed"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -134,71 +115,6 @@ class Precision(Technique):
         if reason := cls.useless("bf16-mixed", evidence.machine):
             return Refusal(reason)
         return Choices(("bf16-mixed",), "float32 on a CPU that has bf16 instructions")
-
-    @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """Matrix work in float32 that is faster in 16 bits here.
-
-        Rests on switching autocast on and off in the run itself, in blocks of steps; on a CPU with glibc told to keep
-        memory, as the fix says. Where the run was too short for that: on its layers tried on the spot, one by one:
-        weights in float32, the forward under autocast, gradients back in float32. On a GPU where neither was done: half
-        of what its products take. On a CPU layers stand for a step that was not tried, so that is an estimate, and what
-        is worth less than 5 % is not given; nor is anything with LBFGS, whose line search compares losses that differ
-        by less than bfloat16 can tell.
-        """
-        choices = cls.settings(evidence)
-        if isinstance(choices, Refusal):
-            return None
-        setting = str(choices.settings[0])
-        narrow = "bfloat16" if setting.startswith("bf16") else "float16"
-        scaled = "" if narrow == "bfloat16" else " and a torch.amp.GradScaler"
-        device = "cuda" if on_gpu(evidence) else "cpu"
-        fix = f'run the forward and the loss under torch.autocast("{device}", torch.{narrow}){scaled}'
-        tried = evidence.measured_for(cls.finds)
-        if device == "cpu":
-            too_little = saved(evidence, tried) < CERTAIN and not is_sure(evidence, cls.finds)
-            if too_little or any(one.name == "LBFGS" for one in evidence.optimizers):
-                return None
-            fix += keeping(evidence)
-        if tried:
-            worth = saved(evidence, tried)
-            how_known = HowKnown.MEASURED if device == "cuda" else HowKnown.ESTIMATED
-            layers = tried[0].what.partition(":")[0]
-            what = (
-                f"{layers} and the like compute in float32; in {narrow} they take {percent(gain_of(tried))} less time"
-            )
-        elif device == "cpu":
-            worth, how_known, what = (
-                0.0,
-                HowKnown.ESTIMATED,
-                f"the model computes in float32, which {narrow} is faster than",
-            )
-        else:
-            share = share_of(evidence, products(evidence))
-            worth, how_known = share / 2, HowKnown.ESTIMATED
-            what = f"matrix products and convolutions, {percent(share)} of the step, compute in float32 on tensor cores"
-        worth, how_known, live = switched(evidence, cls.finds, worth, how_known)
-        return timed(
-            cls.finds, what, fix, worth, how_known,
-            place=place_of(evidence, tried[0]) if tried else "",
-            where=tried[0].where if tried else "",
-            details=(*live, *map(in_words, tried)),
-            technique=cls.name, setting=setting, sources=cls.sources,
-        )  # fmt: skip
-
-    @classmethod
-    def may_help(cls, evidence: Evidence) -> bool:
-        """Where forward and backward take long enough, and losses may be those of 16 bits."""
-        searches = any(one.name == "LBFGS" for one in evidence.optimizers) and not on_gpu(evidence)
-        return not searches and share_of(evidence, seconds_of(evidence, *COMPUTE)) >= CERTAIN
-
-    @classmethod
-    def to_try(cls, evidence: Evidence) -> dict[str, Setting]:
-        """On a CPU with memory kept, as the fix says."""
-        wanted = super().to_try(evidence)
-        if wanted and not on_gpu(evidence) and keeping(evidence):
-            wanted[Allocator.name] = "glibc"
-        return wanted
 
     def process(self) -> None:
         """With fp16: notice who looks at gradients inside the backward, or differentiates by itself."""

@@ -7,13 +7,8 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-from hasten.evidence import Evidence, Finding, HowKnown
-from hasten.evidence.waiting import in_ms, ordinary_wait
-from hasten.evidence.weigh import share_of, timed
+from hasten.evidence import Evidence
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
-
-_GATHERED = 80e-6  # seconds: a loader's own cost of a batch, and one index_select a tensor (26 us here)
-_BYTES = 2e9  # copied a second by one core
 
 
 class BatchedFetch(Technique):
@@ -27,7 +22,6 @@ class BatchedFetch(Technique):
     """
 
     name = "batched_fetch"
-    finds = "sample_by_sample"
     effect = Effect.EXACT
     relieves = Resource.DATA
     sources = ("Lin, tip 3", "fastai #3949")
@@ -43,35 +37,6 @@ class BatchedFetch(Technique):
         if loader.probe is None or not loader.probe.in_memory:
             return Refusal(f"{loader.dataset} is not a TensorDataset with the default collate function")
         return Choices((True,), "samples lie in memory as tensors and are gathered one by one")
-
-    @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """Tensors in memory that are fetched sample by sample.
-
-        Rests on the measured wait for a batch of a TensorDataset, less what gathering its bytes at once costs
-        (Lin, tip 3; fastai #3949).
-        """
-        loader = evidence.train_loader
-        if loader is None or not loader.default_collate or loader.iterable:
-            return None
-        if loader.dataset != "TensorDataset" and not (loader.probe is not None and loader.probe.in_memory):
-            return None
-        wait = ordinary_wait(evidence)
-        workers = " and passed on by workers" if loader.num_workers else ""
-        return timed(
-            cls.finds,
-            f"tensors that lie in memory are fetched sample by sample and stacked{workers}: {in_ms(wait)} for each "
-            f"batch of {loader.batch_size or 'so many'}",
-            "gather each batch at once: `for rows in torch.randperm(len(x)).split(batch_size): batch = x[rows], "
-            "y[rows]`, or the technique batched_fetch"
-            + (", with num_workers=0" if workers else ", which leaves the script as it is"),
-            share_of(evidence, wait - _GATHERED - loader.batch_bytes / _BYTES),
-            HowKnown.ESTIMATED,
-            place=loader.where,
-            technique=cls.name,
-            setting="true",
-            sources=cls.sources,
-        )
 
     def loader_options(self, options: dict[str, Any]) -> None:
         """Note which loaders will be gathered: where they have workers, that happens in those."""

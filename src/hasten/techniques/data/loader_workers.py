@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hasten import messages
-from hasten.evidence import Evidence, Finding, HowKnown, LoaderFacts, Machine, Phase
+from hasten.evidence import Evidence, LoaderFacts, Machine, Phase
 from hasten.evidence.figures import percent
-from hasten.evidence.waiting import in_ms, ordinary_seconds, typical_wait
-from hasten.evidence.weigh import share_of, timed
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique, toml_value
+from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.data.crossing import holds_open
-from hasten.techniques.data.worker_estimate import room_for, workers_for
 from hasten.techniques.replaced import Replaced, Replacements
 
 _SHM = Path("/dev/shm")
@@ -40,7 +37,6 @@ class LoaderWorkers(Technique):
     """
 
     name = "loader_workers"
-    finds = "workers_zero"
     effect = Effect.SAMPLING
     relieves = Resource.DATA
     sources = ("Falcon, tip 1", "Lin, tip 1", "Kuhn, tip 2")
@@ -108,50 +104,6 @@ class LoaderWorkers(Technique):
         """Before OpenMP starts."""
         if self.num_workers:
             env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-    @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """Batches made in the training process that workers could make meanwhile.
-
-        Rests on the measured wait, from which `workers_for` works out what is left of it with workers; silent for
-        tensors in memory, whose samples cost less than a batch passed between processes (Falcon, tip 1). Where threads
-        of the training that wait for work would keep the workers' cores busy, it says what to do.
-        """
-        loader = evidence.train_loader
-        if loader is None or loader.num_workers or share_of(evidence, typical_wait(evidence)) < 0.05:
-            return None
-        asked = loader.probe
-        if loader.dataset == "TensorDataset" or (asked is not None and (asked.in_memory or asked.fork_unsafe)):
-            return None
-        proposal = workers_for(evidence, loader)
-        workers = proposal.workers
-        if not workers:
-            return None
-        table: Setting = {"num_workers": workers, "prefetch_factor": 2}
-        left = ordinary_seconds(evidence) - proposal.seconds
-        how = (
-            f"with {workers} of them the step would take {in_ms(left)}: the greatest of its own computation, a batch's "
-            f"making shared by {workers} workers, and all work shared by {room_for(evidence):.2g} cores"
-        )
-        and_threads = (
-            ", and set OMP_WAIT_POLICY=PASSIVE in the environment (or torch.set_num_threads(1)): threads of the "
-            "training that wait for work would keep the workers' cores busy"
-            if proposal.passive
-            else ""
-        )
-        return timed(
-            cls.finds,
-            f"the training process makes every batch itself (num_workers=0), {in_ms(typical_wait(evidence))} of each "
-            f"{in_ms(ordinary_seconds(evidence))} step, while the model waits",
-            f"give the loader num_workers={workers}, persistent_workers=True{and_threads}",
-            share_of(evidence, proposal.seconds),
-            HowKnown.ESTIMATED,
-            place=loader.where,
-            details=(how,),
-            technique="" if loader.iterable else cls.name,
-            setting="" if loader.iterable else toml_value(table),
-            sources=cls.sources,
-        )
 
     def loader_options(self, options: dict[str, Any]) -> None:
         """Give a loader that has workers of its own another number of them."""

@@ -10,15 +10,13 @@ from typing import Any
 from hasten import messages
 from hasten.data import SampleStore
 from hasten.data.sample_store import room
-from hasten.evidence import Evidence, Finding, HowKnown, LoaderFacts, Phase, Probe
+from hasten.evidence import Evidence, LoaderFacts, Phase, Probe
 from hasten.evidence.figures import percent
-from hasten.evidence.waiting import data_share, faster_loading
-from hasten.evidence.weigh import timed
-from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique, toml_value
+from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.data.batched_fetch import holds_rows
 from hasten.techniques.data.kept import Kept, Stale
 
-_FAST = 20e-6  # seconds: what the cache itself takes per sample
+FAST = 20e-6  # seconds: what the cache itself takes per sample
 _LOADER_FUNCTION = "loader"  # where torchvision's DatasetFolder and its many imitations keep it
 
 
@@ -37,7 +35,6 @@ class SampleCache(Technique):
     """
 
     name = "sample_cache"
-    finds = "samples_recomputed"
     effect = Effect.EXACT
     relieves = Resource.DATA
     sources = ("Falcon, tip 1", "Lin, tip 1", "Lin, tip 3")
@@ -69,35 +66,6 @@ class SampleCache(Technique):
         return cls._choose(evidence, loader, loader.probe)
 
     @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """Samples that are made anew in each epoch although they come out the same.
-
-        Rests on the measured wait and on a probe that asked for the same samples twice (Falcon, tip 1; Lin, tip 1).
-        """
-        loader, choices = evidence.train_loader, cls.settings(evidence)
-        if loader is None or loader.probe is None or isinstance(choices, Refusal):
-            return None
-        (setting,) = choices.settings
-        asked = loader.probe
-        seconds = asked.sample_seconds if setting == "samples" else asked.loader_seconds
-        size = asked.sample_bytes if setting == "samples" else asked.loader_bytes
-        whole = max(asked.sample_seconds, seconds)
-        kept = "samples" if setting == "samples" else f"what `{asked.loader_function}` gives"
-        return timed(
-            cls.finds,
-            f"the step waits {percent(data_share(evidence))} of its time for samples that are made anew in each epoch, "
-            "although the same index gave the same sample each time it was asked",
-            f"keep {kept} in memory ({size * (loader.samples or 0) / 2**20:.0f} MiB in all), or store it decoded",
-            faster_loading(evidence, loader, max(0.0, seconds - _FAST) / whole),
-            HowKnown.ESTIMATED,
-            place=loader.where,
-            details=("counts from the second epoch on",),
-            technique=cls.name,
-            setting=toml_value(setting),
-            sources=cls.sources,
-        )
-
-    @classmethod
     def _choose(cls, evidence: Evidence, loader: LoaderFacts, probe: Probe) -> Choices | Refusal:
         all_repeat = all(other.probe and other.probe.repeatable for other in evidence.loaders if other.role != "unused")
         if probe.repeatable and all_repeat:
@@ -108,7 +76,7 @@ class SampleCache(Technique):
             return Refusal(f"the same index gives other samples, and {loader.dataset} has no `loader` function to keep")
         else:
             return Refusal("not every loader's dataset gives the same sample for the same index")
-        if seconds < _FAST:
+        if seconds < FAST:
             return Refusal(f"a sample takes {seconds * 1e6:.0f} us, no more than the cache itself")
         if (need := size * (loader.samples or 0)) > room():
             return Refusal(f"{need / 2**30:.1f} GiB of samples do not fit in half the free memory")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from hasten.evidence import Evidence, Finding, Phase, Severity
-from hasten.evidence.figures import percent
-from hasten.evidence.weigh import seconds_of
+from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
 
@@ -25,7 +23,6 @@ class NoGradValidation(Technique):
     """
 
     name = "no_grad_validation"
-    finds = "validation_graphs"
     effect = Effect.EXACT
     relieves = Resource.VALIDATION
     sources = ("Falcon, tip 3", "Lin, tip 12", "Kuhn, tip 17")
@@ -45,36 +42,6 @@ class NoGradValidation(Technique):
         if not any(model.train_calls for model in evidence.models):
             return Refusal("the model is never in train mode, so eval mode does not tell validation")
         return Choices((True,), f"{with_graph} forwards in eval mode built graphs that no backward used")
-
-    @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """Forwards in eval mode that build graphs which no backward uses.
-
-        Rests on counting them. What they cost differs (none for a small MLP, 2.7x for a convolutional net, measured
-        here) and is not known here, so it is given no worth (Falcon, tip 3; Lin, tip 12; Kuhn, tip 17).
-        """
-        if isinstance(cls.settings(evidence), Refusal):
-            return None
-        models = [model for model in evidence.models if model.eval_calls_with_graph]
-        count, all_calls = sum(m.eval_calls_with_graph for m in models), sum(m.eval_calls for m in models)
-        if count < max(2, all_calls // 2):
-            return None
-        phases = [seconds_of(evidence, phase) for phase in Phase]
-        share = phases[Phase.VALIDATION] / sum(phases) if sum(phases) > 0 else 0.0
-        loader = next((one for one in evidence.loaders if one.role == "validation"), None)
-        time = f"; validation takes {percent(share)} of the time" if share >= 0.01 else ""
-        return Finding(
-            name=cls.finds,
-            what=f"{count} of {all_calls} forwards in eval mode kept a graph and its activations, which no backward "
-            f"used{time}",
-            fix="validate under `with torch.no_grad():` (or @torch.inference_mode())",
-            severity=Severity.MEDIUM if share >= 0.05 else Severity.NOTE,
-            where=models[0].name,
-            details=(f"the validation's loader is built at {loader.where}",) if loader is not None else (),
-            technique=cls.name,
-            setting="true",
-            sources=cls.sources,
-        )
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

@@ -7,9 +7,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from hasten.evidence import Evidence, Finding, HowKnown
-from hasten.evidence.waiting import in_ms, per_step
-from hasten.evidence.weigh import on_gpu, share_of, switched, timed
+from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques import onlookers
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
@@ -18,8 +16,6 @@ from hasten.techniques.replaced import Replaced
 _LARGE = 1 << 20  # elements: smaller ones are added in the cache, and to allocate them all costs as much
 _Zeros = tuple[Any, Any, int]
 """A parameter and its gradient, by weak references, and the gradient's version when it was filled with zeros."""
-
-_BYTES, _GPU_BYTES = 10e9, 2e12  # of memory moved a second
 
 
 class SetToNone(Technique):
@@ -33,12 +29,10 @@ class SetToNone(Technique):
     """
 
     name = "set_to_none"
-    finds = "zeroed_gradients"
     effect = Effect.ROUNDING
     relieves = Resource.OPTIMIZER
     sources = ("Lin, tip 14", "Kuhn, tip 10")
     liveness = Liveness.STEP
-    tried = True
     acts_on = "a gradient of 2^20 elements or more that is filled with zeros"
 
     @classmethod
@@ -49,40 +43,6 @@ class SetToNone(Technique):
         if evidence.flags.missing_gradients:
             return Refusal("some parameters got no gradient in some step: zeros and None differ for them")
         return Choices((True,), f"gradients are filled with zeros at {evidence.flags.zeroed_gradients}")
-
-    @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """Gradients that are filled with zeros.
-
-        Rests on the measured time of `zero_grad(set_to_none=False)` and, where that was not taken, on the gradients'
-        size: a write of zeros, and a read and add in backward (Lin, tip 14; Kuhn, tip 10). Where dropping them was
-        switched on and off in the run itself, on what that showed.
-        """
-        events = evidence.events_of("zero_grad")
-        if evidence.flags.missing_gradients or not events:
-            return None
-        moved = 3 * 4 * max((model.trained_parameters for model in evidence.models), default=0)
-        measured = per_step(evidence, events)
-        times = min(1.0, max(event.steps for event in events) / evidence.steps) if evidence.steps else 0.0
-        seconds = measured or times * moved / (_GPU_BYTES if on_gpu(evidence) else _BYTES)
-        how = HowKnown.MEASURED if measured else HowKnown.ESTIMATED
-        worth, how_known, live = switched(evidence, cls.finds, share_of(evidence, seconds), how)
-        return timed(
-            cls.finds,
-            f"gradients of {moved / 12 / 1e6:.1f} M parameters are filled with zeros instead of dropped, "
-            f"{'' if measured else 'about '}{in_ms(seconds)} a step",
-            "call `optimizer.zero_grad()` without set_to_none=False",
-            worth,
-            how_known,
-            place=events[0].where or evidence.flags.zeroed_gradients,
-            details=(
-                *live,
-                "the result stays the same as long as every parameter gets a gradient in every step",
-            ),
-            technique=cls.name,
-            setting="true",
-            sources=cls.sources,
-        )
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hasten.evidence import Evidence, Finding, HowKnown, Phase
-from hasten.evidence.waiting import in_ms
-from hasten.evidence.weigh import seconds_of, share_of, timed
+from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, CudaOnly, Effect, Liveness, Refusal, Resource
 from hasten.techniques.nested import tensors_in
@@ -23,7 +21,6 @@ class DevicePrefetch(CudaOnly):
     """
 
     name = "device_prefetch"
-    finds = "device_prefetch"
     effect = Effect.EXACT
     relieves = Resource.TRANSFER
     sources = ("NVIDIA data prefetcher (apex imagenet example)", "Lightning #4803")
@@ -44,31 +41,6 @@ class DevicePrefetch(CudaOnly):
         if evidence.train_loader is None:
             return Refusal("the script trains without a DataLoader")
         return Choices((True,), "each batch's copy to the GPU can run beside the step before it")
-
-    @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """Copies from pinned memory that the GPU's step still waits for.
-
-        Rests on the copy's time by the GPU's own clock; beside the step before it, it would cost nothing (NVIDIA's
-        data prefetcher). The technique takes batches from workers, so a loader without any is left alone.
-        """
-        loader = evidence.train_loader
-        if loader is None or not (loader.pin_memory and loader.num_workers) or not evidence.device_clock:
-            return None
-        if cls.refuse_without_gpu(evidence):
-            return None
-        copying = seconds_of(evidence, Phase.TRANSFER)
-        return timed(
-            cls.finds,
-            f"each step begins with {in_ms(copying)} in which the GPU only copies its batch",
-            "copy the next batch on a stream of its own while this one is computed: the technique device_prefetch",
-            share_of(evidence, copying),
-            HowKnown.ESTIMATED,
-            place=loader.where,
-            technique=cls.name,
-            setting="true",
-            sources=cls.sources,
-        )
 
     def process(self) -> None:
         """Hand out finished copies from `.to` and `.cuda`."""

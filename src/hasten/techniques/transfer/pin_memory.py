@@ -7,16 +7,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hasten.evidence import Evidence, Finding, HowKnown, Phase
-from hasten.evidence.waiting import in_ms, per_step, worth_of_waits
-from hasten.evidence.weigh import seconds_of, share_of, timed
+from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, CudaOnly, Effect, Liveness, Refusal, Resource
 from hasten.techniques.data.crossing import holds_on_device
 from hasten.techniques.nested import tensors_in
 from hasten.techniques.replaced import Replaced
-
-_PINNED = 12e9  # bytes a second from pinned memory over PCIe 3 x16, the slowest link of GPUs in use
 
 
 class PinMemory(CudaOnly):
@@ -28,7 +24,6 @@ class PinMemory(CudaOnly):
     """
 
     name = "pin_memory"
-    finds = "pageable_memory"
     effect = Effect.EXACT
     relieves = Resource.TRANSFER
     sources = ("Falcon, tip 2", "Lin, tip 2", "Kuhn, tip 2")
@@ -49,35 +44,6 @@ class PinMemory(CudaOnly):
         if evidence.train_loader is None:
             return Refusal("the script trains without a DataLoader")
         return Choices((True,), "batches are copied to the GPU from pageable memory, or the copy is waited for")
-
-    @classmethod
-    def finding(cls, evidence: Evidence) -> Finding | None:
-        """Batches copied to the GPU from pageable memory.
-
-        Rests on the time of the copies: what the batch's bytes would take from pinned memory less, and the GPU's
-        idleness while the CPU waited for them (Falcon, tip 2; Lin, tip 2).
-        """
-        loader = evidence.train_loader
-        if loader is None or loader.pin_memory or cls.refuse_without_gpu(evidence):
-            return None
-        copies = [event for event in evidence.events_of("blocking_copy") if "pageable" in event.detail]
-        copying = seconds_of(evidence, Phase.TRANSFER) if evidence.device_clock else 0.0
-        waited = worth_of_waits(evidence, copies) or 0.0
-        faster = share_of(evidence, copying - loader.batch_bytes / _PINNED) if copying else 0.0
-        spent = max(copying, per_step(evidence, copies))
-        return timed(
-            cls.finds,
-            f"each batch of {loader.batch_bytes / 2**20:.1f} MiB is copied to the GPU from pageable memory, for which "
-            f"the CPU waits {in_ms(spent)}",
-            "give the loader pin_memory=True and copy with `.to(device, non_blocking=True)`",
-            max(waited, faster),
-            HowKnown.ESTIMATED,
-            place=loader.where,
-            details=tuple(f"copied at {event.where}, {event.count} times" for event in copies[:3] if event.where),
-            technique=cls.name,
-            setting="true",
-            sources=cls.sources,
-        )
 
     def process(self) -> None:
         """Make copies of loaders' pinned tensors non-blocking."""

@@ -1,0 +1,1 @@
+"""Arithmetic on evidence that several findings share."""

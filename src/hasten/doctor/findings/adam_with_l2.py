@@ -1,0 +1,86 @@
+"""Adam gets `weight_decay`, which it divides by the size of the gradients.
+
+## Why it is slow
+
+It costs no time. Adam adds the decay to the gradient and then scales the sum, so weights with large gradients hardly
+decay. AdamW decays the weights themselves, and often reaches the same loss in fewer steps.
+
+## Example
+
+```python
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-4)
+```
+
+## Use instead
+
+```python
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2)
+```
+
+## When the repair is safe
+
+It changes how the model learns. AdamW wants another value of `weight_decay`, often 0.01 to 0.1: compare the
+validation loss.
+
+## Source
+
+- Loshchilov, Hutter, Decoupled Weight Decay Regularization, 2019
+- Kuhn, tip 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.problem import Problem
+from hasten.doctor.source.syntax import argument, last_name
+from hasten.evidence import Evidence, Finding, Severity, split_place
+from hasten.evidence.schema import OptimizerFacts
+
+_L2 = ("Adam", "NAdam", "RAdam", "Adamax")
+
+
+class AdamWithL2(Rule):
+    """Adam gets `weight_decay`, which it divides by the size of the gradients."""
+
+    name = "adam_with_l2"
+    severity = Severity.NOTE
+    of_optimizer = True
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One an optimizer."""
+        for optimizer in evidence.optimizers:
+            decay = optimizer.options.get("weight_decay", 0.0)
+            if optimizer.name not in _L2 or isinstance(decay, str) or not decay or _decoupled(optimizer):
+                continue
+            cure = "torch.optim.AdamW" if optimizer.name == "Adam" else "decoupled_weight_decay=True"
+            file, line = split_place(optimizer.where)
+            yield Finding(
+                cls.name,
+                f"{optimizer.name} with weight_decay={decay:g} adds it to the gradients, where it hardly decays "
+                "weights that have large ones",
+                f"use {cure} (its weight_decay wants another value, often 0.01 to 0.1)",
+                Severity.NOTE,
+                file=file,
+                line=line,
+                sources=cls.sources,
+            )
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Adam with a weight decay that is not zero."""
+        for call in code.script.optimizers:
+            if last_name(call.func) != "Adam" or argument(call, "decoupled_weight_decay") is not None:
+                continue
+            decay = code.script.value_of(argument(call, "weight_decay", 4))
+            if isinstance(decay, int | float) and decay > 0:
+                yield Problem(
+                    call, f"Adam's weight_decay={decay:g} is scaled away by Adam", "use AdamW if weight decay is meant"
+                )
+
+
+def _decoupled(optimizer: OptimizerFacts) -> bool:
+    return optimizer.options.get("decoupled_weight_decay") in (True, "True")

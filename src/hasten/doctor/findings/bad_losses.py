@@ -1,0 +1,79 @@
+"""Losses were NaN or infinite.
+
+## Why it is slow
+
+Every step after a NaN is wasted: its gradients make all weights NaN, and the time until somebody notices is lost.
+
+## How it is known
+
+Losses are read when the device has finished them, without a wait.
+
+## Example
+
+```python
+with torch.autocast("cuda", torch.float16):
+    loss = criterion(model(images), labels)
+loss.backward()
+optimizer.step()
+```
+
+## Use instead
+
+```python
+with torch.autocast("cuda", torch.bfloat16):
+    loss = criterion(model(images), labels)
+loss.backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+```
+
+## When the repair is safe
+
+It changes the training, which is the purpose. Run the step before under `torch.autograd.detect_anomaly()` to see
+which operator made the first NaN.
+
+## Source
+
+- torch.autograd.set_detect_anomaly
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, Severity, split_place
+
+
+class BadLosses(Rule):
+    """Losses were NaN or infinite."""
+
+    name = "bad_losses"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """High where the training did not recover."""
+        if not evidence.bad_losses:
+            return
+        bad = [index for index, loss in enumerate(evidence.losses) if loss is None or not math.isfinite(loss)]
+        steps = max(evidence.steps, evidence.bad_losses)
+        first = f", the first in step {evidence.number(bad[0]) + 1}" if bad else ""
+        stayed = bool(bad) and bad[-1] == len(evidence.losses) - 1
+        half = any(model.autocast == "float16" or model.dtype == "float16" for model in evidence.models)
+        unscaled = half and not evidence.flags.grad_scaler
+        where = next((optimizer.where for optimizer in evidence.optimizers if optimizer.steps), "")
+        file, line = split_place(where)
+        yield Finding(
+            cls.name,
+            f"{evidence.bad_losses} of {steps} losses were NaN or infinite{first}",
+            "compute in bfloat16, or scale the loss with torch.amp.GradScaler"
+            if unscaled
+            else "run the step before under torch.autograd.detect_anomaly() to see which operator made it; then a "
+            "lower rate, a warm-up or clipped gradients",
+            Severity.HIGH if stayed or evidence.bad_losses > steps / 10 else Severity.MEDIUM,
+            file=file,
+            line=line,
+            details=("it computes in float16 without a GradScaler",) if unscaled else (),
+            sources=cls.sources,
+        )

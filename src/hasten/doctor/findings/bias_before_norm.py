@@ -1,0 +1,211 @@
+"""A layer has a bias that the normalisation after it takes away again.
+
+## Why it is slow
+
+BatchNorm subtracts the mean, and with it any constant that was added. The bias is added in the forward, summed over
+the batch in the backward and updated by the optimizer for nothing.
+
+## How it is known
+
+From the layers in the order in which they are called; the worth is tried on the spot where the run left time for it.
+
+## Example
+
+```python
+net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU())
+```
+
+## Use instead
+
+```python
+net = nn.Sequential(nn.Conv2d(3, 64, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU())
+```
+
+## When the repair is safe
+
+For a training that begins. A checkpoint saved with the bias no longer fits the model. Random weights drawn after this
+layer are others, since the bias's are no longer drawn.
+
+## Source
+
+- PyTorch performance tuning guide
+- Kuhn
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+import libcst as cst
+
+from hasten.doctor.figures.layers import norm_of
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.problem import Mend, Problem
+from hasten.doctor.source.syntax import (
+    argument,
+    dotted,
+    is_open,
+    last_name,
+    walk,
+    with_keyword,
+)
+from hasten.evidence import Evidence, Finding, HowKnown, severity_of
+from hasten.evidence.weigh import LEAST, saved, size_of
+
+# Where `bias` stands among the positional arguments.
+_BIASED = {
+    "Linear": 2, "Conv1d": 7, "Conv2d": 7, "Conv3d": 7,
+    "ConvTranspose1d": 7, "ConvTranspose2d": 7, "ConvTranspose3d": 7,
+}  # fmt: skip
+_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+
+
+class BiasBeforeNorm(Rule):
+    """A layer has a bias that the normalisation after it takes away again."""
+
+    name = "bias_before_norm"
+    may_change = "other random numbers are drawn without the bias; checkpoints from before hold a bias too many"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One for all; with a worth only where leaving the bias out was measured to save time."""
+        layers = [
+            layer
+            for layer in evidence.layers
+            if layer.bias and norm_of(evidence, layer) and layer.kind.startswith(("Conv", "Linear"))
+        ]
+        if not layers:
+            return
+        worth = saved(evidence, [one for one in evidence.measured_for(cls.name) if one.saved > 0])
+        known = worth if worth >= LEAST else None
+        more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+        # Where a layer is built is not known, only where it is called: the source's own finding says that.
+        yield Finding(
+            cls.name,
+            f"{layers[0].path}{more}: a bias right before {norm_of(evidence, layers[0])} is taken away again",
+            "build it with bias=False",
+            severity_of(known), known, HowKnown.MEASURED if known else HowKnown.READ,
+            where=layers[0].path,
+            details=tuple(f"{layer.path}: {size_of(layer)}" for layer in layers),
+            sources=cls.sources,
+        )  # fmt: skip
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Neighbours in a Sequential or in a list of layers; pairs that a forward calls one on the other."""
+        seen: set[cst.CSTNode] = set()
+        for layer, norm, sure in (*_neighbours(code), *_pairs(code)):
+            if layer in seen or not _has_bias(layer):
+                continue
+            seen.add(layer)
+            left = "" if sure else "it is not certain that nothing else uses the layer"
+            if not left and code.script.mentions("load_state_dict", "load_state_dict_from_url", "model_zoo"):
+                left = "the file loads checkpoints, which may hold the bias"
+            if not left and any(
+                isinstance(node, cst.Attribute) and node.attr.value == "bias" for node in code.script.nodes
+            ):
+                left = "the file reads biases, and this one would be None"
+            yield Problem(
+                layer,
+                f"the bias of this {last_name(layer.func)} is taken away again by {last_name(norm.func)}",
+                "give the layer bias=False",
+                () if left else (Mend(layer, lambda now: with_keyword(now, "bias", cst.Name("False"))),),
+                left,
+            )
+
+
+def _layer(code: Code, node: cst.CSTNode | None, kinds: Iterable[str]) -> cst.Call | None:
+    """The node, where it makes one of these layers of torch.nn."""
+    if isinstance(node, cst.Call) and last_name(node.func) in kinds:
+        return node if code.script.qualified(node.func).startswith(("torch.nn.", "nn.")) else None
+    return None
+
+
+def _has_bias(call: cst.Call) -> bool:
+    given = argument(call, "bias", _BIASED[last_name(call.func)])
+    return not is_open(call) and (given is None or dotted(given) == "True")
+
+
+def _neighbours(code: Code) -> Iterator[tuple[cst.Call, cst.Call, bool]]:
+    """Layers with the norm right behind them; whether they are surely called in that order."""
+    for node in code.script.nodes:
+        parts: list[cst.BaseExpression] = []
+        sure = False
+        if isinstance(node, cst.Call) and code.script.qualified(node.func) in ("torch.nn.Sequential", "nn.Sequential"):
+            parts = [arg.value for arg in node.args]
+            sure = True
+        elif isinstance(node, cst.List) and not isinstance(code.script.parents[node], cst.Arg):
+            parts = [element.value for element in node.elements]
+            sure = _becomes_sequential(code, node)
+        for one, other in pairwise(parts):
+            layer, norm = _layer(code, one, _BIASED), _layer(code, other, _NORMS)
+            if layer is not None and norm is not None:
+                yield layer, norm, sure
+
+
+def _becomes_sequential(code: Code, node: cst.List) -> bool:
+    """Whether a list ends as `nn.Sequential(*layers)` in its function."""
+    scope = code.script.scope(node)
+    statement = code.script.statement(node)
+    names = {dotted(below) for below in walk(statement) if isinstance(below, cst.Name)}
+    return any(
+        last_name(call.func) == "Sequential" and arg.star == "*" and dotted(arg.value) in names
+        for call in code.script.calls
+        if code.script.scope(call) is scope
+        for arg in call.args
+    )
+
+
+def _pairs(code: Code) -> Iterator[tuple[cst.Call, cst.Call, bool]]:
+    """`self.bn1(self.conv1(x))`, in one expression or two lines one after the other."""
+    for owner in code.script.classes.values():
+        made = {
+            dotted(target.target): node.value
+            for node in walk(owner)
+            if isinstance(node, cst.Assign)
+            for target in node.targets
+            if dotted(target.target).startswith("self.")
+        }
+        layers = {name: call for name, value in made.items() if (call := _layer(code, value, _BIASED)) is not None}
+        norms = {name: call for name, value in made.items() if (call := _layer(code, value, _NORMS)) is not None}
+        uses: dict[str, list[str]] = {name: [] for name in layers}
+        mentions = dict.fromkeys(layers, 0)
+        for node in walk(owner) if layers and norms else ():
+            name = dotted(node) if isinstance(node, cst.Attribute) else ""
+            if name in mentions:
+                mentions[name] += 1
+            if isinstance(node, cst.Call) and dotted(node.func) in layers:
+                uses[dotted(node.func)].append(_called_on(code, node))
+        for name, after in uses.items():
+            if after and all(norm in norms for norm in after):
+                yield layers[name], norms[after[0]], mentions[name] == 1 + len(after) and len(set(after)) == 1
+
+
+def _called_on(code: Code, call: cst.Call) -> str:
+    """What is called on the result of a call, and on nothing else: "self.bn1"."""
+    above = code.script.parents[call]
+    if isinstance(above, cst.Arg):
+        outer = code.script.parents[above]
+        return dotted(outer.func) if isinstance(outer, cst.Call) else ""
+    if not isinstance(above, cst.Assign) or len(above.targets) != 1:
+        return ""
+    name = dotted(above.targets[0].target)
+    line = code.script.parents[above]
+    body = getattr(code.script.parents[line], "body", ())
+    at = list(body).index(line) if line in body else -1
+    following = body[at + 1] if 0 <= at < len(body) - 1 else None
+    if not name or following is None:
+        return ""
+    for node in walk(following):
+        if isinstance(node, cst.Call) and node.args and dotted(node.args[0].value) == name:
+            bound = code.script.parents[node]
+            renamed = isinstance(bound, cst.Assign) and dotted(bound.targets[0].target) == name
+            inner = isinstance(bound, cst.Arg)  # relu(bn(x)): the name is bound anew by the whole
+            return dotted(node.func) if renamed or (inner and _binds(following, name)) else ""
+    return ""
+
+
+def _binds(statement: cst.CSTNode, name: str) -> bool:
+    return any(isinstance(node, cst.AssignTarget) and dotted(node.target) == name for node in walk(statement))

@@ -1,0 +1,146 @@
+"""Batches lie in pinned memory, yet the CPU waits until they are copied to the GPU.
+
+## Why it is slow
+
+`.to(device)` waits for its copy by default. From pinned memory the copy could run beside the computation while the
+CPU goes on launching work.
+
+## How it is known
+
+The measured waits, of which no more counts than the time in which the GPU is idle. Pageable batches are
+`pageable_memory`'s.
+
+## Example
+
+```python
+train_loader = DataLoader(dataset, pin_memory=True)
+for images, labels in train_loader:
+    images = images.to("cuda")
+    optimizer.zero_grad()
+    criterion(model(images), labels).backward()
+    optimizer.step()
+```
+
+## Use instead
+
+```python
+train_loader = DataLoader(dataset, pin_memory=True)
+for images, labels in train_loader:
+    images = images.to("cuda", non_blocking=True)
+    optimizer.zero_grad()
+    criterion(model(images), labels).backward()
+    optimizer.step()
+```
+
+## When the repair is safe
+
+Where the CPU does not write to the pinned batch before the copy is over; batches that a loader gives are not written
+to again. From the GPU to the CPU it is not safe: the CPU would read what has not arrived.
+
+## Source
+
+- Lin, non_blocking=True
+- PyTorch, pin_memory and non_blocking
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import libcst as cst
+
+from hasten.doctor.figures.waits import by_line, wait_finding
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.problem import Mend, Problem
+from hasten.doctor.source.syntax import (
+    argument,
+    device_of,
+    dotted,
+    last_name,
+    receiver,
+    walk,
+    with_keyword,
+)
+from hasten.evidence import Evidence, Finding
+from hasten.evidence.waiting import in_ms, per_step
+from hasten.evidence.weigh import on_gpu
+
+
+class BlockingCopy(Rule):
+    """Batches lie in pinned memory, yet the CPU waits until they are copied to the GPU."""
+
+    name = "blocking_copy"
+    gpu_only = True
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One a line."""
+        loader = evidence.train_loader
+        if not on_gpu(evidence) or loader is None or not loader.pin_memory:
+            return
+        for events in by_line(
+            [event for event in evidence.events_of("blocking_copy") if "pageable" not in event.detail]
+        ):
+            yield from wait_finding(
+                cls,
+                evidence,
+                events,
+                f"batches lie in pinned memory, yet the CPU waits {in_ms(per_step(evidence, events))} a step "
+                "until they are "
+                "copied to the GPU",
+                "copy with `.to(device, non_blocking=True)`",
+            )
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Moves of a loader's batch, where a loader of this file pins."""
+        pins = any(
+            last_name(call.func) == "DataLoader" and code.script.value_of(argument(call, "pin_memory")) is True
+            for call in code.script.calls
+        )
+        if not pins:
+            return
+        for call in code.script.calls:
+            if device_of(call) is None or argument(call, "non_blocking") is not None:
+                continue
+            inner = receiver(call)
+            owner = inner.value if isinstance(inner, cst.Subscript) else inner
+            bound = _batch_names(code, call)
+            name = dotted(owner) if owner is not None else ""
+            if name.split(".")[0] not in bound:
+                continue
+            whole = bound[name.split(".")[0]] and not isinstance(inner, cst.Subscript)
+            yield Problem(
+                call,
+                f"`{code.text(call)}` waits for its copy, though the batch is in pinned memory",
+                "add non_blocking=True",
+                () if whole else (Mend(call, lambda now: with_keyword(now, "non_blocking", cst.Name("True"))),),
+                "the batch is one object, which may not take non_blocking" if whole else "",
+            )
+
+
+def _batch_names(code: Code, node: cst.CSTNode) -> dict[str, bool]:
+    """Names of the batch of the inmost loop over a loader around a node; True: the batch as a whole."""
+    found: dict[str, bool] = {}
+    for loop in code.training.loops_around(node):
+        if not isinstance(loop, cst.For) or not re.search(r"load|dl\b|batches|data_?iter", code.text(loop.iter, 200)):
+            continue
+        names = code.script.loop_targets(loop)
+        if isinstance(loop.iter, cst.Call) and dotted(loop.iter.func) == "enumerate" and len(names) > 1:
+            names = names[1:]
+        whole = len(names) == 1
+        found.update(dict.fromkeys(names, whole))
+        for name, given, at in code.script.assignments:
+            if loop in code.script.ancestors(at) and dotted(given) in found and name not in found:
+                found[name] = found[dotted(given)]
+        for below in walk(loop.body):
+            if (
+                isinstance(below, cst.Assign)
+                and dotted(below.value) in found
+                and isinstance(below.targets[0].target, cst.Tuple)
+            ):
+                found.update({dotted(e.value): False for e in below.targets[0].target.elements if dotted(e.value)})
+        break
+    return found

@@ -1,0 +1,91 @@
+"""`torch.cuda.empty_cache()` is called in the loop.
+
+## Why it is slow
+
+It waits for the GPU and gives unused memory back to the driver, which the next step must ask for again with slow
+calls.
+
+## How it is known
+
+The measured time of the calls; asking for the memory again comes on top of it.
+
+## Example
+
+```python
+for images, labels in loader:
+    optimizer.zero_grad()
+    criterion(model(images), labels).backward()
+    optimizer.step()
+    torch.cuda.empty_cache()
+```
+
+## Use instead
+
+```python
+for images, labels in loader:
+    optimizer.zero_grad()
+    criterion(model(images), labels).backward()
+    optimizer.step()
+```
+
+## When the repair is safe
+
+Always for the result. Where another process needs the memory on the same GPU, call it once after the training. If
+memory runs out without it, something holds tensors: see `retained_graph` and `memory_creep`.
+
+## Source
+
+- PyTorch, CUDA semantics, memory management
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.problem import Problem
+from hasten.doctor.source.syncs import calls_in_steps
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.waiting import in_ms, per_step
+from hasten.evidence.weigh import on_gpu, share_of, timed
+
+_CALLS = ("torch.cuda.empty_cache", "torch.mps.empty_cache", "torch.xpu.empty_cache", "torch.accelerator.empty_cache")
+
+
+class CacheEmptied(Rule):
+    """`torch.cuda.empty_cache()` is called in the loop."""
+
+    name = "cache_emptied"
+    gpu_only = True
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One a line."""
+        if not on_gpu(evidence):
+            return
+        for event in evidence.events_of("empty_cache"):
+            spent = per_step(evidence, [event])
+            finding = timed(
+                cls.name,
+                f"torch.cuda.empty_cache() {event.count} times in {evidence.steps} steps, {in_ms(spent)} a "
+                "step, and the "
+                "memory is asked for again",
+                "take it out: torch uses freed memory again by itself",
+                share_of(evidence, spent),
+                HowKnown.MEASURED,
+                place=event.where,
+                sources=cls.sources,
+            )
+            if finding is not None:
+                yield finding
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Those calls, in steps."""
+        for call in calls_in_steps(code, _CALLS):
+            yield Problem(
+                call,
+                "the allocator's cache is emptied in every step",
+                "remove the call; if memory runs out, look for what holds it",
+            )

@@ -1,0 +1,125 @@
+"""The learning rate stays the same from the first step to the last.
+
+## Why it is slow
+
+It costs no time by itself, but a rate that falls towards the end mostly reaches the same loss in fewer steps.
+
+## How it is known
+
+From the optimizer's rates over two epochs or the whole training. Nothing is said of several optimizers (GANs,
+reinforcement learning), whose rates often stay on purpose.
+
+## Example
+
+```python
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(10):
+    for images, labels in loader:
+        optimizer.zero_grad()
+        criterion(model(images), labels).backward()
+        optimizer.step()
+```
+
+## Use instead
+
+```python
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10 * len(loader))
+for epoch in range(10):
+    for images, labels in loader:
+        optimizer.zero_grad()
+        criterion(model(images), labels).backward()
+        optimizer.step()
+        scheduler.step()
+```
+
+## When the repair is safe
+
+It changes how the model learns: compare the validation loss.
+
+## Source
+
+- Kuhn, tip 1
+- Smith, Topin, Super-Convergence, 2018
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import libcst as cst
+
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.problem import Problem
+from hasten.doctor.source.syntax import last_name, walk
+from hasten.evidence import Evidence, Finding, Severity, split_place
+
+_BY_RATE = ("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop")
+_LONG = 100  # steps before a rate that has not changed says anything
+_RATE_WORDS = (
+    "lr_scheduler",
+    "scheduler",
+    "adjust_learning_rate",
+    "param_groups",
+    "get_lr",
+    "configure_optimizers",
+    "sched",
+)
+
+
+class ConstantRate(Rule):
+    """The learning rate stays the same from the first step to the last."""
+
+    name = "constant_rate"
+    severity = Severity.NOTE
+    of_optimizer = True
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """Of one optimizer, over its whole training or beyond its first epoch: before, a schedule may yet begin.
+
+        Several optimizers (GANs, reinforcement learning) often keep their rates on purpose: nothing is said of them.
+        """
+        stepping = [optimizer for optimizer in evidence.optimizers if optimizer.steps]
+        if len(stepping) != 1:
+            return
+        optimizer = stepping[0]
+        epochs = sum(one.trained and one.batches > 0 for one in evidence.passes)
+        seen_enough = epochs >= 2 or (evidence.ended == "finished" and epochs <= 1)
+        if optimizer.steps < _LONG or optimizer.name not in _BY_RATE or not seen_enough:
+            return
+        if optimizer.schedule or len(optimizer.rates) != 1:
+            return
+        file, line = split_place(optimizer.where)
+        over = f" over {epochs} epochs" if epochs >= 2 else ""
+        yield Finding(
+            cls.name,
+            f"{optimizer.name} made all of its {optimizer.steps} steps{over} at the rate {optimizer.rates[0]:g}",
+            "let it fall towards the end (OneCycleLR or CosineAnnealingLR, with a short warm-up)",
+            Severity.NOTE,
+            file=file,
+            line=line,
+            sources=cls.sources,
+        )
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """The one optimizer of a file that trains a model over epochs, where nothing changes its rate."""
+        names = {node.value for node in code.script.nodes if isinstance(node, cst.Name)}
+        if len(code.script.optimizers) != 1 or any(word in name.lower() for name in names for word in _RATE_WORDS):
+            return
+        if not code.training.step_loops or any(name in names for name in ("Accelerator", "deepspeed", "Trainer")):
+            return
+        call = code.script.optimizers[0]
+        first = call.args[0].value if call.args else None
+        of_model = first is not None and any(
+            isinstance(node, cst.Call) and last_name(node.func) in ("parameters", "named_parameters")
+            for node in walk(first)
+        )
+        if of_model and last_name(call.func) != "LBFGS":
+            yield Problem(
+                call,
+                "the learning rate stays the same throughout",
+                "try a schedule: torch.optim.lr_scheduler.OneCycleLR",
+            )

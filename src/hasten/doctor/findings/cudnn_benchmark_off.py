@@ -1,0 +1,78 @@
+"""cuDNN picks convolution kernels by rule of thumb although sizes stay the same.
+
+## Why it is slow
+
+cuDNN has several kernels for each convolution. With `benchmark` it measures them once for each size and keeps the
+fastest.
+
+## How it is known
+
+Switched on and off in the run itself, in blocks of steps; where that was not done, layer by layer.
+
+## Example
+
+```python
+model = ResNet().cuda()
+```
+
+## Use instead
+
+```python
+torch.backends.cudnn.benchmark = True
+model = ResNet().cuda()
+```
+
+## When the repair is safe
+
+Results differ by rounding, and from run to run. Not where the script asks for deterministic algorithms.
+
+## Source
+
+- Lin, tip 15
+- Kuhn, tip 6
+"""
+
+from __future__ import annotations
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.weigh import in_words, is_sure, place_of, saved, switched, timed
+from hasten.techniques.base import Refusal
+from hasten.techniques.compute.cudnn_benchmark import CudnnBenchmark
+
+
+class CudnnBenchmarkOff(Rule):
+    """cuDNN picks convolution kernels by rule of thumb although sizes stay the same."""
+
+    name = "cudnn_benchmark_off"
+    cure = CudnnBenchmark
+    tried = True
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """cuDNN not asked to measure although sizes stay the same: tried on the spot.
+
+        In the run itself, switched on and off in blocks of steps; where that was not done, layer by layer.
+        """
+        tried = evidence.measured_for(cls.name)
+        sizes = len(evidence.inputs.shapes) if evidence.inputs else 0
+        if sizes > 2 or isinstance(CudnnBenchmark.settings(evidence), Refusal):  # 2: a last, smaller batch
+            return None
+        if not tried and not is_sure(evidence, cls.name):
+            return None
+        worth, how_known, live = switched(evidence, cls.name, saved(evidence, tried), HowKnown.MEASURED)
+        return timed(
+            cls.name,
+            "cuDNN picks the kernels of its convolutions by rule of thumb although their sizes stay the same",
+            "set torch.backends.cudnn.benchmark = True at the start",
+            worth, how_known,
+            place=place_of(evidence, tried[0]) if tried else "",
+            where=tried[0].where if tried else "",
+            details=(*live, *map(in_words, tried)),
+            technique=CudnnBenchmark.name, setting="true", sources=cls.sources,
+        )  # fmt: skip
+
+    @classmethod
+    def may_help(cls, evidence: Evidence) -> bool:
+        """Where sizes stay the same."""
+        return len(evidence.inputs.shapes) <= 2 if evidence.inputs else True

@@ -1,0 +1,75 @@
+"""`cudnn.benchmark` is on and input sizes keep changing.
+
+## Why it is slow
+
+cuDNN measures its kernels again for every new size, which takes many times as long as one step.
+
+## How it is known
+
+On a GPU, with convolutions and at least four sizes. The cost is what steps over three times as long as the median
+took beyond it.
+
+## Example
+
+```python
+torch.backends.cudnn.benchmark = True
+for images in loader:  # each batch of another height and width
+    model(images)
+```
+
+## Use instead
+
+```python
+torch.backends.cudnn.benchmark = False
+for images in loader:
+    model(images)
+```
+
+## When the repair is safe
+
+Always; results differ by rounding. Bringing batches to a few sizes keeps the fast kernels as well.
+
+## Source
+
+- Lin, tip 15
+- Kuhn, tip 6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.figures.compiling import lost_in_outliers
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.weigh import (
+    on_gpu,
+    timed,
+)
+
+
+class CudnnBenchmarkVarying(Rule):
+    """`cudnn.benchmark` is on and input sizes keep changing."""
+
+    name = "cudnn_benchmark_varying"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """On a GPU, with convolutions, and sizes that keep changing; what it costs as for `recompilations`."""
+        if not on_gpu(evidence) or not evidence.flags.cudnn_benchmark or evidence.inputs is None:
+            return
+        convolutions = any(layer.startswith("Conv") for model in evidence.models for layer in model.layers)
+        sizes = len(evidence.inputs.shapes)
+        if not convolutions or sizes < 4:
+            return
+        finding = timed(
+            cls.name,
+            f"cudnn.benchmark measures kernels for every new size, and {sizes} sizes came in "
+            f"{evidence.inputs.batches} batches",
+            "set torch.backends.cudnn.benchmark = False, or bring the batches to a few sizes",
+            lost_in_outliers(evidence),
+            HowKnown.ESTIMATED,
+            sources=cls.sources,
+        )
+        if finding:
+            yield finding

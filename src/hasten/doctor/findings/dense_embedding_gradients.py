@@ -1,0 +1,94 @@
+"""Each batch looks up few rows of a table whose gradient is made and applied whole.
+
+## Why it is slow
+
+The gradient of an embedding is a tensor of the table's size. It is filled with zeros, and the optimizer reads and
+writes the whole table, for a few rows that changed.
+
+## How it is known
+
+The measured time of the table's backward and its part of the optimizer's; the rows that a batch looks up still have
+to be moved.
+
+## Example
+
+```python
+items = nn.Embedding(1_000_000, 64)
+optimizer = torch.optim.Adam(items.parameters())
+```
+
+## Use instead
+
+```python
+items = nn.Embedding(1_000_000, 64, sparse=True)
+optimizer = torch.optim.SparseAdam(items.parameters())
+```
+
+## When the repair is safe
+
+With optimizers that take sparse gradients (SGD, SparseAdam, Adagrad). Moments and weight decay then change only for
+rows that were looked up: another training path for Adam.
+
+## Source
+
+- PyTorch, nn.Embedding
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown, Layer, Phase
+from hasten.evidence.weigh import seconds_of, share_of, timed
+
+_MANY_ROWS, _FEW_OF_THEM = 10_000, 0.2  # rows from which a table counts as great; share of them that is few
+
+
+class DenseEmbeddingGradients(Rule):
+    """Each batch looks up few rows of a table whose gradient is made and applied whole."""
+
+    name = "dense_embedding_gradients"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One for all tables, placed at the greatest."""
+        operators = evidence.sampled.operators if evidence.sampled is not None else ()
+        backward = sum(one.seconds for one in operators if one.name.endswith("embedding_dense_backward"))
+        moved = [math.prod(shape) for optimizer in evidence.optimizers for shape in optimizer.shapes]
+        tables = [layer for layer in evidence.layers if layer.kind == "Embedding" and _rows(layer) >= _MANY_ROWS]
+        rare = [layer for layer in tables if _looked_up(layer) <= _FEW_OF_THEM * _rows(layer)]
+        if not rare or backward <= 0 or not sum(moved):
+            return
+        table = max(rare, key=_numbers)
+        numbers = sum(map(_numbers, rare))
+        optimizer = seconds_of(evidence, Phase.OPTIMIZER) * min(1.0, numbers / sum(moved))
+        share = numbers / max(1, sum(map(_numbers, tables)))
+        finding = timed(
+            cls.name,
+            f"a batch looks up {_looked_up(table):,.0f} of the {_rows(table):,} rows of {table.path}, and the gradient "
+            "of all of them is made and applied in each step",
+            "build it with sparse=True, and give its weights an optimizer that takes sparse gradients: SGD without "
+            "momentum, Adagrad or SparseAdam (rows that are not looked up then rest, their momentum too)",
+            share_of(evidence, share * backward + optimizer),
+            HowKnown.ESTIMATED,
+            place=table.where,
+            where=table.path,
+            sources=cls.sources,
+        )
+        if finding is not None:
+            yield finding
+
+
+def _rows(layer: Layer) -> int:
+    return layer.sizes.get("num_embeddings", 0)
+
+
+def _numbers(layer: Layer) -> int:
+    return _rows(layer) * layer.sizes.get("embedding_dim", 0)
+
+
+def _looked_up(layer: Layer) -> float:
+    """Rows per step at the most: a batch may ask for one several times."""
+    return math.prod(layer.shape) * max(1.0, layer.calls)

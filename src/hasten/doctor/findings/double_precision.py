@@ -1,0 +1,75 @@
+"""Layers compute in float64.
+
+## Why it is slow
+
+A number has twice the bytes, and GPUs for the desktop compute float64 up to 64 times slower. Data from NumPy and
+pandas is float64 unless somebody says otherwise.
+
+## How it is known
+
+The costliest layers tried on the spot in both types, which stand for the rest of forward and backward; where that was
+not done, half of these.
+
+## Example
+
+```python
+features = torch.from_numpy(table.values)
+model = nn.Linear(20, 1).double()
+```
+
+## Use instead
+
+```python
+features = torch.from_numpy(table.values.astype(np.float32))
+model = nn.Linear(20, 1)
+```
+
+## When the repair is safe
+
+Unless the result needs more than 7 digits, as in numerical solvers.
+
+## Source
+
+- PyTorch, Numerical accuracy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.figures import percent
+from hasten.evidence.weigh import COMPUTE, gain_of, in_words, place_of, seconds_of, share_of, size_of, timed
+
+
+class DoublePrecision(Rule):
+    """Layers compute in float64."""
+
+    name = "double_precision"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One, where layers were called with float64."""
+        double = [layer for layer in evidence.layers if layer.dtype == "float64"]
+        if not double:
+            return
+        tried = evidence.measured_for(cls.name)
+        compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
+        worth = compute * gain_of(tried) if tried else compute / 2
+        layers = tried[0].what.partition(":")[0] if tried else size_of(double[0])
+        finding = timed(
+            cls.name,
+            f"{layers} and the like compute in float64"
+            + (f"; in float32 they take {percent(gain_of(tried))} less time" if tried else ""),
+            "train in float32, unless the result needs 15 digits: make the data float32 once (`.float()`, "
+            "`np.float32`), and take `.double()` and `set_default_dtype(torch.float64)` out",
+            worth,
+            HowKnown.ESTIMATED,
+            place=place_of(evidence, tried[0]) if tried else double[0].where,
+            where=tried[0].where if tried else double[0].path,
+            details=tuple(map(in_words, tried)),
+            sources=cls.sources,
+        )
+        if finding is not None:
+            yield finding

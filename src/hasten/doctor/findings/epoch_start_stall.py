@@ -1,0 +1,89 @@
+"""Each epoch begins with a wait for the first batch, on which one worker works alone.
+
+## Why it is slow
+
+With n workers a batch comes every n-th part of the time one of them needs for it. The first batch of an epoch takes
+all of that time, since all workers begin at once.
+
+## How it is known
+
+The measured waits for first batches against those for ordinary ones.
+
+## Example
+
+```python
+loader = DataLoader(dataset, batch_size=64, num_workers=8)
+for epoch in range(100):
+    for images, labels in loader:
+        train(images, labels)
+```
+
+## Use instead
+
+```python
+loader = timm.data.loader.MultiEpochsDataLoader(dataset, batch_size=64, num_workers=8, persistent_workers=True)
+for epoch in range(100):
+    for images, labels in loader:
+        train(images, labels)
+```
+
+## When the repair is safe
+
+Where samples do not depend on what happens between epochs: workers make the next epoch's first batches while this one
+ends.
+
+## Source
+
+- timm, MultiEpochsDataLoader
+- PyTorch #15849
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.figures.loading import BOUND, making_seconds
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.waiting import (
+    data_share,
+    epoch_start,
+    in_ms,
+    ordinary_seconds,
+    ordinary_wait,
+    stages_of,
+)
+from hasten.evidence.weigh import timed
+
+
+class EpochStartStall(Rule):
+    """Each epoch begins with a wait for the first batch, on which one worker works alone."""
+
+    name = "epoch_start_stall"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One at the most, of the training loader."""
+        loader = evidence.train_loader
+        start = epoch_start(evidence, loader) if loader is not None and loader.num_workers > 1 else None
+        if loader is None or start is None:
+            return
+        known = loader.persistent_workers or stages_of(evidence, loader) is not None or data_share(evidence) >= BOUND
+        making = start.pause if loader.persistent_workers else making_seconds(evidence, loader, start.waiting)
+        if not known or making < 2 * ordinary_seconds(evidence):
+            return
+        finding = timed(
+            cls.name,
+            f"each epoch begins with a wait of {in_ms(making)} for its first batch, on which one of "
+            f"{loader.num_workers} "
+            f"workers works alone; later ones come every {in_ms(ordinary_seconds(evidence))}",
+            "let the workers go on into the next epoch while this one ends: an endless sampler and "
+            "persistent_workers=True (as timm's MultiEpochsDataLoader), or fewer, longer epochs",
+            (making - ordinary_wait(evidence)) / start.epoch,
+            HowKnown.MEASURED if loader.persistent_workers else HowKnown.ESTIMATED,
+            place=loader.where,
+            details=(f"measured over {start.passes} passes after the first",),
+            sources=cls.sources,
+        )
+        if finding is not None:
+            yield finding

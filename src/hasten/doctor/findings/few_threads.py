@@ -1,0 +1,72 @@
+"""A CPU training computes on fewer threads than there are idle cores.
+
+## Why it is slow
+
+Matrix products are shared among threads; with fewer threads than cores the rest of the machine has nothing to do.
+
+## How it is known
+
+The number of threads that torch has, the use of the CPU, and the time of products long enough to be shared.
+
+## Example
+
+```python
+torch.set_num_threads(1)
+```
+
+## Use instead
+
+```python
+torch.set_num_threads(os.cpu_count())
+```
+
+## When the repair is safe
+
+Results differ by rounding, since sums are split otherwise. Not where several trainings share the machine.
+
+## Source
+
+- PyTorch performance tuning guide, CPU
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.waiting import mean_during, saturated
+from hasten.evidence.weigh import COMPUTE, on_gpu, products, seconds_of, share_of, timed
+
+_LONG = 3e-4  # seconds of a product from which more threads share it with profit
+_GAIN = 0.8  # of what as many threads as cores would bring if nothing were lost
+_MOST = 4  # times as fast, whatever the number of cores
+
+
+class FewThreads(Rule):
+    """A CPU training computes on fewer threads than there are idle cores."""
+
+    name = "few_threads"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One, where cores are idle all the time."""
+        use, cores, threads = evidence.use, evidence.machine.cores, evidence.flags.threads
+        if use is None or on_gpu(evidence) or not 0 < threads < cores or evidence.flags.distributed > 1:
+            return
+        working = mean_during(evidence, use.workers) or 0.0
+        room = min(round(cores - working), _MOST * threads)
+        if saturated(evidence) is not None or room <= threads:
+            return
+        share = share_of(evidence, products(evidence, least=_LONG))
+        compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
+        finding = timed(
+            cls.name,
+            f"torch computes on {threads} of {cores} cores (OMP_NUM_THREADS, or torch.set_num_threads)",
+            f"let it have {room} threads: take the setting out, or set it to {room}",
+            _GAIN * min(share, compute) * (1 - threads / room),
+            HowKnown.ESTIMATED,
+            sources=cls.sources,
+        )
+        if finding is not None:
+            yield finding

@@ -1,0 +1,139 @@
+"""Matrix work runs in float32 although it is faster in 16 bits here.
+
+## Why it is slow
+
+Tensor cores, and CPUs with bf16 instructions, compute 16-bit products several times faster, and half as many bytes
+are moved.
+
+## How it is known
+
+Autocast switched on and off in the run itself, in blocks of steps; on a CPU with glibc told to keep memory, as the
+fix says. Where the run was too short: layers tried on the spot, one by one. On a GPU where neither was done: half of
+what its products take. On a CPU layers stand for a step that was not tried, so that is an estimate, and below 5 %
+nothing is said; nor with LBFGS, whose line search compares losses that differ by less than bfloat16 can tell.
+
+## Example
+
+```python
+loss = criterion(model(images), labels)
+loss.backward()
+```
+
+## Use instead
+
+```python
+with torch.autocast("cuda", torch.bfloat16):
+    loss = criterion(model(images), labels)
+loss.backward()
+```
+
+## When the repair is safe
+
+Results differ by rounding. float16 needs a `torch.amp.GradScaler` as well. `hasten tune` compares the losses with
+those of other seeds.
+
+## Source
+
+- Falcon, tip 6
+- Wolf
+- Lin, tip 8
+- Kuhn, tip 5
+"""
+
+from __future__ import annotations
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.figures import percent
+from hasten.evidence.weigh import (
+    CERTAIN,
+    COMPUTE,
+    gain_of,
+    in_words,
+    is_sure,
+    on_gpu,
+    place_of,
+    products,
+    saved,
+    seconds_of,
+    share_of,
+    switched,
+    timed,
+)
+from hasten.plan import Setting
+from hasten.techniques.base import Refusal
+from hasten.techniques.compute.precision import Precision
+from hasten.techniques.memory.allocator import Allocator, keeping
+
+
+class FullPrecision(Rule):
+    """Matrix work runs in float32 although it is faster in 16 bits here."""
+
+    name = "full_precision"
+    cure = Precision
+    tried = "bf16-mixed"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Matrix work in float32 that is faster in 16 bits here.
+
+        Rests on switching autocast on and off in the run itself, in blocks of steps; on a CPU with glibc told to keep
+        memory, as the fix says. Where the run was too short for that: on its layers tried on the spot, one by one:
+        weights in float32, the forward under autocast, gradients back in float32. On a GPU where neither was done: half
+        of what its products take. On a CPU layers stand for a step that was not tried, so that is an estimate, and what
+        is worth less than 5 % is not given; nor is anything with LBFGS, whose line search compares losses that differ
+        by less than bfloat16 can tell.
+        """
+        choices = Precision.settings(evidence)
+        if isinstance(choices, Refusal):
+            return None
+        setting = str(choices.settings[0])
+        narrow = "bfloat16" if setting.startswith("bf16") else "float16"
+        scaled = "" if narrow == "bfloat16" else " and a torch.amp.GradScaler"
+        device = "cuda" if on_gpu(evidence) else "cpu"
+        fix = f'run the forward and the loss under torch.autocast("{device}", torch.{narrow}){scaled}'
+        tried = evidence.measured_for(cls.name)
+        if device == "cpu":
+            too_little = saved(evidence, tried) < CERTAIN and not is_sure(evidence, cls.name)
+            if too_little or any(one.name == "LBFGS" for one in evidence.optimizers):
+                return None
+            fix += keeping(evidence)
+        if tried:
+            worth = saved(evidence, tried)
+            how_known = HowKnown.MEASURED if device == "cuda" else HowKnown.ESTIMATED
+            layers = tried[0].what.partition(":")[0]
+            what = (
+                f"{layers} and the like compute in float32; in {narrow} they take {percent(gain_of(tried))} less time"
+            )
+        elif device == "cpu":
+            worth, how_known, what = (
+                0.0,
+                HowKnown.ESTIMATED,
+                f"the model computes in float32, which {narrow} is faster than",
+            )
+        else:
+            share = share_of(evidence, products(evidence))
+            worth, how_known = share / 2, HowKnown.ESTIMATED
+            what = f"matrix products and convolutions, {percent(share)} of the step, compute in float32 on tensor cores"
+        worth, how_known, live = switched(evidence, cls.name, worth, how_known)
+        return timed(
+            cls.name, what, fix, worth, how_known,
+            place=place_of(evidence, tried[0]) if tried else "",
+            where=tried[0].where if tried else "",
+            details=(*live, *map(in_words, tried)),
+            technique=Precision.name, setting=setting, sources=cls.sources,
+        )  # fmt: skip
+
+    @classmethod
+    def may_help(cls, evidence: Evidence) -> bool:
+        """Where forward and backward take long enough, and losses may be those of 16 bits."""
+        searches = any(one.name == "LBFGS" for one in evidence.optimizers) and not on_gpu(evidence)
+        return not searches and share_of(evidence, seconds_of(evidence, *COMPUTE)) >= CERTAIN
+
+    @classmethod
+    def to_try(cls, evidence: Evidence) -> dict[str, Setting]:
+        """On a CPU with memory kept, as the fix says."""
+        wanted = super().to_try(evidence)
+        if wanted and not on_gpu(evidence) and keeping(evidence):
+            wanted[Allocator.name] = "glibc"
+        return wanted

@@ -1,0 +1,72 @@
+"""torch.compile leaves its graph at a line that it cannot hold.
+
+## Why it is slow
+
+Each break is one more call from Python, and nothing is fused across it.
+
+## How it is known
+
+torch's own list of breaks. What a break costs is an estimate; what it keeps from being fused is not known.
+
+## Example
+
+```python
+@torch.compile
+def forward(x):
+    y = x.relu()
+    print(y.shape)
+    return y.sum()
+```
+
+## Use instead
+
+```python
+@torch.compile
+def forward(x):
+    return x.relu().sum()
+```
+
+## When the repair is safe
+
+Move the line out of compiled code; `torch.compile(model, fullgraph=True)` shows every place.
+
+## Source
+
+- torch.compile, graph breaks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.figures.compiling import by_place, first_line_of
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown, severity_of, split_place
+from hasten.evidence.weigh import (
+    LEAST,
+    share_of,
+)
+
+_BREAK = 100e-6  # seconds that a graph break costs a step, forward and backward: an estimate
+
+
+class GraphBreaks(Rule):
+    """torch.compile leaves its graph at a line that it cannot hold."""
+
+    name = "graph_breaks"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One a line; what a break costs is an estimate, and what it keeps from being fused is not known."""
+        reasons = evidence.sampled.graph_breaks if evidence.sampled else ()
+        worth = share_of(evidence, _BREAK)
+        known = worth if worth >= LEAST else None
+        for place, those in by_place(reasons).items():
+            file, line = split_place(place)
+            yield Finding(
+                cls.name,
+                f"torch.compile leaves its graph here: {first_line_of(those[0], place)}",
+                "move it out of the compiled code (torch.compile(model, fullgraph=True) shows every place)",
+                severity_of(known), known, HowKnown.ESTIMATED, file, line,
+                details=those, sources=cls.sources,
+            )  # fmt: skip

@@ -1,0 +1,205 @@
+"""A value is read from the GPU in every step.
+
+## Why it is slow
+
+`item`, `float`, `cpu`, `print` and `if` need the number itself, so the CPU waits until the GPU has done all earlier
+work. Meanwhile it launches nothing, and the GPU runs dry.
+
+## How it is known
+
+The measured waits and the GPU's idleness: no more can be saved than the time in which the GPU has nothing to do.
+Tensors on the CPU and torch's own reads are left out.
+
+## Example
+
+```python
+for images, labels in loader:
+    optimizer.zero_grad()
+    loss = criterion(model(images.cuda()), labels.cuda())
+    loss.backward()
+    optimizer.step()
+    running += loss.item()
+```
+
+## Use instead
+
+```python
+for images, labels in loader:
+    optimizer.zero_grad()
+    loss = criterion(model(images.cuda()), labels.cuda())
+    loss.backward()
+    optimizer.step()
+    running += loss.detach()
+```
+
+## When the repair is safe
+
+The sum is then kept on the GPU in float32, where it may round otherwise than Python's float64; read it after the loop
+or every n steps. `hasten fix` does this where the name is local and nothing else reads it in the loop.
+
+## Source
+
+- PyTorch performance tuning guide, avoid unnecessary CPU-GPU synchronization
+- Kuhn, tip 7
+- Lin, tip 11
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import libcst as cst
+
+from hasten.doctor.figures.waits import by_line, wait_finding
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.defer import deferred
+from hasten.doctor.source.kinds import Kind
+from hasten.doctor.source.problem import Problem
+from hasten.doctor.source.syntax import dotted, last_name, receiver, walk
+from hasten.evidence import Evidence, Finding
+from hasten.evidence.waiting import in_ms, per_step
+from hasten.evidence.weigh import on_gpu, steady_seconds
+
+_READS = ("item", "tolist", "cpu", "numpy", "nonzero", "mask", "print")
+_CALLS = {
+    "item": ".item()",
+    "tolist": ".tolist()",
+    "cpu": ".cpu()",
+    "numpy": ".numpy()",
+    "nonzero": "nonzero() or the like",
+    "mask": "a boolean mask",
+    "print": "the text of a tensor",
+}
+_CURES = {
+    "item": "keep the value on the GPU (`total += loss.detach()`) and read it every 100 steps",
+    "tolist": "keep the values on the GPU, and read those of many steps at once",
+    "cpu": "keep the tensor on the GPU, or copy it to pinned memory with non_blocking=True and read it later",
+    "numpy": "compute with torch on the GPU, and convert once in a while",
+    "nonzero": "use a mask of fixed size (torch.where with three arguments), whose shape the CPU need not know",
+    "mask": "use torch.where or a weighted sum over the mask in place of indexing with it",
+    "print": "print every 100 steps",
+}
+_READS_IN_CODE = frozenset(["item", "tolist", "cpu", "numpy", "nonzero"])
+_LOGS = re.compile(r"(^|[._])(log|logger|logging|tqdm|pbar|progress|warnings)(_|$)")
+
+
+class HostSync(Rule):
+    """A value is read from the GPU in every step."""
+
+    name = "host_sync"
+    may_change = "sums of losses are kept as tensors in float32: they differ by rounding"
+    gpu_only = True
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One a line."""
+        if not on_gpu(evidence):
+            return
+        lines = by_line([event for event in evidence.events_of(*_READS) if event.device == "cuda"])
+        for events in lines:
+            count, spent = sum(event.count for event in events), per_step(evidence, events)
+            kinds = list(dict.fromkeys(event.kind for event in events))
+            others = [other[0].where for other in lines if other is not events and other[0].where]
+            yield from wait_finding(
+                cls,
+                evidence,
+                events,
+                f"{' and '.join(_CALLS[kind] for kind in kinds)}: {count} times in {evidence.steps} steps the "
+                "CPU waits for "
+                f"the GPU, {in_ms(spent)} of each {in_ms(steady_seconds(evidence))} step",
+                _CURES[kinds[0]],
+                (f"the step runs ahead only when {', '.join(others[:4])} no longer waits either",) if others else (),
+            )
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Reads of computed values in steps: one problem a statement."""
+        if not code.trains_on_device or not code.training.any:
+            return
+        seen: set[cst.CSTNode] = set()
+        for node in code.script.nodes:
+            if not isinstance(node, cst.BaseExpression) or not _reads(code, node) or not code.training.in_step(node):
+                continue
+            statement = _statement(code, node)
+            if statement in seen or any(_reading_below(code, node)):
+                continue  # the first read waits; those after it in the same statement find everything done
+            seen.add(statement)
+            mends, left = deferred(code, node)
+            yield Problem(
+                node,
+                f"`{code.text(node)}` waits for the device in every step",
+                "keep the value on the device (detach()) and read it every n steps, or after the loop",
+                mends,
+                left,
+            )
+
+
+def _statement(code: Code, node: cst.CSTNode) -> cst.CSTNode:
+    """The small statement a node is part of, or the compound one in whose head it stands."""
+    while not isinstance(node, cst.BaseSmallStatement | cst.BaseCompoundStatement):
+        node = code.script.parents[node]
+    return node
+
+
+def _reading_below(code: Code, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Reads inside this one: of `print(loss.item())` the inner one is meant."""
+    for below in walk(node):
+        if below is not node and isinstance(below, cst.BaseExpression) and _reads(code, below):
+            yield below
+
+
+def _on_device(code: Code, node: cst.CSTNode | None) -> bool:
+    """Whether an expression is one tensor of the device."""
+    kind = code.kind(node)
+    return bool(kind & Kind.DEVICE) and not kind & (Kind.MANY | Kind.ARRAY)
+
+
+def _reads(code: Code, node: cst.CSTNode) -> bool:
+    """Whether evaluating this node alone (not what is below it) waits."""
+    if isinstance(node, cst.Call):
+        return _call_reads(code, node)
+    if isinstance(node, cst.FormattedString):
+        return any(
+            isinstance(part, cst.FormattedStringExpression) and _on_device(code, part.expression) for part in node.parts
+        )
+    if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Modulo):
+        return isinstance(node.left, cst.BaseString) and _shows(code, node.right)
+    if isinstance(node, cst.Comparison | cst.Call):
+        return _on_device(code, node) and _is_test(code, node)
+    return False
+
+
+def _shows(code: Code, node: cst.BaseExpression) -> bool:
+    if isinstance(node, cst.Tuple):
+        return any(_on_device(code, element.value) for element in node.elements)
+    return _on_device(code, node)
+
+
+def _call_reads(code: Code, node: cst.Call) -> bool:
+    name, inner = last_name(node.func), receiver(node)
+    first = node.args[0].value if node.args else None
+    if inner is not None:
+        if name in _READS_IN_CODE and not code.script.imports.get(dotted(inner).split(".")[0]):
+            return _on_device(code, inner)
+        if name == "to" and first is not None:
+            return code.script.value_of(first) == "cpu" and _on_device(code, inner)
+        if name == "format" and isinstance(inner, cst.BaseString):
+            return any(_on_device(code, arg.value) for arg in node.args)
+        shows = name in ("debug", "info", "warning", "error", "write") and _LOGS.search(dotted(inner))
+        if shows or code.script.qualified(node.func).startswith(("numpy.", "math.")):
+            return any(_on_device(code, arg.value) for arg in node.args)
+    elif name in ("float", "int", "bool", "print", "str"):
+        return any(_on_device(code, arg.value) for arg in node.args)
+    return _on_device(code, node) and _is_test(code, node)
+
+
+def _is_test(code: Code, node: cst.CSTNode) -> bool:
+    """Whether a value decides which way the code goes."""
+    above = code.script.parents[node]
+    while isinstance(above, cst.BooleanOperation) or (
+        isinstance(above, cst.UnaryOperation) and isinstance(above.operator, cst.Not)
+    ):
+        node, above = above, code.script.parents[above]
+    return isinstance(above, cst.If | cst.While | cst.IfExp | cst.Assert) and above.test is node

@@ -1,0 +1,138 @@
+"""Memory rises with every step.
+
+## Why it is slow
+
+The run ends when memory is used up, often hours in; before that a CPU swaps.
+
+## How it is known
+
+A line through the memory at many steps after the warm-up, that explains it, does not flatten, and would reach the
+machine's memory (or the GPU's) within 100 000 steps.
+
+## Example
+
+```python
+for images, labels in loader:
+    outputs = model(images)
+    history.append(outputs)
+```
+
+## Use instead
+
+```python
+for images, labels in loader:
+    outputs = model(images)
+    history.append(outputs.argmax(1).cpu())
+```
+
+## When the repair is safe
+
+Where the rest of what was kept is not used later.
+
+## Source
+
+- PyTorch FAQ, my model reports out of memory
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hasten.doctor.figures.graphs import GRAPHS, kept_losses
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, MemoryPoint, Severity, split_place
+
+_POINTS = 6  # that a line is fitted through, at the least
+_SPAN = 100  # steps that the line must cover: heaps of several threads settle over some dozens
+_GROWN = 32 << 20  # bytes: below this a growth may be an allocator's
+_STEADY = 0.9  # of the variance that a straight line must explain
+_FAR = 100_000  # steps within which a growth must fill the memory to matter
+_SOON = 20_000
+
+
+class MemoryCreep(Rule):
+    """Memory rises with every step."""
+
+    name = "memory_creep"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One at the most: of the GPU's memory, else of the process's."""
+        points = _settled(evidence)
+        gpus = evidence.use.gpus if evidence.use is not None else ()
+        total = gpus[0].memory_total if gpus else 0
+        gpu = [(point.step, point.gpu) for point in points if point.gpu is not None]
+        series = [
+            ("the GPU", [step for step, _ in gpu], [held for _, held in gpu], total or 80 << 30),
+            ("the process", [p.step for p in points], [p.rss for p in points], evidence.machine.memory_bytes),
+        ]
+        span = 1 if _graphs_kept(evidence) else _SPAN
+        for whose, steps, held, limit in series:
+            growth = _growth(steps, held, limit, span)
+            if growth is None:
+                continue
+            kept = next((e for e in evidence.events_of("retained_graph") if e.count >= GRAPHS and e.where), None)
+            file, line = split_place(kept.where) if kept else ("", 0)
+            yield Finding(
+                cls.name,
+                f"memory of {whose} grows by {growth.a_step / 2**20:.2g} MiB a step, {growth.grown / 2**20:.0f} MiB in "
+                f"{steps[-1] - steps[0]} steps, and fills {limit / 2**30:.0f} GiB by step {growth.full_at:.0f}",
+                "keep no tensors from step to step: append `loss.item()` or `loss.detach()` in place of the loss, and "
+                "clear lists of outputs",
+                Severity.HIGH if growth.full_at <= _SOON else Severity.MEDIUM,
+                file=file,
+                line=line,
+                details=(f"it held {growth.last / 2**30:.2f} GiB at step {steps[-1]}",),
+                sources=cls.sources,
+            )
+            return
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """A steady growth of memory: bytes a step, the bytes at the end, the step at which `limit` is reached."""
+
+    a_step: float
+    grown: float
+    last: int
+    full_at: float
+
+
+def _growth(steps: list[int], held: list[int], limit: int, span: int) -> _Growth | None:
+    """The growth of a series over at least `span` steps.
+
+    None unless it rises along a line, does not slow down, and would fill `limit` soon.
+    """
+    if len(steps) < _POINTS or steps[-1] - steps[0] < span or held[-1] - held[0] < _GROWN:
+        return None
+    if len(set(held)) < len(held) // 2:  # a few jumps are no line
+        return None
+    slope = statistics.linear_regression(steps, held).slope
+    third = len(steps) // 3
+    late = (held[-1] - held[-1 - third]) / max(1, steps[-1] - steps[-1 - third])
+    early = (held[third] - held[0]) / max(1, steps[third] - steps[0])
+    straight = statistics.correlation(steps, held) ** 2 >= _STEADY
+    if slope <= 0 or not straight or early <= 0 or late < 0.5 * slope:
+        return None
+    full_at = steps[-1] + max(0, limit - held[-1]) / slope
+    return _Growth(slope, held[-1] - held[0], held[-1], full_at) if full_at <= _FAR else None
+
+
+def _settled(evidence: Evidence) -> list[MemoryPoint]:
+    """The points at which memory should no longer grow: behind the warm-up, and behind the first time through the data.
+
+    A dataset that keeps its samples, or a file that is mapped into memory, fills up once; what grows in the first pass
+    already counts where graphs were kept or workers, not this process, read the data.
+    """
+    points = [point for point in evidence.memory if point.step >= 10]
+    loader = evidence.train_loader
+    first = next((over for over in evidence.passes if over.trained and over.batches), None)
+    if loader is None or loader.num_workers or _graphs_kept(evidence) or first is None:
+        return points[len(points) // 4 :]
+    return [point for point in points if point.step >= first.batches]
+
+
+def _graphs_kept(evidence: Evidence) -> bool:
+    return any(kept_losses(event.count, event.detail, event.steps) for event in evidence.events_of("retained_graph"))

@@ -1,0 +1,73 @@
+"""Memory is nearly used up.
+
+## Why it is slow
+
+The next longer batch ends the training. On a GPU torch frees its cache and asks again, over and over, long before
+that.
+
+## How it is known
+
+Peaks: what torch had allocated on the GPU, what the process that trains held of the machine's memory.
+
+## Example
+
+```python
+loss = criterion(model(images), labels)
+```
+
+## Use instead
+
+```python
+with torch.autocast("cuda", torch.bfloat16):
+    loss = criterion(model(images), labels)
+```
+
+## When the repair is safe
+
+16 bits change results by rounding. Activation checkpointing (the technique `activation_checkpointing`) keeps them.
+
+## Source
+
+- PyTorch, CUDA semantics, memory management
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, Severity
+from hasten.evidence.weigh import on_gpu
+
+
+class MemoryNearlyFull(Rule):
+    """Memory is nearly used up."""
+
+    name = "memory_nearly_full"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One for the GPU, one for the machine."""
+        gpus = evidence.use.gpus if evidence.use is not None else ()
+        total, peak = (gpus[0].memory_total if gpus else 0), evidence.peak_gpu_bytes or 0
+        if on_gpu(evidence) and total and peak >= 0.92 * total:
+            yield Finding(
+                cls.name,
+                f"the training held {peak / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB at its peak",
+                "leave it some room: activation checkpointing, bf16-mixed precision, or a smaller batch with "
+                "accumulated gradients",
+                Severity.MEDIUM,
+                sources=cls.sources,
+            )
+        memory = evidence.machine.memory_bytes
+        held = max((*evidence.use.main_rss, 0)) if evidence.use is not None else 0
+        held = max(held, evidence.peak_memory_bytes)
+        if memory and held >= 0.9 * memory:
+            yield Finding(
+                cls.name,
+                f"the process held {held / 2**30:.1f} of the machine's {memory / 2**30:.1f} GiB at its peak",
+                "keep less in memory: map files (numpy.memmap, Arrow) in place of reading them whole, fewer workers "
+                "that each hold a copy",
+                Severity.MEDIUM,
+                sources=cls.sources,
+            )

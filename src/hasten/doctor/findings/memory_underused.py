@@ -1,0 +1,71 @@
+"""A GPU's memory is mostly free while it has little to compute.
+
+## Why it is slow
+
+A small batch leaves most of a GPU's cores without work; a bigger one takes hardly longer.
+
+## How it is known
+
+The peak that torch had allocated and how busy the GPU was; only where it is idle for want of work, not of data.
+
+## Example
+
+```python
+loader = DataLoader(dataset, batch_size=16)
+```
+
+## Use instead
+
+```python
+loader = DataLoader(dataset, batch_size=128)
+```
+
+## When the repair is safe
+
+Another batch size changes how the model learns and wants another learning rate: compare the result, not the speed
+alone.
+
+## Source
+
+- Kuhn, tip 3
+- Lin, maximize GPU memory usage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, Severity
+from hasten.evidence.figures import percent
+from hasten.evidence.waiting import data_share, device_busy
+from hasten.evidence.weigh import on_gpu
+
+
+class MemoryUnderused(Rule):
+    """A GPU's memory is mostly free while it has little to compute."""
+
+    name = "memory_underused"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One at the most."""
+        gpus = evidence.use.gpus if evidence.use is not None else ()
+        busy, peak = device_busy(evidence), evidence.peak_gpu_bytes
+        if not on_gpu(evidence) or not gpus or not gpus[0].memory_total or peak is None or busy is None:
+            return
+        used = peak / gpus[0].memory_total
+        if used >= 0.5 or busy >= 0.7 or data_share(evidence) >= 0.1:
+            return
+        loader = evidence.train_loader
+        size = f" at batch size {loader.batch_size}" if loader is not None and loader.batch_size else ""
+        yield Finding(
+            cls.name,
+            f"the GPU computes {percent(busy)} of the time, and {percent(used)} of its "
+            f"{gpus[0].memory_total / 2**30:.0f} GiB were "
+            f"ever used{size}",
+            "try a bigger batch (with the learning rate that suits it), several runs on the one GPU, or a smaller GPU",
+            Severity.NOTE,
+            details=("another batch size changes how the model learns: compare the result, not the speed alone",),
+            sources=cls.sources,
+        )

@@ -1,0 +1,134 @@
+"""Tensors are made on the CPU and moved to the GPU in every step.
+
+## Why it is slow
+
+Each move waits for the GPU and goes over the bus. Made on the GPU, the tensor is there at once.
+
+## How it is known
+
+The measured time of these copies, of which no more counts than the GPU's idleness.
+
+## Example
+
+```python
+for images, labels in loader:
+    optimizer.zero_grad()
+    noise = torch.zeros(64, 100).cuda()
+    criterion(model(images.cuda(), noise), labels.cuda()).backward()
+    optimizer.step()
+```
+
+## Use instead
+
+```python
+for images, labels in loader:
+    optimizer.zero_grad()
+    noise = torch.zeros(64, 100, device="cuda")
+    criterion(model(images.cuda(), noise), labels.cuda()).backward()
+    optimizer.step()
+```
+
+## When the repair is safe
+
+For constants always. Random numbers drawn on the GPU are others than those of the CPU's generator, so `hasten fix`
+leaves those alone.
+
+## Source
+
+- Lin, create tensors directly on the target device
+- PyTorch performance tuning guide
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import libcst as cst
+
+from hasten.doctor.figures.waits import by_line, wait_finding
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.problem import Mend, Problem
+from hasten.doctor.source.syntax import (
+    argument,
+    device_of,
+    is_open,
+    receiver,
+    with_keyword,
+)
+from hasten.doctor.source.tensors import repeated
+from hasten.evidence import Evidence, Finding
+from hasten.evidence.waiting import in_ms, per_step
+from hasten.evidence.weigh import on_gpu
+
+_EXACT = frozenset(
+    [
+        "torch.zeros",
+        "torch.ones",
+        "torch.full",
+        "torch.empty",
+        "torch.arange",
+        "torch.eye",
+        "torch.tensor",
+    ]
+)
+_ROUNDED = frozenset(["torch.linspace", "torch.logspace"])
+_RANDOM = frozenset(["torch.rand", "torch.randn", "torch.randint", "torch.randperm", "torch.normal"])
+
+
+class MovedFromCpu(Rule):
+    """Tensors are made on the CPU and moved to the GPU in every step."""
+
+    name = "moved_from_cpu"
+    gpu_only = True
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One a line."""
+        if not on_gpu(evidence):
+            return
+        for events in by_line(evidence.events_of("moved")):
+            count, spent = sum(event.count for event in events), per_step(evidence, events)
+            yield from wait_finding(
+                cls,
+                evidence,
+                events,
+                f"tensors are made on the CPU and moved to the GPU, {count} times in {evidence.steps} steps, "
+                f"{in_ms(spent)} a step",
+                "make them on the GPU: pass `device=` to what builds them, or keep them as a buffer of the module",
+            )
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Factory calls that are moved right away, where code runs again and again."""
+        for call in code.script.calls:
+            device, made = device_of(call), receiver(call)
+            if device is None or not isinstance(made, cst.Call) or not repeated(code, call):
+                continue
+            full = code.script.qualified(made.func)
+            if full not in _EXACT | _RANDOM | _ROUNDED or argument(made, "device") is not None or is_open(made):
+                continue
+            left = ""
+            if full in _RANDOM:
+                left = "on the device it would draw other random numbers"
+            elif full in _ROUNDED:
+                left = "on the device it would round otherwise"
+            elif argument(made, "pin_memory") is not None or argument(made, "out") is not None:
+                left = "it is pinned, or has a place already"
+            where = code.text(device)
+            yield Problem(
+                call,
+                f"`{code.text(made)}` is made on the CPU and then copied",
+                f"make it where it is needed: device={where}",
+                () if left else (Mend(call, _made_there(device)),),
+                left,
+            )
+
+
+def _made_there(device: cst.BaseExpression) -> Any:
+    def change(call: Any) -> cst.CSTNode:
+        made = with_keyword(call.func.value, "device", device)
+        return made.with_changes(lpar=[*call.lpar, *made.lpar], rpar=[*made.rpar, *call.rpar])
+
+    return change

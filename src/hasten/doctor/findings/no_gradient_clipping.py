@@ -1,0 +1,123 @@
+"""A recurrent network trains without gradient clipping.
+
+## Why it is slow
+
+It costs no time. Gradients through many time steps can explode, and one such batch ruins the weights.
+
+## How it is known
+
+From the layers and from calls that clip; how much it matters from jumps of the loss.
+
+## Example
+
+```python
+model = nn.LSTM(32, 64)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = criterion(model(x)[0], y)
+    loss.backward()
+    optimizer.step()
+```
+
+## Use instead
+
+```python
+model = nn.LSTM(32, 64)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = criterion(model(x)[0], y)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+```
+
+## When the repair is safe
+
+It changes steps whose gradients are longer than the bound, and only those.
+
+## Source
+
+- Pascanu, Mikolov, Bengio, 2013
+- Kuhn, tip 16
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+
+import libcst as cst
+
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.problem import Problem
+from hasten.doctor.source.syntax import last_name
+from hasten.evidence import Evidence, Finding, Severity
+
+_RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
+_RECURRENT_IN_CODE = frozenset(
+    ["torch.nn.LSTM", "torch.nn.GRU", "torch.nn.RNN", "torch.nn.LSTMCell", "torch.nn.GRUCell", "torch.nn.RNNCell"]
+)
+
+
+class NoGradientClipping(Rule):
+    """A recurrent network trains without gradient clipping."""
+
+    name = "no_gradient_clipping"
+    severity = Severity.NOTE
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """Only of a run in which clipping would have been seen."""
+        if evidence.listened != "doctor" or not evidence.steps or evidence.events_of("clip"):
+            return
+        stepping = [optimizer for optimizer in evidence.optimizers if optimizer.steps]
+        if stepping and all(optimizer.name == "LBFGS" for optimizer in stepping):
+            return  # it takes the loss's curvature from gradients as they are
+        kinds = [kind for kind in _RECURRENT for model in evidence.models if kind in model.layers]
+        if not kinds:
+            return
+        jumps = spikes(evidence)
+        harm = (
+            "losses were NaN or infinite" if evidence.bad_losses else f"the loss jumped {jumps} times" if jumps else ""
+        )
+        layer = next((layer for layer in evidence.layers if layer.kind in _RECURRENT), None)
+        yield Finding(
+            cls.name,
+            f"a recurrent network ({kinds[0]}) trains without gradient clipping{f', and {harm}' if harm else ''}",
+            "call torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) between backward and the optimizer's step",
+            Severity.MEDIUM if harm else Severity.NOTE,
+            where=layer.path if layer else "",
+            sources=cls.sources,
+        )
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Recurrent nets that are trained in this file without clipping."""
+        clips = any("clip" in node.value for node in code.script.nodes if isinstance(node, cst.Name))
+        recurrent = next(
+            (call for call in code.script.calls if code.script.qualified(call.func) in _RECURRENT_IN_CODE), None
+        )
+        by_curvature = {last_name(call.func) for call in code.script.optimizers} == {"LBFGS"}
+        if clips or recurrent is None or by_curvature:
+            return
+        for call in code.script.calls:
+            if code.training.goes_backward(call) and code.training.in_step(call):
+                yield Problem(
+                    call,
+                    f"a recurrent net ({last_name(recurrent.func)}, line {code.script.line(recurrent)}) trains without "
+                    "gradient clipping",
+                    "call torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) after backward()",
+                )
+                return
+
+
+def spikes(evidence: Evidence) -> int:
+    """How often the loss jumped to over four times the median of the 20 before it."""
+    losses = [loss for loss in evidence.losses if loss is not None and math.isfinite(loss)]
+    return sum(
+        losses[index] > 4 * middle > 0
+        for index in range(20, len(losses))
+        if (middle := statistics.median(losses[index - 20 : index])) > 0
+    )

@@ -1,0 +1,114 @@
+"""Batches are copied to the GPU from pageable memory.
+
+## Why it is slow
+
+The driver first copies them to a pinned buffer of its own, and the CPU waits. From pinned memory the copy is up to
+three times as fast and can run beside the computation.
+
+## How it is known
+
+The copies' time, less what the batch's bytes would take from pinned memory; and the GPU's idleness while the CPU
+waited for them.
+
+## Example
+
+```python
+train_loader = DataLoader(Images(), batch_size=64, shuffle=True, num_workers=4)
+for images, labels in train_loader:
+    optimizer.zero_grad()
+    criterion(model(images.cuda()), labels.cuda()).backward()
+    optimizer.step()
+```
+
+## Use instead
+
+```python
+train_loader = DataLoader(Images(), batch_size=64, shuffle=True, num_workers=4, pin_memory=True)
+for images, labels in train_loader:
+    optimizer.zero_grad()
+    criterion(model(images.cuda(non_blocking=True)), labels.cuda(non_blocking=True)).backward()
+    optimizer.step()
+```
+
+## When the repair is safe
+
+Always for the result. Pinned memory cannot be swapped out: not where the machine's memory is nearly full.
+
+## Source
+
+- Falcon, tip 2
+- Lin, tip 2
+- Kuhn, tip 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.loaders import loader_calls, trains_with
+from hasten.doctor.source.problem import Problem
+from hasten.doctor.source.syntax import (
+    argument,
+    last_name,
+    receiver,
+)
+from hasten.evidence import Evidence, Finding, HowKnown, Phase
+from hasten.evidence.waiting import in_ms, per_step, worth_of_waits
+from hasten.evidence.weigh import seconds_of, share_of, timed
+from hasten.techniques.transfer.pin_memory import PinMemory
+
+_PINNED = 12e9  # bytes a second from pinned memory over PCIe 3 x16, the slowest link of GPUs in use
+
+
+class PageableMemory(Rule):
+    """Batches are copied to the GPU from pageable memory."""
+
+    name = "pageable_memory"
+    cure = PinMemory
+    gpu_only = True
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Batches copied to the GPU from pageable memory.
+
+        Rests on the time of the copies: what the batch's bytes would take from pinned memory less, and the GPU's
+        idleness while the CPU waited for them (Falcon, tip 2; Lin, tip 2).
+        """
+        loader = evidence.train_loader
+        if loader is None or loader.pin_memory or PinMemory.refuse_without_gpu(evidence):
+            return None
+        copies = [event for event in evidence.events_of("blocking_copy") if "pageable" in event.detail]
+        copying = seconds_of(evidence, Phase.TRANSFER) if evidence.device_clock else 0.0
+        waited = worth_of_waits(evidence, copies) or 0.0
+        faster = share_of(evidence, copying - loader.batch_bytes / _PINNED) if copying else 0.0
+        spent = max(copying, per_step(evidence, copies))
+        return timed(
+            cls.name,
+            f"each batch of {loader.batch_bytes / 2**20:.1f} MiB is copied to the GPU from pageable memory, for which "
+            f"the CPU waits {in_ms(spent)}",
+            "give the loader pin_memory=True and copy with `.to(device, non_blocking=True)`",
+            max(waited, faster),
+            HowKnown.ESTIMATED,
+            place=loader.where,
+            details=tuple(f"copied at {event.where}, {event.count} times" for event in copies[:3] if event.where),
+            technique=PinMemory.name,
+            setting="true",
+            sources=cls.sources,
+        )
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Training loaders that do not pin, in a file that moves batches to a GPU."""
+        moves = any(last_name(call.func) in ("cuda", "to") and receiver(call) is not None for call in code.script.calls)
+        if not code.script.uses_cuda or not moves or not code.training.any:
+            return
+        for call, name in loader_calls(code):
+            given = argument(call, "pin_memory", 7)
+            if given is not None and code.script.value_of(given) is not False:
+                continue
+            if trains_with(code, call, name):
+                yield Problem(
+                    call, "batches for the GPU are left in pageable memory", "give the loader pin_memory=True"
+                )

@@ -1,0 +1,81 @@
+"""A dataset makes its samples line by line in Python, and the training waits for them.
+
+## Why it is slow
+
+Python takes some 50 ns a line, for one number at a time; NumPy and torch work on whole arrays in C.
+
+## How it is known
+
+The measured share of the script's pure Python in the samples' time. The worth is all of that share, which arrays come
+near to.
+
+## Example
+
+```python
+def __getitem__(self, index):
+    return [float(word) for word in self.lines[index].split(",")]
+```
+
+## Use instead
+
+```python
+def __init__(self, lines):
+    self.table = torch.from_numpy(np.loadtxt(lines, delimiter=",", dtype=np.float32))
+
+
+def __getitem__(self, index):
+    return self.table[index]
+```
+
+## When the repair is safe
+
+Where the samples fit in memory, or are stored as arrays once (`numpy.memmap`, Parquet).
+
+## Source
+
+- Lin, tip 1
+- PyTorch performance tuning guide
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.figures.loading import sampled_stages
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.figures import percent
+from hasten.evidence.waiting import (
+    data_share,
+    faster_loading,
+    in_ms,
+)
+from hasten.evidence.weigh import timed
+
+
+class PythonGetitem(Rule):
+    """A dataset makes its samples line by line in Python, and the training waits for them."""
+
+    name = "python_getitem"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One at the most."""
+        bound = sampled_stages(evidence)
+        if bound is None or bound[1].python < 0.4:
+            return
+        loader, stages = bound
+        finding = timed(
+            cls.name,
+            f"{percent(stages.python)} of the {in_ms(stages.seconds)} that a batch takes is Python code of the "
+            "dataset, and the "
+            f"step waits {percent(data_share(evidence))} of its time for batches",
+            "do this work on whole arrays (NumPy, torch), once when the dataset is built, or batch by batch on the GPU",
+            faster_loading(evidence, loader, stages.python),
+            HowKnown.ESTIMATED,
+            place=stages.hottest or loader.where,
+            details=("at the most: as if that code took no time",),
+            sources=cls.sources,
+        )
+        if finding is not None:
+            yield finding

@@ -1,0 +1,74 @@
+"""torch.compile compiles the same code over and over.
+
+## Why it is slow
+
+Each compilation takes seconds. It happens when a size, a Python number or a type differs from those it was compiled
+for.
+
+## How it is known
+
+torch's own list; the cost is what so many of the steady steps took longer than others.
+
+## Example
+
+```python
+@torch.compile
+def forward(x, step):
+    return model(x) * step
+```
+
+## Use instead
+
+```python
+@torch.compile
+def forward(x, step):  # a tensor: torch.tensor(float(step))
+    return model(x) * step
+```
+
+## When the repair is safe
+
+Always: pad to a few sizes, `torch._dynamo.mark_dynamic(x, 0)`, or pass tensors in place of Python numbers.
+
+## Source
+
+- torch.compile, recompilations
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.figures.compiling import by_place, first_line_of, lost_in_outliers
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown, severity_of, split_place
+from hasten.evidence.weigh import (
+    LEAST,
+)
+
+_FEW = 3  # recompilations from which on they are no longer torch learning which sizes vary
+
+
+class Recompilations(Rule):
+    """torch.compile compiles the same code over and over."""
+
+    name = "recompilations"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """What they cost is what so many of the steady steps took longer than others."""
+        sampled = evidence.sampled
+        reasons = sampled.recompilations if sampled else ()
+        if sampled is None or len(reasons) < _FEW:
+            return
+        worth = lost_in_outliers(evidence, sum(one.seconds for one in sampled.operators))
+        known = worth if worth >= LEAST else None
+        place = next(iter(by_place(reasons)), "")
+        file, line = split_place(place)
+        yield Finding(
+            cls.name,
+            f"torch.compile compiled anew {len(reasons)} times: {first_line_of(reasons[0], place)}",
+            "keep what changes out of compiled code: pad to a few sizes, torch._dynamo.mark_dynamic, tensors in place "
+            "of Python numbers",
+            severity_of(known), known, HowKnown.ESTIMATED, file, line,
+            details=tuple(dict.fromkeys(reasons)), sources=cls.sources,
+        )  # fmt: skip

@@ -1,0 +1,197 @@
+"""Losses are kept with their graphs, and so with every activation of their step.
+
+## Why it is slow
+
+A loss refers to all activations that made it. Adding losses up or putting them in a list keeps those of all steps so
+far, until memory runs out.
+
+## How it is known
+
+In a run: losses whose graphs were alive many steps later, at least five and most of those watched.
+
+## Example
+
+```python
+losses = []
+for images, labels in loader:
+    optimizer.zero_grad()
+    loss = criterion(model(images), labels)
+    loss.backward()
+    optimizer.step()
+    losses.append(loss)
+```
+
+## Use instead
+
+```python
+losses = []
+for images, labels in loader:
+    optimizer.zero_grad()
+    loss = criterion(model(images), labels)
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.detach())
+```
+
+## When the repair is safe
+
+Where nothing goes backward through what was kept. `hasten fix` adds `.detach()` where it is sure of that.
+
+## Source
+
+- PyTorch FAQ, don't accumulate history across your training loop
+- Falcon, tip 7
+- TraceML
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import libcst as cst
+
+from hasten.doctor.figures.graphs import kept_losses
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.kinds import Kind
+from hasten.doctor.source.problem import Mend, Problem
+from hasten.doctor.source.syntax import (
+    argument,
+    dotted,
+    is_word,
+    last_name,
+    method_call,
+    names_in,
+    receiver,
+)
+from hasten.doctor.source.training import Loop
+from hasten.evidence import Evidence, Finding, Severity, split_place
+
+
+class RetainedGraph(Rule):
+    """Losses are kept with their graphs, and so with every activation of their step."""
+
+    name = "retained_graph"
+    severity = Severity.MEDIUM
+    placed_by_code = True
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One a line."""
+        for event in evidence.events_of("retained_graph"):
+            if not kept_losses(event.count, event.detail, event.steps):
+                continue
+            points = [point for point in evidence.memory if point.step >= 10]
+            grown = ""
+            if len(points) >= 2 and points[-1].step > points[0].step:
+                first, last = points[0], points[-1]
+                more = last.gpu - first.gpu if last.gpu is not None and first.gpu is not None else last.rss - first.rss
+                if more > 0:
+                    grown = f"; memory grew by {more / 2**20:.0f} MiB in {last.step - first.step} steps"
+            file, line = split_place(event.where)
+            yield Finding(
+                cls.name,
+                f"the graphs of {_how_many(event.count, event.detail, event.steps)} are still alive, each with the "
+                f"activations of its step{grown}",
+                "add up or append `loss.detach()` (or `loss.item()` every so often), never the loss itself; leave out "
+                "retain_graph=True where no second backward follows",
+                Severity.MEDIUM,
+                file=file,
+                line=line,
+                details=(event.detail,) if event.detail else (),
+                sources=cls.sources,
+            )
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Losses kept across steps, and graphs kept after going backward."""
+        for node in code.script.nodes if code.training.any else ():
+            kept = _kept(code, node)
+            if kept is not None:
+                yield kept
+        for call in code.script.calls:
+            if is_word(argument(call, "retain_graph"), "True") and code.training.goes_backward(call):
+                if code.training.in_step(call) and _goes_backward_once(code, call):
+                    yield Problem(
+                        call,
+                        "backward keeps its graph in every step, and nothing goes backward through it again",
+                        "remove retain_graph=True",
+                        left="whether another pass needs the graph is for a person to say",
+                    )
+
+
+def _how_many(count: int, detail: str, steps: int) -> str:
+    """In words; of many steps only some are watched."""
+    said = re.search(r"of (\d+)", detail)
+    if said is None or int(said[1]) >= steps:
+        return f"{count} earlier losses"
+    return f"{count} of the {said[1]} earlier losses that were looked at"
+
+
+def _goes_backward_once(code: Code, call: cst.Call) -> bool:
+    """Whether a backward is the only one of its step, and of its function."""
+    scope = code.script.scope(call)
+    others = [
+        other
+        for other in code.script.calls
+        if other is not call
+        and (code.training.goes_backward(other) or code.script.qualified(other.func) == "torch.autograd.grad")
+    ]
+    return all(code.script.scope(other) is not scope for other in others) and argument(call, "create_graph") is None
+
+
+def _kept(code: Code, node: cst.CSTNode) -> Problem | None:
+    """A value with a graph that outlives its step."""
+    target, value = _keeps(node)
+    step = None if target is None or value is None else code.training.step_of(node)
+    if target is None or value is None or step is None or not code.kind(value) & Kind.GRAPH:
+        return None
+    name = dotted(target.value if isinstance(target, cst.Subscript) else target)
+    if not name or name in code.goes_into_loss or code.script.under_no_grad(node):
+        return None
+    if isinstance(step, cst.FunctionDef) and not name.startswith("self."):
+        return None
+    loops = [loop for loop in code.training.loops_around(node) if loop in code.training.step_loops]
+    outer: cst.CSTNode = loops[-1] if loops else step
+    for other, given, statement in code.script.assignments:
+        if other != name:
+            continue
+        if isinstance(given, cst.Call) and last_name(given.func) == "deque":
+            return None
+        anew = statement is not node and outer in code.script.ancestors(statement) and code.training.in_step(statement)
+        if anew and name not in names_in(given):
+            return None
+    if isinstance(outer, Loop) and name in code.script.loop_targets(outer):
+        return None
+    mends: tuple[Mend, ...] = ()
+    left = ""
+    if code.kind(value) & Kind.MANY or isinstance(value, cst.List | cst.Tuple | cst.Dict):
+        left = "it is part of something larger"
+    elif isinstance(node, cst.Assign):
+        left = "the sum is written out"
+    else:
+        mends = (Mend(value, lambda now: method_call(now, "detach")),)
+    return Problem(
+        node,
+        f"`{code.text(value)}` is kept in `{name}` with its graph: memory grows by one step's activations each step",
+        f"keep it without its graph: `{code.text(method_call(value, 'detach'))}`",
+        mends,
+        left,
+    )
+
+
+def _keeps(node: cst.CSTNode) -> tuple[cst.BaseExpression | None, cst.BaseExpression | None]:
+    """What a node keeps a value in, and the value: `total += x`, `total = total + x`, `xs.append(x)`."""
+    if isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.AddAssign):
+        return node.target, node.value
+    if isinstance(node, cst.Assign) and len(node.targets) == 1 and isinstance(node.value, cst.BinaryOperation):
+        target, sum_of = node.targets[0].target, node.value
+        if isinstance(sum_of.operator, cst.Add) and dotted(target):
+            if dotted(sum_of.left) == dotted(target):
+                return target, sum_of.right
+            if dotted(sum_of.right) == dotted(target):
+                return target, sum_of.left
+    if isinstance(node, cst.Call) and last_name(node.func) == "append" and len(node.args) == 1:
+        return receiver(node), node.args[0].value
+    return None, None

@@ -1,0 +1,80 @@
+"""Tensors in memory are fetched sample by sample.
+
+## Why it is slow
+
+A TensorDataset indexes each sample by itself and the loader stacks them again: thousands of small calls, where one
+index with the batch's numbers gives the same batch.
+
+## How it is known
+
+The measured wait for a batch of a TensorDataset, less what gathering its bytes at once costs.
+
+## Example
+
+```python
+loader = DataLoader(TensorDataset(images, labels), batch_size=512, shuffle=True)
+```
+
+## Use instead
+
+```python
+for index in torch.randperm(len(images)).split(512):
+    train(images[index], labels[index])
+```
+
+## When the repair is safe
+
+Always; the technique `batched_fetch` does it without a change of the script, in the same order to the bit.
+
+## Source
+
+- Lin, tip 3
+- fastai #3949
+"""
+
+from __future__ import annotations
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.waiting import in_ms, ordinary_wait
+from hasten.evidence.weigh import share_of, timed
+from hasten.techniques.data.batched_fetch import BatchedFetch
+
+_GATHERED = 80e-6  # seconds: a loader's own cost of a batch, and one index_select a tensor (26 us here)
+_BYTES = 2e9  # copied a second by one core
+
+
+class SampleBySample(Rule):
+    """Tensors in memory are fetched sample by sample."""
+
+    name = "sample_by_sample"
+    cure = BatchedFetch
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Tensors in memory that are fetched sample by sample.
+
+        Rests on the measured wait for a batch of a TensorDataset, less what gathering its bytes at once costs
+        (Lin, tip 3; fastai #3949).
+        """
+        loader = evidence.train_loader
+        if loader is None or not loader.default_collate or loader.iterable:
+            return None
+        if loader.dataset != "TensorDataset" and not (loader.probe is not None and loader.probe.in_memory):
+            return None
+        wait = ordinary_wait(evidence)
+        workers = " and passed on by workers" if loader.num_workers else ""
+        return timed(
+            cls.name,
+            f"tensors that lie in memory are fetched sample by sample and stacked{workers}: {in_ms(wait)} for each "
+            f"batch of {loader.batch_size or 'so many'}",
+            "gather each batch at once: `for rows in torch.randperm(len(x)).split(batch_size): batch = x[rows], "
+            "y[rows]`, or the technique batched_fetch"
+            + (", with num_workers=0" if workers else ", which leaves the script as it is"),
+            share_of(evidence, wait - _GATHERED - loader.batch_bytes / _BYTES),
+            HowKnown.ESTIMATED,
+            place=loader.where,
+            technique=BatchedFetch.name,
+            setting="true",
+            sources=cls.sources,
+        )

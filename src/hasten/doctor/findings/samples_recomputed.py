@@ -1,0 +1,83 @@
+"""Samples are made again in each epoch although they come out the same.
+
+## Why it is slow
+
+Reading and decoding take the same time in each epoch for the same numbers.
+
+## How it is known
+
+The measured wait and a probe that asked for the same samples twice.
+
+## Example
+
+```python
+def __getitem__(self, index):
+    return decode(self.paths[index]), self.labels[index]
+```
+
+## Use instead
+
+```python
+def __getitem__(self, index):
+    if index not in self.kept:
+        self.kept[index] = decode(self.paths[index])
+    return self.kept[index], self.labels[index]
+```
+
+## When the repair is safe
+
+Where a sample draws no random numbers and its files do not change. The technique `sample_cache` checks both, and
+shares the memory among workers.
+
+## Source
+
+- Falcon, tip 1
+- Lin, tip 1
+- Lin, tip 3
+"""
+
+from __future__ import annotations
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.figures import percent
+from hasten.evidence.waiting import data_share, faster_loading
+from hasten.evidence.weigh import timed
+from hasten.techniques.base import Refusal, toml_value
+from hasten.techniques.data.sample_cache import FAST, SampleCache
+
+
+class SamplesRecomputed(Rule):
+    """Samples are made again in each epoch although they come out the same."""
+
+    name = "samples_recomputed"
+    cure = SampleCache
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Samples that are made anew in each epoch although they come out the same.
+
+        Rests on the measured wait and on a probe that asked for the same samples twice (Falcon, tip 1; Lin, tip 1).
+        """
+        loader, choices = evidence.train_loader, SampleCache.settings(evidence)
+        if loader is None or loader.probe is None or isinstance(choices, Refusal):
+            return None
+        (setting,) = choices.settings
+        asked = loader.probe
+        seconds = asked.sample_seconds if setting == "samples" else asked.loader_seconds
+        size = asked.sample_bytes if setting == "samples" else asked.loader_bytes
+        whole = max(asked.sample_seconds, seconds)
+        kept = "samples" if setting == "samples" else f"what `{asked.loader_function}` gives"
+        return timed(
+            cls.name,
+            f"the step waits {percent(data_share(evidence))} of its time for samples that are made anew in each epoch, "
+            "although the same index gave the same sample each time it was asked",
+            f"keep {kept} in memory ({size * (loader.samples or 0) / 2**20:.0f} MiB in all), or store it decoded",
+            faster_loading(evidence, loader, max(0.0, seconds - FAST) / whole),
+            HowKnown.ESTIMATED,
+            place=loader.where,
+            details=("counts from the second epoch on",),
+            technique=SampleCache.name,
+            setting=toml_value(setting),
+            sources=cls.sources,
+        )

@@ -1,0 +1,88 @@
+"""Images are decoded by a slow library, and the training waits for them.
+
+## Why it is slow
+
+libjpeg-turbo is two to four times as fast as libjpeg, and decoding at the size that is wanted (`Image.draft`) saves
+as much again.
+
+## How it is known
+
+The decoding's measured share of a batch, of which half is taken as the worth.
+
+## Example
+
+```python
+image = Image.open(path).convert("RGB").resize((224, 224))
+```
+
+## Use instead
+
+```python
+image = Image.open(path)
+image.draft("RGB", (224, 224))
+image = image.convert("RGB").resize((224, 224))
+```
+
+## When the repair is safe
+
+Pixels differ slightly where the image is scaled while it is decoded.
+
+## Source
+
+- Lin, tip 1
+- libjpeg-turbo
+- Pillow, Image.draft
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.figures.loading import sampled_stages
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.figures import percent
+from hasten.evidence.waiting import (
+    data_share,
+    faster_loading,
+    in_ms,
+)
+from hasten.evidence.weigh import timed
+
+
+class SlowDecode(Rule):
+    """Images are decoded by a slow library, and the training waits for them."""
+
+    name = "slow_decode"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One at the most."""
+        bound = sampled_stages(evidence)
+        if bound is None:
+            return
+        loader, stages = bound
+        share = stages.decode / stages.seconds
+        around = evidence.surroundings
+        plain = around is not None and around.jpeg == "libjpeg"
+        if share < 0.3 or stages.decoder != "PIL":
+            return
+        fix = (
+            "install a Pillow that is built with libjpeg-turbo (the wheels of PyPI are), "
+            if plain
+            else "decode at the size you need (`image.draft('RGB', size)` before it is loaded), "
+        )
+        finding = timed(
+            cls.name,
+            f"decoding with PIL{' and the plain libjpeg' if plain else ''} is {percent(share)} of the "
+            f"{in_ms(stages.seconds)} "
+            f"that a batch takes, and the step waits {percent(data_share(evidence))} of its time for batches",
+            fix + "or use torchvision.io.decode_jpeg or simplejpeg, or keep the images decoded and resized",
+            faster_loading(evidence, loader, share / 2),
+            HowKnown.ESTIMATED,
+            place=stages.hottest or loader.where,
+            details=("estimated for decoding in half the time",),
+            sources=cls.sources,
+        )
+        if finding is not None:
+            yield finding

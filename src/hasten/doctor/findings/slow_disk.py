@@ -1,0 +1,92 @@
+"""The training waits for a spinning disk, or for one behind a network.
+
+## Why it is slow
+
+Each small file costs a seek or a round trip, 5 to 20 ms, whatever its size.
+
+## How it is known
+
+The wait for batches, the measured share of reading in them (else the CPU's wait for disks), and what the data lies
+on.
+
+## Example
+
+```bash
+python train.py --data /mnt/nfs/images
+```
+
+## Use instead
+
+```bash
+cp -r /mnt/nfs/images /local/ssd/ && python train.py --data /local/ssd/images
+```
+
+## When the repair is safe
+
+Always. Where the data does not fit, few large files (Parquet, tar shards) cost fewer seeks.
+
+## Source
+
+- Lin, move the active data to the SSD
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.figures.storage import is_network
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.figures import percent
+from hasten.evidence.waiting import data_share, faster_loading, mean_during, stages_of
+from hasten.evidence.weigh import timed
+
+_READING = 1e6  # bytes a second from which a disk counts as being read
+_BLOCKED = 0.3  # of one core's time waited for disks
+
+
+class SlowDisk(Rule):
+    """The training waits for a spinning disk, or for one behind a network."""
+
+    name = "slow_disk"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One at the most."""
+        loader, around, use = evidence.train_loader, evidence.surroundings, evidence.use
+        if loader is None or around is None or data_share(evidence) < 0.1:
+            return
+        stages = stages_of(evidence, loader)
+        waiting = (mean_during(evidence, use.waiting) or 0.0) if use is not None else 0.0
+        blocked = min(1.0, waiting * evidence.machine.cores)
+        reading = (mean_during(evidence, use.disk_read) or 0.0) if use is not None else 0.0
+        share = stages.read / stages.seconds if stages is not None else blocked
+        network = is_network(around.filesystem)
+        # From memory even a slow disk's files are read at once: the wait must have been seen.
+        seen = share >= _BLOCKED if network else blocked >= _BLOCKED and reading >= _READING
+        if not seen or not (network or around.rotational or blocked >= 0.5):
+            return
+        kind = (
+            f"a network file system ({around.filesystem})"
+            if network
+            else "a spinning disk"
+            if around.rotational
+            else "a disk that cannot keep up"
+        )
+        read = f", read at {reading / 1e6:.0f} MB/s" if reading >= _READING else ""
+        finding = timed(
+            cls.name,
+            f"the data lies on {kind}{read}: {percent(share)} of a batch's time is spent reading, and the step waits "
+            f"{percent(data_share(evidence))} of its time for batches",
+            f"copy {around.data_folder or 'the data'} to a local SSD before the training, or pack it into few "
+            "large files "
+            "that are read in order",
+            faster_loading(evidence, loader, share),
+            HowKnown.ESTIMATED,
+            place=loader.where,
+            where=around.data_folder,
+            details=("at the most: as if reading took no time",),
+            sources=cls.sources,
+        )
+        if finding is not None:
+            yield finding

@@ -1,0 +1,79 @@
+"""/dev/shm is too small for the batches that workers hold ready.
+
+## Why it is slow
+
+Workers pass batches through shared memory. When it is full they are killed ("bus error"), which ends the training.
+
+## How it is known
+
+The batches' size and the capacity, or how full it was seen.
+
+## Example
+
+```bash
+docker run image python train.py
+```
+
+## Use instead
+
+```bash
+docker run --shm-size=8g image python train.py
+```
+
+## When the repair is safe
+
+Always. `prefetch_factor=1` or fewer workers need less.
+
+## Source
+
+- PyTorch README, Docker image, --shm-size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, Severity, split_place
+from hasten.evidence.figures import percent
+
+
+class SmallShm(Rule):
+    """/dev/shm is too small for the batches that workers hold ready."""
+
+    name = "small_shm"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One at the most."""
+        capacity = evidence.machine.shm_bytes
+        used = [loader for loader in evidence.loaders if loader.num_workers and loader.role != "unused"]
+        if not capacity or not used:
+            return
+        # Another loader's workers are at rest, or gone, while one is read.
+        worst = max(used, key=_held)
+        held, seen = _held(worst), max((*evidence.use.shm, 0)) if evidence.use is not None else 0
+        died = "bus error" in evidence.error.lower() or "shared memory" in evidence.error.lower()
+        if held < 0.8 * capacity and seen < 0.9 * capacity and not died:
+            return
+        file, line = split_place(worst.where)
+        ready = worst.num_workers * (worst.prefetch_factor or 2)
+        peak = f"; it was {percent(min(1.0, seen / capacity))} full" if seen else ""
+        yield Finding(
+            cls.name,
+            f"{worst.num_workers} workers hold up to {ready} batches of {worst.batch_bytes / 2**20:.1f} MiB ready, "
+            f"{held / 2**20:.0f} MiB, in a /dev/shm of {capacity / 2**20:.0f} MiB{peak}",
+            f"enlarge it (docker run --shm-size={max(1, round(2 * held / 2**30))}g, or --ipc=host), or set "
+            "prefetch_factor=1",
+            Severity.HIGH if died else Severity.MEDIUM,
+            file=file,
+            line=line,
+            details=(f"the training ended with: {evidence.error}",) if died else (),
+            sources=cls.sources,
+        )
+
+
+def _held(loader: object) -> int:
+    """Bytes of the batches that a loader's workers hold ready."""
+    workers, depth, size = (getattr(loader, name) or 0 for name in ("num_workers", "prefetch_factor", "batch_bytes"))
+    return int(workers * (depth or 2) * size)

@@ -1,0 +1,88 @@
+"""`torch.cuda.synchronize()` is called in the loop.
+
+## Why it is slow
+
+The CPU waits until the GPU has done everything, and starts no work meanwhile.
+
+## How it is known
+
+The measured waits, of which no more counts than the time in which the GPU is idle.
+
+## Example
+
+```python
+for images, labels in loader:
+    optimizer.zero_grad()
+    criterion(model(images), labels).backward()
+    optimizer.step()
+    torch.cuda.synchronize()
+```
+
+## Use instead
+
+```python
+for images, labels in loader:
+    optimizer.zero_grad()
+    criterion(model(images), labels).backward()
+    optimizer.step()
+```
+
+## When the repair is safe
+
+Always for the result: work on one stream keeps its order. To time steps, record `torch.cuda.Event` and read it some
+steps later.
+
+## Source
+
+- PyTorch performance tuning guide, avoid unnecessary CPU-GPU synchronization
+- PyTorch, CUDA semantics, asynchronous execution
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hasten.doctor.figures.waits import by_line, wait_finding
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.problem import Problem
+from hasten.doctor.source.syncs import calls_in_steps
+from hasten.evidence import Evidence, Finding
+from hasten.evidence.waiting import in_ms, per_step
+from hasten.evidence.weigh import on_gpu
+
+_CALLS = ("torch.cuda.synchronize", "torch.mps.synchronize", "torch.xpu.synchronize", "torch.accelerator.synchronize")
+
+
+class SynchronizeInLoop(Rule):
+    """`torch.cuda.synchronize()` is called in the loop."""
+
+    name = "synchronize_in_loop"
+    gpu_only = True
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One a line."""
+        if not on_gpu(evidence):
+            return
+        for events in by_line(evidence.events_of("synchronize")):
+            count = sum(event.count for event in events)
+            yield from wait_finding(
+                cls,
+                evidence,
+                events,
+                f"torch.cuda.synchronize() {count} times in {evidence.steps} steps, "
+                f"{in_ms(per_step(evidence, events))} a "
+                "step in which the CPU starts no work",
+                "take it out; to time the step, read CUDA events some steps later",
+            )
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Those calls, in steps."""
+        for call in calls_in_steps(code, _CALLS):
+            yield Problem(
+                call,
+                "Python waits for the whole device in every step",
+                "remove the call, or time with torch.cuda.Event and read the times every n steps",
+            )

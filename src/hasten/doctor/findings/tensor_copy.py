@@ -1,0 +1,184 @@
+"""`torch.tensor()` copies an array, a tensor or a long list.
+
+## Why it is slow
+
+An array's memory can be shared instead of copied. A list is converted number by number, some 50 ns each.
+
+## How it is known
+
+The measured time of these calls. On the GPU an array or a tensor has to be copied anyway.
+
+## Example
+
+```python
+for images, labels in loader:
+    optimizer.zero_grad()
+    weights = np.ones(10)
+    criterion(model(images), labels, torch.tensor(weights)).backward()
+    optimizer.step()
+```
+
+## Use instead
+
+```python
+for images, labels in loader:
+    optimizer.zero_grad()
+    weights = np.ones(10)
+    criterion(model(images), labels, torch.from_numpy(weights)).backward()
+    optimizer.step()
+```
+
+## When the repair is safe
+
+Where neither side writes to the memory that both share.
+
+## Source
+
+- Kuhn, tip 12
+- Lin, torch.from_numpy and torch.as_tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import libcst as cst
+
+from hasten.doctor.figures.waits import by_line
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.kinds import Kind
+from hasten.doctor.source.problem import Mend, Problem
+from hasten.doctor.source.syntax import (
+    argument,
+    last_name,
+    walk,
+)
+from hasten.doctor.source.tensors import repeated
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.waiting import in_ms, per_step
+from hasten.evidence.weigh import share_of, timed
+
+_INSTEAD = {
+    "array": "use torch.from_numpy() or torch.as_tensor(), which share the array's memory",
+    "tensor": "use the tensor itself, `.detach()`, and `.clone()` only where a copy is wanted",
+    "list of arrays": "put the arrays together first: torch.from_numpy(numpy.stack(arrays))",
+    "list of tensors": "use torch.stack(tensors)",
+    "list": "keep the numbers in an array from the start, and use torch.from_numpy()",
+}
+_FRESH_ARRAYS = frozenset(
+    [
+        "array",
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "arange",
+        "linspace",
+        "stack",
+        "concatenate",
+        "vstack",
+        "hstack",
+        "where",
+        "random",
+        "normal",
+        "uniform",
+        "randint",
+        "rand",
+        "randn",
+        "choice",
+        "permutation",
+    ]
+)
+
+
+class TensorCopy(Rule):
+    """`torch.tensor()` copies an array, a tensor or a long list."""
+
+    name = "tensor_copy"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One a line."""
+        made = evidence.events_of("torch_tensor")
+        for events in by_line([event for event in made if event.device != "cuda" or "list" in event.detail]):
+            count, spent = sum(event.count for event in events), per_step(evidence, events)
+            of = f" of {events[0].detail}" if events[0].detail else ""
+            finding = timed(
+                cls.name,
+                f"a tensor is made as a copy{of}, {count} times in {evidence.steps} steps, {in_ms(spent)} a step",
+                _INSTEAD.get(events[0].detail, _INSTEAD["array"]),
+                share_of(evidence, spent),
+                HowKnown.MEASURED,
+                place=events[0].where,
+                sources=cls.sources,
+            )
+            if finding is not None:
+                yield finding
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Copies of arrays and tensors, where code runs again and again."""
+        for call in code.script.calls:
+            if code.script.qualified(call.func) != "torch.tensor" or not call.args or not repeated(code, call):
+                continue
+            value = call.args[0].value
+            kind = code.kind(value)
+            if kind & Kind.MANY or call.args[0].keyword is not None or call.args[0].star:
+                continue
+            if isinstance(value, cst.Name | cst.Attribute) and kind & Kind.TENSOR and not kind & Kind.ARRAY:
+                mends = (Mend(call, _cloned),) if len(call.args) == 1 else ()
+                left = "" if mends else "its other arguments have no place in clone()"
+                yield Problem(
+                    call, f"torch.tensor copies the tensor `{code.text(value)}`, with a warning",
+                    "write `.detach().clone()`, or use the tensor as it is", mends, left,
+                )  # fmt: skip
+            elif kind & Kind.ARRAY:
+                left = _shared(code, value) or ("it asks for a gradient" if argument(call, "requires_grad") else "")
+                yield Problem(
+                    call,
+                    f"torch.tensor copies the array `{code.text(value)}`",
+                    "write torch.as_tensor (or from_numpy), which takes its memory over",
+                    () if left else (Mend(call, _as_tensor),),
+                    left,
+                )
+
+
+def _cloned(call: Any) -> cst.CSTNode:
+    detached = cst.Call(cst.Attribute(call.args[0].value, cst.Name("detach")))
+    return cst.Call(cst.Attribute(detached, cst.Name("clone")), lpar=call.lpar, rpar=call.rpar)
+
+
+def _as_tensor(call: Any) -> cst.CSTNode:
+    changed: cst.CSTNode = (
+        call.with_changes(func=call.func.with_changes(attr=cst.Name("as_tensor")))
+        if isinstance(call.func, cst.Attribute)
+        else call
+    )
+    return changed
+
+
+def _shared(code: Code, value: cst.BaseExpression) -> str:
+    """Why an array's memory may not be taken over; "" where it is new and nobody else's."""
+    if isinstance(value, cst.Name):
+        scope = code.script.scope(value)
+        uses = [node for node in walk(scope) if isinstance(node, cst.Name) and node.value == value.value]
+        made = [
+            given
+            for name, given, at in code.script.assignments
+            if name == value.value and code.script.scope(at) is scope
+        ]
+        if len(uses) == 2 and len(made) == 1 and not isinstance(made[0], cst.Name):
+            return _shared(code, made[0])
+        return f"`{value.value}` is used elsewhere too: they would share memory"
+    if isinstance(value, cst.BinaryOperation):
+        return ""
+    if isinstance(value, cst.Call):
+        if not isinstance(value.func, cst.Attribute):
+            return "its memory may be somebody else's"
+        if last_name(value.func) in ("astype", "copy") and argument(value, "copy") is None:
+            return ""
+        if code.script.qualified(value.func).startswith("numpy.") and last_name(value.func) in _FRESH_ARRAYS:
+            return "" if argument(value, "copy") is None and argument(value, "out") is None else "it may not be a copy"
+    return "its memory may be somebody else's"

@@ -1,0 +1,77 @@
+"""float32 matrix products run without TF32.
+
+## Why it is slow
+
+GPUs since Ampere multiply float32 matrices several times faster in TF32. Convolutions use it by default, matrix
+products do not.
+
+## How it is known
+
+Switched on and off in the run itself, or tried on the spot, else half of the time of the products.
+
+## Example
+
+```python
+model = Transformer().cuda()
+```
+
+## Use instead
+
+```python
+torch.set_float32_matmul_precision("high")
+model = Transformer().cuda()
+```
+
+## When the repair is safe
+
+Products keep 10 bits of the mantissa in place of 23; sums stay in float32. Not for solvers that need float32's
+digits.
+
+## Source
+
+- NVIDIA Ampere tuning guide
+- torch.set_float32_matmul_precision
+"""
+
+from __future__ import annotations
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.figures import percent
+from hasten.evidence.weigh import in_words, on_gpu, place_of, products, saved, share_of, switched, timed
+from hasten.techniques.base import Refusal
+from hasten.techniques.compute.matmul_precision import MatmulPrecision
+
+
+class Tf32Off(Rule):
+    """float32 matrix products run without TF32."""
+
+    name = "tf32_off"
+    cure = MatmulPrecision
+    tried = "high"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """TF32 left off on a GPU: switched on and off in the run itself, or tried on the spot, else estimated.
+
+        Convolutions have it by default.
+        """
+        if not on_gpu(evidence) or any(model.autocast or model.dtype != "float32" for model in evidence.models):
+            return None
+        if isinstance(MatmulPrecision.settings(evidence), Refusal):
+            return None
+        tried = evidence.measured_for(cls.name)
+        share = share_of(evidence, products(evidence, convolutions=False))
+        worth, how_known = (saved(evidence, tried), HowKnown.MEASURED) if tried else (share / 2, HowKnown.ESTIMATED)
+        worth, how_known, live = switched(evidence, cls.name, worth, how_known)
+        said = f", {percent(share)} of the step," if share else ""
+        return timed(
+            cls.name,
+            f"float32 matrix products{said} run without TF32 on {' '.join(evidence.machine.gpus[:1]) or 'a GPU'}",
+            'call torch.set_float32_matmul_precision("high") at the start',
+            worth, how_known,
+            place=place_of(evidence, tried[0]) if tried else "",
+            where=tried[0].where if tried else "",
+            details=(*live, *map(in_words, tried)),
+            technique=MatmulPrecision.name, setting="high", sources=cls.sources,
+        )  # fmt: skip

@@ -1,0 +1,81 @@
+"""More threads compute than there are cores, and all cores are busy.
+
+## Why it is slow
+
+Threads that share a core wait for each other at the end of each operator, and switching between them costs time.
+
+## How it is known
+
+The threads of all training processes, the cores that loader workers keep busy, and the measured CPU use; what fewer
+threads bring must be tried.
+
+## Example
+
+```bash
+OMP_NUM_THREADS=32 python train.py
+```
+
+## Use instead
+
+```bash
+OMP_NUM_THREADS=8 python train.py
+```
+
+## When the repair is safe
+
+Results differ by rounding, since sums are split otherwise.
+
+## Source
+
+- PyTorch performance tuning guide, CPU
+"""
+
+from __future__ import annotations
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, Severity
+from hasten.evidence.figures import percent
+from hasten.evidence.waiting import mean_during, saturated
+from hasten.evidence.weigh import COMPUTE, on_gpu, seconds_of, share_of
+from hasten.techniques.compute.cpu_threads import CpuThreads
+
+
+class ThreadsOversubscribed(Rule):
+    """More threads compute than there are cores, and all cores are busy."""
+
+    name = "threads_oversubscribed"
+    cure = CpuThreads
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """More threads that compute than there are cores, and cores that are all busy.
+
+        Rests on the threads of all training processes, the cores that loader workers keep busy, and the CPU use that
+        was measured; what fewer threads bring must be tried (PyTorch's tuning guide, CPU).
+        """
+        around, use, cores = evidence.surroundings, evidence.use, evidence.machine.cores
+        if around is None or use is None or on_gpu(evidence) or not around.threads or saturated(evidence) is None:
+            return None
+        working = mean_during(evidence, use.workers) or 0.0
+        processes = max(1, around.processes)
+        threads = around.threads * processes
+        crowded = threads > cores or threads + working > 1.5 * cores
+        if not crowded:
+            return None
+        each = max(1, round((cores - working) / processes))
+        if each >= around.threads:
+            return None
+        compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
+        of = f" in {processes} processes" if processes > 1 else ""
+        beside = f" beside loader workers that keep {working:.1f} busy" if working >= 0.5 else ""
+        return Finding(
+            name=cls.name,
+            what=f"{threads} threads compute{of} on {cores} cores{beside}, and no core is idle: threads wait for each "
+            "other",
+            fix=f"set OMP_NUM_THREADS={each} (or torch.set_num_threads({each}) at the start)",
+            severity=Severity.MEDIUM if compute >= 0.2 else Severity.NOTE,
+            details=(f"forward and backward, which these threads compute, take {percent(compute)} of the step",),
+            technique=CpuThreads.name,
+            setting=str(each),
+            sources=cls.sources,
+        )

@@ -1,0 +1,89 @@
+"""A loader has more workers than the machine has cores.
+
+## Why it is slow
+
+Workers beyond the cores make no batch sooner; each costs memory and a start at every epoch.
+
+## How it is known
+
+The measured pauses between `iter(loader)` and the first batch, less the share that as many workers as cores would
+need.
+
+## Example
+
+```python
+loader = DataLoader(dataset, batch_size=64, num_workers=64)
+```
+
+## Use instead
+
+```python
+loader = DataLoader(dataset, batch_size=64, num_workers=os.cpu_count() - 1)
+```
+
+## When the repair is safe
+
+Always. Random augmentation draws other numbers, since each worker has a seed of its own.
+
+## Source
+
+- torch.utils.data.DataLoader
+- Kuhn, tip 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.figures.loading import opening_share
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown, Severity, split_place
+from hasten.evidence.waiting import (
+    data_share,
+    epoch_start,
+    in_ms,
+    mean_during,
+    saturated,
+)
+
+_CROWD = 0.25  # share of the cores that workers use when they are in each other's way
+
+
+class TooManyWorkers(Rule):
+    """A loader has more workers than the machine has cores."""
+
+    name = "too_many_workers"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One a loader."""
+        cores, busy = evidence.machine.cores, saturated(evidence)
+        for loader in evidence.loaders:
+            if loader.num_workers <= cores or loader.role == "unused":
+                continue
+            start = epoch_start(evidence, loader)
+            worth = (
+                opening_share(evidence, loader, start) * (1 - cores / loader.num_workers) if start is not None else 0.0
+            )
+            working = mean_during(evidence, evidence.use.workers) if evidence.use is not None else None
+            full = busy is not None and data_share(evidence) >= 0.02
+            if worth < 0.01 and not (full and loader.num_workers >= 2 * cores):
+                continue
+            file, line = split_place(loader.where)
+            pause = (
+                f"; each epoch begins with {in_ms(start.pause)} of waiting for them" if worth >= 0.01 and start else ""
+            )
+            each_other = ", and they wait for each other" if (working or 0.0) >= _CROWD * cores else ""
+            crowd = f"; no core is idle{each_other}" if full else ""
+            severity = Severity.MEDIUM if worth >= 0.05 else Severity.LOW if worth >= 0.01 else Severity.NOTE
+            yield Finding(
+                name=cls.name,
+                what=f"{loader.num_workers} workers share {cores} cores{pause}{crowd}",
+                fix=f"give the loader num_workers={max(1, cores - 1)}",
+                severity=Severity.HIGH if worth >= 0.2 else severity,
+                worth=min(1.0, worth) if worth >= 0.01 else None,
+                how_known=HowKnown.ESTIMATED,
+                file=file,
+                line=line,
+                sources=cls.sources,
+            )

@@ -1,0 +1,81 @@
+"""The first GPU does more, or holds more, than the others.
+
+## Why it is slow
+
+The step waits for the busiest GPU, and the fullest one bounds the batch.
+
+## How it is known
+
+The measured use and memory of the GPUs.
+
+## Example
+
+```python
+outputs = nn.DataParallel(model)(images)
+loss = criterion(outputs, labels)
+```
+
+## Use instead
+
+```python
+model = DistributedDataParallel(model)
+loss = criterion(model(images), labels)
+```
+
+## When the repair is safe
+
+As for `data_parallel`. Checkpoints loaded in several processes need `map_location`.
+
+## Source
+
+- Wolf, balanced load on a multi-GPU machine
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, GpuUse, HowKnown, Severity, severity_of
+from hasten.evidence.figures import percent
+from hasten.evidence.waiting import mean_during
+from hasten.evidence.weigh import on_gpu
+
+
+class UnbalancedGpus(Rule):
+    """The first GPU does more, or holds more, than the others."""
+
+    name = "unbalanced_gpus"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One at the most."""
+        if not on_gpu(evidence) or evidence.use is None:
+            return
+        gpus = [gpu for gpu in evidence.use.gpus if gpu.memory and max(gpu.memory) > gpu.memory_total / 50]
+        busy = [mean_during(evidence, gpu.busy) or 0.0 for gpu in gpus]
+        if len(gpus) < 2 or not busy[0]:
+            return
+        others = statistics.fmean(busy[1:])
+        worth = 1 - statistics.fmean(busy) / max(busy) if busy[0] == max(busy) else 0.0
+        held, fuller = max(gpus[0].memory), _memory_of_others(gpus)
+        uneven = busy[0] - others >= 0.15 and worth >= 0.05
+        fuller_first = fuller > 0 and held >= 1.5 * fuller and held - fuller >= 1 << 30
+        if not uneven and not fuller_first:
+            return
+        yield Finding(
+            cls.name,
+            f"the first GPU is {percent(busy[0])} busy and holds {held / 2**30:.1f} GiB, the others "
+            f"{percent(others)} and {fuller / 2**30:.1f} GiB",
+            "compute the loss on each GPU (inside the module's forward), keep outputs where they are made, and load "
+            "checkpoints with map_location; DistributedDataParallel balances by itself",
+            severity_of(worth) if uneven else Severity.NOTE,
+            worth if uneven else None,
+            HowKnown.ESTIMATED,
+            sources=cls.sources,
+        )
+
+
+def _memory_of_others(gpus: list[GpuUse]) -> float:
+    return statistics.median(max(gpu.memory) for gpu in gpus[1:])

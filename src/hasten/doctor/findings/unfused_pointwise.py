@@ -1,0 +1,78 @@
+"""Much of the step goes into pointwise operators that run one kernel each.
+
+## Why it is slow
+
+Each reads its input from memory and writes its output back; fused, the numbers stay in registers from one operation
+to the next.
+
+## How it is known
+
+The pointwise operators of the sampled steps. That fusing saves half of their time is an estimate, which `hasten tune`
+measures.
+
+## Example
+
+```python
+model = Transformer()
+```
+
+## Use instead
+
+```python
+model = torch.compile(Transformer())
+```
+
+## When the repair is safe
+
+Results differ by rounding. Compiling takes seconds to minutes at the first step, and needs a C++ compiler on a CPU.
+
+## Source
+
+- torch.compile tutorial
+- Lin, tip 10
+"""
+
+from __future__ import annotations
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.figures import percent
+from hasten.evidence.weigh import COMPUTE, seconds_of, share_of, timed
+from hasten.techniques.base import Refusal
+from hasten.techniques.compute.compile import Compile
+
+_POINTWISE = 0.25  # share of the step in pointwise operators from which on compiling is advised
+_CHAIN = 12  # and so many of them, forward and backward
+
+
+class UnfusedPointwise(Rule):
+    """Much of the step goes into pointwise operators that run one kernel each."""
+
+    name = "unfused_pointwise"
+    cure = Compile
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Much time in pointwise operators that run one kernel each; that fusing saves half of it is an estimate."""
+        sampled = evidence.sampled
+        if sampled is None or sampled.pointwise_calls < _CHAIN or isinstance(Compile.settings(evidence), Refusal):
+            return None
+        # A profiled step is longer than others: pointwise work cannot take more than forward and backward do.
+        share = share_of(evidence, min(sampled.pointwise_seconds, seconds_of(evidence, *COMPUTE)))
+        if share < _POINTWISE:
+            return None
+        calls = sampled.pointwise_calls
+        return timed(
+            cls.name,
+            f"{calls:.0f} pointwise operators a step, {percent(share)} of its time, each read and write their tensors "
+            "anew",
+            "compile the model: model = torch.compile(model)",
+            share / 2, HowKnown.ESTIMATED,
+            details=(
+                "that fusing them saves half of their time is an estimate; `hasten tune` measures it",
+                "compiling is too dear to be tried in this run, as cheaper changes are",
+                "compiling takes seconds to minutes as the training begins",
+                "what launch_bound and allocator say may be the same time: their worths are no sum",
+            ),
+            technique=Compile.name, setting="default", sources=cls.sources,
+        )  # fmt: skip

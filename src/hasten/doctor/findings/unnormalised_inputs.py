@@ -1,0 +1,91 @@
+"""Inputs have a mean or spread far from 0 and 1.
+
+## Why it is slow
+
+It costs no time. Gradients of the first layer then differ in size by the same factor, and the training needs a
+smaller rate or more steps.
+
+## How it is known
+
+The statistics of the first batches, of floating-point inputs only: integers are tokens, or images that the script may
+normalise later.
+
+## Example
+
+```python
+images = torch.from_numpy(pixels).float()
+```
+
+## Use instead
+
+```python
+images = (torch.from_numpy(pixels).float() / 255 - mean) / std
+```
+
+## When the repair is safe
+
+For a training that begins. A model that was trained on other inputs must go on with those.
+
+## Source
+
+- LeCun, Bottou, Orr, Müller, Efficient BackProp, 1998
+- Kuhn
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, Severity, split_place
+
+_NORMS = ("BatchNorm", "LayerNorm", "InstanceNorm", "GroupNorm", "LazyBatchNorm", "RMSNorm", "Embedding")
+
+
+class UnnormalisedInputs(Rule):
+    """Inputs have a mean or spread far from 0 and 1."""
+
+    name = "unnormalised_inputs"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """Of floating-point inputs only: integers are tokens, or images that the script may normalise later."""
+        inputs = evidence.inputs
+        if inputs is None or inputs.mean is None or inputs.std is None or "float" not in inputs.dtype:
+            return
+        if evidence.layers and evidence.layers[0].kind.startswith(_NORMS):
+            return  # the model normalises them itself
+        why = _why_not_normal(inputs.mean, inputs.std, inputs.last_mean, inputs.last_std)
+        if not why:
+            return
+        spanned, pixels = "", False
+        if inputs.low is not None and inputs.high is not None:
+            spanned = f", values from {inputs.low:g} to {inputs.high:g}"
+            pixels = inputs.low >= 0 and 100 < inputs.high <= 255
+        file, line = split_place(evidence.train_loader.where if evidence.train_loader else "")
+        yield Finding(
+            cls.name,
+            f"{why}{spanned}",
+            "divide the pixels by 255 (ToTensor does), then subtract the mean and divide by the standard deviation"
+            if pixels
+            else "subtract each feature's mean over the training set and divide by its standard deviation",
+            Severity.NOTE,
+            file=file,
+            line=line,
+            details=("unless the script normalises them behind the loader",),
+            sources=cls.sources,
+        )
+
+
+def _why_not_normal(mean: float, std: float, feature_mean: float | None, feature_std: float | None) -> str:
+    """What is unusual about inputs, "" where they are near enough to normal."""
+    if not all(map(math.isfinite, (mean, std))):
+        return ""
+    if abs(mean) > 5 or std > 10:
+        return f"inputs have mean {mean:.3g} and standard deviation {std:.3g}"
+    if 0 < std < 0.01:
+        return f"inputs hardly vary: standard deviation {std:.3g}"
+    if (feature_mean or 0) > 5 or (feature_std or 0) > 10:
+        return f"a feature of the inputs has mean {feature_mean or 0:.3g} or standard deviation {feature_std or 0:.3g}"
+    return ""

@@ -1,0 +1,81 @@
+"""A checkpoint may run code when it is loaded.
+
+## Why it is slow
+
+It costs no time. `torch.load(weights_only=False)` unpickles, and a pickle may call any function: a downloaded file
+can take over the machine.
+
+## How it is known
+
+From the calls.
+
+## Example
+
+```python
+state = torch.load("checkpoint.pt", weights_only=False)
+```
+
+## Use instead
+
+```python
+with torch.serialization.safe_globals([Config]):
+    state = torch.load("checkpoint.pt", weights_only=True)
+```
+
+## When the repair is safe
+
+Where the file holds tensors and plain values, or classes that you name. Files of your own that hold whole modules
+must be saved as state dicts first.
+
+## Source
+
+- torch.load
+- TorchFix TOR102
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.problem import Problem
+from hasten.doctor.source.syntax import (
+    argument,
+    is_word,
+)
+from hasten.evidence import Evidence, Finding, Severity, split_place
+
+
+class UnsafeLoad(Rule):
+    """A checkpoint may run code when it is loaded."""
+
+    name = "unsafe_load"
+    severity = Severity.NOTE
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One a line."""
+        for event in evidence.events_of("torch_load"):
+            file, line = split_place(event.where)
+            yield Finding(
+                cls.name,
+                "torch.load(weights_only=False) runs whatever code the file holds",
+                "load it with weights_only=True, and name the classes it needs with torch.serialization.safe_globals",
+                Severity.NOTE,
+                file=file,
+                line=line,
+                details=(event.detail,) if event.detail else (),
+                sources=cls.sources,
+            )
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Loads that say so."""
+        for call in code.script.calls:
+            if code.script.qualified(call.func) == "torch.load" and is_word(argument(call, "weights_only"), "False"):
+                yield Problem(
+                    call,
+                    "torch.load with weights_only=False runs any code that the file holds",
+                    "save state dicts and load them with weights_only=True",
+                )

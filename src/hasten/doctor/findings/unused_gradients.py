@@ -1,0 +1,76 @@
+"""Gradients are computed for parameters that no optimizer moves.
+
+## Why it is slow
+
+A backbone that was meant to be frozen still goes through its whole backward.
+
+## How it is known
+
+Parameters that hold a gradient after many steps and were not changed meanwhile, and the measured time of their
+layers. Before the first layer that is trained nothing of the backward is needed; after it half of it is, that of the
+layer's inputs.
+
+## Example
+
+```python
+optimizer = torch.optim.AdamW(model.head.parameters())
+```
+
+## Use instead
+
+```python
+model.backbone.requires_grad_(False)
+optimizer = torch.optim.AdamW(model.head.parameters())
+```
+
+## When the repair is safe
+
+Where nothing reads those gradients (a norm over all parameters does).
+
+## Source
+
+- PyTorch, Autograd mechanics
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hasten.doctor.rule import Rule
+from hasten.evidence import Evidence, Finding, HowKnown, Phase
+from hasten.evidence.weigh import seconds_of, share_of, timed
+
+_WEIGHTED = {"in_features", "in_channels", "num_embeddings", "input_size", "num_heads"}  # sizes of what has weights
+
+
+class UnusedGradients(Rule):
+    """Gradients are computed for parameters that no optimizer moves."""
+
+    name = "unused_gradients"
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+        """One for all of them."""
+        strays = [layer for layer in evidence.layers if layer.path in evidence.strays]
+        total = sum(layer.seconds for layer in evidence.layers)
+        if not strays or not total:
+            return
+        weighted = [number for number, layer in enumerate(evidence.layers) if _WEIGHTED & set(layer.sizes)]
+        trained = [number for number in weighted if evidence.layers[number] not in strays]
+        before = evidence.layers[: trained[0] if trained else None]
+        wasted = sum(layer.seconds for layer in before)
+        wasted += sum(layer.seconds for layer in strays if layer not in before) / 2
+        first, more = strays[0], f" and {len(strays) - 1} more" if len(strays) > 1 else ""
+        under = ", and call it under torch.no_grad()" if len(before) > 1 and first in before else ""
+        finding = timed(
+            cls.name,
+            f"layers get gradients in each backward, and no optimizer has their parameters: {first.path}{more}",
+            f"freeze them: `for p in part.parameters(): p.requires_grad_(False)`{under}; eval() alone does not",
+            share_of(evidence, seconds_of(evidence, Phase.BACKWARD)) * wasted / total,
+            HowKnown.ESTIMATED,
+            place=first.where,
+            where=first.path,
+            sources=cls.sources,
+        )
+        if finding is not None:
+            yield finding

@@ -1,0 +1,195 @@
+"""Batches are made in the training process, which computes nothing meanwhile.
+
+## Why it is slow
+
+Loading and computing take turns. Workers load the next batches while the step computes.
+
+## How it is known
+
+The measured wait, of which it is worked out what is left with workers. Silent for tensors in memory, whose samples
+cost less than a batch passed between processes.
+
+## Example
+
+```python
+train_loader = DataLoader(Images(), batch_size=64, shuffle=True)
+for images, labels in train_loader:
+    optimizer.zero_grad()
+    criterion(model(images), labels).backward()
+    optimizer.step()
+```
+
+## Use instead
+
+```python
+train_loader = DataLoader(Images(), batch_size=64, shuffle=True, num_workers=4, persistent_workers=True)
+for images, labels in train_loader:
+    optimizer.zero_grad()
+    criterion(model(images), labels).backward()
+    optimizer.step()
+```
+
+## When the repair is safe
+
+Random augmentation draws other numbers in workers. Open files and connections of the dataset must be opened in each
+worker; scripts that start processes by spawn need `if __name__ == "__main__":`.
+
+## Source
+
+- Falcon, tip 1
+- Lin, tip 1
+- Kuhn, tip 2
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import libcst as cst
+
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.loaders import loader_calls, trains_with
+from hasten.doctor.source.problem import Problem
+from hasten.doctor.source.syntax import (
+    argument,
+    dotted,
+    last_name,
+    walk,
+)
+from hasten.evidence import Evidence, Finding, HowKnown, Phase
+from hasten.evidence.waiting import in_ms, ordinary_seconds, typical_wait
+from hasten.evidence.weigh import seconds_of, share_of, timed
+from hasten.plan import Setting
+from hasten.techniques.base import toml_value
+from hasten.techniques.data.loader_workers import LoaderWorkers
+from hasten.techniques.data.worker_estimate import room_for, workers_for
+
+_MADE_UP = re.compile(r"random(?!_split)|dummy|fake|toy|synthetic|boring", re.IGNORECASE)
+_LIGHT = frozenset(
+    [
+        "tensor",
+        "as_tensor",
+        "from_numpy",
+        "long",
+        "float",
+        "int",
+        "len",
+        "astype",
+        "size",
+        "contiguous",
+        "clone",
+        "copy",
+    ]
+)
+_LEAST_WAIT = 0.05  # share of the step that must be spent waiting for workers to be worth a word
+
+
+class WorkersZero(Rule):
+    """Batches are made in the training process, which computes nothing meanwhile."""
+
+    name = "workers_zero"
+    cure = LoaderWorkers
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Batches made in the training process that workers could make meanwhile.
+
+        Rests on the measured wait, from which `workers_for` works out what is left of it with workers; silent for
+        tensors in memory, whose samples cost less than a batch passed between processes (Falcon, tip 1). Where threads
+        of the training that wait for work would keep the workers' cores busy, it says what to do.
+        """
+        loader = evidence.train_loader
+        if loader is None or loader.num_workers or share_of(evidence, typical_wait(evidence)) < 0.05:
+            return None
+        asked = loader.probe
+        if loader.dataset == "TensorDataset" or (asked is not None and (asked.in_memory or asked.fork_unsafe)):
+            return None
+        proposal = workers_for(evidence, loader)
+        workers = proposal.workers
+        if not workers:
+            return None
+        table: Setting = {"num_workers": workers, "prefetch_factor": 2}
+        left = ordinary_seconds(evidence) - proposal.seconds
+        how = (
+            f"with {workers} of them the step would take {in_ms(left)}: the greatest of its own computation, a batch's "
+            f"making shared by {workers} workers, and all work shared by {room_for(evidence):.2g} cores"
+        )
+        and_threads = (
+            ", and set OMP_WAIT_POLICY=PASSIVE in the environment (or torch.set_num_threads(1)): threads of the "
+            "training that wait for work would keep the workers' cores busy"
+            if proposal.passive
+            else ""
+        )
+        return timed(
+            cls.name,
+            f"the training process makes every batch itself (num_workers=0), {in_ms(typical_wait(evidence))} of each "
+            f"{in_ms(ordinary_seconds(evidence))} step, while the model waits",
+            f"give the loader num_workers={workers}, persistent_workers=True{and_threads}",
+            share_of(evidence, proposal.seconds),
+            HowKnown.ESTIMATED,
+            place=loader.where,
+            details=(how,),
+            technique="" if loader.iterable else LoaderWorkers.name,
+            setting="" if loader.iterable else toml_value(table),
+            sources=cls.sources,
+        )
+
+    @classmethod
+    def holds(cls, finding: Finding, evidence: Evidence) -> bool:
+        """Not where the run showed that loading costs it next to nothing."""
+        waits = share_of(evidence, seconds_of(evidence, Phase.DATA))
+        return super().holds(finding, evidence) and (not evidence.step_phases or waits >= _LEAST_WAIT)
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Training loaders with num_workers=0, or without the argument."""
+        for call, name in loader_calls(code):
+            given = argument(call, "num_workers", 5)
+            if given is not None and code.script.value_of(given) != 0:
+                continue
+            if code.script.value_of(given) is False or not trains_with(code, call, name) or _in_memory(code, call):
+                continue
+            if argument(call, "multiprocessing_context") is not None:
+                continue
+            default = given is not None and not isinstance(given, cst.Integer)
+            yield Problem(
+                call,
+                f"the training process makes its batches itself (num_workers is 0{' by default' if default else ''})",
+                "give the loader num_workers, and see with `hasten doctor` what they bring",
+            )
+
+
+def _in_memory(code: Code, call: cst.Call) -> bool:
+    """Whether a loader's dataset only hands out what is in memory: workers would not help."""
+    dataset = argument(call, "dataset", 0)
+    return dataset is not None and _hands_out_memory(code, dataset)
+
+
+def _hands_out_memory(code: Code, dataset: cst.BaseExpression, depth: int = 0) -> bool:
+    if depth > 3:
+        return False
+    if _MADE_UP.search(code.text(dataset, 200)):
+        return True
+    made = [dataset, *code.script.assigned(dotted(dataset))] if dotted(dataset) else [dataset]
+    for value in made:
+        if not isinstance(value, cst.Call):
+            continue
+        name = last_name(value.func)
+        if _MADE_UP.search(name):
+            return True
+        if name in ("TensorDataset", "list", "zip"):
+            return True
+        if name in ("random_split", "Subset") and value.args and value.args[0].value is not dataset:
+            return _hands_out_memory(code, value.args[0].value, depth + 1)
+        if name in code.script.classes:
+            getters = [
+                node
+                for node in walk(code.script.classes[name])
+                if isinstance(node, cst.FunctionDef) and node.name.value == "__getitem__"
+            ]
+            calls = [node for getter in getters for node in walk(getter.body) if isinstance(node, cst.Call)]
+            if getters and all(last_name(inner.func) in _LIGHT for inner in calls):
+                return True
+    return any(isinstance(value, cst.List | cst.ListComp | cst.Subscript | cst.Tuple) for value in made)

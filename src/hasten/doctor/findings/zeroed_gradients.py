@@ -1,0 +1,117 @@
+"""Gradients are filled with zeros instead of dropped.
+
+## Why it is slow
+
+The zeros are written, read and added to; without them the backward hands its own gradients over.
+
+## How it is known
+
+The measured time of `zero_grad(set_to_none=False)`; where that was not taken, the gradients' size. Where dropping
+them was switched on and off in the run itself, by what that showed.
+
+## Example
+
+```python
+optimizer.zero_grad(set_to_none=False)
+criterion(model(images), labels).backward()
+```
+
+## Use instead
+
+```python
+optimizer.zero_grad()
+criterion(model(images), labels).backward()
+```
+
+## When the repair is safe
+
+Where every parameter gets a gradient in every step, and nothing reads `.grad` before the backward. `hasten fix`
+leaves files alone that read `.grad`.
+
+## Source
+
+- Lin, tip 14
+- Kuhn, tip 10
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import libcst as cst
+
+from hasten.doctor.rule import Rule
+from hasten.doctor.source.code import Code
+from hasten.doctor.source.problem import Mend, Problem
+from hasten.doctor.source.syntax import is_word, last_name, without_argument
+from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.waiting import in_ms, per_step
+from hasten.evidence.weigh import on_gpu, share_of, switched, timed
+from hasten.techniques.memory.set_to_none import SetToNone
+
+_BYTES, _GPU_BYTES = 10e9, 2e12  # of memory moved a second
+
+
+class ZeroedGradients(Rule):
+    """Gradients are filled with zeros instead of dropped."""
+
+    name = "zeroed_gradients"
+    cure = SetToNone
+    tried = True
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Gradients that are filled with zeros.
+
+        Rests on the measured time of `zero_grad(set_to_none=False)` and, where that was not taken, on the gradients'
+        size: a write of zeros, and a read and add in backward (Lin, tip 14; Kuhn, tip 10). Where dropping them was
+        switched on and off in the run itself, on what that showed.
+        """
+        events = evidence.events_of("zero_grad")
+        if evidence.flags.missing_gradients or not events:
+            return None
+        moved = 3 * 4 * max((model.trained_parameters for model in evidence.models), default=0)
+        measured = per_step(evidence, events)
+        times = min(1.0, max(event.steps for event in events) / evidence.steps) if evidence.steps else 0.0
+        seconds = measured or times * moved / (_GPU_BYTES if on_gpu(evidence) else _BYTES)
+        how = HowKnown.MEASURED if measured else HowKnown.ESTIMATED
+        worth, how_known, live = switched(evidence, cls.name, share_of(evidence, seconds), how)
+        return timed(
+            cls.name,
+            f"gradients of {moved / 12 / 1e6:.1f} M parameters are filled with zeros instead of dropped, "
+            f"{'' if measured else 'about '}{in_ms(seconds)} a step",
+            "call `optimizer.zero_grad()` without set_to_none=False",
+            worth,
+            how_known,
+            place=events[0].where or evidence.flags.zeroed_gradients,
+            details=(
+                *live,
+                "the result stays the same as long as every parameter gets a gradient in every step",
+            ),
+            technique=SetToNone.name,
+            setting="true",
+            sources=cls.sources,
+        )
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Calls that ask for zeros."""
+        for call in code.script.calls:
+            if last_name(call.func) != "zero_grad" or not isinstance(call.func, cst.Attribute) or len(call.args) != 1:
+                continue
+            arg = call.args[0]
+            if arg.star or not is_word(arg.value, "False") or (arg.keyword and arg.keyword.value != "set_to_none"):
+                continue
+            if any(isinstance(node, cst.Attribute) and node.attr.value == "grad" for node in code.script.nodes):
+                continue  # it reads `.grad`, which would be None
+            yield Problem(
+                call,
+                "gradients are set to zero instead of being let go",
+                "remove set_to_none=False",
+                (Mend(call, _without_first),),
+            )
+
+
+def _without_first(call: Any) -> cst.CSTNode:
+    return without_argument(call, call.args[0])

@@ -1,0 +1,144 @@
+"""What a finding is made of: one class in one file of `doctor/findings`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+from hasten.evidence import Evidence, Finding, Severity, split_place
+from hasten.evidence.weigh import on_gpu
+from hasten.techniques.base import Refusal, Technique
+
+if TYPE_CHECKING:
+    from hasten.doctor.source.code import Code
+    from hasten.doctor.source.problem import Problem
+    from hasten.plan import Setting
+
+SECTIONS = (
+    "Why it is slow",
+    "How it is known",
+    "Example",
+    "Use instead",
+    "When the repair is safe",
+    "Source",
+)
+"""Of a finding's page, in this order; "How it is known" may be missing where the code alone shows it."""
+
+
+class Rule:
+    """One thing that may be wrong with a training.
+
+    A subclass has `run`, `code` or both, in a file named after the finding. The file's docstring is its page: one
+    sentence that says what it is, then the sections of `SECTIONS`. docs/findings.md and SARIF's help come from it.
+
+    Attributes:
+        name: Of its findings, as in `# hasten: ignore[name]`; also the name of its file.
+        cure: The technique that cures it without a change of code; None: only a change of code does.
+        tried: The setting of `cure` that doctor switches on and off in a running training, to measure the worth;
+            None: none.
+        severity: Of what is read from code, where nothing is measured: LOW for what costs time, NOTE for what does not.
+        may_change: What a mend may do to the results, said by `hasten fix`; "" where they stay the same.
+        gpu_only: Read from code, it is true of a training on a GPU only.
+        of_optimizer: Read from code, it is about an optimizer: not true of a run in which that one was not built.
+        placed_by_code: The run knows where it showed, the code where it was made.
+        gives_way: It says only that a line takes time: left out where another finding says why.
+        sources: Guides and papers, from the file's docstring.
+    """
+
+    name: ClassVar[str]
+    cure: ClassVar[type[Technique] | None] = None
+    tried: ClassVar[Setting | None] = None
+    severity: ClassVar[Severity] = Severity.LOW
+    may_change: ClassVar[str] = ""
+    gpu_only: ClassVar[bool] = False
+    of_optimizer: ClassVar[bool] = False
+    placed_by_code: ClassVar[bool] = False
+    gives_way: ClassVar[bool] = False
+    sources: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.sources = tuple(re.findall(r"^- (.+)$", cls.section("Source"), re.MULTILINE))
+
+    # -- what it finds ---------------------------------------------------------------------------------
+
+    @classmethod
+    def run(cls, evidence: Evidence) -> Finding | Iterable[Finding] | None:
+        """Return what a run's evidence shows, with its figures."""
+        return None
+
+    @classmethod
+    def code(cls, code: Code) -> Iterable[Problem]:
+        """Return what a file of source code shows."""
+        return ()
+
+    @classmethod
+    def findings(cls, evidence: Evidence) -> list[Finding]:
+        """Return what `run` finds, as a list."""
+        found = cls.run(evidence)
+        return [found] if isinstance(found, Finding) else list(found or ())
+
+    @classmethod
+    def seen_in(cls) -> tuple[str, ...]:
+        """Return how it is seen: "run", "code" or both."""
+        ways = {"run": cls.run.__func__ is not Rule.run.__func__, "code": cls.code.__func__ is not Rule.code.__func__}  # type: ignore[attr-defined]
+        return tuple(way for way, there in ways.items() if there)
+
+    # -- what was read from code, beside a run ---------------------------------------------------------
+
+    @classmethod
+    def holds(cls, finding: Finding, evidence: Evidence) -> bool:
+        """Whether what was read from the code may be true of this run: what the run disproves is not shown."""
+        if cls.gpu_only and (evidence.step_phases or evidence.unfinished) and not on_gpu(evidence):
+            return False
+        if not cls.of_optimizer or not evidence.step_phases or evidence.listened != "doctor":
+            return True
+        # An optimizer that is gone when the script ends may not be known. Where the run was cut, all were still there;
+        # and where none is known, none was there when the first step was over.
+        if evidence.ended != "complete" and evidence.optimizers:
+            return True
+        return any(same_place(finding, *split_place(optimizer.where)) for optimizer in evidence.optimizers)
+
+    # -- trying its cure in a running training ---------------------------------------------------------
+
+    @classmethod
+    def may_help(cls, evidence: Evidence) -> bool:
+        """Whether the finding may be given once its cure was tried; as a rule: whether it is, untried."""
+        return any(finding.worth is not None for finding in cls.findings(evidence))
+
+    @classmethod
+    def to_try(cls, evidence: Evidence) -> dict[str, Setting]:
+        """Return what is to be switched on and off, all at once, to measure the worth: techniques with settings.
+
+        Empty where the finding cannot be given, or its cure cannot be tried.
+        """
+        if cls.cure is None or cls.tried is None or not cls.may_help(evidence):
+            return {}
+        choices = cls.cure.settings(evidence)
+        if isinstance(choices, Refusal) or cls.tried not in choices.settings:
+            return {}
+        return {cls.cure.name: cls.tried}
+
+    # -- its page --------------------------------------------------------------------------------------
+
+    @classmethod
+    def page(cls) -> str:
+        """Return the file's docstring, as Markdown; "" under `python -OO`."""
+        return (sys.modules[cls.__module__].__doc__ or "").strip()
+
+    @classmethod
+    def what(cls) -> str:
+        """Return the page's first paragraph: what the finding is."""
+        return " ".join(cls.page().partition("\n\n")[0].split())
+
+    @classmethod
+    def section(cls, title: str) -> str:
+        """Return the text of one of its page's sections, "" where it has none."""
+        _, _, rest = f"\n{cls.page()}\n".partition(f"\n## {title}\n")
+        return rest.partition("\n## ")[0].strip()
+
+
+def same_place(finding: Finding, file: str, line: int) -> bool:
+    """Whether a finding stands at a place, or a few lines from it: a call may go over several."""
+    return abs(finding.line - line) <= 3 and finding.file.rpartition("/")[2] == file.rpartition("/")[2]
