@@ -57,6 +57,16 @@ class Switchboard(Run):
         self._shared = mmap.mmap(-1, max(1, len(self.techniques)))
         self._settle()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what is shared with workers, of which there are none in another process."""
+        return {name: value for name, value in vars(self).items() if name != "_shared"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Go on in another process."""
+        vars(self).update(state)
+        self._shared = mmap.mmap(-1, max(1, len(self.techniques)))
+        self._settle()
+
     def switch(self, wanted: Mapping[str, Setting]) -> None:
         """From here on just these are on; called between two steps, in the training's thread.
 

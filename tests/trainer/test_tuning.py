@@ -21,7 +21,7 @@ from hasten.plan import Plan
 from hasten.techniques import CATALOGUE
 from hasten.techniques.base import Choices, Effect, Liveness, Resource, Technique
 from hasten.trainer.tuning import Tuning
-from tests.taps.scripts import PYTHON, environment
+from tests.taps.scripts import PYTHON, environment, execute
 from tests.trainer.trainings import Regression, loader, quiet
 
 
@@ -236,3 +236,26 @@ def test_a_fit_that_is_ended_goes_on_from_its_last_checkpoint(tmp_path: Path, by
     assert {path.name for path in tmp_path.iterdir()} <= {
         "train.py", "saved", "hasten-auto.schedule", "hasten-auto.toml", "__pycache__",
     }  # fmt: skip
+
+
+RANKS = """
+import hashlib, os, torch
+from pathlib import Path
+from tests.trainer.test_tuning import Images, images, tuned
+torch.set_num_threads(1)
+module = Images()
+tuned(Path("."), max_steps=300, devices=2, strategy="ddp").fit(module, images())
+kept = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
+Path(f"rank{os.environ['RANK']}").write_text(hashlib.sha256(kept).hexdigest())
+"""
+
+
+def test_ranks_of_a_fit_are_switched_together(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANKS)
+    env = environment(PYTHONPATH=str(Path(__file__).parents[2]), GLOO_SOCKET_IFNAME="lo")
+    launch = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+    done = execute(*launch, cwd=tmp_path, env=env)
+    assert done.code == 0, done.err
+    assert "left alone" not in done.err
+    assert any(len(one["on"]) > 2 for one in switched(tmp_path))
+    assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text(), "one optimizer fused, one not"

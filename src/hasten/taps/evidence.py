@@ -65,9 +65,9 @@ def _observed(session: Session) -> dict[str, Any]:
 def run_of(config: RunConfig, recorder: Recorder | None) -> Run:
     """The Run of this process: techniques on throughout, or switched while it goes on."""
     if config.auto is not None:
-        from hasten.warm.installed import installed
+        from hasten.warm.together import board_of
 
-        return Switchboard(installed(config.auto), recorder)
+        return board_of(config.auto, recorder)
     if config.doctor is not None and config.doctor.tries:
         return Switchboard(build(config.doctor.switched, CATALOGUE), recorder)
     if config.warm is None:

@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from hasten.check.witness import Witness
     from hasten.evidence import TriedLive
     from hasten.evidence.facts import LearningRates
-    from hasten.warm.auto import Auto
+    from hasten.taps.tuned import Told
     from hasten.warm.driver import Driver
-    from hasten.warm.replay import Replay
 
 _COMPILED_BY = 5  # steps after which compilation is over and a trial's seconds count
 
@@ -79,7 +78,7 @@ class ProcessSession(Session):
         self.live = LiveFile(Path(config.live), config.command, config.evidence) if config.live and listens else None
         self.witness: Witness | None = None  # of `hasten check`
         self.driver: Driver | None = None  # of `hasten tune`
-        self.auto: Auto | Replay | None = None  # of `hasten run --auto` and `--replay`
+        self.auto: Told | None = None  # of `hasten run --auto` and `--replay`
         self.heard: Evidence | None = None
         self.recorded: Recorder | None = None
         self.try_changes: Callable[[float, Listener], bool] | None = None

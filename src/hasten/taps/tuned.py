@@ -10,33 +10,42 @@ from typing import TYPE_CHECKING
 from hasten import messages
 from hasten.evidence import Evidence, this_machine
 from hasten.switchboard import Switchboard
+from hasten.warm.alone import ranks_differ
 from hasten.warm.auto import Around, Auto
 from hasten.warm.installed import told_without_asking
 from hasten.warm.replay import Replay
 from hasten.warm.switches import read_schedule
+from hasten.warm.together import Following, Leading, LeadingBoard
 
 if TYPE_CHECKING:
     from hasten.taps.built import Built
     from hasten.taps.protocol import Session
 
 
-def begin(session: Session, built: Built) -> Auto | Replay | None:
-    """Have techniques switched in the process that trains; not in its helpers, nor in other ranks."""
+Told = Auto | Leading | Following | Replay
+
+
+def begin(session: Session, built: Built) -> Told | None:
+    """Have techniques switched in the processes that train; not in their helpers."""
     options, board, recorder = session.config.auto, session.run, session.run.recorder
     if options is None or not isinstance(board, Switchboard) or recorder is None:
         return None
-    if session.rank or multiprocessing.parent_process() is not None:
+    if multiprocessing.parent_process() is not None:
         return None
-    say = functools.partial(_say, session.config.quiet)
+    say = functools.partial(_say, session.config.quiet or session.rank > 0)
     over = functools.partial(_listen_no_more, session)
-    auto: Auto | Replay
-    if options.replay:
-        auto = Replay(read_schedule(Path(options.schedule)), board, recorder, say, over)
+    told: Told
+    if options.replay:  # each rank by itself: all have the same steps
+        told = Replay(read_schedule(Path(options.schedule)), board, recorder, say, over)
+    elif session.rank:
+        told = Following(board, recorder, session.rank, over)
     else:
-        command = session.config.command
-        auto = Auto(options, Around(board, recorder, command, functools.partial(so_far, session, built), say, over))
-    session.steps_over.tell(auto.on_step)
-    return auto
+        evidence, command = functools.partial(so_far, session, built), session.config.command
+        ranks = ranks_differ if isinstance(board, LeadingBoard) else None
+        auto = Auto(options, Around(board, recorder, command, evidence, say, over, ranks))
+        told = Leading(auto, board) if isinstance(board, LeadingBoard) else auto
+    session.steps_over.tell(told.on_step)
+    return told
 
 
 def so_far(session: Session, built: Built) -> Evidence:

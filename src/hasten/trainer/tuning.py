@@ -29,6 +29,7 @@ from hasten.warm.installed import replayed, switchable, told_without_asking
 from hasten.warm.options import AutoOptions
 from hasten.warm.replay import Replay
 from hasten.warm.switches import Switched, is_schedule, read_schedule
+from hasten.warm.together import Following, Leading, LeadingBoard
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -67,8 +68,8 @@ class Tuning(StepClock):
         super().__init__()
         self.seconds = self.least_seconds = 60.0
         self._schedule = schedule
-        self._board: Switchboard | None = None
-        self._told: Auto | Replay | None = None
+        self._board: LeadingBoard | None = None
+        self._told: Auto | Leading | Following | Replay | None = None
         self._again = 0  # steps that must be over before it is told again
 
     def board(self, flags: Mapping[str, Setting | None], installed: Mapping[str, Setting]) -> Switchboard:
@@ -90,21 +91,23 @@ class Tuning(StepClock):
             # The Trainer drops gradients anyway.
             left = settled | {"set_to_none"} | (set(_COMPILED_IN) if installed.get("compile") else set())
             able = [technique for technique in switchable(this_machine()) if technique.name not in left]
-        self._board = Switchboard(able, fixed=build(installed, CATALOGUE))
+        self._board = LeadingBoard(able, fixed=build(installed, CATALOGUE))
         return self._board
 
     # -- hooks -------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Begin, in the process of rank 0."""
+        """Begin: rank 0 decides, the others do as it did."""
         self._end()
-        if not trainer.is_global_zero or self._board is None:
+        if self._board is None:
             return
         self._again = 0
         recorder = Recorder(on_step=self._on_step, on_pass=self._on_pass, may_rest=True)
         over = self._hear_no_more
         if self._schedule is not None:
             self._told = Replay(self._schedule, self._board, recorder, trainer.say, over)
+        elif trainer.world.rank:
+            self._told = Following(self._board, recorder, trainer.world.rank, over)
         else:
             around = Around(
                 self._board,
@@ -113,8 +116,10 @@ class Tuning(StepClock):
                 partial(self._evidence, trainer, recorder),
                 trainer.say,
                 over,
+                _nothing_against if trainer.world.size > 1 else None,
             )
-            self._told = Auto(self._options(trainer), around)
+            auto = Auto(self._options(trainer), around)
+            self._told = Leading(auto, self._board) if trainer.world.size > 1 else auto
         self.listen(trainer, recorder)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
@@ -185,6 +190,11 @@ class Tuning(StepClock):
             ended_at=recorder.now() - recorder.origin,
             listened="trainer",
         )
+
+
+def _nothing_against(_: Evidence) -> str:
+    """The Trainer trains several ranks as DistributedDataParallel does: all do the same in each step."""
+    return ""
 
 
 def _batches_left(trainer: Trainer) -> int | None:

@@ -14,17 +14,35 @@ _BATCHES_AHEAD = 4
 _NOT_STEADY = (Phase.VALIDATION, Phase.CHECKPOINT)
 
 
-def now_left_alone() -> str:
-    """Why nothing may be switched at this moment, whatever the training is; "" where it may."""
+def now_left_alone(together: bool = False) -> str:
+    """Why nothing may be switched at this moment, whatever the training is; "" where it may.
+
+    Args:
+        together: Whether all ranks of the training are switched with this one.
+    """
     import torch
 
     if torch.are_deterministic_algorithms_enabled():
         return "the script asks for deterministic algorithms"
-    world = os.environ.get("WORLD_SIZE", "1")
-    ranks = int(world) if world.isdecimal() else 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        ranks = max(ranks, torch.distributed.get_world_size())
-    return f"it trains in {ranks} processes, which would have to switch together" if ranks > 1 else ""
+    started = ranks_started()
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    ranks = max(started, torch.distributed.get_world_size() if grouped else 1)
+    if ranks < 2 or (together and grouped and torch.distributed.get_world_size() == started):
+        return ""
+    return f"it trains in {ranks} processes, which would have to switch together"
+
+
+def ranks_started() -> int:
+    """Processes of this training, as its launcher said."""
+    said = os.environ.get("WORLD_SIZE", "1")
+    return int(said) if said.isdecimal() else 1
+
+
+def ranks_differ(evidence: Evidence) -> str:
+    """Why the ranks of a training may not do the same in each step; "" where DistributedDataParallel has them do so."""
+    if any(model.name == "DistributedDataParallel" for model in evidence.models):
+        return ""
+    return "its processes train without DistributedDataParallel: who knows whether they must do the same"
 
 
 def steps_known(evidence: Evidence, options: AutoOptions) -> int | None:

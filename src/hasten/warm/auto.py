@@ -59,6 +59,7 @@ class Around:
         evidence: Gives the evidence so far.
         say: Tells the person a line.
         over: Called when nobody needs to hear of steps any more.
+        together: In a training of several ranks that are switched together: why these cannot be, or ""; None: one rank.
     """
 
     board: Switchboard
@@ -67,6 +68,7 @@ class Around:
     evidence: Callable[[], Evidence]
     say: Callable[[str], None]
     over: Callable[[], None]
+    together: Callable[[Evidence], str] | None = None
 
 
 class Auto:
@@ -126,6 +128,14 @@ class Auto:
         if opened.trained and self._hopeful:
             self._look_at = 0
 
+    def abandon(self, why: str) -> None:
+        """Nothing can be switched any more: what is on stays on."""
+        if not self._over:
+            self._over = True
+            self._log(dict(self._board.on))
+            self._around.say(f"auto: nothing is switched from here on: {why}")
+            self._around.over()
+
     def close(self) -> None:
         """The process ends."""
         if not self._over and self._chosen is None and self._recorder.steps and os.getpid() == self._pid:
@@ -145,7 +155,7 @@ class Auto:
     def _glance(self, steps: int) -> int | None:
         """Nothing is measured: look at the loss now and then."""
         self._losses.saw(self._recorder.last[1])
-        self._why = self._why or now_left_alone() or self._losses.wrong(bool(self._board.on), watched=False)
+        self._why = self._why or self._left_alone() or self._losses.wrong(bool(self._board.on), watched=False)
         if self._why:
             return None
         if steps < self._look_at:
@@ -160,10 +170,13 @@ class Auto:
         self._began = self._began or now
         if steps < _PLAIN_STEPS and (steps < _LEAST_PLAIN or now - self._began < _PLAIN_SECONDS):
             return
-        self._why = now_left_alone()
+        self._why = self._left_alone()
         if self._why:
             return
         evidence = self._around.evidence()
+        if self._around.together is not None and (why := self._around.together(evidence)):
+            self._why = why
+            return
         able = candidates(evidence, [one for one in self._board.techniques if one.switchable])
         self._able = able = tuple(one for one in able if not too_large(one.name, evidence))
         self._why = too_short(evidence, self._options)
@@ -197,7 +210,7 @@ class Auto:
                 return
             measured = yield wish
             new = set(measured.on) - self._watched
-            self._note_why(now_left_alone() or self._losses.wrong(bool(measured.on), watched=bool(new)))
+            self._note_why(self._left_alone() or self._losses.wrong(bool(measured.on), watched=bool(new)))
             self._watched |= new
 
     def _asks(self, course: Course, options: WarmOptions) -> Wishes:
@@ -223,7 +236,8 @@ class Auto:
         pace = math.exp(course.posterior.level + course.posterior.gain(on)[0])
         apart = max(self._options.look_every, int(_APART * self._block_seconds / pace))
         self._look_at = self._recorder.steps + times * apart
-        self._stays = self._recorder.may_rest = True
+        self._stays = True
+        self._recorder.may_rest = self._around.together is None  # ranks count steps alike only if all of them count
         yield Wish(on, "stay")
         self._stays = self._recorder.may_rest = False
         self._hopeful = frozenset()
@@ -246,6 +260,9 @@ class Auto:
 
     def note(self, event: Event) -> None:
         """The play-off's events are of no use here."""
+
+    def _left_alone(self) -> str:
+        return now_left_alone(together=self._around.together is not None)
 
     # -- told by the driver ------------------------------------------------------------------------------------
 

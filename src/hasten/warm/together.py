@@ -1,0 +1,283 @@
+"""Ranks of one training that are switched together: rank 0 decides, the others do as it did, at the same step.
+
+Rank 0 writes commands into the store by which the ranks found each other, one a slot, in order. The others read them
+at the same places of the training as it wrote them: behind each step at which it was told of one, and behind each
+pass. A switch is followed by everybody's answer, so that what fails in one rank is off in all before they train on.
+
+A slot is taken once, by rank 0's command or by a rank that has waited too long for it (rank 0 has run out of batches,
+or validates alone). Then nobody switches any more, and all go on with what all have on: ranks never hold different
+plans, and never wait for each other for longer than that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from hasten.errors import HastenError
+from hasten.plan import Setting
+from hasten.switchboard import Switchboard
+from hasten.warm.alone import ranks_started
+from hasten.warm.installed import installed
+
+if TYPE_CHECKING:
+    from hasten.evidence.open_pass import OpenPass
+    from hasten.evidence.recorder import Recorder
+    from hasten.warm.auto import Auto
+    from hasten.warm.options import AutoOptions
+
+_NEVER = sys.maxsize
+_SEARCHES = itertools.count()  # each fit of a process has slots of its own; all ranks have the same fits
+_PATIENCE = 60.0  # seconds that a rank waits for another
+_GIVEN_UP = json.dumps({"do": "given up"})
+
+
+class Slots:
+    """The commands that all ranks read, and what they answer.
+
+    Args:
+        store: That of the process group, or any other that all ranks share.
+        patience: Seconds to wait for another rank.
+    """
+
+    def __init__(self, store: Any, patience: float = _PATIENCE) -> None:
+        self._store, self._patience = store, timedelta(seconds=patience)
+        self.number = 0  # of the next slot
+
+    def write(self, command: dict[str, Any]) -> bool:
+        """Take the next slot; return whether nobody had given it up."""
+        text, key = json.dumps(command), f"slot {self.number}"
+        self.number += 1
+        try:
+            return bool(self._store.compare_set(key, "", text).decode() == text)
+        except RuntimeError:  # the store is gone: the group was taken down before the process ends
+            return False
+
+    def read(self) -> dict[str, Any]:
+        """Return the next slot's command; where it does not come, take the slot and give up."""
+        key = f"slot {self.number}"
+        self.number += 1
+        try:
+            self._store.wait([key], self._patience)
+            text = self._store.get(key).decode()
+        except RuntimeError:  # torch's for time that is over, and for a store that is gone with rank 0
+            text = self._give_up(key)
+        return dict(json.loads(text))
+
+    def _give_up(self, key: str) -> str:
+        """Take a slot whose command does not come; return the command if it came just now."""
+        try:
+            return str(self._store.compare_set(key, "", _GIVEN_UP).decode())
+        except RuntimeError:
+            return _GIVEN_UP
+
+    def answer(self, rank: int, broken: Iterable[str]) -> None:
+        """Say which techniques do not work in this rank, behind the last command."""
+        self._store.set(f"answer {self.number} {rank}", json.dumps(sorted(broken)))
+
+    def answers(self, ranks: int) -> set[str] | None:
+        """Return what does not work in any other rank; None where one does not answer."""
+        keys = [f"answer {self.number} {rank}" for rank in range(1, ranks)]
+        try:
+            self._store.wait(keys, self._patience / 2)  # before others that have answered give up the next slot
+            return {name for key in keys for name in json.loads(self._store.get(key))}
+        except RuntimeError:
+            return None
+
+
+class LeadingBoard(Switchboard):
+    """The switchboard of rank 0: what is switched on it is switched in all ranks.
+
+    Attributes:
+        slots: Where commands are written; None before the ranks are known.
+        ranks: How many there are.
+        lost: Why the others can no longer be led; "" while they are.
+    """
+
+    slots: Slots | None = None
+    ranks = 1
+    lost = ""
+
+    def switch(self, wanted: Mapping[str, Setting]) -> None:
+        """Switch here and in all other ranks; nothing is done once they can no longer be led."""
+        if self.slots is None:
+            super().switch(wanted)
+            return
+        if self.lost or not self._command({"do": "switch", "on": dict(wanted)}):
+            return
+        super().switch(wanted)
+        broken = self.slots.answers(self.ranks)
+        if broken is None and self._command({"do": "switch", "on": {}}):
+            super().switch({})
+            self._command({"do": "over"})
+            self.lost = "another rank did not answer in time; all is off in all ranks"
+        elif broken:
+            self._command({"do": "broken", "names": sorted(broken)})
+            fail(self, broken)
+
+    def lead(self, slots: Slots | None, ranks: int) -> None:
+        """Lead so many ranks from here on; None: there are no others."""
+        self.slots, self.ranks, self.lost = slots, ranks, ""
+
+    def go_on(self, until: int) -> None:
+        """Let the others train on: they need not ask again before so many steps are over."""
+        if self.slots is not None and not self.lost:
+            self._command({"do": "go on", "until": until})
+
+    def over(self) -> None:
+        """Nothing will be switched any more."""
+        super().over()
+        self.dismiss()
+
+    def dismiss(self) -> None:
+        """Tell the others that nothing will be switched any more."""
+        if self.slots is not None and not self.lost:
+            self._command({"do": "over"})
+        self.slots = None
+
+    def _command(self, command: dict[str, Any]) -> bool:
+        assert self.slots is not None
+        if not self.slots.write(command):
+            self.lost = "another rank waited too long for this one; what is on stays on in all ranks"
+        return not self.lost
+
+
+def fail(board: Switchboard, names: Iterable[str]) -> None:
+    """Switch these techniques off for good: they failed in another rank."""
+    for name in names:
+        first = next((one for one in board.techniques if one.name == name and one.switchable), None)
+        if first is not None:
+            board.failed(first, HastenError("it failed in another rank"))
+
+
+def board_of(options: AutoOptions, recorder: Recorder | None) -> Switchboard:
+    """The Run of a process that is switched; that of rank 0 has the others switched with it."""
+    leads = ranks_started() > 1 and os.environ.get("RANK", "0") == "0" and not options.replay
+    return (LeadingBoard if leads else Switchboard)(installed(options), recorder)
+
+
+class Leading:
+    """Rank 0: tunes, and has the others switched with it.
+
+    Args:
+        auto: Decides.
+        board: The one that it switches.
+    """
+
+    def __init__(self, auto: Auto, board: LeadingBoard) -> None:
+        self._auto, self._board = auto, board
+        self._until = 0
+
+    def on_step(self, steps: int) -> int | None:
+        """A step is over."""
+        if not self._until:
+            self._board.lead(slots(), _ranks())
+        if steps < self._until:
+            return self._until
+        again = self._auto.on_step(steps)
+        self._until = steps + 1 if again is None else again
+        self._go_on()
+        return self._until
+
+    def on_pass(self, opened: OpenPass, began: bool) -> None:
+        """A pass is over."""
+        self._auto.on_pass(opened, began)
+        if not began and opened.trained and self._until:
+            self._go_on()
+
+    def close(self) -> None:
+        """The process ends, or the fit."""
+        self._auto.close()
+        self._board.dismiss()
+
+    def _go_on(self) -> None:
+        if self._until >= _NEVER:
+            self._board.dismiss()
+            return
+        self._board.go_on(self._until)
+        if self._board.lost:
+            self._auto.abandon(self._board.lost)
+            self._until = _NEVER
+
+
+class Following:
+    """Any other rank: does as rank 0 did.
+
+    Args:
+        board: Switches techniques.
+        recorder: Counts steps.
+        rank: Of this process.
+        over: Called when nobody needs to hear of steps any more.
+    """
+
+    def __init__(self, board: Switchboard, recorder: Recorder, rank: int, over: Callable[[], None]) -> None:
+        self._board, self._rank, self._over = board, rank, over
+        recorder.may_rest = False
+        self._slots: Slots | None = None
+        self._until = 0
+
+    def on_step(self, steps: int) -> int | None:
+        """A step is over."""
+        if self._slots is None and not self._until:
+            self._slots = slots()
+        if steps >= self._until:
+            self._obey()
+        return self._until
+
+    def on_pass(self, opened: OpenPass, began: bool) -> None:
+        """A pass is over."""
+        if not began and opened.trained and self._until:
+            self._obey()
+
+    def close(self) -> None:
+        """The process ends, or the fit."""
+        self._slots, self._until = None, _NEVER
+
+    def _obey(self) -> None:
+        """Do what rank 0 did, until it went on."""
+        while self._slots is not None:
+            command = self._slots.read()
+            if command["do"] == "go on":
+                self._until = command["until"]
+                return
+            if command["do"] == "switch":
+                self._switch(command["on"])
+                self._slots.answer(self._rank, self._board.broken)
+            elif command["do"] == "broken":
+                fail(self._board, command["names"])
+            else:
+                self.close()
+                self._over()
+        self._until = _NEVER
+
+    def _switch(self, wanted: dict[str, Setting]) -> None:
+        try:
+            self._board.switch(wanted)
+        except HastenError as error:  # another machine, where something of it cannot be switched
+            for technique in self._board.techniques:
+                if technique.name in wanted:
+                    self._board.failed(technique, error)
+            for name in wanted:
+                self._board.broken.setdefault(name, str(error))
+
+
+def slots() -> Slots | None:
+    """Return the commands of this process's group; None where it has none."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        return None
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    return Slots(PrefixStore(f"hasten switches {next(_SEARCHES)}", _get_default_store()))
+
+
+def _ranks() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

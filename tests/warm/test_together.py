@@ -1,0 +1,144 @@
+"""Two real ranks of one training under --auto: both switch at the same steps, or neither does."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hasten.taps.config import RunConfig, environment
+from hasten.techniques import Effect, Liveness, Resource, Technique
+from hasten.warm.together import Following, LeadingBoard, Slots
+from tests.taps.scripts import PYTHON, Done, execute
+from tests.taps.scripts import environment as bare
+from tests.warm.test_auto import PLANTED, options
+
+TRAIN = """
+import json
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(3)
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        time.sleep(0.02 + sum(changes.values()))
+        return super().forward(x)
+model = WRAPPED(Model(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+torch.manual_seed(rank)
+loader = DataLoader(TensorDataset(torch.randn(200, 4)), batch_size=4)
+until, left, seen = time.monotonic() + 60, 20, []
+while left:
+    for (x,) in loader:
+        both = [None, None]
+        dist.all_gather_object(both, (sorted(changes), time.monotonic() > until, os.path.exists("hasten-auto.toml")))
+        seen.append([one[0] for one in both])
+        optimizer.zero_grad()
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        if both[0][1] or both[0][2] or len(seen) >= MOST:
+            left -= 1
+            if not left:
+                break
+if rank == 0:
+    json.dump(seen, open("seen.json", "w"))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def tuned(folder: Path, *planted: str, wrapped: str = "DistributedDataParallel", most: int = 10_000) -> Done:
+    """Train in two ranks, as `hasten run --auto torchrun` has them started."""
+    train = TRAIN.replace("WRAPPED", wrapped).replace("MOST", str(most))
+    (folder / "train.py").write_text("\n".join([PLANTED, *planted, train]))
+    config = RunConfig(command=("train.py",), auto=options(folder))
+    launch = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+    return execute(*launch, cwd=folder, env=environment(config, bare(GLOO_SOCKET_IFNAME="lo")))
+
+
+def seen(folder: Path) -> list[list[list[str]]]:
+    """What each of the two ranks had on, step by step."""
+    return list(json.loads((folder / "seen.json").read_text()))
+
+
+def test_ranks_hold_the_same_plan_in_every_step(tmp_path: Path) -> None:
+    fails_in_one = """planted('fails', 0.0)
+if os.environ.get('RANK') == '1':
+    CATALOGUE['fails'].on = lambda self: 1 / 0"""
+    done = tuned(tmp_path, "planted('helps', -0.015)", "planted('harms', 0.03)", fails_in_one)
+    assert done.code == 0, done.err
+    steps = seen(tmp_path)
+    assert all(first == second for first, second in steps)
+    assert {"helps", "harms"} in [set(first) for first, _ in steps]
+    assert steps[-1] == [["helps"], ["helps"]]
+    assert not any("fails" in first for first, _ in steps), "it does not work in one of them"
+    assert re.search(r"auto: settled after \d+ steps: helps = true", done.err)
+    assert done.err.count("auto: settled") == 1, "one of them says so"
+
+
+def test_ranks_that_may_differ_are_left_alone(tmp_path: Path) -> None:
+    done = tuned(tmp_path, "planted('helps', -0.015)", wrapped="", most=40)
+    assert done.code == 0, done.err
+    assert "auto: the run is left alone: its processes train without DistributedDataParallel" in done.err
+    assert {str(both) for both in seen(tmp_path)} == {"[[], []]"}
+
+
+class Planted(Technique):
+    """Does nothing."""
+
+    name = "planted"
+    effect, relieves, liveness = Effect.ROUNDING, Resource.COMPUTE, Liveness.STEP
+
+
+class Counting:
+    may_rest = True
+
+
+@pytest.fixture
+def ranks() -> tuple[LeadingBoard, LeadingBoard, Following]:
+    """Rank 0's board and rank 1's, which share a store and wait for each other for a second."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    leads, follows = LeadingBoard([Planted(True)]), LeadingBoard([Planted(True)])
+    leads.lead(Slots(store, 1.0), 2)
+    recorder: Any = Counting()
+    following = Following(follows, recorder, 1, lambda: None)
+    following._slots = Slots(store, 1.0)
+    return leads, follows, following
+
+
+def test_a_rank_that_waits_in_vain_ends_the_switching_for_all(ranks: Any) -> None:
+    leads, follows, following = ranks
+    assert following.on_step(1) > 10_000, "rank 0 did not come"
+    leads.switch({"planted": True})
+    assert (leads.on, follows.on) == ({}, {})
+    assert "waited too long" in leads.lost
+
+
+def test_a_rank_that_does_not_answer_finds_all_off_when_it_comes(ranks: Any) -> None:
+    leads, follows, following = ranks
+    leads.switch({"planted": True})
+    assert "did not answer in time" in leads.lost
+    following.on_step(1)
+    assert (leads.on, follows.on) == ({}, {})
+
+
+def test_a_switch_is_made_in_all_ranks(ranks: Any) -> None:
+    leads, follows, following = ranks
+    other = threading.Thread(target=following.on_step, args=(1,))
+    other.start()
+    leads.switch({"planted": True})
+    leads.go_on(7)
+    other.join()
+    assert (leads.on, follows.on, leads.lost) == ({"planted": True}, {"planted": True}, "")
+    assert following.on_step(3) == 7, "it need not ask before"
