@@ -14,20 +14,20 @@ from hasten.check.checked import Checked
 from hasten.check.judge import Compared, Difference
 from hasten.evidence import Machine
 from hasten.tuner.proof import (
-    Agreement,
     Answer,
     Block,
     Curves,
     FullRun,
-    Kept,
+    KeptTechnique,
+    MachineNoise,
     Memory,
-    Noise,
     Pair,
     Parity,
     ParityCheck,
     Proof,
     Ratio,
     Skipped,
+    StepAgreement,
     TrialRow,
     Tried,
 )
@@ -44,7 +44,7 @@ MACHINE = Machine(
     cpu_flags=("amx_bf16", "avx2", "avx512f"),
 )
 TECHNIQUES = (
-    Kept(
+    KeptTechnique(
         "loader_workers",
         {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4},
         "sampling",
@@ -55,10 +55,12 @@ TECHNIQUES = (
         24,
         "the step waited 61 % of its time for data",
     ),
-    Kept("precision", "bf16-mixed", "rounding", 1.38, 1.33, 1.44, 0.999, 26, "41 convolutions in fp32"),
-    Kept("channels_last", True, "rounding", 1.11, 1.08, 1.15, 0.99, 25, "4-D activations"),
-    Kept("compile", "default", "rounding", 1.12, 1.05, 1.19, 0.97, 9, "64 pointwise operators that could be fused"),
-    Kept("fused_optimizer", True, "rounding", 1.02, 0.99, 1.04, 0.86, 21, "62 tensors, one by one"),
+    KeptTechnique("precision", "bf16-mixed", "rounding", 1.38, 1.33, 1.44, 0.999, 26, "41 convolutions in fp32"),
+    KeptTechnique("channels_last", True, "rounding", 1.11, 1.08, 1.15, 0.99, 25, "4-D activations"),
+    KeptTechnique(
+        "compile", "default", "rounding", 1.12, 1.05, 1.19, 0.97, 9, "64 pointwise operators that could be fused"
+    ),
+    KeptTechnique("fused_optimizer", True, "rounding", 1.02, 0.99, 1.04, 0.86, 21, "62 tensors, one by one"),
 )
 TRIED = (
     Tried("precision", "bf16-mixed", "kept", "faster", 1.38, 1.33, 1.44, 0.999, 26),
@@ -179,13 +181,13 @@ def build(**changes: Any) -> Proof:
         trials=trials(),
         budget_seconds=120.0,
         used_seconds=96.0,
-        agreement=Agreement(3, 0.0004, 0.99991, 0.0061, "layer4.1.conv2.weight", 0.012),
+        agreement=StepAgreement(3, 0.0004, 0.99991, 0.0061, "layer4.1.conv2.weight", 0.012),
         blocks=blocks(),
         would_ask=(
             "whether fused_optimizer helps at all: 86 % sure after 21 blocks",
             "compile = \"max-autotune\": its compilation did not fit in the budget",
         ),
-        noise=Noise(0.03, 0.4, 0.031),
+        noise=MachineNoise(0.03, 0.4, 0.031),
         notes=("validation ran once in each trial; its loss is compared too",),
         check=checked(),
     )  # fmt: skip

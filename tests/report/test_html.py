@@ -16,20 +16,20 @@ from hasten.errors import HastenError
 from hasten.report import charts, verdict
 from hasten.report.html import render, write
 from hasten.tuner.proof import (
-    Agreement,
     Answer,
     Block,
     Curves,
     FullRun,
     Machine,
+    MachineNoise,
     Memory,
-    Noise,
     Pair,
     Parity,
     ParityCheck,
     Proof,
     Ratio,
     Skipped,
+    StepAgreement,
     Tried,
 )
 from tests.report.conftest import build, checked
@@ -97,7 +97,7 @@ EMPTY = {
     "only blocks in trouble": {"blocks": tuple(b for b in build().blocks if b.trouble)},
     "not warm": {"blocks": (), "warm": False, "agreement": None, "check": None},
     "no noise": {"noise": None},
-    "noise unseen": {"noise": Noise(None, None, None)},
+    "noise unseen": {"noise": MachineNoise(None, None, None)},
     "nothing tried": {"tried": (), "skipped": (), "trials": (), "notes": ()},
     "no memory": {"memory": Memory(0, 0)},
 }
@@ -171,7 +171,7 @@ def test_what_scripts_say_is_text_and_nothing_else(make):
             phases={"baseline": {evil: 0.1}, "plan": {evil: 0.1}},
             parity=Parity(Answer.DOES_NOT, evil, (check, dataclasses.replace(check, ok=False)), evil),
             speedup_how=evil,
-            agreement=Agreement(1, 0.1, 0.5, 0.1, evil, 0.01),
+            agreement=StepAgreement(1, 0.1, 0.5, 0.1, evil, 0.01),
             blocks=(
                 Block(0.0, 1.0, 9, 0.1, (), evil),
                 Block(2.0, 1.0, 9, 0.1, (evil,), evil),
@@ -219,9 +219,9 @@ def test_numbers_that_are_none_are_shown_as_missing(make):
             curves=Curves((0, 1, 2), ((1.0, nan, 0.8), (math.inf, 0.9)), ((nan, nan, nan),)),
             techniques=(dataclasses.replace(proof.techniques[0], contribution=nan, contribution_low=nan),),
             parity=Parity(Answer.HOLDS, "t", (ParityCheck("loss", (nan,), (1.0,), nan, nan, nan, nan, True),)),
-            agreement=Agreement(1, nan, nan, nan, "", nan),
+            agreement=StepAgreement(1, nan, nan, nan, "", nan),
             blocks=(Block(0.0, 1.0, 9, 0.1, (), "search"), Block(nan, 1.0, 9, nan, ("x",), "search")),
-            noise=Noise(nan, nan, nan),
+            noise=MachineNoise(nan, nan, nan),
             phases={"baseline": {"data": nan, "forward": 0.1}, "plan": {"forward": math.inf}},
         )
     )
@@ -308,14 +308,14 @@ def test_bars_and_headline_tell_the_same(make):
 
 
 def test_a_quiet_machine_is_said_to_be_quiet(make):
-    text = Page(render(make(noise=Noise(0.0, 0.004, 0.01)))).text
+    text = Page(render(make(noise=MachineNoise(0.0, 0.004, 0.01)))).text
     assert "Noisy machine" not in text
     assert "Other processes kept 0.0 of 2 cores busy." in text
     assert "the machine was quiet" in text
 
 
 def test_noise_that_was_not_seen_is_not_called_quiet(make):
-    text = Page(render(make(noise=Noise(None, None, 0.05)))).text
+    text = Page(render(make(noise=MachineNoise(None, None, 0.05)))).text
     assert "What other processes did could not be seen." in text
     assert "quiet" not in text
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from hasten.report.progress import Progress
+from hasten.report.progress import TuneProgress
 from hasten.tuner.proof import Block
 
 EVIL = "\x1b[2J[red]x\x07"
@@ -64,7 +64,7 @@ def last_line(text: str) -> str:
 
 
 def test_a_terminal_shows_one_line_that_updates(terminal: Terminal):
-    with Progress(terminal.console, 120.0) as progress:
+    with TuneProgress(terminal.console, 120.0) as progress:
         progress.say("looking at the script")
         progress.block(block(0.1, part="all on"), 0.1)
         progress.block(block(0.05, "channels_last", "precision"), 0.1)
@@ -78,7 +78,7 @@ def test_a_terminal_shows_one_line_that_updates(terminal: Terminal):
 
 
 def test_a_failed_block_is_not_counted(terminal: Terminal):
-    with Progress(terminal.console, 60.0) as progress:
+    with TuneProgress(terminal.console, 60.0) as progress:
         progress.block(block(0.05, "compile"), 0.1)
         progress.block(block(0.0001, "compile", trouble="crashed"), 0.1)
         assert "best 2.00x  not counted  search  2 blocks, 1 failed" in last_line(terminal.read())
@@ -87,7 +87,7 @@ def test_a_failed_block_is_not_counted(terminal: Terminal):
 @pytest.mark.parametrize("columns", [1, 8, 20, 40, 80])
 def test_the_line_fits(columns: int):
     terminal = Terminal(columns)
-    with Progress(terminal.console, 120.0) as progress:
+    with TuneProgress(terminal.console, 120.0) as progress:
         progress.block(block(0.05, *(f"technique_{n}" for n in range(9)), "数据"), 0.1)
         line = last_line(terminal.read())
         assert 1 <= len(line) < max(2, columns)
@@ -96,7 +96,7 @@ def test_the_line_fits(columns: int):
 
 def test_elsewhere_a_line_is_said_where_the_best_pace_rises():
     file = io.StringIO()
-    with Progress(Console(file=file, width=80), 120.0) as progress:
+    with TuneProgress(Console(file=file, width=80), 120.0) as progress:
         progress.say("looking at the script")
         for step in (0.1, 0.098, 0.08, 0.079, 0.05):
             progress.block(block(step, f"threads={step}"), 0.1)
@@ -111,7 +111,7 @@ def test_elsewhere_a_line_is_said_where_the_best_pace_rises():
 
 
 def test_the_best_is_the_median_of_what_was_on():
-    with Progress(Console(file=io.StringIO()), 120.0) as progress:
+    with TuneProgress(Console(file=io.StringIO()), 120.0) as progress:
         assert progress.best is None
         for step in (0.05, 0.1, 0.1):
             progress.block(block(step, "lucky"), 0.1)
@@ -122,7 +122,7 @@ def test_the_best_is_the_median_of_what_was_on():
 
 def test_a_dumb_terminal_gets_lines(terminal: Terminal):
     console = Console(file=terminal.file, force_terminal=True, _environ={"TERM": "dumb"})
-    with Progress(console, 60.0) as progress:
+    with TuneProgress(console, 60.0) as progress:
         progress.block(block(0.05, "compile"), 0.1)
     text = terminal.read()
     assert "best so far 2.00x" in text
@@ -131,14 +131,14 @@ def test_a_dumb_terminal_gets_lines(terminal: Terminal):
 
 def test_colour_that_is_forced_makes_no_terminal_of_a_pipe():
     file = io.StringIO()
-    with Progress(Console(file=file, _environ={"FORCE_COLOR": "1"}), 60.0) as progress:
+    with TuneProgress(Console(file=file, _environ={"FORCE_COLOR": "1"}), 60.0) as progress:
         progress.block(block(0.05, "compile"), 0.1)
     assert "\x1b" not in file.getvalue()
 
 
 def test_a_terminal_that_goes_away_ends_nothing():
     terminal = Terminal()
-    progress = Progress(terminal.console, 60.0)
+    progress = TuneProgress(terminal.console, 60.0)
     progress.block(block(0.05, "compile"), 0.1)
     terminal.hang_up()
     progress.say("still here")
@@ -151,18 +151,18 @@ def test_a_terminal_that_goes_away_ends_nothing():
 
 def test_closed_files_and_full_disks_end_nothing():
     file = io.StringIO()
-    progress = Progress(Console(file=file), 60.0)
+    progress = TuneProgress(Console(file=file), 60.0)
     file.close()
     progress.say("nobody hears")
     progress.block(block(0.05, "compile"), 0.1)
     progress.close()
-    with open("/dev/full", "w", encoding="utf-8") as full, Progress(Console(file=full), 60.0) as progress:
+    with open("/dev/full", "w", encoding="utf-8") as full, TuneProgress(Console(file=full), 60.0) as progress:
         progress.say("no room")
         progress.block(block(0.05, "compile"), 0.1)
 
 
 def test_what_scripts_say_cannot_steer_the_terminal(terminal: Terminal):
-    with Progress(terminal.console, 60.0) as progress:
+    with TuneProgress(terminal.console, 60.0) as progress:
         progress.say(EVIL)
         progress.block(block(0.05, EVIL, part=EVIL), 0.1)
         text = terminal.read().replace("\r\x1b[2K", "")
@@ -173,6 +173,6 @@ def test_what_scripts_say_cannot_steer_the_terminal(terminal: Terminal):
 
 def test_an_ascii_terminal_gets_ascii():
     raw = io.BytesIO()
-    with Progress(Console(file=io.TextIOWrapper(raw, encoding="ascii")), 60.0) as progress:
+    with TuneProgress(Console(file=io.TextIOWrapper(raw, encoding="ascii")), 60.0) as progress:
         progress.say("données → x")
         assert raw.getvalue().decode("ascii").rstrip().endswith("donn?es -> x")

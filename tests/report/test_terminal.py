@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hasten.report.terminal import show
-from hasten.tuner.proof import Agreement, Answer, Curves, Memory, Parity, Proof, Tried
+from hasten.tuner.proof import Answer, Curves, Memory, Parity, Proof, StepAgreement, Tried
 
 
 def screen(proof: Proof, width: int = 80, plan: Path | None = Path("hasten.toml"), **options: object) -> str:
@@ -104,7 +104,7 @@ def test_what_scripts_say_cannot_steer_the_terminal(make):
         parity=Parity(Answer.DOES_NOT, "", (), evil),
         speedup_how=evil,
         would_ask=(evil,),
-        agreement=Agreement(1, 0.1, 0.5, 0.1, evil),
+        agreement=StepAgreement(1, 0.1, 0.5, 0.1, evil),
         phases={"baseline": {evil: 1.0}},
     )
     text = screen(proof)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.warm.posterior import Estimate, Posterior
+from hasten.warm.posterior import CandidateEstimate, Posterior
 
 PRIOR = (-0.03, 0.2)
 
@@ -107,7 +107,7 @@ def test_the_noise_is_found() -> None:
 
 def test_what_was_never_asked_is_as_expected() -> None:
     found = Posterior([(-0.1, 0.2), (0.05, 0.1)])
-    assert found.estimate(0, ()) == Estimate(-0.1, pytest.approx(0.2), 0, 0)
+    assert found.estimate(0, ()) == CandidateEstimate(-0.1, pytest.approx(0.2), 0, 0)
     found.add({1}, 0.5)
     found.add((), 0.5)
     assert found.estimate(0, ()).mean == pytest.approx(-0.1)
@@ -130,7 +130,7 @@ def test_draws_are_as_likely_as_the_posterior_says() -> None:
 @given(st.floats(-1, 1), st.floats(1e-3, 0.5))
 def test_an_estimate_in_words(mean: float, spread: float) -> None:
     """Its ratio is above 1 just where it is likely to help, and lies in its interval."""
-    estimate = Estimate(mean, spread, 3, 3)
+    estimate = CandidateEstimate(mean, spread, 3, 3)
     ratio, low, high = estimate.ratio
     assert low < ratio < high
     assert 0 <= estimate.helps <= 1

@@ -68,10 +68,10 @@ def _shown(budget: float, tuned: Callable[[Callable[[str], None], Callable[[Bloc
     from rich.console import Console
 
     from hasten.report.course import plain_step
-    from hasten.report.progress import Progress
+    from hasten.report.progress import TuneProgress
 
     blocks: list[Block] = []
-    with Progress(Console(stderr=True), budget) as progress:
+    with TuneProgress(Console(stderr=True), budget) as progress:
 
         def on_block(block: Block) -> None:
             blocks.append(block)

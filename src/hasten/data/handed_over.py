@@ -138,12 +138,12 @@ def handing_over(plain: Any) -> Any:
         known = self.__dict__.get("_hasten_workers")
         if known is None or not known.workers or self.num_workers:
             return plain(self)
-        return Pass(self, known)
+        return HandedOverIterator(self, known)
 
     return _get_iterator
 
 
-class Pass(_SingleProcessDataLoaderIter):
+class HandedOverIterator(_SingleProcessDataLoaderIter):
     """torch's iterator of a loader without workers, whose batches workers make.
 
     Args:

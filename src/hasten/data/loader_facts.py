@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.data import rng
-from hasten.data.watched_workers import Watch
+from hasten.data.watched_workers import WorkerWatch
 
 
 def workers_of(loader: Any) -> int:
@@ -81,7 +81,7 @@ def _workers_mattered(state: dict[str, Any]) -> bool:
     return not workers or bool(workers["states"]) or state.get("way") not in ("skip", None)
 
 
-def doubts(state: dict[str, Any], plan: Watch) -> list[str]:
+def doubts(state: dict[str, Any], plan: WorkerWatch) -> list[str]:
     """What turned out while the pass was brought to where it stood."""
     found, batches = [], state["batches"]
     if plan.short:

@@ -23,7 +23,7 @@ from hasten.data.loader_facts import (
     is_stateful,
     workers_of,
 )
-from hasten.data.watched_workers import Watch, advance, kind_of_workers, watch_of, watching
+from hasten.data.watched_workers import WorkerWatch, advance, kind_of_workers, watch_of, watching
 from hasten.messages import warn
 
 _log = logging.getLogger("hasten")
@@ -53,7 +53,7 @@ class Position:
         self.loader = loader
         self._begun: dict[str, Any] | None = None  # the generators' states when the open pass began
         self._reused = False  # the open pass was begun by workers of an earlier one
-        self._watch: Watch | None = None
+        self._watch: WorkerWatch | None = None
         self._fetcher: Any = None
         self._way = "replay"
         self._waiting: dict[str, Any] | None = None  # state of workers that the next `begin` has to start
@@ -70,12 +70,12 @@ class Position:
         elif waiting is not None:
             watch = self._plan(waiting, 0, self._begun)
         else:
-            watch = Watch(depth=_depth(loader))
+            watch = WorkerWatch(depth=_depth(loader))
         if running is not None and watch is not None:
             running.hasten_settle()
             watch.next_pass()
         self._begun["workers"] = {} if watch is None else watch.at(0)[0]
-        with watching(loader, watch or Watch()):
+        with watching(loader, watch or WorkerWatch()):
             iterator: Iterator[Any] = iter(loader)
         self._look_at(iterator)
         return iterator
@@ -218,16 +218,16 @@ class Position:
         if strange := rng.set_states(rng.find(self.loader), states):
             _warn([f"random generators of the loader are not there as when the state was saved: {', '.join(strange)}"])
 
-    def _plan(self, state: dict[str, Any], skip: int, before: dict[str, Any] | None) -> Watch:
+    def _plan(self, state: dict[str, Any], skip: int, before: dict[str, Any] | None) -> WorkerWatch:
         """How workers have to start: with which states, and, in a later pass of workers that stay, with which draws."""
         before_reset = None
         if before is not None:  # the pass itself draws no seed: as if the workers had been there
             before_reset = functools.partial(_put_back, self.loader, before)
         workers = state.get("workers")
         if not workers or workers["number"] != workers_of(self.loader):
-            return Watch(skip=skip, before_reset=before_reset, depth=_depth(self.loader))
+            return WorkerWatch(skip=skip, before_reset=before_reset, depth=_depth(self.loader))
         states = {int(worker): rng.to_raw(kept) for worker, kept in workers["states"].items()}
-        return Watch(states, workers["base_seed"], skip, before_reset, _depth(self.loader))
+        return WorkerWatch(states, workers["base_seed"], skip, before_reset, _depth(self.loader))
 
     def _look_at(self, iterator: Any) -> None:
         """Choose the way by which the pass that was just begun could be resumed."""
@@ -279,7 +279,7 @@ def _put_back(loader: Any, before: dict[str, Any]) -> None:
     rng.set_states(rng.find(loader), before["own"])
 
 
-def _workers_state(watch: Watch, states: dict[int, Any], lost: list[int]) -> dict[str, Any]:
+def _workers_state(watch: WorkerWatch, states: dict[int, Any], lost: list[int]) -> dict[str, Any]:
     plain = {str(worker): rng.from_raw(state) for worker, state in states.items()}
     return {"base_seed": watch.base_seed, "states": plain, "lost": lost, "number": watch.number}
 

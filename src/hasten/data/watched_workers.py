@@ -22,7 +22,7 @@ _STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
 _DEPTH = 8  # states kept of each worker: something may read a few batches ahead of the training
 
 
-class Watch:
+class WorkerWatch:
     """What the main process knows of one set of workers, and how the next set has to start.
 
     Args:
@@ -148,13 +148,13 @@ def kind_of_workers(loader: Any) -> Any:
     return None
 
 
-def watch_of(iterator: Any) -> Watch | None:
+def watch_of(iterator: Any) -> WorkerWatch | None:
     """The watch over the workers of this iterator, if it has one."""
     return getattr(iterator, "_hasten_watch", None)
 
 
 @contextlib.contextmanager
-def watching(loader: Any, watch: Watch) -> Iterator[None]:
+def watching(loader: Any, watch: WorkerWatch) -> Iterator[None]:
     """Let workers that `iter(loader)` starts inside be watched."""
     kind = kind_of_workers(loader)
     if kind is None:
@@ -167,7 +167,7 @@ def watching(loader: Any, watch: Watch) -> Iterator[None]:
         del loader._get_iterator
 
 
-def _open(loader: Any, kind: Any, watch: Watch) -> Any:
+def _open(loader: Any, kind: Any, watch: WorkerWatch) -> Any:
     loader.check_worker_number_rationality()
     options = (loader.next_iter_state,) if hasattr(loader, "next_iter_state") else ()
     collate, init = loader.collate_fn, loader.worker_init_fn
@@ -198,7 +198,7 @@ def _watched(kind: Any) -> Any:
     class Watched(kind):  # type: ignore[misc]
         _task_info: dict[int, tuple[Any, ...]]
 
-        def __init__(self, loader: Any, watch: Watch, *args: Any) -> None:
+        def __init__(self, loader: Any, watch: WorkerWatch, *args: Any) -> None:
             self._hasten_watch = watch
             super().__init__(loader, *args)
 

@@ -58,12 +58,12 @@ def bench_loader(
         HastenError: The script ended, or was stopped, before there was anything to measure; why, and where.
     """
     with tempfile.TemporaryDirectory(prefix="hasten-bench-", ignore_cleanup_errors=True) as scratch:
-        running = _Bench(list(arguments), tuple(command), Path(scratch), seconds, patience, flame, say)
+        running = _BenchRun(list(arguments), tuple(command), Path(scratch), seconds, patience, flame, say)
         running.run()
         return running.gather(evidence)
 
 
-class _Bench:
+class _BenchRun:
     """The script's process, and what it has told so far."""
 
     def __init__(

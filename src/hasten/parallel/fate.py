@@ -27,7 +27,7 @@ _SYMPTOMS = (
 )
 
 
-class Child(Protocol):
+class RankProcess(Protocol):
     """A rank that runs in a process which this one has started."""
 
     rank: int
@@ -45,7 +45,7 @@ def is_symptom(text: str) -> bool:
     return any(word in text for word in _SYMPTOMS)
 
 
-def settle(children: Sequence[Child], seconds: float = 5.0) -> None:
+def settle(children: Sequence[RankProcess], seconds: float = 5.0) -> None:
     """Wait until it is plain who is to blame, or every rank has ended, or the time is over.
 
     The ranks that lost a partner fail as well, sometimes before the one that made them fail is seen to be gone.
@@ -59,7 +59,7 @@ def settle(children: Sequence[Child], seconds: float = 5.0) -> None:
         time.sleep(0.05)
 
 
-def verdict(children: Sequence[Child], size: int) -> HastenError | None:
+def verdict(children: Sequence[RankProcess], size: int) -> HastenError | None:
     """The error that names the rank to blame; None when no rank has ended and none is seen to be stuck.
 
     Args:
@@ -81,7 +81,7 @@ def verdict(children: Sequence[Child], size: int) -> HastenError | None:
     return None
 
 
-def end_all(children: Sequence[Child], patience: float = 3.0) -> None:
+def end_all(children: Sequence[RankProcess], patience: float = 3.0) -> None:
     """End what still runs: asked with SIGTERM, and after `patience` seconds with SIGKILL; returns when all are gone."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for child in children:
@@ -94,13 +94,13 @@ def end_all(children: Sequence[Child], patience: float = 3.0) -> None:
             time.sleep(0.02)
 
 
-def send(child: Child, number: int) -> None:
+def send(child: RankProcess, number: int) -> None:
     """Send a signal to a rank that may have ended meanwhile."""
     with suppress(ProcessLookupError):
         os.kill(child.pid, number)
 
 
-def _guilty(child: Child) -> bool:
+def _guilty(child: RankProcess) -> bool:
     code = child.code()
     if not code:
         return False
@@ -126,7 +126,7 @@ def _how_it_ended(code: int) -> str:
     return f"was ended by signal {-code} ({name})"
 
 
-def _error(child: Child, size: int, what: str) -> HastenError:
+def _error(child: RankProcess, size: int, what: str) -> HastenError:
     code = child.code()
     said = "\n".join(f"    {line}" for line in child.last_words().strip().splitlines()[-15:])
     if code == -signal.SIGKILL:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hasten.report import words
-from hasten.tuner.proof import Agreement, Answer, ParityCheck, Proof
+from hasten.tuner.proof import Answer, ParityCheck, Proof, StepAgreement
 
 _SAME_WAY = 0.99
 
@@ -58,7 +58,7 @@ def check(check: ParityCheck) -> str:
     return f"{words.clean(check.what)}: {side}{words.signed(check.change)} under the plan ({interval}, {pairs}); {sees}"
 
 
-def agreement(found: Agreement) -> list[str]:
+def agreement(found: StepAgreement) -> list[str]:
     """What plain and plan did on the same weights and batches, in sentences."""
     at = f", in {words.clean(found.worst)}" if found.worst else ""
     loss, steps = words.percent(found.loss_gap), words.count(found.steps, "step")
@@ -69,7 +69,7 @@ def agreement(found: Agreement) -> list[str]:
     ]
 
 
-def agreement_in_short(found: Agreement) -> str:
+def agreement_in_short(found: StepAgreement) -> str:
     """The same in one sentence."""
     gap, loss = words.percent(found.gradient_gap), words.percent(found.loss_gap)
     return (
@@ -78,17 +78,17 @@ def agreement_in_short(found: Agreement) -> str:
     )
 
 
-def _way(found: Agreement) -> str:
+def _way(found: StepAgreement) -> str:
     if not words.known(found.cosine):
         return "it is not known where"
     return "the same way" if found.cosine > _SAME_WAY else "elsewhere"
 
 
-def _cosine(found: Agreement) -> str:
+def _cosine(found: StepAgreement) -> str:
     return f"{found.cosine:.5f}" if words.known(found.cosine) else words.NONE
 
 
-def _explained(found: Agreement) -> str:
+def _explained(found: StepAgreement) -> str:
     if found.allowed is None or not words.known(found.allowed):
         return "how much of that rounding explains is not known"
     more = found.gradient_gap > found.allowed
@@ -96,7 +96,7 @@ def _explained(found: Agreement) -> str:
     return f"MORE than the {allowed} that rounding explains" if more else f"rounding explains up to {allowed}"
 
 
-def agrees(found: Agreement) -> bool:
+def agrees(found: StepAgreement) -> bool:
     """Whether gradients agree as far as rounding lets them, where that is known."""
     return found.cosine > _SAME_WAY and (found.allowed is None or found.gradient_gap <= found.allowed)
 

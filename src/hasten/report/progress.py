@@ -23,7 +23,7 @@ _LEAST_LIST = 16  # columns in which names are worth showing
 _CLEAR = "\r\x1b[2K"
 
 
-class Progress:
+class TuneProgress:
     """Show the progress of a tune: lines that are said, and the pace of its blocks. To be closed, or used in a `with`.
 
     On a terminal one line at the bottom tells time, part, blocks and the pace beside the script as it was. Elsewhere
@@ -95,7 +95,7 @@ class Progress:
             self._ticking = None
             atexit.unregister(self.close)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TuneProgress:
         return self
 
     def __exit__(

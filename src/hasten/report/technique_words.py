@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hasten.report import words
-from hasten.tuner.proof import Kept, Proof, Tried
+from hasten.tuner.proof import KeptTechnique, Proof, Tried
 
 _OUTCOMES = {"nan": "turned to NaN", "timeout": "timed out", "out of memory": "ran out of memory"}
 
@@ -60,7 +60,7 @@ def lost(proof: Proof) -> list[Row]:
     return [_lost(one) for one in proof.tried if one.outcome != "kept"]
 
 
-def _kept(one: Kept) -> Row:
+def _kept(one: KeptTechnique) -> Row:
     ends = one.contribution, one.contribution_low, one.contribution_high
     texts = words.clean(one.effect), words.clean(one.why)
     return Row(words.clean(one.name), words.setting(one.setting), True, *ends, one.helps, one.blocks, *texts)

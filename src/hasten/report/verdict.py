@@ -15,7 +15,7 @@ _STOLEN = 0.02
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TuneVerdict:
     """The answer in one line.
 
     `kind`: faster (and proven), unproven, unclear (no speed-up shown), refuted, nothing (kept).
@@ -36,7 +36,7 @@ class Promise:
 
 
 @dataclass(frozen=True)
-class Line:
+class LabelledFigure:
     """One labelled figure: `whole epochs: 2.10x, 95 % interval 2.0x to 2.2x`."""
 
     label: str
@@ -45,7 +45,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class PhaseRow:
+class PhaseChange:
     """One phase of a steady step, in seconds, before and after."""
 
     name: str
@@ -54,39 +54,39 @@ class PhaseRow:
     after: float
 
 
-def verdict(proof: Proof) -> Verdict:
+def verdict(proof: Proof) -> TuneVerdict:
     """The first thing to say about a proof: the claim, and whether it is proven."""
     if not proof.techniques:
         return _nothing(proof)
     claim = "; ".join(part for part in (_interval(proof.speedup), words.clean(proof.speedup_how)) if part) + "."
     ratio, missing = words.times(proof.speedup.ratio), _missing(proof)
     if proof.speedup.high < 1:
-        return Verdict("refuted", f"The plan is slower: {ratio}", f"{claim} Train without it.")
+        return TuneVerdict("refuted", f"The plan is slower: {ratio}", f"{claim} Train without it.")
     if proof.proven is Answer.DOES_NOT:
         advice = "Do not train with this plan: take techniques out of it one by one, those that are not exact first."
-        return Verdict("refuted", f"{ratio} as fast, but the result is not the same", f"{claim} {advice}")
+        return TuneVerdict("refuted", f"{ratio} as fast, but the result is not the same", f"{claim} {advice}")
     if not proof.speedup.low > 1:
         why = f"Not proven: {_faster(proof.speedup).detail}."
-        return Verdict("unclear", f"No speed-up shown: {ratio}, not proven", f"{claim} {why}")
+        return TuneVerdict("unclear", f"No speed-up shown: {ratio}, not proven", f"{claim} {why}")
     if proof.full_run is not None and proof.full_run.ratio < 1:
         why = "Over the full run the longer start-up costs more than the faster steps win."
-        return Verdict("unclear", f"Steps {ratio} faster, the full run not", f"{claim} {why}")
+        return TuneVerdict("unclear", f"Steps {ratio} faster, the full run not", f"{claim} {why}")
     if proof.proven is Answer.HOLDS:
-        return Verdict("faster", f"{ratio} faster, proven", claim)
-    return Verdict("unproven", f"{ratio} faster, not proven", f"{claim} Not known: {missing}.")
+        return TuneVerdict("faster", f"{ratio} faster, proven", claim)
+    return TuneVerdict("unproven", f"{ratio} faster, not proven", f"{claim} Not known: {missing}.")
 
 
-def _nothing(proof: Proof) -> Verdict:
+def _nothing(proof: Proof) -> TuneVerdict:
     """Nothing was kept: since nothing helped, or since nothing could be looked at."""
     measured = [one for one in proof.tried if words.known(one.ratio)]
     if not proof.tried and not proof.blocks:
-        return Verdict("nothing", "Nothing was measured", "Whether anything helps here is not known.")
+        return TuneVerdict("nothing", "Nothing was measured", "Whether anything helps here is not known.")
     tried = words.count(len(proof.tried), "setting")
     if not measured:
-        return Verdict(
+        return TuneVerdict(
             "nothing", "Nothing could be kept", f"{tried} tried, none came to a figure: run the training as before."
         )
-    return Verdict("nothing", "Nothing helped here", f"{tried} tried, none kept: run the training as before.")
+    return TuneVerdict("nothing", "Nothing helped here", f"{tried} tried, none kept: run the training as before.")
 
 
 def promises(proof: Proof) -> list[Promise]:
@@ -136,20 +136,24 @@ def _missing(proof: Proof) -> str:
     return ", ".join(each.what for each in promises(proof) if each.answer is not Answer.HOLDS)
 
 
-def speed(proof: Proof) -> list[Line]:
+def speed(proof: Proof) -> list[LabelledFigure]:
     """The speed-up of steady steps, of whole epochs and of the full run."""
-    lines = [Line("steps", words.times(proof.speedup.ratio), _interval(proof.speedup))]
+    lines = [LabelledFigure("steps", words.times(proof.speedup.ratio), _interval(proof.speedup))]
     if proof.epoch_speedup is not None:
-        lines.append(Line("whole epochs", words.times(proof.epoch_speedup.ratio), _interval(proof.epoch_speedup)))
+        lines.append(
+            LabelledFigure("whole epochs", words.times(proof.epoch_speedup.ratio), _interval(proof.epoch_speedup))
+        )
     else:
-        lines.append(Line("whole epochs", "not measured", "no process came to the end of an epoch"))
+        lines.append(LabelledFigure("whole epochs", "not measured", "no process came to the end of an epoch"))
     if (run := proof.full_run) is not None:
         before, after = words.duration(run.baseline_seconds), words.duration(run.plan_seconds)
         about = f"{before} -> {after} for {words.count(run.epochs, 'epoch')}, estimated"
-        lines.append(Line("full run", words.times(run.ratio), f"{about} ({words.clean(run.epochs_known_from)})"))
-        lines.append(Line("start-up", _startup(proof), break_even(proof)))
+        lines.append(
+            LabelledFigure("full run", words.times(run.ratio), f"{about} ({words.clean(run.epochs_known_from)})")
+        )
+        lines.append(LabelledFigure("start-up", _startup(proof), break_even(proof)))
     else:
-        lines.append(Line("full run", "not estimated", "the length of the full run is not known"))
+        lines.append(LabelledFigure("full run", "not estimated", "the length of the full run is not known"))
     return lines
 
 
@@ -180,21 +184,21 @@ def break_even(proof: Proof) -> str:
     return f"won back after {run.break_even_epochs} epochs"
 
 
-def memory(proof: Proof) -> list[Line]:
+def memory(proof: Proof) -> list[LabelledFigure]:
     """Peak memory before and after."""
     memory = proof.memory
     pairs = [("peak memory", memory.baseline_bytes, memory.plan_bytes)]
     if memory.baseline_gpu_bytes is not None and memory.plan_gpu_bytes is not None:
         pairs.append(("peak GPU memory", memory.baseline_gpu_bytes, memory.plan_gpu_bytes))
     return [
-        Line(label, f"{words.size(before)} -> {words.size(after)}", words.change(before, after))
+        LabelledFigure(label, f"{words.size(before)} -> {words.size(after)}", words.change(before, after))
         if before > 0 and after > 0
-        else Line(label, "not measured")
+        else LabelledFigure(label, "not measured")
         for label, before, after in pairs
     ]
 
 
-def phases(proof: Proof) -> list[PhaseRow]:
+def phases(proof: Proof) -> list[PhaseChange]:
     """The phases that took any time, in the order of a step."""
     before, after = (proof.phases.get(side, {}) for side in ("baseline", "plan"))
     rows = []
@@ -202,7 +206,7 @@ def phases(proof: Proof) -> list[PhaseRow]:
         pair = [side.get(name, 0.0) for side in (before, after)]
         pair = [seconds if words.known(seconds) and seconds > 0 else 0.0 for seconds in pair]
         if any(pair):
-            rows.append(PhaseRow(name, words.phase(name), *pair))
+            rows.append(PhaseChange(name, words.phase(name), *pair))
     return rows
 
 

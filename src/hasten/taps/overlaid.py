@@ -268,7 +268,7 @@ def _scanning(overlay: Overlay, plain: Any) -> Any:
             if where == shown:
                 return plain(path)
         entries = {e.name: e for layer in layers for e in plain(layer) if overlay.shows(layer, e.name)}
-        return _Entries(iter([_Entry(entry, shown) for entry in entries.values()]))
+        return _Entries(iter([_LayeredEntry(entry, shown) for entry in entries.values()]))
 
     return scandir
 
@@ -282,7 +282,7 @@ def _changing_folder(overlay: Overlay, plain: Any) -> Any:
     return chdir
 
 
-class _Entry:
+class _LayeredEntry:
     """An entry of a folder that has layers, under the path that the script asked for."""
 
     def __init__(self, entry: Any, folder: Any) -> None:

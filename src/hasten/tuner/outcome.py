@@ -22,9 +22,9 @@ from hasten.tuner.proof import (
     Block,
     Curves,
     FullRun,
-    Kept,
+    KeptTechnique,
+    MachineNoise,
     Memory,
-    Noise,
     Pair,
     Parity,
     Proof,
@@ -36,7 +36,7 @@ from hasten.tuner.stats import ratio_of
 from hasten.tuner.timing import Timing
 from hasten.tuner.trial import Trial, Trials
 from hasten.warm.candidates import Applicable
-from hasten.warm.posterior import Estimate
+from hasten.warm.posterior import CandidateEstimate
 from hasten.warm.record import Measured
 
 _POINTS = 200
@@ -71,7 +71,7 @@ class Measurements:
     start: float
     budget: float
     notes: list[str]
-    noise: Noise
+    noise: MachineNoise
 
 
 def proof_of(all_: Measurements) -> Proof:
@@ -165,7 +165,7 @@ def _speedup(all_: Measurements, timings: list[tuple[Timing, Timing]]) -> tuple[
         how = f"steady steps of {len(timings)} pair{'s' * (len(timings) > 1)} of fresh processes, in turn"
         return ratio_of(timings, lambda _, step: step), how
     mean, spread = found.course.posterior.gain(found.chosen)
-    ratio = Estimate(mean, max(spread, 1e-6), 1, 1).ratio
+    ratio = CandidateEstimate(mean, max(spread, 1e-6), 1, 1).ratio
     return Ratio(*ratio), "estimated from the blocks of the search, not measured in turn"
 
 
@@ -182,12 +182,12 @@ def _full_run(a: Timing, b: Timing, length: Length) -> FullRun:
     return FullRun(length.epochs, length.known_from, before, after, before / after, a.startup, b.startup, even)
 
 
-def _kept(all_: Measurements, index: int, speedup: Ratio) -> Kept:
+def _kept(all_: Measurements, index: int, speedup: Ratio) -> KeptTechnique:
     found = all_.found
     one, estimate = found.course.candidates[index], found.course.estimates(found.chosen)[index]
     # Alone in the plan, it is what the claim measured.
     ratio = (speedup.ratio, speedup.low, speedup.high) if len(found.chosen) == 1 else estimate.ratio
-    return Kept(
+    return KeptTechnique(
         one.name,
         one.setting,
         str(CATALOGUE[one.name].effect_of(one.setting)),
@@ -220,7 +220,7 @@ def _tried(found: Found) -> tuple[Tried, ...]:
     return tuple(rows)
 
 
-def _why_lost(found: Found, index: int, estimate: Estimate) -> str:
+def _why_lost(found: Found, index: int, estimate: CandidateEstimate) -> str:
     name = found.course.candidates[index].name
     others = {found.course.candidates[i].name for i in found.chosen}
     if name in others:
@@ -239,7 +239,7 @@ def _doubtful(found: Found) -> tuple[str, ...]:
     )
 
 
-def _comment(kept: Kept) -> str:
+def _comment(kept: KeptTechnique) -> str:
     """Why a technique is in the plan and what it measured."""
     interval = f"[{kept.contribution_low:.2f}, {kept.contribution_high:.2f}]"
     return (

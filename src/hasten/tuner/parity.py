@@ -13,7 +13,7 @@ from hasten.evidence.interval import Estimate, mean_of
 from hasten.techniques import Effect
 from hasten.tuner.counted import batches_of, steps_of
 from hasten.tuner.lag import Lag, lag_of
-from hasten.tuner.proof import Agreement, Answer, Parity, ParityCheck
+from hasten.tuner.proof import Answer, Parity, ParityCheck, StepAgreement
 from hasten.tuner.stats import mean_of_course, mean_of_pairs
 from hasten.tuner.trial import Trial
 
@@ -35,7 +35,7 @@ _TRAINING, _VALIDATION, _BATCHES = "training loss", "validation loss", "batches 
 _Pair = tuple[Trial, Trial]
 
 
-def agreement_of(checked: Checked) -> Agreement | None:
+def agreement_of(checked: Checked) -> StepAgreement | None:
     """Return how closely the plan's gradients agree with the script's own, as `hasten check` saw them.
 
     Compared are all steps of the check's run of the whole plan: each begins from the plain run's own weights, buffers
@@ -49,7 +49,7 @@ def agreement_of(checked: Checked) -> Agreement | None:
     agreed = checked.runs[-1].agreed if checked.runs else None
     if agreed is None:
         return None
-    return Agreement(
+    return StepAgreement(
         steps=agreed.steps,
         loss_gap=agreed.loss_gap,
         cosine=agreed.cosine,

@@ -63,7 +63,7 @@ class FullRun:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class StepAgreement:
     """Plain and plan on the same weights and the same batches, compared by the check.
 
     Attributes:
@@ -136,7 +136,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTechnique:
     """A technique of the plan.
 
     Attributes:
@@ -206,7 +206,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Noise:
+class MachineNoise:
     """How much else happened on the machine meanwhile.
 
     Attributes:
@@ -284,17 +284,17 @@ class Proof:
     phases: dict[str, dict[str, float]]
     curves: Curves
     pairs: tuple[Pair, ...]
-    techniques: tuple[Kept, ...]
+    techniques: tuple[KeptTechnique, ...]
     tried: tuple[Tried, ...]
     skipped: tuple[Skipped, ...]
     trials: tuple[TrialRow, ...]
     budget_seconds: float
     used_seconds: float
     warm: bool = True
-    agreement: Agreement | None = None
+    agreement: StepAgreement | None = None
     blocks: tuple[Block, ...] = ()
     would_ask: tuple[str, ...] = ()
-    noise: Noise | None = None
+    noise: MachineNoise | None = None
     notes: tuple[str, ...] = ()
     taps_skipped: tuple[str, ...] = ()
     check: Checked | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import psutil
 
 from hasten.tuner.found import Found
-from hasten.tuner.proof import Noise
+from hasten.tuner.proof import MachineNoise
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Quiet:
     def __init__(self) -> None:
         self._before = _read()
 
-    def noise(self, found: Found) -> Noise:
+    def noise(self, found: Found) -> MachineNoise:
         """What was seen since."""
         before, now = self._before, _read()
         total = now.total - before.total
         if total <= 0:
-            return Noise(None, None, found.course.posterior.noise)
+            return MachineNoise(None, None, found.course.posterior.noise)
         stolen = (now.stolen - before.stolen) / total if now.stolen is not None and before.stolen is not None else None
         others = (now.busy - before.busy - (now.ours - before.ours)) / total
-        return Noise(stolen, max(0.0, others), found.course.posterior.noise if found.blocks else None)
+        return MachineNoise(stolen, max(0.0, others), found.course.posterior.noise if found.blocks else None)
 
 
 def _read() -> _Reading:

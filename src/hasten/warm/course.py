@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from hasten.techniques import CATALOGUE, Effect, Liveness
 from hasten.warm.options import Candidate
-from hasten.warm.posterior import Estimate, Posterior
+from hasten.warm.posterior import CandidateEstimate, Posterior
 from hasten.warm.prior import Prior, pair_key
 
 _LEAST_SURE = {Effect.EXACT: 0.6, Effect.ROUNDING: 0.7, Effect.SAMPLING: 0.95, Effect.TRAJECTORY: 0.95}
@@ -158,12 +158,12 @@ class Course:
 
     # -- what is chosen ------------------------------------------------------------------------------------
 
-    def estimates(self, beside: Collection[int] | None = None) -> list[Estimate]:
+    def estimates(self, beside: Collection[int] | None = None) -> list[CandidateEstimate]:
         """What is known of each candidate, with the chosen others on: of a step and, by its share, of validation."""
         on = self.chosen() if beside is None else beside
         return [self._estimate(i, on) for i in range(len(self.candidates))]
 
-    def _estimate(self, index: int, on: Collection[int]) -> Estimate:
+    def _estimate(self, index: int, on: Collection[int]) -> CandidateEstimate:
         name = self.candidates[index].name
         found = self.posterior.estimate(index, {i for i in on if self.candidates[i].name != name})
         share = self._share()
@@ -220,7 +220,7 @@ class Course:
             on -= {min(weak, key=lambda i: self._estimate(i, on).helps)}
         return on
 
-    def _is_sure(self, index: int, found: Estimate, least: float = 1.0) -> bool:
+    def _is_sure(self, index: int, found: CandidateEstimate, least: float = 1.0) -> bool:
         """Whether it helps as surely as its effect on the result asks, or as `least` where it only rounds."""
         one = self.candidates[index]
         effect = CATALOGUE[one.name].effect_of(one.setting)
@@ -246,7 +246,7 @@ class Course:
         whole = Prior(tuple(rows), tuple(self.posterior.means()), tuple(map(tuple, self.posterior.covariance())))
         return whole.only([row for row, wanted in zip(rows, asked, strict=True) if wanted])
 
-    def _is_as_known(self, index: int, now: Estimate) -> bool:
+    def _is_as_known(self, index: int, now: CandidateEstimate) -> bool:
         """Whether an earlier tune measured it, what was seen since agrees, and that is enough to choose by."""
         known = self.candidates[index].known
         if known is None or abs(now.mean - known[0]) > _AGREES * known[1]:
@@ -254,7 +254,7 @@ class Course:
         return now.spread < _FINE or now.helps < 1 - _LEAST_SURE[Effect.ROUNDING] or self._is_sure(index, now)
 
 
-def _is_settled(found: Estimate) -> bool:
+def _is_settled(found: CandidateEstimate) -> bool:
     """Whether enough is known of a candidate: from two blocks on either side, or from one that left no doubt."""
     blocks, doubt = min(found.blocks, found.without), min(found.helps, 1 - found.helps)
     if blocks >= _LEAST_BLOCKS:
@@ -293,8 +293,8 @@ def _rows(candidates: Sequence[Candidate], pairs: Iterable[tuple[int, int]]) -> 
     return [*names, *(pair_key(names[i], names[j]) for i, j in pairs)]
 
 
-def _mixed(step: Estimate, validation: Estimate, share: float) -> Estimate:
+def _mixed(step: CandidateEstimate, validation: CandidateEstimate, share: float) -> CandidateEstimate:
     """What is known of the time of an epoch of which validation takes a share."""
     mean = (1 - share) * step.mean + share * validation.mean
     spread = math.hypot((1 - share) * step.spread, share * validation.spread)
-    return Estimate(mean, spread, step.blocks, step.without)
+    return CandidateEstimate(mean, spread, step.blocks, step.without)

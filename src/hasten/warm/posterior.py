@@ -22,7 +22,7 @@ _RESTART = 0.15  # how much the level may change from one process to the next
 
 
 @dataclass(frozen=True)
-class Estimate:
+class CandidateEstimate:
     """What is known of one candidate.
 
     Attributes:
@@ -92,11 +92,11 @@ class Posterior:
             self.noise = max(_LEAST_NOISE, 1.48 * statistics.median(map(abs, residuals)))
         self._fit(self.noise)
 
-    def estimate(self, index: int, beside: Collection[int]) -> Estimate:
+    def estimate(self, index: int, beside: Collection[int]) -> CandidateEstimate:
         """What is known of a candidate, with these others on."""
         rows = [1 + index, *self._rows_of_pairs(index, beside)]
         variance = sum(self._cov[i][j] for i in rows for j in rows)
-        return Estimate(
+        return CandidateEstimate(
             sum(self._mean[i] for i in rows),
             math.sqrt(max(1e-12, variance)),
             sum(index in block.on for block in self.seen),

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from hasten.doctor.observe.operators import Row, Span, summarise
+from hasten.doctor.observe.operators import ProfiledRow, Span, summarise
 from hasten.evidence import Phase
 
 BACKWARD = [
-    Row("aten::relu", 0, 100, shapes=((4, 8),), key=1),
-    Row("aten::clamp_min", 10, 60, shapes=((4, 8), ()), key=2),
-    Row("cudaLaunchKernel", 20, 40, key=4, caused_by=2),
-    Row("relu_kernel", 50, 350, thread=7, device=True, caused_by=2),
-    Row("aten::addmm", 100, 200, shapes=((8,), (4, 8), (8, 8), (), ()), key=4),
-    Row("aten::expand", 110, 120, shapes=((8,), ()), key=5),
-    Row("gemm", 300, 900, thread=7, device=True, caused_by=4),
-    Row("Memcpy HtoD", 2000, 2100, thread=8, device=True, caused_by=99),
-    Row("Optimizer.step#SGD.step", 1000, 1200, note=True, key=6),
-    Row("aten::add_", 1050, 1100, shapes=((8, 8),), key=7),
-    Row("add_kernel", 1100, 1200, thread=7, device=True, caused_by=7),
+    ProfiledRow("aten::relu", 0, 100, shapes=((4, 8),), key=1),
+    ProfiledRow("aten::clamp_min", 10, 60, shapes=((4, 8), ()), key=2),
+    ProfiledRow("cudaLaunchKernel", 20, 40, key=4, caused_by=2),
+    ProfiledRow("relu_kernel", 50, 350, thread=7, device=True, caused_by=2),
+    ProfiledRow("aten::addmm", 100, 200, shapes=((8,), (4, 8), (8, 8), (), ()), key=4),
+    ProfiledRow("aten::expand", 110, 120, shapes=((8,), ()), key=5),
+    ProfiledRow("gemm", 300, 900, thread=7, device=True, caused_by=4),
+    ProfiledRow("Memcpy HtoD", 2000, 2100, thread=8, device=True, caused_by=99),
+    ProfiledRow("Optimizer.step#SGD.step", 1000, 1200, note=True, key=6),
+    ProfiledRow("aten::add_", 1050, 1100, shapes=((8, 8),), key=7),
+    ProfiledRow("add_kernel", 1100, 1200, thread=7, device=True, caused_by=7),
 ]
 
 
@@ -67,10 +67,10 @@ def test_attention_is_told_by_its_shapes(
 ) -> None:
     """A softmax of what a product gives, going into another product."""
     rows = [
-        Row("aten::bmm", 0, 10, shapes=(left, (8, 4, softmax[-1]))),
-        Row("aten::mul", 10, 20, shapes=(softmax, ())),
-        Row("aten::_softmax", 20, 30, shapes=(softmax, (), ())),
-        Row("aten::bmm", 30, 40, shapes=(right, (8, right[-1], 4))),
+        ProfiledRow("aten::bmm", 0, 10, shapes=(left, (8, 4, softmax[-1]))),
+        ProfiledRow("aten::mul", 10, 20, shapes=(softmax, ())),
+        ProfiledRow("aten::_softmax", 20, 30, shapes=(softmax, (), ())),
+        ProfiledRow("aten::bmm", 30, 40, shapes=(right, (8, right[-1], 4))),
     ]
     summary = summarise(rows, [], 1, cuda=False)
     assert bool(summary.attention) == found
@@ -82,9 +82,9 @@ def test_attention_is_told_by_its_shapes(
 def test_attention_inside_torchs_own_is_none_by_hand() -> None:
     """scaled_dot_product_attention computes it the same way where it has no kernel."""
     rows = [
-        Row("aten::_scaled_dot_product_attention_math", 0, 100),
-        Row("aten::bmm", 0, 10, shapes=((8, 16, 4), (8, 4, 16))),
-        Row("aten::_softmax", 20, 30, shapes=((2, 4, 16, 16), (), ())),
-        Row("aten::bmm", 30, 40, shapes=((8, 16, 16), (8, 16, 4))),
+        ProfiledRow("aten::_scaled_dot_product_attention_math", 0, 100),
+        ProfiledRow("aten::bmm", 0, 10, shapes=((8, 16, 4), (8, 4, 16))),
+        ProfiledRow("aten::_softmax", 20, 30, shapes=((2, 4, 16, 16), (), ())),
+        ProfiledRow("aten::bmm", 30, 40, shapes=((8, 16, 16), (8, 16, 4))),
     ]
     assert summarise(rows, [], 1, cuda=False).attention == ()

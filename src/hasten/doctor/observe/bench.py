@@ -195,7 +195,7 @@ class _Bench:
         found = self._stages.of(index)
         if found is not None:
             self._tell("stages", workers=workers, **dataclasses.asdict(found))
-        made = again(loader, workers, init=Watched(loader.worker_init_fn) if workers else None)
+        made = again(loader, workers, init=TraceableWorker(loader.worker_init_fn) if workers else None)
         self._try(workers, lambda _: self._burn(made, workers, flame))
 
     def _burn(self, loader: Any, workers: int, seconds: float) -> None:
@@ -211,7 +211,7 @@ class _Bench:
                 iterator = iter(loader)
 
 
-class Watched:
+class TraceableWorker:
     """A `worker_init_fn`: the script's own, after leave was given to be looked into (Yama allows that to none)."""
 
     def __init__(self, then: Any) -> None:

@@ -22,7 +22,7 @@ _BEHIND = 64  # steps that may be queued and not done; older ones keep the CPU's
 _PATIENCE = 3  # steps within which a training has put its model on the GPU
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """What the clock needs of `torch.cuda.Event`."""
 
     def query(self) -> bool:
@@ -35,7 +35,7 @@ class Event(Protocol):
 class Stream(Protocol):
     """Where events are put."""
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         """A new event, not yet put anywhere."""
 
     def record(self, event: Any) -> None:
@@ -130,7 +130,7 @@ class _Step:
     """A step with the boundaries in it: each with the phase that begins there."""
 
     at: float  # on the recorder's clock, when its first event was put into the stream
-    marks: list[tuple[Phase, Event]]
+    marks: list[tuple[Phase, DeviceEvent]]
     follows: bool  # its first event is the end of the step before
     number: int = -1
 
@@ -147,11 +147,13 @@ class DeviceClock:
         self.works = True
         self._recorder = recorder
         self._stream = stream
-        self._pool: list[Event] = []
+        self._pool: list[DeviceEvent] = []
         self._inside: list[Phase] = []
         self._step: _Step | None = None
         self._untouched = False  # nothing was marked since the step began
-        self._queued: deque[tuple[_Step, Event]] = deque()  # steps that are over on the CPU, with their last event
+        self._queued: deque[tuple[_Step, DeviceEvent]] = (
+            deque()
+        )  # steps that are over on the CPU, with their last event
         self._last_end = 0.0  # of the last step that was read, on the recorder's clock
         self._last = -2  # its number
         self._read = 0
@@ -204,12 +206,12 @@ class DeviceClock:
             self._step = _Step(self._recorder.now(), [(Phase.DATA, self._now())], False)
         self._untouched = False
 
-    def _now(self) -> Event:
+    def _now(self) -> DeviceEvent:
         event = self._pool.pop() if self._pool else self._stream.event()
         self._stream.record(event)
         return event
 
-    def _correct(self, step: _Step, end: Event) -> None:
+    def _correct(self, step: _Step, end: DeviceEvent) -> None:
         recorder = self._recorder
         index = recorder.kept.index_of(step.number)
         before = recorder.kept.phases[index] if index is not None else []

@@ -18,7 +18,7 @@ _HANGS = 60.0  # seconds without a batch after which workers are taken to hang
 
 
 @dataclass(frozen=True)
-class Measured:
+class LoaderSpeed:
     """The speed with one number of workers.
 
     Attributes:
@@ -40,7 +40,7 @@ class Measured:
     epoch_start: float | None
 
 
-def speed(loader: Any, workers: int, seconds: float) -> Measured:
+def speed(loader: Any, workers: int, seconds: float) -> LoaderSpeed:
     """Measure for about so many seconds, in passes of which the first is the longest.
 
     Raises:
@@ -75,7 +75,7 @@ def speed(loader: Any, workers: int, seconds: float) -> Measured:
         raise ValueError("the loader gave no batch at all")
     size = made.sizes[0] / made.sizes[1] if made.sizes[1] else size
     a_second = statistics.median(rates)
-    return Measured(
+    return LoaderSpeed(
         batches=batches,
         samples_per_s=a_second * size,
         batches_per_s=a_second,

@@ -37,7 +37,7 @@ _PARTS = frozenset(("aten::_softmax", "aten::bmm", "aten::baddbmm"))  # of atten
 
 
 @dataclass(frozen=True)
-class Row:
+class ProfiledRow:
     """One operator, annotation or kernel that ran; times in nanoseconds.
 
     Attributes:
@@ -72,7 +72,7 @@ class Span:
 class Call:
     """One call of an operator, with what it called taken out."""
 
-    row: Row
+    row: ProfiledRow
     above: Call | None
     own: int
     children: int = 0
@@ -89,7 +89,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Attention:
+class SoftmaxAttention:
     """Softmax between two matrix products.
 
     Attributes:
@@ -104,7 +104,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Summary:
+class OperatorSummary:
     """What the profiled steps say; per step."""
 
     operators: tuple[Operator, ...] = ()
@@ -113,10 +113,10 @@ class Summary:
     device_seconds: float | None = None
     pointwise_seconds: float = 0.0
     pointwise_calls: float = 0.0
-    attention: tuple[Attention, ...] = ()
+    attention: tuple[SoftmaxAttention, ...] = ()
 
 
-def summarise(rows: Sequence[Row], spans: Sequence[Span], steps: int, cuda: bool) -> Summary:
+def summarise(rows: Sequence[ProfiledRow], spans: Sequence[Span], steps: int, cuda: bool) -> OperatorSummary:
     """Sum up a profile.
 
     Args:
@@ -137,7 +137,7 @@ def summarise(rows: Sequence[Row], spans: Sequence[Span], steps: int, cuda: bool
     optimizing = _Within(span for span in spans if span.phase == Phase.OPTIMIZER)
     pointwise = [call for call in operators if _is_pointwise(call) and call.row.begin not in optimizing]
     launched = [row for row in kernels if not row.name.startswith(("Memcpy", "Memset"))]
-    return Summary(
+    return OperatorSummary(
         operators=_by_name(operators, steps),
         calls=sum(1 for call in operators if _computes(call)) / steps,
         launches=len(launched) / steps if cuda else None,
@@ -148,7 +148,7 @@ def summarise(rows: Sequence[Row], spans: Sequence[Span], steps: int, cuda: bool
     )
 
 
-def nested(rows: Iterable[Row]) -> list[Call]:
+def nested(rows: Iterable[ProfiledRow]) -> list[Call]:
     """The calls on the CPU, each with its own time: without what it called in the same thread."""
     calls = []
     open_calls: dict[int, list[Call]] = {}
@@ -167,7 +167,7 @@ def nested(rows: Iterable[Row]) -> list[Call]:
     return calls
 
 
-def attention_by_hand(calls: Sequence[Call]) -> tuple[Attention, ...]:
+def attention_by_hand(calls: Sequence[Call]) -> tuple[SoftmaxAttention, ...]:
     """Softmaxes over a matrix product whose result goes into another one, by the shapes of all three."""
     order = [call for call in calls if call.row.name in _PARTS]
     found: dict[tuple[int, ...], list[int]] = {}
@@ -183,7 +183,7 @@ def attention_by_hand(calls: Sequence[Call]) -> tuple[Attention, ...]:
             entry = found.setdefault(shape, [0, 0])
             entry[0] += 1
             entry[1] += _time(calls, near[-1].row.begin, after[0].row.end)
-    return tuple(Attention(shape, count, time / 1e9) for shape, (count, time) in found.items())
+    return tuple(SoftmaxAttention(shape, count, time / 1e9) for shape, (count, time) in found.items())
 
 
 def _time(calls: Sequence[Call], begin: int, end: int) -> int:
@@ -255,7 +255,7 @@ class _Sum:
             self.size, self.biggest = size, call.row.shapes
 
 
-def _covered(rows: Iterable[Row]) -> int:
+def _covered(rows: Iterable[ProfiledRow]) -> int:
     """Nanoseconds in which at least one of the rows ran."""
     covered = reached = 0
     for row in sorted(rows, key=lambda row: row.begin):

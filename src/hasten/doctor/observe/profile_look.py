@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hasten.doctor.observe.operators import Row, Span
+from hasten.doctor.observe.operators import ProfiledRow, Span
 from hasten.evidence import PHASES, Phase
 from hasten.evidence.recorder import Recorder
+from hasten.files import write_whole
 
 _ours_in: set[int] = set()  # threads in which hasten builds a profiler of its own just now
 _QUIET = ("KINETO_LOG_LEVEL", "9")  # it would print that it starts and stops
@@ -82,7 +84,7 @@ class ProfileLook:
         elif phase in self._open:
             self.spans.append(Span(phase, self._open.pop(phase), now))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ProfiledRow]:
         """What ran in the whole steps, by begin."""
         if not self.steps:
             return []
@@ -96,7 +98,7 @@ class ProfileLook:
             if first <= begin < last and event.duration_ns() >= 0:
                 note = event.is_user_annotation()
                 rows.append(
-                    Row(
+                    ProfiledRow(
                         name=event.name(),
                         begin=begin,
                         end=begin + event.duration_ns(),
@@ -115,18 +117,14 @@ class ProfileLook:
 
         The file is whole or not there; packed if its name ends in ".gz".
         """
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.json")
-        try:
-            temporary.touch()  # a folder that cannot be written to is an error here; torch would print it
+        with tempfile.TemporaryDirectory(prefix="hasten-trace-") as folder:
+            exported = Path(folder, "trace.json")
             inner: Any = self._profiler.profiler
-            inner.export_chrome_trace(str(temporary))
-            trace = json.loads(temporary.read_bytes())
-            trace["traceEvents"] += self._annotations(trace.get("baseTimeNanoseconds", 0))
-            text = json.dumps(trace).encode()
-            temporary.write_bytes(gzip.compress(text, 5) if path.suffix == ".gz" else text)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+            inner.export_chrome_trace(str(exported))
+            trace = json.loads(exported.read_bytes())
+        trace["traceEvents"] += self._annotations(trace.get("baseTimeNanoseconds", 0))
+        text = json.dumps(trace).encode()
+        write_whole(path, gzip.compress(text, 5) if path.suffix == ".gz" else text, durable=False)
 
     def _annotations(self, base: int) -> Iterator[dict[str, Any]]:
         pid = os.getpid()

@@ -17,7 +17,7 @@ from typing import Any
 from hasten.doctor.observe.compiled import before_compiling, has_compiled, what_dynamo_says
 from hasten.doctor.observe.inputs import inputs_of
 from hasten.doctor.observe.layer_look import LayerLook, structure
-from hasten.doctor.observe.operators import Summary, summarise
+from hasten.doctor.observe.operators import OperatorSummary, summarise
 from hasten.doctor.observe.profile_look import ProfileLook, watch_for_others
 from hasten.evidence import Event, Layer, Sampled
 from hasten.evidence.open_pass import OpenPass
@@ -33,10 +33,10 @@ def install(session: Session) -> None:
     recorder = session.run.recorder
     if recorder is None or session.config.doctor is None:
         return
-    session.observers.append(Sampler(session, recorder, session.config.doctor.trace, session.config.doctor.sample))
+    session.observers.append(StepSampler(session, recorder, session.config.doctor.trace, session.config.doctor.sample))
 
 
-class Sampler:
+class StepSampler:
     """Looks into the steps whose turn it is.
 
     Args:
@@ -252,7 +252,7 @@ class Sampler:
         self._next = sys.maxsize
         profile = self._profiled
         cuda = self._on_gpu()
-        summary, trace = Summary(), ""
+        summary, trace = OperatorSummary(), ""
         if profile is not None:
             try:
                 summary = summarise(profile.rows(), profile.spans, len(profile.steps), cuda)

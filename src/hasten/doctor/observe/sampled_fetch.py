@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from collections import defaultdict
 from time import perf_counter
 from typing import Any
 
 from hasten.doctor.observe.line_trace import LineTrace
 from hasten.doctor.observe.stage_clock import STAGES, Hands, StageClock
+from hasten.files import write_whole
 
 TIMED = 2  # batches under the clock; the one after them is traced
 
@@ -150,12 +151,8 @@ class SampledFetch:
         if not self._file:
             self._note(error)
             return
-        try:
-            with open(f"{self._file}.tmp", "w") as file:
-                json.dump(vars(self._samples), file)
-            os.replace(f"{self._file}.tmp", self._file)
-        except OSError:  # the folder went with the training: nobody is left to read it
-            pass
+        with contextlib.suppress(OSError):  # the folder went with the training: nobody is left to read it
+            write_whole(self._file, json.dumps(vars(self._samples)), durable=False)
 
 
 def add(to: dict[str, float], more: dict[str, float]) -> None:

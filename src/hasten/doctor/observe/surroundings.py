@@ -20,12 +20,12 @@ _READ_EARLY = 20  # steps after which threads are read: a script may set them to
 def install(session: Session) -> None:
     """Ask when the run ends, and for threads while it trains."""
     if session.run.recorder is not None:
-        around = Around(session)
+        around = SurroundingsReader(session)
         session.observers.append(around)
         session.steps_over.tell(around.on_step, _READ_EARLY)
 
 
-class Around:
+class SurroundingsReader:
     """Reads the surroundings, all but threads at the run's end.
 
     Args:

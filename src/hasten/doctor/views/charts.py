@@ -20,7 +20,7 @@ Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Line:
+class Series:
     """A series: its name, its class in the style sheet, when and how much."""
 
     name: str

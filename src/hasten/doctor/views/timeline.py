@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from hasten.doctor.views.charts import MOST, Line, phase_class, thinned
+from hasten.doctor.views.charts import MOST, Series, phase_class, thinned
 from hasten.evidence import PHASES, Evidence, GpuUse
 from hasten.report import words
 from hasten.report.drawing import Point, Scale, area, line, rect, rows, stretched, svg, text
@@ -223,7 +223,7 @@ class Strip:
     """One quantity over time, from 0 to `most`; the first of its series is filled."""
 
     title: str
-    lines: tuple[Line, ...]
+    lines: tuple[Series, ...]
     most: float
     unit: Callable[[float], str]
 
@@ -234,8 +234,8 @@ def strips(evidence: Evidence) -> list[Strip]:
     if use is None:
         return []
 
-    def series(name: str, kind: str, values: Sequence[float] | Sequence[int]) -> Line:
-        return Line(name, kind, thinned(list(zip(use.at, map(float, values), strict=False))))
+    def series(name: str, kind: str, values: Sequence[float] | Sequence[int]) -> Series:
+        return Series(name, kind, thinned(list(zip(use.at, map(float, values), strict=False))))
 
     cores, memory = float(evidence.machine.cores), [series("all processes", "c-all", use.rss)]
     memory += [series("main process", "c-main", use.main_rss), series("/dev/shm", "c-workers", use.shm)]
@@ -258,7 +258,7 @@ def strips(evidence: Evidence) -> list[Strip]:
     return [Strip(one.title, lines, one.most, one.unit) for one, lines in kept if lines]
 
 
-def _gpu_strips(gpu: GpuUse, name: str, series: Callable[[str, str, Sequence[float]], Line]) -> list[Strip]:
+def _gpu_strips(gpu: GpuUse, name: str, series: Callable[[str, str, Sequence[float]], Series]) -> list[Strip]:
     memory, power = series("memory", "c-gpu", gpu.memory), series("power", "c-gpu", gpu.power)
     pcie = [series("to the GPU", "c-gpu", gpu.pcie_in), series("from it", "c-main", gpu.pcie_out)]
     return [
@@ -269,7 +269,7 @@ def _gpu_strips(gpu: GpuUse, name: str, series: Callable[[str, str, Sequence[flo
     ]
 
 
-def _highest(lines: Iterable[Line]) -> float:
+def _highest(lines: Iterable[Series]) -> float:
     return max((value for one in lines for _, value in one.points), default=0.0)
 
 

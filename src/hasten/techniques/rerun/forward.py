@@ -66,7 +66,7 @@ class Repeatable:
             self.left_alone(str(error))
             return forward(*args, **kwargs)
         self.calls += 1
-        return _Pass(self, module, forward, args, kwargs, then).run()
+        return _KeptForward(self, module, forward, args, kwargs, then).run()
 
 
 class _Kept:
@@ -84,7 +84,7 @@ class _Enough(BaseException):  # no error; a script's `except Exception` must no
     """All that was dropped has been computed again."""
 
 
-class _Pass:
+class _KeptForward:
     """One forward, and what its graph needs to have it run again."""
 
     def __init__(self, owner: Repeatable, module: Any, forward: Any, args: Any, kwargs: Any, then: Then) -> None:

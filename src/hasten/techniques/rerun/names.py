@@ -12,7 +12,7 @@ from torch import nn
 from hasten.data.reach import WRITES, is_trusted, names_of
 
 
-class Place:
+class OuterName:
     """A name outside of a module's own attributes: in a global namespace, a closure or a class."""
 
     MARK = "the name "
@@ -47,7 +47,7 @@ _SAYS_OR_WRITES = (WRITES | _SAYS) - _NOTHING_SAID
 _TRACKERS = frozenset({"wandb", "mlflow", "neptune", "comet_ml", "swanlab", "aim"})
 
 
-class Code:
+class ModuleCode:
     """The code of a module's classes and of those inside, and the script's own functions that it calls.
 
     Attributes:
@@ -57,7 +57,7 @@ class Code:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.outside: list[Place] = []
+        self.outside: list[OuterName] = []
         self.reached: set[str] = set()
         self.says = ""
         self._seen: set[int] = set()
@@ -75,7 +75,7 @@ class Code:
             if isinstance(function, FunctionType):
                 yield name, function
             elif not name.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
-                self.outside.append(Place(kind, name))
+                self.outside.append(OuterName(kind, name))
 
     def _run(self, queue: list[FunctionType], methods: list[tuple[str, FunctionType]]) -> None:
         """Go through what a forward may run: functions and methods, by their names."""
@@ -105,12 +105,12 @@ class Code:
         return named
 
 
-def _places(function: FunctionType, named: frozenset[str]) -> Iterator[Place]:
+def _places(function: FunctionType, named: frozenset[str]) -> Iterator[OuterName]:
     for name in sorted(named & function.__globals__.keys()):
-        yield Place(function.__globals__, name)
+        yield OuterName(function.__globals__, name)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__" and is_set(cell):
-            yield Place(cell, name)
+            yield OuterName(cell, name)
 
 
 def _said(function: FunctionType, named: frozenset[str]) -> str:

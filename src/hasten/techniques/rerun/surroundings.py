@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hasten.techniques.rerun.generators import Drawn, States, is_generator
-from hasten.techniques.rerun.names import Code, Place
+from hasten.techniques.rerun.names import ModuleCode, OuterName
 
 _TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
 _DEPTH = 4  # levels of lists, dicts and objects in attributes that are followed
@@ -44,7 +44,7 @@ class Known:
         """
         self.without_hooks = None if with_hooks else module
         self.drawn = Drawn()
-        code = Code(module)
+        code = ModuleCode(module)
         self.refusal = (
             f"its forward may say or write something ({code.says}), which would be twice" if code.says else ""
         )
@@ -71,7 +71,7 @@ class Then:
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._watched: list[tuple[str, Any, int, int]] = []
         self._changing: list[tuple[int, list[Any]]] = []
-        self._names: list[tuple[Place, Any]] = []
+        self._names: list[tuple[OuterName, Any]] = []
         self._generators: list[Any] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._slotted: list[tuple[Any, dict[str, Any]]] = []
@@ -161,7 +161,7 @@ class Then:
                 self._generators.append(value)
         elif type(value).__name__ == "ndarray":
             self._note_array(value, name)
-        elif hasattr(type(value), "__next__") and name.removeprefix(Place.MARK) in self._known.reached:
+        elif hasattr(type(value), "__next__") and name.removeprefix(OuterName.MARK) in self._known.reached:
             raise CannotRepeatError(f"{name} is a {type(value).__name__}, which nobody can set back")
         elif id(value) not in self._seen and depth <= _DEPTH and len(self._seen) < _MOST:
             self._seen.add(id(value))
@@ -177,7 +177,7 @@ class Then:
     def _note_object(self, value: Any, depth: int, name: str) -> None:
         if isinstance(value, nn.Module):
             # One in a list or a plain object; one that a global or a closure names is not the block's own.
-            if not name.startswith(Place.MARK):
+            if not name.startswith(OuterName.MARK):
                 self._seen.discard(id(value))
                 self._module(value)
             return
