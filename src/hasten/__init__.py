@@ -10,7 +10,7 @@ from hasten.errors import HastenError
 from hasten.plan import Plan
 
 if TYPE_CHECKING:
-    from hasten import callbacks, loggers
+    from hasten import callbacks, loggers, nn
     from hasten.by_hand import autocast, backward, setup
     from hasten.trainer import Module, Trainer, seed_everything
 
@@ -26,6 +26,7 @@ __all__ = [
     "backward",
     "callbacks",
     "loggers",
+    "nn",
     "seed_everything",
     "setup",
 ]
@@ -38,6 +39,7 @@ _LATE = {
     "backward": "hasten.by_hand",
     "callbacks": "hasten.callbacks",
     "loggers": "hasten.loggers",
+    "nn": "hasten.nn",
     "setup": "hasten.by_hand",
 }
 

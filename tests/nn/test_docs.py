@@ -1,0 +1,16 @@
+"""docs/nn.md says what is true: its code runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parents[2] / "docs" / "nn.md"
+
+
+def test_the_code_of_the_page_runs() -> None:
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0], names)
+    assert names["loss"].isfinite()
+    assert names["guesses"].shape == (4,)
