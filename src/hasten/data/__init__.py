@@ -1,5 +1,31 @@
-"""Loaders' parts that a person can also use by themselves."""
+"""Loaders and their parts that a person can also use by themselves."""
 
-from hasten.data.sample_store import SampleStore
+from __future__ import annotations
 
-__all__ = ["SampleStore"]
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hasten.data.loader import DataLoader
+    from hasten.data.making import Fault, SampleError
+    from hasten.data.sample_keys import SampleRng, sample_rng
+    from hasten.data.sample_store import SampleStore
+
+__all__ = ["DataLoader", "Fault", "SampleError", "SampleRng", "SampleStore", "sample_rng"]
+
+_ROOMS = {
+    "DataLoader": "loader",
+    "Fault": "making",
+    "SampleError": "making",
+    "SampleRng": "sample_keys",
+    "SampleStore": "sample_store",
+    "sample_rng": "sample_keys",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: techniques use parts of this room, and a script that is run waits for no others."""
+    from importlib import import_module
+
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)

@@ -30,6 +30,11 @@ def is_stateful(thing: Any) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
+def has_own_place(loader: Any) -> bool:
+    """Whether it is a hasten.data.DataLoader: its state says by itself where any pass stands."""
+    return hasattr(type(loader), "state_after") and is_stateful(loader)
+
+
 def facts_of(loader: Any) -> dict[str, Any]:
     """What must not change for a state to be exact."""
     facts: dict[str, Any] = {"loader": type(loader).__name__}

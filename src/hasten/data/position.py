@@ -18,12 +18,14 @@ from hasten.data.loader_facts import (
     dataset_of,
     doubts,
     facts_of,
+    has_own_place,
     is_iterable,
     is_persistent,
     is_stateful,
     workers_of,
 )
 from hasten.data.watched_workers import WorkerWatch, advance, kind_of_workers, watch_of, watching
+from hasten.errors import HastenError
 from hasten.messages import warn
 
 _log = logging.getLogger("hasten")
@@ -32,8 +34,9 @@ _log = logging.getLogger("hasten")
 class Position:
     """Where a pass through a loader stands; nothing is done per batch, the state is made when it is asked for.
 
-    A pass is resumed in one of four ways, the first that suits the loader:
+    A pass is resumed in one of five ways, the first that suits the loader:
 
+    - own: a hasten.data.DataLoader. Its own state of four fields: other workers and ranks go on with it.
     - skip: a DataLoader over a map-style dataset. The sampler is advanced, no sample is fetched; workers go on with
       the random states they had after their last batch that was consumed.
     - loader: a loader with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader over an iterable
@@ -56,11 +59,15 @@ class Position:
         self._watch: WorkerWatch | None = None
         self._fetcher: Any = None
         self._way = "replay"
+        self._before = 0  # batches of the open pass that were consumed before it was resumed, of a loader's own place
         self._waiting: dict[str, Any] | None = None  # state of workers that the next `begin` has to start
 
     def begin(self) -> Iterator[Any]:
         """Begin a pass: `iter(loader)`, with the same random draws and, without workers, torch's own iterator."""
         loader = self.loader
+        if has_own_place(loader):
+            self._begun, self._way, self._before = {}, "own", 0
+            return iter(loader)
         self._begun = self._now()
         running = loader._iterator if is_persistent(loader) else None
         waiting, self._waiting = self._waiting, None
@@ -82,7 +89,7 @@ class Position:
 
     def first(self) -> None:
         """The first batch is asked for now, after others have drawn: a sampler may take its seed only then."""
-        if self._begun is not None and not workers_of(self.loader):
+        if self._begun is not None and self._way != "own" and not workers_of(self.loader):
             self._begun["first"] = rng.state()
 
     def end(self) -> None:
@@ -103,6 +110,9 @@ class Position:
             `state_dict` of the loader or dataset returns where that is used. It never holds the order of a dataset.
         """
         state: dict[str, Any] = {"open": self._begun is not None, "batches": 0, "facts": facts_of(self.loader)}
+        if has_own_place(self.loader):
+            place = self.loader.state_dict() if self._begun is None else self.loader.state_after(batches - self._before)
+            return {**state, "batches": batches if state["open"] else 0, "way": "own", "loader": place}
         state["own"] = rng.states_of(rng.find(self.loader))
         if (
             is_stateful(dataset := dataset_of(self.loader))
@@ -158,6 +168,8 @@ class Position:
             next `begin` then begins as it would have.
         """
         loader = self.loader
+        if has_own_place(loader) or state.get("way") == "own":
+            return self._resume_own(state)
         _warn(changes(state, facts_of(loader)))
         if is_persistent(loader):
             loader._iterator = None  # workers of this process know nothing of the state's
@@ -209,6 +221,22 @@ class Position:
             iterator._num_yielded = batches
         _warn(doubts(state, plan))
         self._set_own(state["own"])
+        return iterator
+
+    def _resume_own(self, state: dict[str, Any]) -> Iterator[Any] | None:
+        """`resume`, by the state that a loader keeps of itself."""
+        if state.get("way") != "own" or not has_own_place(self.loader):
+            raise HastenError(
+                f"where the training data stood was saved by a {state['facts'].get('loader')}, and this is a "
+                f"{type(self.loader).__name__}: only a hasten.data.DataLoader reads and writes its own states",
+                "resume with the loader of before, or from a checkpoint made between epochs",
+            )
+        self._begun, self._way = None, "own"
+        self.loader.load_state_dict(state["loader"])
+        if not state["open"]:
+            return None
+        self._begun, self._before = {}, state["batches"]
+        iterator: Iterator[Any] = iter(self.loader)
         return iterator
 
     def _now(self) -> dict[str, Any]:

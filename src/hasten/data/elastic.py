@@ -1,0 +1,269 @@
+"""Which samples come next: a sampler whose state is four small fields, whatever the number of ranks and workers.
+
+An epoch is one sequence of positions. Global batch b of a pass is the next `batch_size * ranks` of them; each rank
+takes the positions that are its own number modulo the number of ranks. So after so many samples the rest of the
+sequence is the same, by whomever it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+
+from hasten.data.permutation import Indices
+from hasten.errors import HastenError
+
+Order = Callable[[Indices], Indices]  # positions of an epoch -> indices of samples
+_AT_ONCE = 1 << 14  # indices computed at once
+
+VERSION = 1
+
+
+class KeyedBatch(list[int]):
+    """The indices of a batch, and what its samples' random numbers are drawn by."""
+
+    def __init__(self, indices: list[int], seed: int, epoch: int, number: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+        self.epoch = epoch
+        self.number = number  # of the batch in its pass, from 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KeyedBatch, (list(self), self.seed, self.epoch, self.number)
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a pass stands.
+
+    Args:
+        epoch: Its number.
+        start: Samples of the epoch, over all ranks, that were over when the pass began.
+        each: Samples of a batch, over all ranks.
+        samples: Samples of the epoch.
+        batches: Batches the loader has given.
+    """
+
+    epoch: int
+    start: int
+    each: int
+    samples: int
+    batches: int = 0
+    over: bool = False
+
+    def after(self, batches: int) -> int:
+        """Return how many samples of the epoch are over after so many batches of this pass."""
+        return min(self.start + batches * self.each, self.samples)
+
+
+def world(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return this process's rank and the number of ranks: as given, of torch.distributed, or of the environment."""
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    try:
+        number, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        raise HastenError(
+            f"RANK={os.environ.get('RANK')!r} and WORLD_SIZE={os.environ.get('WORLD_SIZE')!r} must be whole numbers",
+            "unset them, or give DataLoader(rank=, world_size=)",
+        ) from None
+    check_rank(number, size)
+    return number, size
+
+
+def check_rank(rank: int, size: int) -> None:
+    """Raise where no process can have this rank."""
+    if not 0 <= rank < size:
+        raise HastenError(
+            f"rank {rank} of {size} ranks: it must be at least 0 and below their number", "check RANK and WORLD_SIZE"
+        )
+
+
+def _field(state: Any, name: str) -> Any:
+    return state.get(name) if isinstance(state, dict) else None
+
+
+# A DistributedSampler, since whoever shares out loaders (Lightning, hasten's Trainer) leaves alone those that have one.
+class ElasticSampler(DistributedSampler[int]):
+    """This rank's share of an epoch's sequence.
+
+    Args:
+        dataset: Whose samples.
+        length: How many samples.
+        order: Returns the order of an epoch, from seed and epoch.
+        fingerprint: Names the data and its order; a state is refused where it differs.
+        seed: Of the order.
+        rank: Of this process; None: found when a pass begins.
+        world_size: How many ranks; None: found.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        length: int,
+        order: Callable[[int, int], Order],
+        fingerprint: str,
+        seed: int,
+        rank: int | None,
+        world_size: int | None,
+    ) -> None:
+        # torch's own __init__ is left out: it asks for ranks before there may be any.
+        self.dataset = dataset
+        self.length = length
+        self.order = order
+        self.fingerprint = fingerprint
+        self.seed = seed
+        self.epoch = 0  # of the next pass
+        self.start = 0  # where the next pass begins
+        self.place: Place | None = None  # of the latest pass
+        self._rank, self._world_size = rank, world_size
+
+    def world(self) -> tuple[int, int]:
+        """Return rank and number of ranks."""
+        return world(self._rank, self._world_size)
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """This process's number."""
+        return self.world()[0]
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        """How many ranks share the samples."""
+        return self.world()[1]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Name the epoch that the next pass is of. The epoch that a state was loaded of goes on where it stood."""
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+    def begin(self, batch_size: int) -> Place:
+        """Begin a pass; the one after it is of the next epoch."""
+        self.place = Place(self.epoch, self.start, batch_size * self.world()[1], self.length)
+        self.epoch, self.start = self.epoch + 1, 0
+        return self.place
+
+    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+        """Return where the latest pass stands, or the next begins: seed, epoch, samples over, fingerprint.
+
+        Args:
+            batches: Batches of the pass that were consumed; None: those that were given.
+        """
+        place = self.place
+        if place is None or (place.over and batches is None):
+            epoch, samples = self.epoch, self.start
+        else:
+            epoch, samples = place.epoch, place.after(place.batches if batches is None else batches)
+        return {
+            "version": VERSION,
+            "seed": self.seed,
+            "epoch": epoch,
+            "samples": samples,
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state says with the next pass.
+
+        Raises:
+            HastenError: It is not a state of this data in this order.
+        """
+        fields = ("seed", "epoch", "samples")
+        if not all(isinstance(_field(state, name), int) for name in fields):
+            raise HastenError(
+                f"this is no state of a hasten.data.DataLoader: {str(state)[:200]}",
+                "give what its state_dict() returned; states of other loaders cannot be read by it",
+            )
+        if state.get("version") != VERSION:
+            raise HastenError(
+                f"the loader's state has version {state.get('version')}, this hasten reads {VERSION}",
+                "resume with the version of hasten that wrote it",
+            )
+        if state["fingerprint"] != self.fingerprint:
+            raise HastenError(
+                f"the loader's state is of other data or another order: it is of {state['fingerprint']}, this loader "
+                f"has {self.fingerprint}",
+                "resume with the data, columns and shuffle of before, or begin a new epoch without the state",
+            )
+        self.seed, self.epoch, self.start = state["seed"], state["epoch"], state["samples"]
+        self.place = None
+
+    def positions(self, start: int, count: int) -> Indices:
+        """Return this rank's first positions from `start` on."""
+        rank, size = self.world()
+        return start + (rank - start) % size + size * np.arange(count, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return math.ceil(self.length / self.world()[1])
+
+    def __iter__(self) -> Iterator[int]:
+        """Give this rank's indices of the epoch that comes next."""
+        if self.length:
+            order = self.order(self.seed, self.epoch)
+            yield from order(self.positions(0, len(self)) % self.length).tolist()
+
+
+class ElasticBatches(BatchSampler):
+    """The batches of a pass: each rank gets equally many, of equal sizes.
+
+    Args:
+        sampler: Whose samples.
+        batch_size: Samples of a batch on each rank.
+        drop_last: Leave out the samples after the last whole batch of all ranks. Else that batch is smaller, and where
+            the ranks do not divide it, the first samples of the epoch come again.
+    """
+
+    sampler: Any  # an ElasticSampler; hasten's Trainer puts another in its place to overfit a few batches
+
+    def __init__(self, sampler: Sampler[int], batch_size: int, drop_last: bool) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+
+    def __len__(self) -> int:
+        if not isinstance(self.sampler, ElasticSampler):
+            return super().__len__()
+        return self.count(0)
+
+    def count(self, start: int) -> int:
+        """Return how many batches are left of an epoch of which so many samples are over."""
+        each = self.batch_size * self.sampler.world()[1]
+        left = max(int(self.sampler.length) - start, 0)
+        return int(left // each if self.drop_last else -(-left // each))
+
+    def left_over(self) -> int:
+        """Return how many samples of an epoch are left out (negative: how many come twice)."""
+        size = self.sampler.world()[1]
+        if self.drop_last:
+            return int(self.sampler.length % (self.batch_size * size))
+        return -int(-self.sampler.length % size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if not isinstance(self.sampler, ElasticSampler):
+            return super().__iter__()
+        place = self.sampler.place
+        if place is None or place.over:  # somebody looks at the batches themselves, without a pass of the loader
+            place = Place(self.sampler.epoch, self.sampler.start, self.batch_size * self.sampler.world()[1], 0)
+        return self._of(place)
+
+    def _of(self, place: Place) -> Iterator[list[int]]:
+        sampler: ElasticSampler = self.sampler
+        size, each, length = sampler.world()[1], self.batch_size, sampler.length
+        order = sampler.order(sampler.seed, place.epoch)
+        total = self.count(place.start)
+        at_once = max(1, _AT_ONCE // each)
+        for first in range(0, total, at_once):
+            count = min(at_once, total - first)
+            begin = place.start + first * each * size
+            samples = min(count * each, -(-(length - begin) // size))
+            indices = order(sampler.positions(begin, samples) % length).tolist()
+            for number in range(count):
+                batch = indices[number * each : (number + 1) * each]
+                yield KeyedBatch(batch, sampler.seed, place.epoch, first + number)

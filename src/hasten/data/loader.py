@@ -1,0 +1,293 @@
+"""`hasten.data.DataLoader`: torch's signature, exact elastic resume, samples that do not depend on workers."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, Sampler
+
+from hasten.data import rng
+from hasten.data.elastic import ElasticBatches, ElasticSampler, Order, check_rank
+from hasten.data.making import ON_ERROR, Fault, Ledger
+from hasten.data.passes import InProcess, Processes
+from hasten.data.permutation import Permutation, key_of
+from hasten.data.sample_keys import Reseed, unmoved
+from hasten.data.thread_pass import Threads
+from hasten.errors import HastenError
+from hasten.messages import warn
+
+_log = logging.getLogger("hasten")
+
+
+class DataLoader(TorchDataLoader[Any]):
+    """Batches of a map-style dataset; goes on exactly where a state says, with other workers and ranks too.
+
+    The order is computed from (seed, epoch). Before each sample, `random`, NumPy's and torch's generators, and those
+    that the dataset keeps, are seeded by (seed, epoch, index), so a sample is the same in whichever worker it is made;
+    the training's own generators are left as they are. Ranks share the samples out among themselves: no
+    DistributedSampler, and no `set_epoch`, though `loader.sampler.set_epoch(epoch)` names the next pass's epoch.
+
+    What torch's loader has and this has not: iterable datasets, `batch_sampler`, `batch_size=None`, `in_order=False`.
+
+    Args:
+        dataset: With `__len__` and `__getitem__` (or `__getitems__`).
+        batch_size: Samples of a batch, on each rank.
+        shuffle: In a new order each epoch.
+        sampler: Gives the order, with a length: a WeightedRandomSampler, say. Its draws are seeded by (seed, epoch).
+        batch_sampler: Refused.
+        num_workers: 0: the training's process makes batches itself.
+        collate_fn: As torch's.
+        pin_memory: As torch's.
+        drop_last: Leave out what does not fill a batch on all ranks. Else the last batch is smaller, and where the
+            ranks do not divide it, the epoch's first samples come again in it.
+        timeout: Seconds to wait for a batch; then an error says which worker makes which sample, and its stack.
+        worker_init_fn: As torch's.
+        multiprocessing_context: As torch's.
+        generator: Names the seed where `seed` does not: its `initial_seed()`. Nothing is drawn from it.
+        prefetch_factor: Batches each worker makes ahead; 2.
+        persistent_workers: Keep worker processes from pass to pass.
+        pin_memory_device: As torch's.
+        in_order: Only True.
+        seed: Of order and samples, the same on all ranks; 0.
+        workers: "process", or "thread" for datasets whose time goes where the GIL is released.
+        on_error: What becomes of a sample that raises: "raise"; "skip" (the batch is smaller) or "substitute" (another
+            sample, named by seed, epoch and index), both counted in `faults`.
+        rank: Of this process; else torch.distributed's, else RANK.
+        world_size: Number of ranks; else torch.distributed's, else WORLD_SIZE.
+
+    Example:
+        >>> loader = DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4, seed=1)
+        >>> loader.load_state_dict(checkpoint["loader"])  # from any number of workers and ranks
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[int] | None = None,
+        batch_sampler: Any = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        seed: int | None = None,
+        workers: Literal["process", "thread"] = "process",
+        on_error: Literal["raise", "skip", "substitute"] = "raise",
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        _check(dataset, batch_size, batch_sampler, sampler, shuffle, in_order, workers, on_error)
+        if (rank is None) != (world_size is None):
+            raise HastenError("DataLoader was given only one of rank and world_size", "give both, or neither")
+        if rank is not None and world_size is not None:
+            check_rank(rank, world_size)
+        assert batch_size is not None
+        if seed is None:
+            seed = 0 if generator is None else generator.initial_seed()
+        order, length, name = _order(dataset, bool(shuffle), sampler)
+        shares = ElasticSampler(dataset, length, order, _fingerprint(dataset, name), int(seed), rank, world_size)
+        self.workers = workers
+        self.on_error = on_error
+        self.ledger = Ledger()
+        self._told = False
+        super().__init__(
+            dataset,
+            batch_sampler=ElasticBatches(shares, batch_size, drop_last),
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=None if workers == "thread" else multiprocessing_context,
+            # torch's iterators draw a seed for workers from it, which nothing here depends on: not the training's.
+            generator=torch.Generator().manual_seed(key_of(seed) >> 1),
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+        )
+        # torch knows neither beside a batch_sampler; people, trainers and reports ask for them.
+        self.__dict__.update(batch_size=batch_size, drop_last=drop_last, sampler=shares)
+
+    def __iter__(self) -> Any:
+        """Begin a pass: of the next epoch, or the rest of the one that a state was loaded of."""
+        sampler = self.sampler
+        if isinstance(sampler, ElasticSampler):
+            self._tell(sampler)
+            sampler.begin(self.batch_size or 1)
+        return super().__iter__()
+
+    def _get_iterator(self) -> Any:
+        if not isinstance(self.sampler, ElasticSampler):
+            return super()._get_iterator()
+        if not self.num_workers:
+            return InProcess(self)
+        if self.workers == "thread":
+            return Threads(self)
+        self.check_worker_number_rationality()
+        return Processes(self)
+
+    @contextlib.contextmanager
+    def lent(self, **others: Any) -> Iterator[None]:
+        """Have other attributes while torch makes an iterator."""
+        own = {name: self.__dict__[name] for name in others}
+        self.__dict__.update(others)
+        try:
+            yield
+        finally:
+            self.__dict__.update(own)
+
+    @property
+    def faults(self) -> list[Fault]:
+        """Samples that were left out or replaced, in all passes."""
+        return self.ledger.faults
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands: seed, epoch, samples over on all ranks, fingerprint of the data.
+
+        It counts batches that the loader has given. The same on all ranks, under 1 KB.
+        """
+        return self._elastic().state_dict()
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        """Return the state after so many batches of the latest pass, however many were given ahead of the training."""
+        return self._elastic().state_dict(batches)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next pass where a state says; after the last batch of an epoch, that pass is empty."""
+        elastic = self._elastic()
+        seed = elastic.seed
+        elastic.load_state_dict(state)
+        if elastic.seed != seed:
+            _log.info("the loader goes on with the state's seed %d, not %d", elastic.seed, seed)
+        if self._iterator is not None:  # workers that stay have batches of the pass before on their way
+            self._iterator = None
+
+    def _elastic(self) -> ElasticSampler:
+        if not isinstance(self.sampler, ElasticSampler):
+            raise HastenError("this loader's sampler was replaced, so it has no state", "make a new loader")
+        return self.sampler
+
+    def _tell(self, sampler: ElasticSampler) -> None:
+        """Say once which samples are left out or come twice because of the number of ranks."""
+        if self._told or not isinstance(self.batch_sampler, ElasticBatches):
+            return
+        self._told = True
+        rank, size = sampler.world()
+        left = self.batch_sampler.left_over()
+        if not len(self) and sampler.length:
+            raise HastenError(
+                f"drop_last leaves no batch: {sampler.length} samples, batches of {self.batch_size} on {size} ranks",
+                "give a smaller batch_size, or drop_last=False",
+            )
+        if size == 1 or rank or not left:
+            return
+        if left > 0:
+            said = f"the last {left} of each epoch are left out (drop_last), so that all ranks get equally many"
+        else:
+            said = f"{-left} come twice in each epoch, so that all ranks get equally many (drop_last leaves some out)"
+        warn(f"{sampler.length} samples on {size} ranks: {said}", stacklevel=3)
+
+
+def _check(
+    dataset: Any,
+    batch_size: Any,
+    batch_sampler: Any,
+    sampler: Any,
+    shuffle: bool | None,
+    in_order: bool,
+    workers: str,
+    on_error: str,
+) -> None:
+    """Raise where an option is not one this loader has, before anything is built."""
+    fix = "use torch.utils.data.DataLoader for it: hasten's Trainer resumes that too"
+    if isinstance(dataset, IterableDataset):
+        raise HastenError(
+            f"{type(dataset).__name__} is an IterableDataset: its samples have no index to go on from",
+            f"give a dataset with __getitem__ and __len__ (hasten.data.ParquetDataset reads files), or {fix}",
+        )
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")) or not hasattr(dataset, "__len__"):
+        raise HastenError(f"a {type(dataset).__name__} is no dataset: it needs __getitem__ and __len__")
+    if batch_sampler is not None:
+        raise HastenError("hasten.data.DataLoader makes batches itself and takes no batch_sampler", fix)
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise HastenError(f"batch_size={batch_size!r} must be a whole number of at least 1")
+    if not in_order:
+        raise HastenError("in_order=False cannot be resumed exactly", f"leave it out, or {fix}")
+    if workers not in ("process", "thread"):
+        raise HastenError(f"workers={workers!r} must be 'process' or 'thread'")
+    if on_error not in ON_ERROR:
+        raise HastenError(f"on_error={on_error!r} must be one of {', '.join(map(repr, ON_ERROR))}")
+    if sampler is not None and shuffle:
+        raise HastenError("a sampler gives the order, so shuffle cannot be True", "leave one of them out")
+    if isinstance(sampler, DistributedSampler):
+        raise HastenError(
+            "this loader shares samples out among ranks itself, and was given a DistributedSampler",
+            "leave the sampler out and give shuffle=True or False",
+        )
+    if sampler is not None and not hasattr(sampler, "__len__"):
+        raise HastenError(f"{type(sampler).__name__} has no length, so its epochs have no end to share out", fix)
+
+
+def _order(dataset: Any, shuffle: bool, sampler: Sampler[int] | None) -> tuple[Callable[[int, int], Order], int, str]:
+    """How an epoch is ordered, how many samples it has, and a name of that for the fingerprint."""
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(dataset):
+        sampler, shuffle = None, True
+    if sampler is not None:
+        return _Drawn(sampler), len(sampler), type(sampler).__name__  # type: ignore[arg-type]
+    if shuffle and hasattr(dataset, "order"):  # it knows which samples lie together
+        return dataset.order, len(dataset), "shuffled"
+    return _Shuffled(len(dataset)) if shuffle else _in_order, len(dataset), "shuffled" if shuffle else "in order"
+
+
+def _in_order(seed: int, epoch: int) -> Order:
+    return lambda positions: positions
+
+
+class _Shuffled:
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __call__(self, seed: int, epoch: int) -> Order:
+        return Permutation(self._length, seed, epoch)
+
+
+class _Drawn:
+    """The order that a sampler draws, when its generators are seeded by (seed, epoch)."""
+
+    def __init__(self, sampler: Sampler[int]) -> None:
+        self._sampler = sampler
+
+    def __call__(self, seed: int, epoch: int) -> Order:
+        own = rng.find(self._sampler)
+        before = rng.states_of(own)
+        with unmoved():
+            Reseed(self._sampler)(key_of(seed, epoch))
+            drawn = np.fromiter(self._sampler, dtype=np.int64)
+        rng.set_states(own, before)
+        return lambda positions: drawn[positions]
+
+
+def _fingerprint(dataset: Any, order: str) -> str:
+    """A short text that differs where a state cannot be gone on from."""
+    own = getattr(dataset, "fingerprint", None)
+    text = f"{len(dataset)} samples {order}"
+    if isinstance(own, str):
+        return f"{text}, {hashlib.blake2b(own.encode(), digest_size=8).hexdigest()}"
+    return text

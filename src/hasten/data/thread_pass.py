@@ -1,0 +1,192 @@
+"""A pass over a hasten DataLoader whose batches are made by threads of this process."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from typing import Any
+
+import numpy as np
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hasten.data import rng
+from hasten.data.making import IDLE, Collate, Source
+from hasten.data.passes import HUNG, Counted
+from hasten.data.sample_keys import unmoved
+from hasten.errors import HastenError
+from hasten.messages import warn
+
+
+class _Task:
+    """A batch that is to be made, and then what was made."""
+
+    __slots__ = ("batch", "error", "indices", "made", "worker")
+
+    def __init__(self, indices: Any) -> None:
+        self.indices = indices
+        self.made = threading.Event()
+        self.batch: Any = None
+        self.error: BaseException | None = None
+        self.worker: int | None = None
+
+
+class Threads(Counted, _BaseDataLoaderIter):
+    """Batches made by threads, given in order.
+
+    For datasets that release the GIL where their time goes (files, decoding, NumPy, pyarrow): batches need no copy
+    between processes, and memory is not doubled. A dataset that draws from the process-wide generators is refused: they
+    are shared with the training; `hasten.data.sample_rng()` gives each sample its own.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._hasten_count(loader)
+        super().__init__(loader)
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._ahead: deque[_Task] = deque()
+        self._beats = np.full((loader.num_workers, 4), IDLE, np.int64)
+        self._named: set[tuple[int, int]] = set()
+        self._closed = False
+        if not loader.__dict__.get("_hasten_thread_safe"):
+            _refuse_draws(loader)
+            loader.__dict__["_hasten_thread_safe"] = True
+        self._threads = [
+            threading.Thread(
+                target=_work,
+                args=(self._tasks, self._maker(loader, number), number, loader.worker_init_fn),
+                name=f"hasten-loader-{number}",
+                daemon=True,
+            )
+            for number in range(loader.num_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+        for _ in range(loader.num_workers * (loader.prefetch_factor or 2)):
+            self._put()
+
+    def _maker(self, loader: Any, worker: int) -> Any:
+        source = Source(loader.dataset, loader.collate_fn, loader.on_error, shared=False)
+        source.watched(self._beats[worker], worker)
+        collate = Collate(loader.collate_fn, source, shares=False)
+        pins = pin_memory if self._pin_memory else None
+
+        def make(indices: Any) -> Any:
+            batch = collate(source.__getitems__(indices))
+            return batch if pins is None else pins(batch)  # type: ignore[no-untyped-call]
+
+        return make
+
+    def _put(self) -> None:
+        try:
+            task = _Task(self._next_index())  # type: ignore[no-untyped-call]
+        except StopIteration:
+            return
+        self._ahead.append(task)
+        self._tasks.put(task)
+
+    def _hasten_made(self) -> Any:
+        if not self._ahead:
+            self.close()
+            raise StopIteration
+        task = self._ahead[0]
+        started = time.monotonic()
+        while not task.made.wait(1.0):
+            waited = time.monotonic() - started
+            if self._timeout and waited >= self._timeout:
+                raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds: {self._stuck(task)}")
+            if task.worker is not None and time.monotonic() - self._beats[task.worker, 1] / 1e9 >= HUNG:
+                self._name(task)
+        self._ahead.popleft()
+        self._put()
+        if task.error is not None:
+            raise task.error
+        return task.batch
+
+    def _name(self, task: _Task) -> None:
+        assert task.worker is not None
+        which = (task.worker, int(self._beats[task.worker, 1]))
+        if which not in self._named:
+            self._named.add(which)
+            warn(f"the training waits: {self._stuck(task)}", stacklevel=2)
+
+    def _stuck(self, task: _Task) -> str:
+        if task.worker is None:
+            return "no thread has begun the next batch"
+        index, since, number, _ = self._beats[task.worker].tolist()
+        frame = sys._current_frames().get(self._threads[task.worker].ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (the thread has ended)"
+        seconds = time.monotonic() - since / 1e9
+        return (
+            f"thread worker {task.worker} has been making sample {index}, of batch {number}, for {seconds:.1f} s; "
+            f"its stack:\n{stack}"
+        )
+
+    def close(self) -> None:
+        """Let the threads end; one that hangs is left to itself."""
+        if not self._closed:
+            self._closed = True
+            for _ in self._threads:
+                self._tasks.put(None)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_threads"):
+            self._ahead.clear()
+            while True:  # batches that nobody will ask for
+                try:
+                    self._tasks.get_nowait()
+                except queue.Empty:
+                    break
+            self.close()
+
+
+def _work(tasks: Any, make: Any, worker: int, init: Any) -> None:
+    """What a thread does: no reference to the iterator, so that a pass that was left lets it end."""
+    failed: BaseException | None = None
+    try:
+        if init is not None:
+            init(worker)
+    except Exception as error:
+        error.add_note(f"hasten: worker_init_fn failed in thread worker {worker}")
+        failed = error
+    while (task := tasks.get()) is not None:
+        task.worker = worker
+        try:
+            if failed is not None:
+                raise failed
+            task.batch = make(task.indices)
+        except BaseException as error:
+            task.error = error
+        task.made.set()
+
+
+def _refuse_draws(loader: Any) -> None:
+    """Make one sample, to see whether it draws from the generators that threads share with the training.
+
+    Raises:
+        HastenError: It does.
+    """
+    if not len(loader.dataset):
+        return
+    source = Source(loader.dataset, loader.collate_fn, "raise", shared=False)
+    with unmoved():
+        before = rng.digest()
+        try:
+            if source.reseed is not None:
+                source.reseed(0)
+            loader.dataset[0]
+        except Exception:  # it fails as the pass comes to it, where on_error says what becomes of it
+            return
+        finally:
+            if source.reseed is not None:
+                source.reseed.over()
+        drew = rng.digest() != before
+    if drew:
+        raise HastenError(
+            f"samples of {type(loader.dataset).__name__} draw from the process-wide random generators, which thread "
+            "workers share with the training",
+            'use workers="process", or draw from hasten.data.sample_rng() in the dataset and its transforms',
+        )
