@@ -79,6 +79,18 @@ WAYS = {
     def change():
         for number in range(0, 64, 5): np.save(f"{number}.npy", np.full(1, 3.0))
     """,
+    "a file written through a mapping": """
+    import mmap, struct
+    for number in range(64): Path(f"{number}.bin").write_bytes(struct.pack("f", 1))
+    maps = [mmap.mmap(os.open(f"{number}.bin", os.O_RDWR), 4) for number in range(0, 64, 5)]
+    for mapped in maps: mapped[:] = struct.pack("f", 2)  # later writes to this page leave the file's time alone
+    class Data(Data):
+        def scale(self, index):
+            with open(f"{index}.bin", "rb") as file: return struct.unpack("f", file.read())[0]
+    data = Data()
+    def change():
+        for mapped in maps: mapped[:] = struct.pack("f", 3)
+    """,
     "files read by threads": """
     from concurrent.futures import ThreadPoolExecutor
     for number in range(64): np.save(f"{number}.npy", np.ones(1))

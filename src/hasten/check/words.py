@@ -61,8 +61,16 @@ def _outcome(run: Compared) -> str:
     margin = ""
     if run.level != "exact":
         shows = f"; a change of {percent(run.sees)} in a gradient would have shown" if run.sees else ""
-        margin = f" (at most {percent(run.worst)} of it{shows})"
+        margin = f" ({_largest(run.worst)}{shows})"
     return f"{_LEVELS[run.level]}{margin}, over {_counts(run)}"
+
+
+def _largest(worst: float) -> str:
+    """Say how large the largest difference was, of the one that rounding explains (1)."""
+    if not worst:
+        return "no difference at all"
+    share = "less than 0.1 %" if worst < 0.001 else percent(worst)
+    return f"the largest difference is {share} of what rounding explains"
 
 
 def _counts(run: Compared) -> str:

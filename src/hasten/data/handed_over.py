@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoader
 
 from hasten.data.carried import why_not_carried
 from hasten.data.look import Look, random_states
-from hasten.data.opened import changed_file, opened
+from hasten.data.opened import changed_file, mapped_file, opened
 from hasten.data.orders import Positions, batches, batching
 from hasten.data.reach import SAYS, WRITES
 
@@ -265,6 +265,9 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
             return None
         if other := changed_file(made.files):
             self._hasten_dismiss(f"{other} changed during a pass")
+            return None
+        if other := mapped_file(made.files):
+            self._hasten_dismiss(f"{other} is mapped to be written to, which shows no change")
             return None
         self._hasten_drawn.popleft()
         self._hasten_sent.popleft()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -22,6 +23,7 @@ _FRESH = 20_000_000  # ns: a file changed so shortly ago may be changed again wi
 _EVERY = 0  # no thread has this number
 _listening: dict[int, Opened] = {}  # thread -> what hears of its events
 _hooked = False
+_mapped: set[tuple[int, ...]] | None = None  # files mapped to be written to; None: to be looked for
 
 
 class Opened:
@@ -60,7 +62,8 @@ class Opened:
     def settled(self) -> bool:
         """Whether all files were last changed long enough ago that another change will show."""
         now = time.time_ns()
-        return all(told is None or now - max(told[0], told[1]) > _FRESH for told in self.files.values())
+        times = [max(told[0], told[1]) for told in self.files.values() if told is not None]
+        return not mapped_file(self.files) and all(now - time > _FRESH for time in times)
 
 
 def told_by(path: str) -> tuple[int, ...] | None:
@@ -75,6 +78,31 @@ def told_by(path: str) -> tuple[int, ...] | None:
 def changed_file(files: dict[str, Any]) -> str:
     """Return the first of these files that is not as it was, or ""."""
     return next((path for path, told in files.items() if told_by(path) != told), "")
+
+
+def mapped_file(files: dict[str, Any]) -> str:
+    """Return the first of these files that this process has mapped to write to it, or "".
+
+    What is written through a mapping (`np.memmap(mode="r+")`) changes the file's time only as a page is first written.
+    """
+    global _mapped
+    if _mapped is None:
+        _mapped = _written_by_mapping()
+    return (
+        next((path for path, told in files.items() if told is not None and told[3:] in _mapped), "") if _mapped else ""
+    )
+
+
+def _written_by_mapping() -> set[tuple[int, ...]]:
+    """Return inode and device of each file that is mapped shared and writable (Linux only)."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return set()
+    # "7f1c-7f1d rw-s 00000000 fd:01 1311 /data/labels.bin"; workers' batches lie in /dev/shm.
+    fields = (line.split(maxsplit=5) for line in lines if " rw-s " in line)
+    paths = {field[5] for field in fields if len(field) > 5 and not field[5].startswith(("/dev/", "/memfd:"))}
+    return {told[3:] for told in map(told_by, paths) if told is not None}
 
 
 def hear_again(files: dict[str, Any]) -> None:
@@ -109,5 +137,8 @@ def opened(everywhere: bool = False) -> Iterator[Opened]:
 
 
 def _heard(event: str, args: tuple[Any, ...]) -> None:
+    global _mapped
+    if event == "mmap.__new__":
+        _mapped = None  # looked for again
     if _listening and (heard := _listens()) is not None:
         heard.hears(event, args)
