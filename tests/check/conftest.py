@@ -35,7 +35,8 @@ def short() -> Iterator[Path]:
 
 @pytest.fixture
 def check(fork_server: subprocess.Popen[str], short: Path, monkeypatch: pytest.MonkeyPatch) -> Check:  # noqa: F811
-    """Check a script: `check(script, plan)`; `under_plan` is what runs in place of the script under a plan."""
+    """Check a script: `check(script, plan)`; `under_plan` is what runs in place of the script under a plan;
+    `below` is a folder that the check's own lies in."""
     for technique in planted.TECHNIQUES:
         monkeypatch.setitem(CATALOGUE, technique.name, technique)
     count = [0]
@@ -46,10 +47,11 @@ def check(fork_server: subprocess.Popen[str], short: Path, monkeypatch: pytest.M
         resume: tuple[str, ...] | None = None,
         under_plan: str | None = None,
         options: CheckOptions | None = None,
+        below: str = "",
     ) -> Checked:
         count[0] += 1
-        folder = short / str(count[0])
-        folder.mkdir()
+        folder = short / below / str(count[0])
+        folder.mkdir(parents=True)
         runs = ForkedRuns(fork_server, folder, textwrap.dedent(script), options or CheckOptions(resume=resume))
         if under_plan is not None:
             runs.under_plan = textwrap.dedent(under_plan)

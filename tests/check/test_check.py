@@ -127,6 +127,20 @@ def test_a_training_without_an_optimizer_is_compared_at_each_backward(check: Che
     assert found.first.place == "optimizer step 2", said(found)
 
 
+def test_a_script_that_ends_by_os_exit_is_compared_to_its_end(check: Check) -> None:
+    ends = training() + "\nimport os\nos._exit(0)\n"
+    assert check(ends, {"leaves_alone": True}).ok
+    found = check(ends, {"scales_a_gradient": True})
+    assert found.culprits == ("scales_a_gradient",), said(found)
+
+
+def test_workers_hand_over_batches_below_a_temporary_folder_with_a_long_name(check: Check) -> None:
+    script = training().replace("shuffle=True", "shuffle=True, num_workers=1")
+    assert "num_workers=1" in script
+    found = check(script, {"leaves_alone": True}, below="long" * 20)
+    assert found.ok, said(found)
+
+
 def test_a_resume_that_loses_a_state_is_found(check: Check) -> None:
     script = training(optimizer="sgd")
     forgets = script.replace("one.load_state_dict(state)", "pass")

@@ -111,6 +111,19 @@ OTHERS = """
     """
 
 
+def test_workers_whose_sockets_would_have_too_long_a_name_are_not_started(train: Train) -> None:
+    script = """
+        import os, tempfile, torch
+        from torch.utils.data import DataLoader
+        tempfile.tempdir = os.path.join(os.getcwd(), "x" * 100)
+        os.mkdir(tempfile.tempdir)
+        torch.save({"seen": [batch.tolist() for batch in DataLoader(torch.arange(8.0), 2)]}, "left.pt")
+    """
+    run = train(script, loader_workers=1)
+    assert run.left["seen"] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
+    assert any("set TMPDIR to a shorter one" in noted for noted in run.installed.values()), run.installed
+
+
 def test_an_iterable_dataset_is_left_alone(train: Train) -> None:
     for own in (0, 1):
         _, changed, noted = compared(train, f"read(DataLoader(Stream(), 3, num_workers={own}))", 1)

@@ -12,12 +12,14 @@ import contextlib
 import os
 import sys
 import tempfile
+from typing import Any
 
 from hasten.taps.landlock import forbid_writing
 from hasten.taps.metadata import forbid_metadata
 from hasten.taps.overlaid import install
 from hasten.taps.overlay import Overlay
 from hasten.techniques.compute.compile import kernel_cache
+from hasten.techniques.data.crossing import LONGEST_FOLDER
 
 unguarded = ""  # why the kernel's guards are not behind the sandbox, if they are not
 
@@ -44,8 +46,7 @@ def confine(scratch: str, also: tuple[str, ...] = ()) -> None:
         TMPDIR=temporary, MLFLOW_TRACKING_URI=f"file://{scratch}/mlflow", HASTEN_TRIAL="1", **_QUIET_LOGGERS
     )
     tempfile.tempdir = temporary
-    if (multiprocessing := sys.modules.get("multiprocessing.process")) is not None:
-        multiprocessing.current_process()._config.pop("tempdir", None)  # of a parent that has had loaders' workers
+    _keep_sockets_short(temporary)
     caches = [
         os.environ["TORCHINDUCTOR_CACHE_DIR"],
         os.environ.get("XDG_CACHE_HOME", f"{home}/.cache"),
@@ -63,6 +64,20 @@ def confine(scratch: str, also: tuple[str, ...] = ()) -> None:
     os.makedirs(root, exist_ok=True)
     unguarded = "; ".join(filter(None, (forbid_writing(free), forbid_metadata())))
     install(Overlay(root, free))
+
+
+def _keep_sockets_short(temporary: str) -> None:
+    """Let loaders' workers find sockets below the temporary folder, however long its path is.
+
+    Below a TMPDIR of 55 letters a trial's would have more than the 107 that a socket's name may have, and a loader then
+    waits for its workers for ever. By this process's descriptor of the folder the name is short, for its children too.
+    """
+    from multiprocessing import process
+
+    config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
+    config.pop("tempdir", None)  # of a parent that has had loaders' workers
+    if sys.platform == "linux" and len(os.fsencode(temporary)) > LONGEST_FOLDER:
+        config["tempdir"] = f"/proc/{os.getpid()}/fd/{os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)}"
 
 
 def holds(folder: str, place: str) -> bool:

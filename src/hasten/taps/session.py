@@ -151,6 +151,19 @@ class ProcessSession(Session):
         torch.set_num_threads(1)
         self.witness = Witness(options, self.complete)
         listen(self.witness)
+        self._end_before_exit(self.witness)
+
+    def _end_before_exit(self, witness: Any) -> None:
+        """A script may end by `os._exit`, past all that Python does at an end: what was seen is written first."""
+        plain, process = os._exit, os.getpid()
+
+        @functools.wraps(plain)
+        def _exit(status: int) -> Any:
+            if os.getpid() == process and witness.active:
+                self.leave()
+            plain(status)
+
+        os._exit = _exit
 
     def _drive(self) -> None:
         """Have techniques switched while the training runs."""

@@ -19,6 +19,8 @@ _OPEN = {
 }  # fmt: skip  (the last is lmdb's too)
 _CLOSED = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)  # nothing to be found inside these
 _LIBRARIES = ("logging", "hasten.")  # nor in these
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
+"""Letters of the temporary folder's name: workers' sockets lie below it, whose names have at most 107."""
 _DEPTH, _MOST, _FIRST = 8, 2000, 16  # how far `parts_of` looks
 
 
@@ -34,6 +36,23 @@ def holds_open(dataset: Any) -> str:
         if kind in _OPEN or (isinstance(value, io.IOBase) and not isinstance(value, io.BytesIO | io.StringIO)):
             return f"holds an open {kind.removeprefix('builtins.')} (.{name})"
     return holds_on_device(dataset)
+
+
+def no_room_for_sockets() -> str:
+    """Why workers could not hand batches over, and a loader would wait for them for ever; or ""."""
+    import os
+    import tempfile
+    from multiprocessing import process
+
+    if process.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+        return ""  # a trial's, or one that has had workers
+    length = len(os.fsencode(tempfile.gettempdir()))
+    if length <= LONGEST_FOLDER:
+        return ""
+    return (
+        f"the temporary folder's name has {length} letters, and workers' sockets below it need one of at most "
+        f"{LONGEST_FOLDER}: set TMPDIR to a shorter one"
+    )
 
 
 def holds_on_device(dataset: Any) -> str:

@@ -14,7 +14,7 @@ from hasten.evidence import Evidence, LoaderFacts, Machine, Phase
 from hasten.evidence.figures import percent
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
-from hasten.techniques.data.crossing import holds_open
+from hasten.techniques.data.crossing import holds_open, no_room_for_sockets
 from hasten.techniques.replaced import Replaced, Replacements
 
 _SHM = Path("/dev/shm")
@@ -132,9 +132,8 @@ class LoaderWorkers(Technique):
 
         if loader.num_workers or not self.num_workers or _no_children():
             return
-        why = _unsafe(loader.dataset) or why_not(
-            loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        )
+        why = no_room_for_sockets() or _unsafe(loader.dataset)
+        why = why or why_not(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
         if type(loader)._get_iterator is not DataLoader._get_iterator:
             why = why or f"{type(loader).__name__} makes iterators of its own"
         if why:
