@@ -4,7 +4,7 @@ From then on `torch.load`, and so `load_from_checkpoint` of a LightningModule, u
 script that trains with hasten's Trainer need not import this.
 """
 
-from hasten.trainer.lightning import teach_loading
+from hasten.trainer.lightning.loading import teach_loading
 
 teach_loading()
 

@@ -209,4 +209,4 @@ def test_under_the_trainer_from_the_first_step_on(capfd: pytest.CaptureFixture[s
     )
     trainer.fit(Trained(), data)
     assert "activations are kept" not in capfd.readouterr().err
-    assert trainer.outermost == ["net"]  # not the layers of a block that runs again within the first step
+    assert trainer.engine.outermost == ["net"]  # not the layers of a block that runs again within the first step

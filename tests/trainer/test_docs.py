@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import dataclasses
 import inspect
 import os
 import re
@@ -14,9 +14,10 @@ import pytest
 
 from hasten import Trainer
 from hasten.trainer.callbacks import __all__ as callbacks
-from hasten.trainer.flags import OF_OLD
+from hasten.trainer.config import Config, tables
 from hasten.trainer.hooks import ModuleHooks
 from hasten.trainer.logged import MAY_LOG
+from hasten.trainer.old_flags import OF_OLD
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -41,11 +42,16 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text(page), flags=re.MULTILINE | re.DOTALL)
 
 
-def test_every_flag_is_there_with_its_default():
-    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text("trainer.md"), flags=re.MULTILINE))
-    said = {name: ast.literal_eval(default) for name, default in rows.items()}
-    flags = {name: p.default for name, p in inspect.signature(Trainer).parameters.items() if name != "unknown"}
-    assert said == flags
+@pytest.mark.parametrize("title", tables())
+def test_the_tables_of_flags_are_those_of_the_config(title):
+    assert tables()[title] in text("trainer.md"), "python -m hasten.trainer.config prints them"
+
+
+def test_signature_and_docstring_have_the_flags_of_the_config():
+    flags = {flag.name: flag.default for flag in dataclasses.fields(Config)}
+    assert {name: p.default for name, p in inspect.signature(Trainer).parameters.items()} == flags
+    for flag in dataclasses.fields(Config):
+        assert f"        {flag.name}: {flag.metadata['doc']}." in Trainer.__doc__
 
 
 def test_every_flag_of_old_is_there():

@@ -78,7 +78,9 @@ def accelerator(tmp_path):
 
 @effect
 def strategy(tmp_path):
-    assert quiet(strategy="ddp").strategy_name == "ddp"  # `devices` and `sync_batchnorm` below start processes by it
+    assert (
+        quiet(strategy="ddp").engine.strategy.collective == "ddp"
+    )  # `devices` and `sync_batchnorm` below start processes by it
 
 
 @effect
@@ -598,14 +600,14 @@ def checkpoint_format(tmp_path):
 
 @effect
 def background_saves(tmp_path):
-    from hasten.trainer.checkpoint import Saver
+    from hasten.trainer.checkpoint.io import Files
 
     for on in (True, False):
         trainer = quiet(
             background_saves=on, enable_checkpointing=True, callbacks=[Exists(tmp_path, on)], default_root_dir=tmp_path
         )
         trainer.fit(Regression(), loader())
-        assert isinstance(trainer.checkpointing.saver, Saver)
+        assert isinstance(trainer.checkpointing.io, Files)
 
 
 class Exists(Callback):

@@ -3,54 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hasten.trainer.flags import misconfigured, seconds, uses_lightning
+from hasten.trainer.adapter import adapter
+from hasten.trainer.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    ModelSummary,
+    Progress,
+    Timer,
+)
+from hasten.trainer.errors import misconfigured
+from hasten.trainer.loggers import CSVLogger
+from hasten.trainer.profiling import PROFILERS, NoProfiler
+from hasten.trainer.values import seconds
 
 if TYPE_CHECKING:
+    from hasten.trainer.config import Config
     from hasten.trainer.trainer import Trainer
 
 
+_SAVING = ("Checkpoint", "ModelCheckpoint")
 _LOGGER_NEEDS = ("log_hyperparams", "save", "finalize", "after_save_checkpoint")
 
 
 def _is(callback: Any, *names: str) -> bool:
-    """Whether a callback is of one of these classes, hasten's or Lightning's."""
+    """Whether a callback is of one of these classes, of whatever framework."""
     return any(kind.__name__ in names for kind in type(callback).__mro__)
 
 
-@dataclass
 class Attachments:
-    """The arguments that decide about callbacks, loggers and profiler."""
+    """Builds callbacks, loggers and profiler from the flags.
 
-    given_callbacks: Any
-    logger: Any
-    enable_checkpointing: bool | None
-    enable_progress_bar: bool | None
-    enable_model_summary: bool | None
-    max_time: Any
-    schedule: dict[int, int] | None
-    given_profiler: Any
+    Args:
+        given: The flags as they were given: a callback beside `enable_checkpointing=False` contradicts it.
+        config: The same, settled: `fast_dev_run` switches checkpoints off.
+    """
 
-    def loggers(self, trainer: Trainer) -> list[Any]:
-        """The loggers."""
-        if self.logger is False:
+    def __init__(self, given: Config, config: Config) -> None:
+        self._given, self._config = given, config
+
+    def loggers(self) -> list[Any]:
+        """Return the loggers."""
+        config, logger = self._config, self._config.logger
+        if logger is False:
             return []
-        if self.logger is None or self.logger is True:
-            if trainer.barebones:
-                return []
-            if uses_lightning():
-                from hasten.trainer.lightning import default_logger
-
-                return [default_logger(trainer.default_root_dir)]
-            from hasten.trainer.loggers import CSVLogger
-
-            return [CSVLogger(trainer.default_root_dir)]
-        several = isinstance(self.logger, Iterable) and not isinstance(self.logger, str)
-        found = list(self.logger) if several and not hasattr(self.logger, "log_metrics") else [self.logger]
-        for logger in found:
+        if config.fast_dev_run:
+            return [adapter().silent_logger() or Silent()]
+        if logger is None or logger is True:
+            return [_default_logger(str(config.default_root_dir))]
+        several = isinstance(logger, Iterable) and not isinstance(logger, str)
+        loggers = list(logger) if several and not hasattr(logger, "log_metrics") else [logger]
+        for logger in loggers:
             if isinstance(logger, type) or not hasattr(logger, "log_metrics"):
                 raise misconfigured(
                     f"logger={logger!r} is no logger", "give one (CSVLogger(...)), several, True or False"
@@ -60,23 +66,16 @@ class Attachments:
                     f"the logger {type(logger).__name__} has no {', '.join(missing)}",
                     "derive it from hasten.loggers.Logger",
                 )
-        return found
+        return loggers
 
     def profiler(self) -> Any:
-        """The profiler, or None."""
-        given = self.given_profiler
-        from hasten.trainer.profiling import PROFILERS, NoProfiler
-
+        """Return the profiler; where none is asked for, one that does nothing."""
+        given = self._config.profiler
         if given is not None and not isinstance(given, str):
             if not hasattr(given, "profile"):
                 raise misconfigured(f"profiler={given!r} is no profiler", f"there are: {', '.join(PROFILERS)}")
             return given
-        known: dict[str, Any] = PROFILERS
-        nothing: Any = NoProfiler
-        if uses_lightning():
-            from hasten.trainer.lightning import profilers
-
-            known, nothing = profilers()
+        known, nothing = adapter().profilers() or (PROFILERS, NoProfiler)
         if given is None:
             return nothing()
         if given.lower() not in known:
@@ -86,79 +85,85 @@ class Attachments:
             )
         return known[given.lower()]()
 
-    def callbacks(self, trainer: Trainer) -> list[Any]:
-        """The callbacks: those given, those by default, and checkpoints last, so that they save what others did."""
-        from hasten.trainer.callbacks import (
-            GradientAccumulationScheduler,
-            ModelCheckpoint,
-            ModelSummary,
-            Progress,
-            Timer,
-        )
+    def callbacks(self) -> list[Any]:
+        """Return the callbacks: those given, those by default, and checkpoints last, so they save what others did."""
+        callbacks = _listed(self._given.callbacks)
+        callbacks = self._without_checkpoints(callbacks)
+        self._add_shown(callbacks)
+        self._add_by_flag(callbacks)
+        if not _among(callbacks, *_SAVING) and self._config.enable_checkpointing is not False:
+            callbacks.append(ModelCheckpoint())
+        check_unique(callbacks)
+        return in_order(callbacks)
 
-        given = self.given_callbacks
-        found = [] if given is None else list(given) if isinstance(given, list | tuple | set) else [given]
-        for one in found:
-            if isinstance(one, type) or not any(name.startswith(("on_", "setup")) for name in dir(one)):
-                raise misconfigured(
-                    f"callbacks has {one!r}, which is no callback",
-                    f"give one that is built: {one.__name__}(...)" if isinstance(one, type) else "see hasten.callbacks",
-                )
-        checkpoints = [one for one in found if _is(one, "Checkpoint", "ModelCheckpoint")]
-        bars = [one for one in found if _is(one, "Progress", "ProgressBar")]
-        summaries = [one for one in found if _is(one, "ModelSummary")]
-        if checkpoints and self.enable_checkpointing is False:
-            if trainer.fast_dev_run:
-                found = [one for one in found if one not in checkpoints]
-                checkpoints = []
-            else:
-                raise misconfigured(
-                    f"`enable_checkpointing=False` but found `{type(checkpoints[0]).__name__}` in callbacks",
-                    "drop one of them",
-                )
+    def _without_checkpoints(self, callbacks: list[Any]) -> list[Any]:
+        """Leave out what saves where `fast_dev_run` saves nothing; where the flag says so, that is a contradiction."""
+        saving = _among(callbacks, *_SAVING)
+        if not saving or self._config.enable_checkpointing is not False:
+            return callbacks
+        if not self._config.fast_dev_run:
+            raise misconfigured(
+                f"`enable_checkpointing=False` but found `{type(saving[0]).__name__}` in callbacks",
+                "drop one of them",
+            )
+        return [callback for callback in callbacks if callback not in saving]
+
+    def _add_shown(self, callbacks: list[Any]) -> None:
+        """Add what shows progress and the model."""
+        config = self._config
+        bars = _among(callbacks, "Progress", "ProgressBar")
         if len(bars) > 1:
             raise misconfigured(
                 f"You added multiple progress bar callbacks: {', '.join(type(bar).__name__ for bar in bars)}",
                 "keep one of them",
             )
-        if bars and self.enable_progress_bar is False:
+        if bars and config.enable_progress_bar is False:
             raise misconfigured(
                 f"`enable_progress_bar=False` but found `{type(bars[0]).__name__}` in callbacks", "drop one of them"
             )
-        if not bars and self.enable_progress_bar is not False:
-            found.append(Progress())
-        if not summaries and self.enable_model_summary is not False:
-            if uses_lightning():
-                from hasten.trainer.lightning import default_summary
+        if not bars and config.enable_progress_bar is not False:
+            callbacks.append(adapter().default_progress() or Progress())
+        if not _among(callbacks, "ModelSummary") and config.enable_model_summary is not False:
+            callbacks.append(adapter().default_summary(bars) or ModelSummary())
 
-                found.append(default_summary(bars))
-            else:
-                found.append(ModelSummary())
-        if self.max_time is not None:
-            if (limit := seconds("max_time", self.max_time)) is not None and not any(
-                _is(one, "Timer") for one in found
-            ):
-                from datetime import timedelta
-
-                found.append(Timer(duration=timedelta(seconds=limit)))
-        if self.schedule is not None:
-            if any(_is(one, "GradientAccumulationScheduler") for one in found):
+    def _add_by_flag(self, callbacks: list[Any]) -> None:
+        """Add the callbacks that `max_time` and a schedule of `accumulate_grad_batches` are."""
+        limit = seconds("max_time", self._config.max_time)
+        if limit is not None and not _among(callbacks, "Timer"):
+            callbacks.append(Timer(duration=timedelta(seconds=limit)))
+        schedule = self._given.accumulate_grad_batches
+        if isinstance(schedule, dict):
+            if _among(callbacks, "GradientAccumulationScheduler"):
                 raise misconfigured(
                     "accumulate_grad_batches is a schedule, and callbacks has a GradientAccumulationScheduler too",
                     "drop one of them",
                 )
-            found.append(GradientAccumulationScheduler(scheduling=self.schedule))
-        if not checkpoints and self.enable_checkpointing is not False and not trainer.fast_dev_run:
-            found.append(ModelCheckpoint())
-        check_unique(found)
-        return in_order(found)
+            callbacks.append(GradientAccumulationScheduler(scheduling=schedule))
+
+
+def _default_logger(root: str) -> Any:
+    own = adapter().default_logger(root)
+    return CSVLogger(root) if own is None else own
+
+
+def _listed(given: Any) -> list[Any]:
+    """Return the callbacks that were given, as a list, each of them one."""
+    callbacks = [] if given is None else list(given) if isinstance(given, list | tuple | set) else [given]
+    for callback in callbacks:
+        if isinstance(callback, type) or not any(name.startswith(("on_", "setup")) for name in dir(callback)):
+            built = f"give one that is built: {callback.__name__}(...)" if isinstance(callback, type) else ""
+            raise misconfigured(f"callbacks has {callback!r}, which is no callback", built or "see hasten.callbacks")
+    return callbacks
+
+
+def _among(callbacks: list[Any], *names: str) -> list[Any]:
+    return [callback for callback in callbacks if _is(callback, *names)]
 
 
 def in_order(callbacks: list[Any]) -> list[Any]:
-    """Checkpoints last; behind them only what measures steps, so that it sees how long a save took."""
-    checkpoints = [one for one in callbacks if _is(one, "Checkpoint", "ModelCheckpoint")]
-    clocks = [one for one in callbacks if _is(one, "StepClock")]
-    return [one for one in callbacks if one not in checkpoints and one not in clocks] + checkpoints + clocks
+    """Return the callbacks with checkpoints last; behind them only what measures steps, saves included."""
+    saving, clocks = _among(callbacks, *_SAVING), _among(callbacks, "StepClock")
+    return [one for one in callbacks if one not in saving and one not in clocks] + saving + clocks
 
 
 def check_unique(callbacks: list[Any]) -> None:
@@ -187,7 +192,7 @@ def with_module_callbacks(trainer: Trainer, brought: Any) -> None:
         trainer.say(
             "callbacks of the module replace the Trainer's: " + ", ".join(sorted(kind.__name__ for kind in replaced))
         )
-    trainer.callbacks = in_order([one for one in trainer.callbacks if type(one) not in replaced] + brought)
+    trainer.callbacks[:] = in_order([one for one in trainer.callbacks if type(one) not in replaced] + brought)
 
 
 class Silent:
@@ -217,15 +222,6 @@ class Silent:
 
     def finalize(self, status: str) -> None:
         """Nothing."""
-
-
-def silent() -> Any:
-    """The logger for `fast_dev_run`."""
-    if uses_lightning():
-        from hasten.trainer.lightning import silent_logger
-
-        return silent_logger()
-    return Silent()
 
 
 def folder_of(logger: Any, default: str) -> str:

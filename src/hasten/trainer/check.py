@@ -11,6 +11,7 @@ import sys
 import tempfile
 import traceback
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from hasten.taps.sandbox import confine
 from hasten.trainer import steps
 from hasten.trainer import trainer as trainer_module
 from hasten.trainer.checkpoint import CheckpointError, read
+from hasten.trainer.config import sugar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,18 +40,6 @@ if TYPE_CHECKING:
     from hasten.trainer.hooks import Hooks
     from hasten.trainer.trainer import Trainer
 
-# Flags that are sugar for a technique: a fork gets its techniques as a plan.
-_TECHNIQUES = (
-    "precision",
-    "compile",
-    "channels_last",
-    "fused_optimizer",
-    "matmul_precision",
-    "device_prefetch",
-    "batched_fetch",
-    "activation_checkpointing",
-    "benchmark",
-)
 _SECONDS = 900.0  # after which a fork counts as hung
 _QUIET: dict[str, Any] = {
     "plan": None,
@@ -153,7 +143,8 @@ class _Forks:
         os._exit(0)  # nothing of the parent's is torn down here
 
     def _train(self, plan: dict[str, Any], options: WitnessOptions, checkpoint: str | None) -> None:
-        given = {**self._trainer.given, **_QUIET, **dict.fromkeys(_TECHNIQUES), "plan": Plan(plan)}
+        flags = {flag.name: getattr(self._trainer.given, flag.name) for flag in fields(self._trainer.given)}
+        given = {**flags, **_QUIET, **dict.fromkeys(sugar()), "plan": Plan(plan)}  # a fork's techniques are its plan's
         given |= {
             "default_root_dir": self._root,
             "max_epochs": self._epochs if checkpoint is None else 2 * self._epochs,

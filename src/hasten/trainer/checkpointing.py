@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from hasten import messages
 from hasten.errors import HastenError
+from hasten.trainer.adapter import offered
 from hasten.trainer.callbacks.buffers import spoilt_buffers
 from hasten.trainer.callbacks.shared import spoilt_weights
-from hasten.trainer.checkpoint import CheckpointError, Claim, Saver, claim, latest_good, read, standing
+from hasten.trainer.checkpoint import CheckpointError, Claim, claim, latest_good, standing
+from hasten.trainer.checkpoint.io import CheckpointIO, Files
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -31,7 +34,7 @@ class Checkpointing:
 
     def __init__(self, trainer: Trainer, background: bool) -> None:
         self._trainer = trainer
-        self.saver = Saver(background)
+        self.io: CheckpointIO = Files(background, trainer.config.checkpoint_format)
         self._claims: dict[Path, Claim] = {}
         self._made: set[Path] = set()  # folders that were not there
         self.path: str | None = None
@@ -44,18 +47,18 @@ class Checkpointing:
 
     def write_at_once(self) -> None:
         """From now on a checkpoint is there when `save` returns: somebody looks for it right then."""
-        self.saver.wait()
-        self.saver = Saver(background=False)
+        self.io.wait()
+        self.io = Files(False, self._trainer.config.checkpoint_format)
 
     def save(self, path: str | Path, weights_only: bool = False) -> None:
         """Write a checkpoint; every process calls this, the first one writes."""
         trainer = self._trainer
-        self.saver.check()
+        self.io.check()
         state = self.collected(weights_only)
         if trainer.is_global_zero:
             path = Path(path)
             self._hold(path.parent)
-            self.saver.save(path, state, done=self._written, format=trainer.checkpoint_format)
+            self.io.save(path, state, self._written)
         trainer.world.barrier("checkpoint")
 
     def _written(self, path: Path, notes: list[str]) -> None:
@@ -67,7 +70,7 @@ class Checkpointing:
     def hold_folders(self) -> None:
         """Before the first step: that checkpoints can be written where they will go, and that nobody else does."""
         trainer = self._trainer
-        for callback in trainer.checkpoint_callbacks if not trainer.fast_dev_run else ():
+        for callback in trainer.checkpoint_callbacks if not trainer.config.fast_dev_run else ():
             folder = getattr(callback, "dirpath", None)
             if folder and trainer.is_global_zero and "://" not in str(folder):
                 self._hold(Path(folder))
@@ -84,7 +87,7 @@ class Checkpointing:
     def release(self) -> None:
         """The training is over: everything is written, the folders are free."""
         try:
-            self.saver.wait()
+            self.io.wait()
         finally:
             for held in self._claims.values():
                 held.close()
@@ -115,7 +118,18 @@ class Checkpointing:
             then = standing(file)
         except CheckpointError:  # damaged, or something else: a person may want to look at it
             return False
-        return 0 < then.begun <= self._begun and then.step <= self._trainer.global_step
+        return 0 < then.begun <= self._begun and then.step <= self._trainer.progress.global_step
+
+    def link(self, target: Path, link: Path) -> None:
+        """Let `link` be a symbolic link to a checkpoint; every process calls this."""
+        if self._trainer.is_global_zero:
+            self.io.wait()
+            if link.is_symlink() or link.is_file():
+                link.unlink()
+            elif link.is_dir():
+                shutil.rmtree(link)
+            link.symlink_to(os.path.relpath(target, link.parent))
+        self._trainer.world.barrier("link")
 
     def abandon(self) -> None:
         """The process ends at once, from whatever thread: leave no lock behind."""
@@ -125,11 +139,11 @@ class Checkpointing:
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint, behind the writes that were asked for before."""
         if self._trainer.is_global_zero:
-            self.saver.remove(path)
+            self.io.remove(path)
 
     def collected(self, weights_only: bool = False) -> dict[str, Any]:
-        """All that a checkpoint holds, under the keys that Lightning uses where it has them."""
-        trainer = self._trainer
+        """Return all that a checkpoint holds, under keys that other tools know where there are such."""
+        trainer, engine = self._trainer, self._trainer.engine
         module = trainer.model
         if module is None:
             raise AttributeError(
@@ -141,16 +155,13 @@ class Checkpointing:
             "state_dict": module.state_dict(),
             "loops": self._loops(),
         }
-        if trainer.lightning is not None:
-            state["pytorch-lightning_version"] = trainer.lightning.version
         if not weights_only:
             state["callbacks"] = self._callback_states()
-            state["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
-            state["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+            state["optimizer_states"] = [optimizer.state_dict() for optimizer in engine.optimizing.optimizers]
+            state["lr_schedulers"] = [config.scheduler.state_dict() for config in engine.optimizing.schedulers]
             more = {
-                "techniques": {one.name: kept for one in trainer.run.techniques if (kept := one.state_dict())},
+                "techniques": {one.name: kept for one in engine.run.techniques if (kept := one.state_dict())},
                 "metrics": dict(trainer.callback_metrics),
-                "torchmetrics": trainer.lightning.metric_states() if trainer.lightning is not None else {},
             }
             state.update({key: kept for key, kept in more.items() if kept})
         for owner in (trainer.datamodule, module):
@@ -159,11 +170,8 @@ class Checkpointing:
                 key = "datamodule_hyper_parameters" if owner is trainer.datamodule else "hyper_parameters"
                 state[key.replace("hyper_parameters", "hparams_name")] = getattr(owner, "_hparams_name", "kwargs")
                 state[key] = dict(hparams)
-                if trainer.lightning is not None and trainer.lightning.is_config(hparams):
-                    state[key] = trainer.lightning.plain_config(hparams)
-                    state[key.replace("hyper_parameters", "hparams_type")] = "omegaconf"
-        datamodule = trainer.datamodule
-        hooks = trainer.hooks
+        engine.guest.saved(state, weights_only)
+        datamodule, hooks = trainer.datamodule, engine.hooks
         if not weights_only and (own := hooks.of_datamodule("state_dict")) is not None and (kept := own()):
             state[type(datamodule).__qualname__] = kept
         averaging = [one for one in trainer.callbacks if getattr(one, "changes_saved_weights", False)]
@@ -175,7 +183,7 @@ class Checkpointing:
         return state
 
     def _loops(self) -> dict[str, Any]:
-        loop = self._trainer.loop
+        loop = self._trainer.engine.loop
         version = {"hasten_version": sys.modules["hasten"].__version__, "begun": self._begun}
         return version if loop is None else {**version, "hasten": loop.state_dict()}
 
@@ -201,7 +209,7 @@ class Checkpointing:
         path = os.fspath(path)
         if path not in ("last", "best"):
             return path
-        self.saver.wait()
+        self.io.wait()
         callbacks = trainer.checkpoint_callbacks
         if path == "best":
             if not callbacks:
@@ -246,7 +254,7 @@ class Checkpointing:
             return
         trainer = self._trainer
         try:
-            self.loaded = read(path)
+            self.loaded = self.io.load(path)
             trainer.say(f"going on from {path}")
         except CheckpointError as error:
             folder = Path(path).parent
@@ -256,7 +264,7 @@ class Checkpointing:
             if good is None or good == Path(path):
                 raise
             trainer.warn(f"{error.message}; going on from {good} instead")
-            self.path, self.loaded = str(good), read(good)
+            self.path, self.loaded = str(good), self.io.load(good)
 
     def restore_model(self) -> None:
         """Weights, and the states of module, datamodule and callbacks."""
@@ -265,7 +273,7 @@ class Checkpointing:
             return
         if "state_dict" not in state:
             raise HastenError(f"{self.path} has no state_dict", "it is not a checkpoint of a training")
-        hooks, module = trainer.hooks, trainer.model
+        hooks, module = trainer.engine.hooks, trainer.model
         datamodule = trainer.datamodule
         if datamodule is not None:
             kept = state.get(type(datamodule).__qualname__)
@@ -276,7 +284,7 @@ class Checkpointing:
         if (own := hooks.of_module("on_load_checkpoint")) is not None:
             own(state)
         module.load_state_dict(state["state_dict"], strict=module.strict_loading)
-        if trainer.stage.fn != "fit" and trainer.lightning is None:
+        if trainer.stage.fn != "fit" and not trainer.engine.guest.loads_callbacks:
             return
         for hook in hooks.of_callbacks("on_load_checkpoint"):
             hook(state)
@@ -310,27 +318,28 @@ class Checkpointing:
                     " weights with load_from_checkpoint instead"
                 )
             return None
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self._restore_all("optimizers", trainer.optimizers, state["optimizer_states"])
+        engine, progress = trainer.engine, trainer.progress
+        schedulers = [config.scheduler for config in engine.optimizing.schedulers]
+        self._restore_all("optimizers", engine.optimizing.optimizers, state["optimizer_states"])
         if schedulers:  # a callback that brings its own (stochastic weight averaging) takes the module's away before
             self._restore_all("schedulers", schedulers, state.get("lr_schedulers", []))
-        for technique in trainer.run.techniques:
+        for technique in engine.run.techniques:
             technique.load_state_dict((state.get("techniques") or {}).get(technique.name, {}))
-        trainer.global_step = state["global_step"]
+        progress.global_step = state["global_step"]
         trainer.metrics.callback.update(state.get("metrics") or {})
-        if trainer.lightning is not None:
-            trainer.lightning.load_metric_states(state.get("torchmetrics") or {})
+        engine.guest.restore(state)
         loops = state.get("loops") or {}
         # Later than what it goes on from, also on a machine whose clock is behind.
         before = loops.get("begun")
         self._begun = max(time.time(), (before if isinstance(before, float) else 0.0) + 0.001)
-        if "hasten" not in loops:  # saved before training began, or by Lightning
-            trainer.current_epoch = state["epoch"] if "hasten_version" in loops else self._lightning_epoch(state)
-            self._check_epochs(trainer.current_epoch)
+        if "hasten" not in loops:  # saved before training began, or by another framework
+            own = "hasten_version" in loops
+            progress.current_epoch = state["epoch"] if own else self._foreign_epochs(state)
+            self._check_epochs(progress.current_epoch)
             return None
         resumed: dict[str, Any] = loops["hasten"]
-        trainer.current_epoch = resumed["current_epoch"]
-        self._check_epochs(resumed["epochs_processed"])
+        progress.load_state_dict(resumed)
+        self._check_epochs(progress.epochs_processed)
         return resumed
 
     def _restore_all(self, what: str, owners: list[Any], states: list[Any]) -> None:
@@ -356,29 +365,25 @@ class Checkpointing:
                 "go on with the optimizer that the training began with, or load only the weights",
             )
         before, after = own[0].get("lr"), groups[0].get("lr")
-        if before != after and not self._trainer.lr_scheduler_configs and isinstance(before, float):
+        if before != after and not self._trainer.engine.optimizing.schedulers and isinstance(before, float):
             self._trainer.say(f"the optimizer goes on with lr={after} of the checkpoint, not {before}")
 
     def _check_epochs(self, done: int) -> None:
-        limit = self._trainer.max_epochs
-        if limit not in (-1, None) and done > limit:
+        limit = self._trainer.config.max_epochs
+        if limit is not None and -1 != limit < done:
             raise self._trainer.misconfigured(
                 f"You restored a checkpoint with current_epoch={done}, but you have set Trainer(max_epochs={limit})",
                 f"say max_epochs={done + 1} or more to go on, or fit without ckpt_path to begin anew",
             )
 
-    def _lightning_epoch(self, state: dict[str, Any]) -> int:
-        """Epochs that are done in a checkpoint that Lightning wrote; one cut in an epoch begins that epoch again."""
-        fit = (state.get("loops") or {}).get("fit_loop", {})
-        # The x-axis of the loggers goes on too.
-        self._trainer.logged_steps = fit.get("epoch_loop.state_dict", {}).get("_batches_that_stepped", 0)
-        self._trainer.total_batches = fit.get("epoch_loop.batch_progress", {}).get("total", {}).get("ready", 0)
-        current = fit.get("epoch_progress", {}).get("current", {})
+    def _foreign_epochs(self, state: dict[str, Any]) -> int:
+        """Return the epochs done in another framework's checkpoint; one cut within an epoch begins that epoch again."""
+        writer = next(adapter for adapter in offered() if adapter.wrote(state))
         self._trainer.warn(
-            f"{self.path} was written by Lightning: weights, optimizers and schedulers go on exactly, the position"
+            f"{self.path} was written by {writer.name}: weights, optimizers and schedulers go on exactly, the position"
             " within an epoch does not"
         )
-        return int(current.get("processed", state.get("epoch", 0)))
+        return writer.epochs_done(state, self._trainer.progress)
 
     # -- being stopped ---------------------------------------------------------------------------------
 
@@ -387,7 +392,7 @@ class Checkpointing:
         for callback in self._trainer.checkpoint_callbacks:
             if folder := getattr(callback, "dirpath", None):
                 return str(folder)
-        return str(Path(self._trainer.default_root_dir) / "checkpoints")
+        return str(Path(str(self._trainer.config.default_root_dir)) / "checkpoints")
 
     def save_interrupted(self) -> str | None:
         """Save because the run is asked to stop; the path, or None where checkpoints are off or weights spoilt."""
@@ -403,7 +408,7 @@ class Checkpointing:
             trainer.warn("a callback objects, so nothing was saved; earlier checkpoints stay")
             return None
         self.save(path)
-        self.saver.wait()
+        self.io.wait()
         return path
 
 

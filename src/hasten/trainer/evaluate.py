@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten import loading, messages
-from hasten.trainer import feeding, sources, steps
+from hasten.trainer import feeding, signals, sources, steps
 
 if TYPE_CHECKING:
     from hasten.trainer.hooks import Hooks
@@ -87,25 +87,29 @@ def evaluate(
     """
     stage = _STEP[kind]
     module = trainer.model
-    several = source.mode == "sequential" and len(source.leaves) > 1
-    _check_dataloader_idx(trainer, hooks, stage, several)
+    own_step = getattr(module, f"{stage}_step")
+    draws = steps.draws(own_step)
+    several = source.mode == "sequential" and len(source.leaves) > 1 and not draws
+    if not draws:
+        _check_dataloader_idx(trainer, hooks, stage, several)
     modes = _Modes(module)
     _set_eval(hooks, module, stage)
     _set_epoch(trainer, source)
     board.reset()
     hooks.call(f"on_{stage}_start")
     hooks.call(f"on_{stage}_epoch_start")
-    own_step = getattr(module, f"{stage}_step")
     step = steps.called(trainer, f"{stage}_step", own_step)
     with_idx = steps.takes_batch_idx(own_step)
-    preparing = feeding.preparing(trainer, stage)
+    preparing = [] if draws else feeding.preparing(trainer, stage)
     on_start, on_end = hooks.of(f"on_{stage}_batch_start"), hooks.of(f"on_{stage}_batch_end")
     names = module.__dict__
     results: list[dict[str, Any]] = []
     before = 0
-    trainer.evaluated_batches = 0
-    seen = trainer.batches_seen[f"{trainer.stage.fn}_{kind}"]
-    for batch, batch_idx, index in sources.evaluation_batches(source, limits, trainer.run):
+    progress, stopping = trainer.progress, trainer.engine.stopping
+    progress.evaluated_batches = 0
+    seen = progress.batches_seen[f"{trainer.stage.fn}_{kind}"]
+    batches = sources.evaluation_batches(source, limits, trainer.engine.run)
+    for batch, batch_idx, index in feeding.DrawnInTurn(batches).steps() if draws else batches:
         while before != index:
             results.append(_loader_is_over(trainer, board))
             before += 1
@@ -121,14 +125,14 @@ def evaluate(
         for hook in on_end:
             hook(output, *places)
         board.batch = None
-        trainer.evaluated_batches += 1
+        progress.evaluated_batches += 1
         fresh = trainer.collect()
         if not trainer.sanity_checking and fresh:
             trainer.log(fresh, step=seen[index])
         if not trainer.sanity_checking:
             seen[index] += 1
-        if trainer.asked_to_stop and not trainer.sanity_checking:
-            trainer.stop_if_signalled()
+        if stopping.signal and not trainer.sanity_checking:
+            signals.stop_if_asked(trainer)
     results.append(_loader_is_over(trainer, board))
     board.dataloader_idx = None
     hooks.call(f"on_{stage}_epoch_end")
@@ -171,8 +175,10 @@ def predict(
         Its outputs by batch; with several loaders a list for each; None when they are not kept.
     """
     module = trainer.model
+    draws = steps.draws(module.predict_step)
     several = source.mode == "sequential" and len(source.leaves) > 1
-    _check_dataloader_idx(trainer, hooks, "predict", several)
+    if not draws:
+        _check_dataloader_idx(trainer, hooks, "predict", several)
     modes = _Modes(module)
     _set_eval(hooks, module, "predict")
     _set_epoch(trainer, source)
@@ -180,7 +186,7 @@ def predict(
     hooks.call("on_predict_epoch_start")
     step = steps.called(trainer, "predict_step", module.predict_step)
     with_idx = steps.takes_batch_idx(module.predict_step)
-    preparing = feeding.preparing(trainer, "predict")
+    preparing = [] if draws else feeding.preparing(trainer, "predict")
     on_start, on_end = hooks.of("on_predict_batch_start"), hooks.of("on_predict_batch_end")
     names = module.__dict__
     predictions: list[list[Any]] = [[] for _ in source.leaves]
@@ -188,20 +194,22 @@ def predict(
     writers = [one.interval for one in trainer.callbacks if hasattr(one, "interval")]  # prediction writers
     watched = _WatchedIndices(source) if writers else None
     by_epoch = any(getattr(interval, "on_epoch", False) for interval in writers)
-    trainer.predictions, trainer.predict_indices = (predictions if several else predictions[0]), indices
-    trainer.predict_batch_indices = None
-    for batch, batch_idx, index in sources.evaluation_batches(source, limits, trainer.run):
+    prediction = trainer.engine.prediction
+    prediction.outputs, prediction.indices = (predictions if several else predictions[0]), indices
+    prediction.batch_indices = None
+    batches = sources.evaluation_batches(source, limits, trainer.engine.run)
+    for batch, batch_idx, index in feeding.DrawnInTurn(batches).steps() if draws else batches:
         if watched is not None:
-            trainer.predict_batch_indices = watched.batch(index, batch_idx)
+            prediction.batch_indices = watched.batch(index, batch_idx)
             if by_epoch:
-                indices[index].append(trainer.predict_batch_indices or [])
+                indices[index].append(prediction.batch_indices or [])
         for prepare in preparing:
             batch = prepare(batch, index)
         places: tuple[Any, ...] = (batch, batch_idx, index) if several else (batch, batch_idx)
         for hook in on_start:
             hook(*places)
         names["_current_fx_name"] = "predict_step"
-        output = step(*places) if with_idx else step(batch, *places[2:])
+        output = step(batch) if draws else step(*places) if with_idx else step(batch, *places[2:])
         names["_current_fx_name"] = None
         if output is None:
             messages.warn("predict_step gave None", stacklevel=2)
@@ -213,7 +221,7 @@ def predict(
     hooks.call("on_predict_end")
     own_train = hooks.of_module("on_predict_model_train")
     own_train() if own_train is not None else modes.restore()
-    returned, trainer.predictions = trainer.predictions, None
+    returned, prediction.outputs = prediction.outputs, None
     return returned if keep else None
 
 

@@ -3,49 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hasten.loading import with_options
 from hasten.parallel import agree_on_batches, distributed_loader
 from hasten.trainer import sources
 from hasten.trainer.batches import to_device
+from hasten.trainer.values import is_duration, seconds
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
 
+class Feed:
+    """The loaders of a kind ("train", "val", "test", "predict").
+
+    Args:
+        given: As they were handed to `fit` and so on; None: module or datamodule has them.
+        before: Of the run before, whose loaders stay.
+
+    Attributes:
+        source: As they are drawn from; None until they are asked for.
+        limits: Batches of each that are used.
+        total: Batches of a pass through all of them together.
+        asked_in_epoch: When module or datamodule were asked for them.
+    """
+
+    def __init__(self, given: Any = None, before: Feed | None = None) -> None:
+        self.given = given
+        self.source: Any = None if before is None else before.source
+        self.limits: list[float] = [] if before is None else before.limits
+        self.total: float = math.inf if before is None else before.total
+        self.asked_in_epoch: float = -math.inf
+
+
 def setup(trainer: Trainer, kind: str) -> None:
     """Ask for the loaders of a kind and make them ready."""
-    limit = {
-        "train": trainer.limit_train_batches,
-        "val": trainer.limit_val_batches,
-        "test": trainer.limit_test_batches,
-        "predict": trainer.limit_predict_batches,
-    }[kind]
+    feed = trainer.engine.feeds[kind]
+    limit = getattr(trainer.config, f"limit_{kind}_batches")
     mode = "max_size_cycle" if kind == "train" else "sequential"
-    given = trainer.loaders.get(kind)
-    step = "predict_step" if kind == "predict" else {"train": "training", "val": "validation"}.get(kind, kind) + "_step"
-    if limit == 0 or (kind in ("val", "test") and not trainer.has_step(step)):
-        given = []
-    elif given is None:
-        own = trainer.hooks.of_data(f"{kind}_dataloader")
-        if own is None:
-            if kind != "val" or trainer.stage.fn != "fit":
-                raise sources.NotALoaderError(
-                    f"An invalid dataloader was {_whence(trainer, kind)}: None",
-                    f"give one, or define {kind}_dataloader in the module or a datamodule",
-                )
-            given = []
-        else:
-            given = own()
-            trainer.world.barrier("loaders")
-            if given is None:
-                sources.check_iterable(None, _whence(trainer, kind))
+    given = _asked_for(trainer, kind, limit)
     sources.refuse_batches(given, f"{kind}_dataloader")
     source = sources.combined(given, mode)
     if kind == "train" and source.mode == "sequential":
-        trainer.num_training_batches = source.batches()
+        feed.total = source.batches()
         raise ValueError(
             '`FitLoop` does not support CombinedLoader(mode="sequential"): training draws from its loaders together;'
             f" there are {', '.join(mode for mode in sources.MODES if mode != 'sequential')}"
@@ -58,78 +60,154 @@ def setup(trainer: Trainer, kind: str) -> None:
     limits = [
         sources.limited(sources.length(leaf), limit, f"limit_{kind}_batches", trainer.misconfigured) for leaf in leaves
     ]
-    limits = [agree_on_batches(trainer.world, one) for one in limits]
-    source.limits = limits
-    setattr(trainer, f"{kind}_source", source)
+    limits = [agree_on_batches(trainer.world, batches) for batches in limits]
+    feed.source, feed.limits, source.limits = source, limits, limits
+    feed.total = source.batches()
+    # A sanity check of an epoch that does not validate leaves the question for the first one that does.
+    if kind == "train" or not trainer.sanity_checking or trainer.validates_this_epoch:
+        feed.asked_in_epoch = trainer.current_epoch
     if kind == "train":
-        trainer.reloaded_at["train"] = trainer.current_epoch
-        trainer.num_training_batches = source.batches()
         _set_val_check(trainer)
-    else:
-        if kind == "val" and (not trainer.sanity_checking or trainer.validates_this_epoch):
-            trainer.reloaded_at["val"] = trainer.current_epoch
-        setattr(trainer, f"num_{kind}_batches", limits)
+
+
+def _asked_for(trainer: Trainer, kind: str, limit: Any) -> Any:
+    """Return the loaders of a kind as a person gave them: to the run, in the datamodule or in the module."""
+    step = {"train": "training", "val": "validation"}.get(kind, kind) + "_step"
+    if limit == 0 or (kind in ("val", "test") and not trainer.engine.has_step(step)):
+        return []
+    given = trainer.engine.feeds[kind].given
+    if given is not None:
+        return given
+    own = trainer.engine.hooks.of_data(f"{kind}_dataloader")
+    if own is None:
+        if kind == "val" and trainer.stage.fn == "fit":
+            return []
+        raise sources.NotALoaderError(
+            f"An invalid dataloader was {_whence(trainer, kind)}: None",
+            f"give one, or define {kind}_dataloader in the module or a datamodule",
+        )
+    given = own()
+    trainer.world.barrier("loaders")
+    if given is None:
+        sources.check_iterable(None, _whence(trainer, kind))
+    return given
 
 
 def _whence(trainer: Trainer, kind: str) -> str:
     """Where the loaders of a kind come from, for messages."""
-    if trainer.loaders.get(kind) is not None or trainer.hooks.of_data(f"{kind}_dataloader") is None:
+    hooks = trainer.engine.hooks
+    if trainer.engine.feeds[kind].given is not None or hooks.of_data(f"{kind}_dataloader") is None:
         argument = f"{kind}_dataloaders" if trainer.stage.fn == "fit" else "dataloaders"
         return f"passed to `Trainer.{trainer.stage.fn}({argument}=...)`"
-    owner = trainer.hooks.owner_of_data(f"{kind}_dataloader")
+    owner = hooks.owner_of_data(f"{kind}_dataloader")
     return f"returned from `{type(owner).__name__}.{kind}_dataloader()`"
 
 
 def _ready(trainer: Trainer, leaf: Any, kind: str) -> Any:
-    if trainer.overfit_batches and kind in ("train", "val"):
+    config = trainer.config
+    if config.overfit_batches and kind in ("train", "val"):
         same = sources.overfitting(leaf)
         if same is not leaf:
             trainer.warn(f"requested to overfit but enabled {kind} dataloader shuffling: it is off, for equal batches")
             leaf = same
-    if trainer.world.size > 1 and trainer.use_distributed_sampler:
+    if trainer.world.size > 1 and config.use_distributed_sampler:
         leaf, text = distributed_loader(
-            leaf, trainer.world, train=kind == "train", seed=trainer.seed or 0, repeat=kind != "predict"
+            leaf, trainer.world, train=kind == "train", seed=config.seed or 0, repeat=kind != "predict"
         )
         if text:
             trainer.say(text, once=True)
-    return with_options(leaf, trainer.run)
+    return with_options(leaf, trainer.engine.run)
 
 
 def _set_val_check(trainer: Trainer) -> None:
-    total, interval = trainer.num_training_batches, trainer.val_check_interval
-    if trainer.val_check_seconds is not None:
+    engine, config = trainer.engine, trainer.config
+    total, interval = engine.feeds["train"].total, config.val_check_interval
+    engine.val_check_seconds = None
+    if is_duration(interval):
+        engine.val_check_seconds = seconds("val_check_interval", interval)
         return
+    validates = config.limit_val_batches != 0
     if isinstance(interval, int):
-        trainer.val_check_batch = interval
-        if interval > total and trainer.check_val_every_n_epoch is not None:
+        engine.val_check_batch = interval
+        if validates and interval > total and config.check_val_every_n_epoch is not None:
             raise ValueError(
                 f"val_check_interval={interval} must be less than or equal to the number of the training batches"
                 f" ({total:g}): validation would never run; check_val_every_n_epoch=None counts batches over epochs"
             )
     elif math.isinf(total):
-        if interval != 1.0:
+        if validates and interval != 1.0:
             raise trainer.misconfigured(
                 f"val_check_interval={interval} is a share of a loader whose length is not known", "give an int"
             )
-        trainer.val_check_batch = math.inf
+        engine.val_check_batch = math.inf
     else:
-        trainer.val_check_batch = max(1, int(total * interval))
-    if trainer.loggers and total < trainer.log_every_n_steps and not trainer.fast_dev_run:
+        engine.val_check_batch = max(1, int(total * interval))
+    if trainer.loggers and total < config.log_every_n_steps and not config.fast_dev_run:
         trainer.warn(
             f"The number of training batches ({total:g}) is smaller than the logging interval"
-            f" log_every_n_steps={trainer.log_every_n_steps}: the loggers may never get a step's values"
+            f" log_every_n_steps={config.log_every_n_steps}: the loggers may never get a step's values"
         )
+
+
+class Drawn:
+    """What a step that takes `dataloader_iter` draws from: (batch, batch_idx, dataloader_idx), on the host.
+
+    Args:
+        fetch: Gives the next batch.
+        done: Batches drawn before.
+    """
+
+    def __init__(self, fetch: Callable[[], Any], done: int = 0) -> None:
+        self._fetch, self._done = fetch, done
+
+    def itself(self) -> Drawn:
+        """Return this, in place of a batch."""
+        return self
+
+    def __iter__(self) -> Drawn:
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        batch = self._fetch()
+        self._done += 1
+        return batch, self._done - 1, 0
+
+
+class DrawnInTurn:
+    """The same for an evaluation: batches of one loader after the other.
+
+    Args:
+        batches: (batch, batch_idx, dataloader_idx), all of them.
+    """
+
+    def __init__(self, batches: Iterator[tuple[Any, int, int]]) -> None:
+        self._batches = batches
+        self._next = next(batches, None)
+
+    def __iter__(self) -> DrawnInTurn:
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        batch, self._next = self._next, next(self._batches, None)
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def steps(self) -> Iterator[tuple[DrawnInTurn, int, int]]:
+        """Give this to one step after the other, while there are batches left."""
+        while self._next is not None:
+            yield self, *self._next[1:]
 
 
 def preparing(trainer: Trainer, stage: str) -> list[Callable[[Any, int], Any]]:
     """What each batch goes through before a step: hooks that are defined, and the copy to the device."""
-    hooks, device = trainer.hooks, trainer.device
+    hooks, device = trainer.engine.hooks, trainer.device
     path: list[Callable[[Any, int], Any]] = []
     if (own := hooks.of_data("on_before_batch_transfer")) is not None:
         path.append(own)
     if (move := hooks.of_data("transfer_batch_to_device")) is not None:
         path.append(lambda batch, index: move(batch, device, index))
-    elif device.type != "cpu" or trainer.lightning is not None:
+    elif device.type != "cpu" or trainer.engine.guest.moves_batches:
         path.append(lambda batch, index: to_device(batch, device))
     if (own := hooks.of_data("on_after_batch_transfer")) is not None:
         path.append(own)

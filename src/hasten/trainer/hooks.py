@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hasten.trainer.adapter import adapter
 from hasten.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ class Hooks:
         """The module's own method, if it defines one."""
         if not overridden(self._module, name, *self._bases[0]):
             return None
-        return self._named(name, self._labelled(f"[LightningModule]{type(self._module).__name__}.{name}", name))
+        return self._named(name, self._labelled(f"[{adapter().owners[0]}]{type(self._module).__name__}.{name}", name))
 
     def _labelled(self, label: str, name: str) -> Hook:
         method: Hook = getattr(self._module, name)
@@ -198,7 +199,7 @@ class Hooks:
         if datamodule is None or not overridden(datamodule, name, *self._bases[2]):
             return None
         method: Hook = getattr(datamodule, name)
-        label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
+        label = f"[{adapter().owners[1]}]{type(datamodule).__name__}.{name}"
         return method if self._wrap is None else self._wrap(label, method)
 
     def of_data(self, name: str) -> Hook | None:

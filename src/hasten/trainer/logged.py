@@ -52,7 +52,7 @@ MAY_LOG: dict[str, tuple[tuple[bool, ...], tuple[bool, ...], bool, bool]] = {
         _AT_EDGES,
     ),
 }
-"""Hooks in which `self.log` may be called, as in Lightning."""
+"""Hooks in which `self.log` may be called."""
 
 
 def levels(
@@ -151,7 +151,7 @@ class Entry:
             both = getattr(torch, f"{self.reduce}imum")
             self.total = folded if self.total is None else both(self.total, folded)
         elif device.type == "cpu" and not self.graph:
-            # One after the other in their own precision: the sums that a training by Lightning logs, bit for bit.
+            # One after the other in their own precision: the sums that other Trainers log, bit for bit.
             before = [] if self.total is None else [self.total.to(stacked.dtype).reshape(1).numpy()]
             self.total = torch.from_numpy(numpy.add.accumulate(numpy.concatenate([*before, stacked.numpy()])))[-1]
         else:
@@ -418,3 +418,10 @@ class Board:
             if one.get("double"):
                 entry.dtype = torch.float64
             entry.valid = True
+
+
+class NoBoard(Board):
+    """Keeps nothing, for `barebones`."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Keep nothing."""

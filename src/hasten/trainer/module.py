@@ -11,6 +11,7 @@ import torch
 
 from hasten.errors import HastenError
 from hasten.trainer.hooks import ModuleHooks, overridden
+from hasten.trainer.hyperparameters import Hyperparameters, arguments_of
 
 if TYPE_CHECKING:
     from typing import Self
@@ -21,7 +22,7 @@ Outputs = torch.Tensor | Mapping[str, Any] | None
 
 
 class Module(ModuleHooks, torch.nn.Module):
-    """A `torch.nn.Module` that knows how it is trained; names and hooks are Lightning's.
+    """A `torch.nn.Module` that knows how it is trained; with the names and hooks that people know.
 
     Override `training_step` and `configure_optimizers`; everything else is optional. A hook that is not
     overridden is never called.
@@ -225,7 +226,7 @@ class Module(ModuleHooks, torch.nn.Module):
         trainer = self._trainer
         if trainer is None:
             return  # a step that is tried out without a Trainer
-        if (board := trainer.board) is None:
+        if (board := trainer.engine.board) is None:
             trainer.cannot_log(name)
             return
         board.log(
@@ -252,7 +253,7 @@ class Module(ModuleHooks, torch.nn.Module):
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or the list of them; for manual optimization. Their steps are counted."""
-        counted = self.trainer.counted_optimizers if use_pl_optimizer else self.trainer.optimizers
+        counted = self.trainer.engine.optimizing.counted if use_pl_optimizer else self.trainer.optimizers
         return counted[0] if len(counted) == 1 else counted
 
     def lr_schedulers(self) -> Any:
@@ -279,8 +280,8 @@ class Module(ModuleHooks, torch.nn.Module):
         from hasten.trainer.optimizing import clip
 
         trainer = self.trainer
-        value = trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
-        clip(optimizer, value, gradient_clip_algorithm or trainer.gradient_clip_algorithm or "norm")
+        value = trainer.config.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        clip(optimizer, value, gradient_clip_algorithm or trainer.config.gradient_clip_algorithm or "norm")
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
@@ -333,7 +334,7 @@ class Module(ModuleHooks, torch.nn.Module):
         frame = inspect.currentframe()
         assert frame is not None
         assert frame.f_back is not None
-        given = _arguments(type(self), frame.f_back)
+        given = arguments_of(type(self), frame.f_back)
         left_out = {ignore} if isinstance(ignore, str) else set(ignore)
         if names and not isinstance(names[0], str):
             given = dict(names[0]) if isinstance(names[0], Mapping) else vars(names[0])
@@ -375,82 +376,3 @@ class Module(ModuleHooks, torch.nn.Module):
             module.on_load_checkpoint(saved)
         module.load_state_dict(saved["state_dict"], strict=strict)
         return module
-
-
-class Hyperparameters(dict[str, Any]):
-    """A dict whose entries are attributes too."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"no hyper-parameter {name!r}; there are: {', '.join(self)}") from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
-
-
-def _arguments(kind: type, frame: Any) -> dict[str, Any]:
-    """The arguments of the `__init__` whose frame this is, and of those that called it by `super().__init__`."""
-    given: dict[str, Any] = {}
-    while frame is not None and frame.f_code.co_name == "__init__":
-        code = frame.f_code
-        if not code.co_argcount or not isinstance(frame.f_locals.get(code.co_varnames[0]), kind):
-            break
-        count = code.co_argcount + code.co_kwonlyargcount
-        values = frame.f_locals
-        given.update({name: values[name] for name in code.co_varnames[1:count] if name in values})
-        if code.co_flags & inspect.CO_VARKEYWORDS:
-            given.update(values.get(code.co_varnames[count + bool(code.co_flags & inspect.CO_VARARGS)], {}))
-        frame = frame.f_back
-    return given
-
-
-class LossModule(Module):
-    """A plain `nn.Module` with a loss, as `Trainer().fit(net, loader, loss=fn)` trains it.
-
-    A batch is `(input, target)`, or `(input, ..., target)`: the last entry goes to the loss.
-    """
-
-    def __init__(self, net: torch.nn.Module, loss: Callable[..., torch.Tensor], optimizer: Any = None) -> None:
-        super().__init__()
-        self.net = net
-        self.loss = loss
-        self._optimizer = optimizer
-
-    def forward(self, *inputs: Any) -> Any:
-        """The network's output."""
-        return self.net(*inputs)
-
-    def _loss(self, batch: Any) -> torch.Tensor:
-        if not isinstance(batch, tuple | list) or len(batch) < 2:
-            raise HastenError(
-                f"fit(..., loss=...) needs batches of (input, target), this one is a {type(batch).__name__}",
-                "let the dataset give pairs, or write a hasten.Module with a training_step",
-            )
-        return self.loss(self.net(*batch[:-1]), batch[-1])
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """The loss of a batch, logged as `train_loss`."""
-        loss = self._loss(batch)
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """The mean loss, logged as `val_loss`."""
-        self.log("val_loss", self._loss(batch), prog_bar=True)
-
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """The mean loss, logged as `test_loss`."""
-        self.log("test_loss", self._loss(batch))
-
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """The network's output; a batch of several entries is taken to end with the target."""
-        return self.net(*batch[:-1]) if isinstance(batch, tuple | list) and len(batch) > 1 else self.net(batch)
-
-    def configure_optimizers(self) -> Any:
-        """The optimizer that was given (built, or a function of the parameters); else AdamW at 1e-3."""
-        given = self._optimizer
-        if isinstance(given, torch.optim.Optimizer):
-            return given
-        return torch.optim.AdamW(self.net.parameters(), lr=1e-3) if given is None else given(self.net.parameters())

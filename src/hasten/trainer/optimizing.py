@@ -20,7 +20,7 @@ _SHAPES = (
 
 @dataclass
 class SchedulerConfig:
-    """A learning-rate scheduler and when it steps; names and defaults are Lightning's.
+    """A learning-rate scheduler and when it steps; names and defaults are those that people know.
 
     Attributes:
         interval: "epoch", or "step" (optimizer steps).

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from hasten.trainer.engine import Engine
     from hasten.trainer.steps import Step
-    from hasten.trainer.trainer import Trainer
 
 
-def found_in(step: Step, trainer: Trainer) -> Step:
+def found_in(step: Step, engine: Engine) -> Step:
     """A step that looks, once, which modules it calls, and lets the techniques change those behind it.
 
     The first step runs unchanged; what `model(x)` is, the module itself or a part of it, is known only then.
     """
-    module, run = trainer.model, trainer.run
+    module, run = engine.model, engine.run
 
     def first(batch: Any, batch_idx: int, opens: bool, closes: bool) -> Any:
         calls: dict[int, tuple[torch.nn.Module, tuple[Any, ...]]] = {}
@@ -45,16 +45,16 @@ def found_in(step: Step, trainer: Trainer) -> Step:
             for handle in handles:
                 handle.remove()
             names = {id(part): name for name, part in module.named_modules()}
-            trainer.outermost = [names[id(called)] for called, _ in calls.values()]
+            engine.outermost = [names[id(called)] for called, _ in calls.values()]
             for called, args in calls.values():
                 run.model(called, args)
 
     return first
 
 
-def change_again(trainer: Trainer, names: list[str]) -> None:
+def change_again(engine: Engine, names: list[str]) -> None:
     """Change the modules that were changed in the run that goes on, before its next step: that one was changed too."""
-    modules = dict(trainer.model.named_modules())
-    trainer.outermost = [name for name in names if name in modules]
-    for name in trainer.outermost:
-        trainer.run.model(modules[name], ())
+    modules = dict(engine.model.named_modules())
+    engine.outermost = [name for name in names if name in modules]
+    for name in engine.outermost:
+        engine.run.model(modules[name], ())

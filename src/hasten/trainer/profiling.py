@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,20 @@ class NoProfiler:
 
 
 def measures(profiler: Any) -> bool:
-    """Whether a profiler does anything; Lightning's PassThroughProfiler does not either."""
+    """Return whether a profiler does anything; one that another framework puts where none is does not either."""
     return not isinstance(profiler, NoProfiler) and type(profiler).__name__ != "PassThroughProfiler"
+
+
+def profiled(profiler: Any, label: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook or step behind a profiler."""
+    profile = profiler.profile
+
+    @functools.wraps(method)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with profile(label):
+            return method(*args, **kwargs)
+
+    return timed
 
 
 class SimpleProfiler:

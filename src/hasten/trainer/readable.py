@@ -1,53 +1,49 @@
-"""What callbacks, modules and people read of a Trainer; names are Lightning's."""
+"""What callbacks, modules and people read of a Trainer, under the names that they know."""
 
 from __future__ import annotations
 
 import logging
+import signal
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hasten import messages
-from hasten.trainer import flags as say
+from hasten.parallel import find_place
+from hasten.trainer import checks, errors
+from hasten.trainer.adapter import adapter
+from hasten.trainer.attachments import folder_of
 
 if TYPE_CHECKING:
     from hasten.errors import HastenError
     from hasten.parallel import World
+    from hasten.run import Run
     from hasten.trainer.checkpointing import Checkpointing
-    from hasten.trainer.logged import Board
-    from hasten.trainer.loop import FitLoop
+    from hasten.trainer.config import Config
+    from hasten.trainer.engine import Engine
+    from hasten.trainer.progress import Progress
     from hasten.trainer.stages import Metrics, Stage
 
 
 class Readable:
     """The readable side of a Trainer. Nothing here changes a training, but for the few properties with setters."""
 
-    world: World
+    config: Config
+    progress: Progress
+    engine: Engine
     stage: Stage
     metrics: Metrics
-    board: Board | None
-    model: Any
     callbacks: list[Any]
-    _loggers: list[Any]
-    default_root_dir: str
     checkpointing: Checkpointing
-    optimizers: list[Any]
-    num_val_batches: list[float]
-    num_sanity_val_steps: float
-    limit_val_batches: Any
-    check_val_every_n_epoch: int | None
-    current_epoch: int
-    strategy_name: str
-    asked_to_stop: int
-    loop: FitLoop | None
-    opened: bool
-    train_source: Any
-    val_source: Any
-    test_source: Any
-    predict_source: Any
+    _loggers: list[Any]
     _said: set[str]
 
     # -- where -----------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World:
+        """The processes that train together."""
+        return self.engine.world
 
     @property
     def device(self) -> torch.device:
@@ -62,12 +58,12 @@ class Readable:
     @property
     def global_rank(self) -> int:
         """Number of this process among all."""
-        return self.world.rank if self.opened else _before_opening("rank")
+        return self.world.rank if self.engine.opened else _before_opening("rank")
 
     @property
     def local_rank(self) -> int:
         """Number of this process on its machine."""
-        return self.world.local_rank if self.opened else _before_opening("local_rank")
+        return self.world.local_rank if self.engine.opened else _before_opening("local_rank")
 
     @property
     def node_rank(self) -> int:
@@ -93,7 +89,7 @@ class Readable:
 
     @property
     def state(self) -> Stage:
-        """The stage, by Lightning's name."""
+        """The stage, by the name that scripts know."""
         return self.stage
 
     @property
@@ -147,25 +143,58 @@ class Readable:
         return self.stage.stage in ("validate", "test")
 
     @property
+    def current_epoch(self) -> int:
+        """Epochs that are over."""
+        return self.progress.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done."""
+        return self.progress.global_step
+
+    @property
+    def total_batches(self) -> int:
+        """Training batches done."""
+        return self.progress.total_batches
+
+    @property
+    def logged_steps(self) -> int:
+        """Training batches with an optimizer step: the x-axis of what loggers get."""
+        return self.progress.logged_steps
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training ends after this batch; set it to True to end it."""
+        return self.progress.should_stop
+
+    @should_stop.setter
+    def should_stop(self, stop: bool) -> None:
+        self.progress.should_stop = stop
+
+    @property
     def is_last_batch(self) -> bool:
         """Whether the training batch at hand is the epoch's last."""
-        return bool(self.loop is not None and self.loop.last)
+        return self.engine.loop is not None and self.engine.loop.last
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run was left before its end."""
+        return self.engine.stopping.interrupted
 
     @property
     def received_sigterm(self) -> bool:
         """Whether it was asked to end by SIGTERM."""
-        import signal
-
-        return self.asked_to_stop == signal.SIGTERM
+        return self.engine.stopping.signal == signal.SIGTERM
 
     # -- values ----------------------------------------------------------------------------------------
 
     def collect(self) -> dict[str, Any]:
         """Bring what was logged into the three dicts; what is for the loggers is given back."""
-        if self.board is None:
+        board = self.engine.board
+        if board is None:
             return {}
         metrics = self.metrics  # a sanity check's are forgotten when it is over
-        fresh = self.board.collect(metrics.callback, metrics.logged, metrics.bar)
+        fresh = board.collect(metrics.callback, metrics.logged, metrics.bar)
         return {} if self.sanity_checking else fresh
 
     @property
@@ -189,9 +218,29 @@ class Readable:
     # -- what belongs to it ----------------------------------------------------------------------------
 
     @property
-    def lightning_module(self) -> Any:
-        """The model."""
-        return self.model
+    def model(self) -> Any:
+        """The module."""
+        return self.engine.model
+
+    @property
+    def datamodule(self) -> Any:
+        """The datamodule, or None."""
+        return self.engine.datamodule
+
+    @property
+    def run(self) -> Run:
+        """The techniques that are installed."""
+        return self.engine.run
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers that `configure_optimizers` gave."""
+        return self.engine.optimizing.optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The learning-rate schedulers, and when they step."""
+        return self.engine.optimizing.schedulers
 
     @property
     def loggers(self) -> list[Any]:
@@ -214,10 +263,8 @@ class Readable:
     @property
     def log_dir(self) -> str | None:
         """Where the first logger writes; the same in every process."""
-        from hasten.trainer.attachments import folder_of
-
-        found = folder_of(self.logger, self.default_root_dir) if self.loggers else self.default_root_dir
-        return str(self.world.broadcast(found))
+        root = str(self.config.default_root_dir)
+        return str(self.world.broadcast(folder_of(self.logger, root) if self.loggers else root))
 
     def _callbacks_named(self, *names: str) -> list[Any]:
         return [one for one in self.callbacks if any(kind.__name__ in names for kind in type(one).__mro__)]
@@ -259,59 +306,82 @@ class Readable:
     @property
     def train_dataloader(self) -> Any:
         """The training loaders, as they are used."""
-        return None if self.train_source is None else self.train_source.tree
+        return self._loaders("train")
 
     @property
     def val_dataloaders(self) -> Any:
         """The validation loaders, as they are used."""
-        return None if self.val_source is None else self.val_source.tree
+        return self._loaders("val")
 
     @property
     def test_dataloaders(self) -> Any:
         """The test loaders, as they are used."""
-        return None if self.test_source is None else self.test_source.tree
+        return self._loaders("test")
 
     @property
     def predict_dataloaders(self) -> Any:
         """The prediction loaders, as they are used."""
-        return None if self.predict_source is None else self.predict_source.tree
+        return self._loaders("predict")
+
+    def _loaders(self, kind: str) -> Any:
+        source = self.engine.feeds[kind].source
+        return None if source is None else source.tree
+
+    @property
+    def num_training_batches(self) -> float:
+        """Batches of an epoch; infinity when that is not known."""
+        return self.engine.feeds["train"].total
+
+    @property
+    def val_check_batch(self) -> float:
+        """Training batches from one validation to the next; infinity: after each epoch."""
+        return self.engine.val_check_batch
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        """Batches of a validation, by loader."""
+        return self.engine.feeds["val"].limits
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        """Batches of a test, by loader."""
+        return self.engine.feeds["test"].limits
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        """Batches of a prediction, by loader."""
+        return self.engine.feeds["predict"].limits
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
         """Validation batches tried before training, by loader; none outside of `fit`."""
-        if self.stage.fn != "fit":
-            return []
-        return [min(self.num_sanity_val_steps, batches) for batches in self.num_val_batches]
+        steps = self.config.num_sanity_val_steps or 0
+        return [min(steps, batches) for batches in self.num_val_batches] if self.stage.fn == "fit" else []
 
     @property
     def enable_validation(self) -> bool:
         """Whether there are a validation step and loaders for it, and it may run."""
-        allowed = self.limit_val_batches is None or self.limit_val_batches > 0
-        return bool(allowed) and self._has_step("validation_step") and self._has_loader("val")
+        if self.config.limit_val_batches == 0:
+            return False
+        return self.engine.has_step("validation_step") and checks.has_loader(self.engine, "val")
 
     @property
     def validates_this_epoch(self) -> bool:
         """Whether validation may run in the current epoch."""
-        every = self.check_val_every_n_epoch
+        every = self.config.check_val_every_n_epoch
         return self.enable_validation and (every is None or (self.current_epoch + 1) % every == 0)
-
-    def _has_step(self, name: str) -> bool:
-        raise NotImplementedError
-
-    def _has_loader(self, kind: str) -> bool:
-        raise NotImplementedError
 
     # -- speaking --------------------------------------------------------------------------------------
 
     def misconfigured(self, message: str, fix: str = "") -> HastenError:
         """The error for what contradicts itself."""
-        return say.misconfigured(message, fix)
+        return errors.misconfigured(message, fix)
 
     def say(self, text: str, once: bool = False) -> None:
         """Tell the person, in the first process only: through `logging` where that is set up, else on stderr."""
         if self.is_global_zero and not (once and text in self._said):
             self._said.add(text)
-            log = logging.getLogger(say.log_name())
+            log = logging.getLogger(adapter().log_name)
             if log.isEnabledFor(logging.INFO) and log.hasHandlers():
                 with messages.harmless():
                     log.info("hasten: %s", text)
@@ -321,7 +391,7 @@ class Readable:
     def warn(self, text: str) -> None:
         """Warn, in the first process only."""
         if self.is_global_zero:
-            messages.warn(text, say.warning_kind(), stacklevel=3)
+            messages.warn(text, adapter().warning, stacklevel=3)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print`, in the first process only, and above the progress line."""
@@ -337,7 +407,5 @@ class Readable:
 
 def _before_opening(number: str) -> int:
     """The place that a launcher gave this process, before it has met the others."""
-    from hasten.parallel import find_place
-
     place = find_place()
     return 0 if place is None else int(getattr(place, number))

@@ -14,8 +14,11 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hasten import messages
-from hasten.trainer.flags import uses_lightning
+from hasten.parallel import ending, forward
+from hasten.trainer.adapter import adapter
 from hasten.trainer.watchdog import Watchdog
 from hasten.trainer.watchdog import is_interactive as is_interactive
 
@@ -30,7 +33,8 @@ def watched(trainer: Trainer) -> Iterator[None]:
         yield
         return
     before: dict[int, Any] = {}
-    agreement = trainer.agreement = Agreement(trainer) if trainer.world.size > 1 else None
+    stopping = trainer.engine.stopping
+    agreement = stopping.agreement = Agreement(trainer) if trainer.world.size > 1 else None
     watchdog = Watchdog(trainer)
     process = os.getpid()
 
@@ -38,12 +42,12 @@ def watched(trainer: Trainer) -> Iterator[None]:
         if os.getpid() != process:
             _in_a_fork(number)
             return
-        if trainer.asked_to_stop and number == signal.SIGINT:
+        if stopping.signal and number == signal.SIGINT:
             if is_interactive():
                 raise KeyboardInterrupt
             watchdog.end_now(number, "stopped at once, nothing was saved")
-        first = not trainer.asked_to_stop
-        trainer.asked_to_stop = number
+        first = not stopping.signal
+        stopping.signal = number
         if first:
             _tell(trainer, number)
         own = before.get(number)
@@ -76,8 +80,6 @@ def _in_a_fork(number: int) -> None:
 
 def _tell(trainer: Trainer, number: int) -> None:
     """Say what happens next; a handler may run in the middle of a print."""
-    from hasten.parallel import forward
-
     forward(number)
     if trainer.is_global_zero:
         again = "; Ctrl-C again quits at once" if number == signal.SIGINT else ""
@@ -101,6 +103,7 @@ class Agreement:
     def __init__(self, trainer: Trainer) -> None:
         Agreement._runs += 1  # the same on all ranks, which run the same stages
         self._trainer = trainer
+        self._stopping = trainer.engine.stopping
         self._name = f"stop/{Agreement._runs}"
         self._store: Any = trainer.world.store
         self._left = False
@@ -120,7 +123,7 @@ class Agreement:
         while not self._over.wait(0.25):
             try:
                 if self._store.check([self._name]):
-                    self._trainer.asked_to_stop = self._trainer.asked_to_stop or int(self._store.get(self._name))
+                    self._stopping.signal = self._stopping.signal or int(self._store.get(self._name))
                     return
             except RuntimeError:  # who served the store is gone; ranks notice that by other means
                 return
@@ -129,8 +132,8 @@ class Agreement:
         """Ask the other ranks to stop, too."""
         if not self._left:
             self._left = True
-            world, number = self._trainer.world, self._trainer.asked_to_stop
-            self._store.set(f"{self._name}/{world.rank}", f"{self._trainer.total_batches} {number}")
+            world, number = self._trainer.world, self._stopping.signal
+            self._store.set(f"{self._name}/{world.rank}", f"{self._trainer.progress.total_batches} {number}")
             self._store.set(self._name, str(number))
             self._store.add(f"{self._name}/left", 1)  # unlike `set`, this waits until it is there
 
@@ -145,7 +148,7 @@ class Agreement:
         if not stepped or self._store.add(f"{self._name}/left", 0) < world.size:
             return 0
         told = [self._store.get(f"{self._name}/{rank}").split() for rank in range(world.size)]
-        if self._trainer.total_batches <= max(int(batches) for batches, _ in told):
+        if self._trainer.progress.total_batches <= max(int(batches) for batches, _ in told):
             return 0
         return max(int(number) for _, number in told)
 
@@ -159,10 +162,47 @@ class Stopped(SystemExit):
 
 
 def stopped(number: int) -> Stopped:
-    """The exception that ends a training; after SIGTERM, where Lightning is in use, also the one that it raises."""
-    if number != signal.SIGTERM or not uses_lightning():
-        return Stopped(number)
-    from hasten.trainer.lightning import stopped_kind
-
-    kind: Any = stopped_kind(Stopped)
+    """Return the exception that ends a training; after SIGTERM, also the one of another framework that is in use."""
+    kind: Any = adapter().stopped(Stopped) if number == signal.SIGTERM else Stopped
     return kind(number)  # type: ignore[no-any-return]
+
+
+def stop_if_asked(trainer: Trainer, stepped: bool = True, together: bool = False) -> None:
+    """Save and end, if somebody asked for it.
+
+    Args:
+        trainer: Whose run it is.
+        stepped: Whether the batch just done ended with an optimizer step.
+        together: All ranks are at this point now.
+    """
+    stopping, world = trainer.engine.stopping, trainer.world
+    asked = stopping.signal
+    if world.size > 1 and together:
+        asked = int(world.reduce(torch.tensor(float(asked)), "max"))
+    elif asked and stopping.agreement is not None:
+        if trainer.stage.fn != "fit":
+            stopping.agreement.tell()
+        elif trainer.validating:  # ranks do not meet in its batches: after it
+            return
+        else:
+            asked = stopping.agreement.is_now(stepped)
+    if asked:
+        stopping.signal = asked
+        _stop(trainer)
+
+
+def _stop(trainer: Trainer) -> None:
+    """Save, and leave with an exit code."""
+    number = trainer.engine.stopping.signal
+    trainer.engine.stopping.interrupted = True
+    ending()
+    path = trainer.checkpointing.save_interrupted() if trainer.stage.fn == "fit" else None
+    name = signal.Signals(number).name
+    if path is not None:
+        trainer.say(f'{name}: saved {path}; go on with fit(..., ckpt_path="last")')
+    else:
+        why = "" if trainer.checkpoint_callbacks else "checkpoints are off, so "
+        trainer.say(f"{name}: stopped; {why}nothing was saved")
+    if number == signal.SIGINT and is_interactive():
+        raise KeyboardInterrupt
+    raise stopped(number)

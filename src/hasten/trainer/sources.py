@@ -172,7 +172,7 @@ def _refilled(tree: Any, leaves: Iterator[Any]) -> Any:
 
 
 def combined(given: Any, mode: str) -> Combined:
-    """What somebody gave as loaders, as Combined; Lightning's CombinedLoader keeps its mode."""
+    """What somebody gave as loaders, as Combined; a CombinedLoader of another framework keeps its mode."""
     own_mode = getattr(given, "_mode", None)
     if own_mode in MODES and hasattr(given, "iterables"):
         return Combined(given.iterables, own_mode)

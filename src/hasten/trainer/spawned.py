@@ -12,27 +12,26 @@ from hasten.trainer.batches import mapped
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
-STRATEGIES = ("ddp_fork", "ddp_notebook", "ddp_spawn")
+
+def starts_processes(trainer: Trainer) -> bool:
+    """Return whether a run goes to processes that are started from this one, and this is none of them."""
+    if not trainer.engine.strategy.starts_here or find_place() is not None:
+        return False
+    return _size(trainer) > 1
 
 
-def strategy_of(trainer: Trainer) -> str:
-    """The strategy that starts processes from this one; "" where none does, or this is one of them."""
-    name = trainer.strategy_name
-    found = next((one for one in STRATEGIES if name.startswith(one)), "")
-    if not found or find_place() is not None:
-        return ""
-    return found if len(choose_devices(trainer.accelerator_flag, trainer.devices)) > 1 else ""
+def _size(trainer: Trainer) -> int:
+    return len(choose_devices(trainer.config.accelerator, trainer.config.devices))
 
 
-def run(trainer: Trainer, strategy: str, fn: str, path: str | None, options: dict[str, Any]) -> Any:
+def run(trainer: Trainer, fn: str, path: str | None, options: dict[str, Any]) -> Any:
     """Run a stage in other processes, and bring its results back: weights, counters, metrics, states of callbacks."""
-    size = len(choose_devices(trainer.accelerator_flag, trainer.devices))
-    got = spawn(_in_rank, size, (trainer, fn, path, options), strategy=strategy)
+    start = trainer.engine.strategy.starts_here
+    got = spawn(_in_rank, _size(trainer), (trainer, fn, path, options), strategy=start)
     if got["weights"] is not None:
         trainer.model.load_state_dict(got["weights"])
     trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.bar = got["metrics"]
-    for name, value in got["counters"].items():
-        setattr(trainer, name, value)
+    trainer.progress.take(got["progress"])
     trainer.stage.fn, trainer.stage.stage, trainer.stage.status = fn, None, "finished"
     for callback, kept in zip(trainer.callbacks, got["callbacks"], strict=True):
         state, folder = kept
@@ -41,9 +40,6 @@ def run(trainer: Trainer, strategy: str, fn: str, path: str | None, options: dic
         if state:
             callback.load_state_dict(state)
     return got["answer"]
-
-
-_COUNTERS = ("current_epoch", "global_step", "total_batches", "logged_steps", "should_stop")
 
 
 def _in_rank(trainer: Trainer, fn: str, path: str | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +51,7 @@ def _in_rank(trainer: Trainer, fn: str, path: str | None, options: dict[str, Any
         "answer": answer,
         "weights": _on_cpu(trainer.model.state_dict()) if fn == "fit" else None,
         "metrics": [_on_cpu(values) for values in (metrics.callback, metrics.logged, metrics.bar)],
-        "counters": {name: getattr(trainer, name) for name in _COUNTERS},
+        "progress": trainer.progress,
         "callbacks": [
             (_on_cpu(one.state_dict()) if hasattr(one, "state_dict") else {}, getattr(one, "dirpath", None))
             for one in trainer.callbacks

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.parallel import manual_forward
+from hasten.trainer.errors import misconfigured
 from hasten.trainer.optimizing import clip
-from hasten.trainer.profiling import measures
+from hasten.trainer.profiling import measures, profiled
 
 if TYPE_CHECKING:
     from hasten.trainer.hooks import Hooks
@@ -31,12 +30,14 @@ def takes_batch_idx(method: Any) -> bool:
 
 def called(trainer: Trainer, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """A step method of the module behind what changes its forward: techniques, and DDP in training."""
-    module, run = trainer.model, trainer.run
-    if name == "training_step" and trainer.distributed is not None:
-        method = trainer.distributed
+    engine = trainer.engine
+    module, run = engine.model, engine.run
+    if name == "training_step":
+        strategy = engine.strategy
+        step = strategy.training_step if module.automatic_optimization else strategy.manual_step
+        method = step(method)
     if measures(trainer.profiler):
-        strategy = "SingleDevice" if trainer.world.size == 1 else "DDP"
-        method = trainer.profiled(f"[Strategy]{strategy}Strategy.{name}", method)  # Lightning's label, to compare
+        method = profiled(trainer.profiler, f"[Strategy]{engine.strategy.label}Strategy.{name}", method)
     if run.acting("forward"):
 
         def plain(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,6 +46,11 @@ def called(trainer: Trainer, name: str, method: Callable[..., Any]) -> Callable[
         wrapped = run.wrapped("forward", plain)
         return lambda *args: wrapped(module, args, {})
     return method
+
+
+def draws(method: Any) -> bool:
+    """Return whether a step draws its batches itself, from the `dataloader_iter` that it takes."""
+    return "dataloader_iter" in inspect.signature(method).parameters
 
 
 class Window:
@@ -63,7 +69,7 @@ class Window:
         for hook in self._before:
             hook(self._optimizer)
         if self._own is not None:
-            self._own(self._trainer.current_epoch, batch_idx, self._optimizer)
+            self._own(self._trainer.progress.current_epoch, batch_idx, self._optimizer)
         elif self._plain:
             for group in self._optimizer.param_groups:  # as they are now: a callback may have changed them
                 for parameter in group["params"]:
@@ -74,8 +80,9 @@ class Window:
 
 def automatic(trainer: Trainer, hooks: Hooks) -> Step:
     """The step of a module that leaves optimizing to the Trainer."""
-    module = trainer.model
-    optimizer = trainer.optimizers[0]
+    engine, progress, module = trainer.engine, trainer.progress, trainer.model
+    optimizing = engine.optimizing
+    optimizer = optimizing.optimizers[0]
     training_step = called(trainer, "training_step", module.training_step)
     if not takes_batch_idx(module.training_step):
         takes_batch = training_step
@@ -83,21 +90,20 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
     window = Window(trainer, hooks, optimizer)
     clear = window.clear
     backward = backward_of(trainer, hooks)
-    before_step = hooks.of("on_before_optimizer_step")
-    own_clipping = hooks.of_module("configure_gradient_clipping")
-    clips = bool(trainer.gradient_clip_val) and own_clipping is None
+    prepare = optimizing.prepare = preparation(trainer, hooks, optimizer)
     own_step = hooks.of_module("optimizer_step")
     by_closure = own_step is None and needs_closure(optimizer)
     names = module.__dict__
-    distributed = trainer.distributed
+    sync = engine.strategy.syncing()
     tensor = torch.Tensor
 
     def differentiate(batch: Any, batch_idx: int, first: bool) -> Any:
         output = training_step(batch, batch_idx)
         loss = output if isinstance(output, tensor) else loss_of(output)
-        if trainer.accumulate_grad_batches != 1 and loss is not None:
-            loss = loss / trainer.accumulate_grad_batches
-        if trainer.skip_backward:  # stochastic weight averaging only updates BatchNorm in its last epoch
+        every = trainer.config.accumulate_grad_batches
+        if every != 1 and loss is not None:
+            loss = loss / every
+        if optimizing.skips_backward:  # stochastic weight averaging only updates BatchNorm in its last epoch
             return output
         if first:
             clear(batch_idx)
@@ -105,31 +111,17 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
             backward(loss)
         return output
 
-    def prepare() -> None:
-        for hook in before_step:
-            hook(optimizer)
-        if own_clipping is not None:
-            own_clipping(
-                optimizer,
-                gradient_clip_val=trainer.gradient_clip_val,
-                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            )
-        elif clips:
-            clip(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm or "norm")
-
-    trainer.before_own_step = prepare
-
     def step(batch: Any, batch_idx: int, first: bool, last: bool) -> Any:
         names["_current_fx_name"] = "training_step"
-        if distributed is not None:
-            distributed.require_backward_grad_sync = last
+        if sync is not None:
+            sync(last)
         if not last:
             return differentiate(batch, batch_idx, first)
         if own_step is None and not by_closure:
             outputs = differentiate(batch, batch_idx, first)
             prepare()
             optimizer.step()
-            trainer.global_step += 1
+            progress.global_step += 1
             return outputs
         kept: list[Any] = [None]
         done: list[bool] = []
@@ -141,13 +133,13 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
             done.append(True)
             if by_closure:
                 prepare()  # else the optimizer that the module is given does it: a closure may be called on its own
-            return scaled_loss(kept[0], trainer.accumulate_grad_batches)
+            return scaled_loss(kept[0], trainer.config.accumulate_grad_batches)
 
         if own_step is not None:
-            own_step(trainer.current_epoch, batch_idx, trainer.counted_optimizers[0], closure)
+            own_step(progress.current_epoch, batch_idx, optimizing.counted[0], closure)
         else:
             optimizer.step(closure=closure)
-        trainer.global_step += 1
+        progress.global_step += 1
         if not done:
             raise trainer.misconfigured(
                 "The closure hasn't been executed by the step of the optimizer, so nothing was trained",
@@ -158,12 +150,32 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
     return step
 
 
+def preparation(trainer: Trainer, hooks: Hooks, optimizer: Any) -> Callable[[], None]:
+    """Return what comes between backward and step: hooks, then clipping."""
+    before_step = hooks.of("on_before_optimizer_step")
+    own_clipping = hooks.of_module("configure_gradient_clipping")
+    clips = bool(trainer.config.gradient_clip_val)
+
+    def prepare() -> None:
+        for hook in before_step:
+            hook(optimizer)
+        if own_clipping is not None:
+            config = trainer.config
+            own_clipping(
+                optimizer,
+                gradient_clip_val=config.gradient_clip_val,
+                gradient_clip_algorithm=config.gradient_clip_algorithm,
+            )
+        elif clips:
+            clip(optimizer, trainer.config.gradient_clip_val, trainer.config.gradient_clip_algorithm or "norm")
+
+    return prepare
+
+
 def manual(trainer: Trainer, hooks: Hooks) -> Step:
     """The step of a module that steps its optimizers itself."""
     module = trainer.model
     training_step = called(trainer, "training_step", module.training_step)
-    if trainer.distributed is not None:
-        training_step = functools.partial(manual_forward, trainer.distributed)
     if not takes_batch_idx(module.training_step):
         takes_batch = training_step
         training_step = lambda batch, batch_idx: takes_batch(batch)  # noqa: E731
@@ -198,8 +210,6 @@ def loss_of(output: Any) -> Any:
         return output
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]
-    from hasten.trainer.flags import misconfigured
-
     if isinstance(output, Mapping):
         raise misconfigured("when training_step returns a dict, the 'loss' key needs to be present")
     raise misconfigured(
@@ -234,7 +244,7 @@ def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:
     """`backward(loss)` with the hooks around it, a module's own way, and techniques."""
     before, after = hooks.of("on_before_backward"), hooks.of("on_after_backward")
     own = hooks.of_module("backward")
-    run = trainer.run
+    run = trainer.engine.run
     plain: Callable[..., Any]
     if own is not None:
         plain = through(run.wrapped("backward", torch.autograd.backward), own) if run.acting("backward") else own
@@ -283,7 +293,7 @@ class CountedOptimizer:
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step; in manual optimization it counts as one of the training's steps."""
         if self._trainer.model.automatic_optimization:
-            prepare = self._trainer.before_own_step
+            prepare = self._trainer.engine.optimizing.prepare
             if closure is not None:
                 return self.optimizer.step(closure=prepared(closure, prepare), **kwargs)
             prepare()
@@ -294,7 +304,7 @@ class CountedOptimizer:
             answer = self.optimizer.step(**kwargs)
         else:
             answer = self.optimizer.step(closure=after(closure, self._before, self.optimizer), **kwargs)
-        self._trainer.global_step += 1
+        self._trainer.progress.global_step += 1
         return answer
 
 

@@ -201,7 +201,7 @@ def _batches_left(trainer: Trainer) -> int | None:
     """Batches of this fit, as far as epochs and steps bound them; None where nothing does."""
     bounds = [math.inf]
     if trainer.max_epochs not in (None, -1):
-        done = trainer.loop.batch_idx if trainer.loop is not None else 0
+        done = 0 if trainer.engine.loop is None else trainer.progress.batch_idx
         bounds.append((trainer.max_epochs - trainer.current_epoch) * trainer.num_training_batches - done)
     if trainer.max_steps != -1:
         bounds.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)

@@ -47,7 +47,7 @@ class Watchdog:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._began = time.monotonic()
-        self._batches = trainer.total_batches
+        self._batches = trainer.progress.total_batches
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._before = -1
@@ -114,17 +114,23 @@ class Watchdog:
 
     def _progress(self) -> tuple[Any, ...]:
         trainer = self._trainer
-        point = None if trainer.loop is None else trainer.loop.point
-        return trainer.total_batches, trainer.evaluated_batches, trainer.stage.stage, point, trainer.interrupted
+        point = None if trainer.engine.loop is None else trainer.progress.point
+        return (
+            trainer.progress.total_batches,
+            trainer.progress.evaluated_batches,
+            trainer.stage.stage,
+            point,
+            trainer.engine.stopping.interrupted,
+        )
 
     def _limit(self) -> float:
         """Seconds without a move after which the training hangs."""
         if seconds := os.environ.get(SECONDS):
             with contextlib.suppress(ValueError):
                 return float(seconds)
-        if self._trainer.interrupted or self._trainer.checkpointing.saver.works:
+        if self._trainer.engine.stopping.interrupted or self._trainer.checkpointing.io.works:
             return _MOST
-        done = self._trainer.total_batches - self._batches
+        done = self._trainer.progress.total_batches - self._batches
         if not done:
             return _UNKNOWN
         return min(max(_LEAST, 10 * (time.monotonic() - self._began) / done), _MOST)

@@ -136,7 +136,7 @@ class Act(Callback):
         elif self.count == self.nth:
             if self.what == "kill":
                 if self.options.get("settle", True):
-                    trainer.checkpointing.saver.wait()
+                    trainer.checkpointing.io.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
             elif self.what == "signal":
                 for number in self.options["numbers"]:

@@ -9,7 +9,7 @@ class Callback:
     """Takes part in a training by overriding some of the hooks below; all of them do nothing.
 
     The Trainer looks once, at set-up, which hooks a callback overrides, and calls only those: a hook that is not
-    overridden costs nothing per step. Names, arguments and order are those of Lightning 2.6. `trainer` is the
+    overridden costs nothing per step. Names, arguments and order are those that people know. `trainer` is the
     `hasten.Trainer`, `module` what it trains.
 
     Attributes:

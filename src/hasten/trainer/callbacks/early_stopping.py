@@ -37,7 +37,7 @@ class EarlyStopping(Callback):
         divergence_threshold: Stop once the metric is worse than this.
         check_on_train_epoch_end: Check at the end of the training epoch, not of validation; None: at the end of the
             epoch if validation runs exactly once an epoch.
-        log_rank_zero_only: Taken for Lightning's sake; only rank 0 speaks anyway.
+        log_rank_zero_only: Taken for scripts that pass it; only rank 0 speaks anyway.
 
     Attributes:
         wait_count: Checks since the last improvement.

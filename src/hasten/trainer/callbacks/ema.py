@@ -11,7 +11,7 @@ import torch
 from hasten.errors import HastenError
 from hasten.trainer.callbacks.base import Callback
 
-_RAW = "current_model_state"  # the key Lightning's WeightAveraging uses
+_RAW = "current_model_state"  # the key that other trainers' averages use, too
 
 
 class EMA(Callback):

@@ -377,7 +377,7 @@ class ModelCheckpoint(Callback):
         name = checkpoint_name(template, metrics, self.auto_insert_metric_name)
         parts = [prefix, name, None if ver is None else f"v{ver}"]
         name = self.CHECKPOINT_JOIN_CHAR.join(part for part in parts if part is not None) + self.FILE_EXTENSION
-        return os.path.join(self.dirpath, name) if self.dirpath else name  # noqa: PTH118  # a str, as in Lightning
+        return os.path.join(self.dirpath, name) if self.dirpath else name  # noqa: PTH118  # a str, as scripts expect
 
     def _free_path(
         self, trainer: Any, values: dict[str, Any], filename: str | None = None, taken_by_us: str = ""

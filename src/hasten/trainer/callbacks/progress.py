@@ -148,7 +148,7 @@ class Progress(Callback):
             return
         seconds = perf_counter() - self._began
         total = trainer.num_training_batches
-        done = trainer.loop.batch_idx
+        done = trainer.progress.batch_idx
         trained = seconds - self._evaluated
         rate = (done - max(self._first, 0)) / trained if trained > 0 else 0.0
         values = self._values(trainer, module)

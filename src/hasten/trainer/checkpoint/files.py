@@ -68,7 +68,7 @@ def write(path: str | Path, state: dict[Any, Any] | Packed, format: str = "haste
 
 
 def read(path: str | Path, map_location: str | torch.device = "cpu", verify: bool = True) -> dict[Any, Any]:
-    """Reads a checkpoint of either format, also one that Lightning wrote. Never runs code from it.
+    """Reads a checkpoint of either format, also one of a framework that hasten knows. Never runs code from it.
 
     Args:
         path: The file.
@@ -318,7 +318,7 @@ def _no_checkpoint(path: Path, start: bytes, size: int) -> CheckpointError:
         )
     return CheckpointError(
         f"{path} ({size:,} bytes) is not a checkpoint, or its first bytes were changed.",
-        f"Give a file that hasten, Lightning or torch.save wrote. {PREVIOUS}",
+        f"Give a file that hasten, a framework that it knows, or torch.save wrote. {PREVIOUS}",
     )
 
 

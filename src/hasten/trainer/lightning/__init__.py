@@ -1,157 +1,101 @@
-"""Where hasten meets Lightning: modules, callbacks and loggers written for it run under hasten's Trainer.
+"""Lightning's modules, callbacks and loggers under hasten's Trainer: all that hasten knows of Lightning.
 
-Nothing here is imported unless the script has imported Lightning itself, as `lightning.pytorch` or as
-`pytorch_lightning`. Modules and callbacks of Lightning read a few names of their trainer that are no part of its
-public face; `Face` answers to those.
+Nothing of this is used unless the script has imported Lightning itself, as `lightning.pytorch` or as
+`pytorch_lightning`. Its modules and callbacks read a few names of their trainer that are no part of its public face;
+`face.Face` answers to those.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
-import os
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hasten.errors import HastenError
+from hasten.trainer.adapter import Adapter, Guest
+from hasten.trainer.lightning import names
+from hasten.trainer.lightning.bar import BarProgress
+from hasten.trainer.lightning.face import Face
+from hasten.trainer.lightning.loading import teach_loading as teach_loading
 
 if TYPE_CHECKING:
-    pass
-
-_NAMES = ("lightning.pytorch", "pytorch_lightning")
-
-
-def packages() -> list[Any]:
-    """Lightning, under the names by which this process has imported it."""
-    return [sys.modules[name] for name in _NAMES if name in sys.modules]
+    from hasten.trainer.progress import Progress
+    from hasten.trainer.trainer import Trainer
 
 
-def is_lightning(thing: Any) -> bool:
-    """Whether an object is of a class that derives from one of Lightning's."""
-    return any(kind.__module__.startswith(_NAMES) for kind in type(thing).__mro__)
+class Lightning(Adapter):
+    """What hasten's Trainer asks about Lightning 2.5 and later."""
 
+    name = "Lightning"
+    log_name = "lightning.pytorch.trainer.trainer"  # one that its users have set up
+    owners = ("LightningModule", "LightningDataModule")
+    kinds_of_module = "`LightningModule` or a `hasten.Module`"
 
-def bases(what: str) -> tuple[type, ...]:
-    """Lightning's classes whose methods are defaults.
+    def in_use(self) -> bool:
+        """Return whether this process has imported it, under one of its names."""
+        return bool(names.packages())
 
-    Args:
-        what: "module", "callback" or "datamodule".
-    """
-    found: list[type] = []
-    for package in packages():
-        core = sys.modules.get(f"{package.__name__}.core.hooks")
-        data = [core.DataHooks, core.CheckpointHooks] if core else []
-        if what == "module":
-            found += [package.LightningModule, *([core.ModelHooks] if core else []), *data]
-        elif what == "callback":
-            found.append(package.Callback)
-        else:
-            found += [package.LightningDataModule, *data]
-    return tuple(found)
+    @property
+    def warning(self) -> type[Warning]:  # type: ignore[override]
+        """Its category for what may be meant."""
+        return names.warning_kind()
 
+    def bases(self, what: str) -> tuple[type, ...]:
+        """Return its classes whose methods are defaults."""
+        return names.bases(what)
 
-def _exceptions() -> tuple[type[Exception], ...]:
-    rooms = ("lightning.fabric.utilities.exceptions", "lightning_fabric.utilities.exceptions")
-    return tuple(sys.modules[room].MisconfigurationException for room in rooms if room in sys.modules)
+    def error(self, message: str, fix: str = "") -> HastenError:
+        """Return a HastenError that is its MisconfigurationException too."""
+        return names.misconfigured(message, fix)
 
+    def stopped(self, kind: type[SystemExit]) -> type[SystemExit]:
+        """Return an exception that is its SIGTERMException too."""
+        return names.stopped_kind(kind)
 
-def warning_kind() -> type[Warning]:
-    """Lightning's category for warnings about what may be meant."""
-    rooms = ("lightning.fabric.utilities.warnings", "lightning_fabric.utilities.warnings")
-    return next((sys.modules[room].PossibleUserWarning for room in rooms if room in sys.modules), UserWarning)
+    def default_logger(self, root: str) -> Any:
+        """Return TensorBoard where that is installed, else CSV files, as its own Trainer does."""
+        return names.default_logger(root)
 
+    def silent_logger(self) -> Any:
+        """Return its logger that logs nothing."""
+        return names.silent_logger()
 
-def stopped_kind(kind: type[SystemExit]) -> type[SystemExit]:
-    """The exception for a training that SIGTERM ended, which is Lightning's too."""
-    kinds = [sys.modules[f"{package.__name__}.utilities.exceptions"].SIGTERMException for package in packages()]
-    return type("Stopped", (kind, *dict.fromkeys(kinds)), {})
+    def profilers(self) -> tuple[dict[str, Any], Any]:
+        """Return its profilers by their names."""
+        return names.profilers()
 
+    def default_progress(self) -> Any:
+        """Return hasten's progress, with the attributes that people read of Lightning's."""
+        return BarProgress()
 
-def misconfigured(message: str, fix: str = "") -> HastenError:
-    """A HastenError that is Lightning's MisconfigurationException too."""
-    error: HastenError = _made(_exceptions())(message, fix)
-    return error
+    def default_summary(self, bars: list[Any]) -> Any:
+        """Return its summary of a model."""
+        return names.default_summary(bars)
 
+    def strategy_name(self, strategy: Any) -> str:
+        """Return hasten's name for one of its strategy objects."""
+        return names.strategy_name(strategy)
 
-@functools.cache
-def _made(kinds: tuple[type[Exception], ...]) -> Any:
-    return type("MisconfigurationError", (HastenError, *kinds), {})
+    def guest(self, trainer: Trainer) -> Guest:
+        """Return the face that modules, callbacks and datamodules of Lightning read; nothing where there are none."""
+        if not any(map(names.is_lightning, (trainer.model, trainer.datamodule, *trainer.callbacks))):
+            return Guest()
+        return Face(trainer)
 
+    def attribute(self, trainer: Trainer, name: str) -> Any:
+        """Return what its classes read of their trainer beside its public face."""
+        guest = trainer.engine.guest
+        face = guest if isinstance(guest, Face) else trainer.__dict__.setdefault("_face", Face(trainer))
+        if not hasattr(type(face), name) and name not in face.__dict__:
+            return super().attribute(trainer, name)
+        return getattr(face, name)
 
-def default_logger(root: str) -> Any:
-    """The logger that a script written for Lightning expects: TensorBoard where it is installed, else CSV."""
-    package = packages()[0]
-    loggers = importlib.import_module(f"{package.__name__}.loggers")
-    try:
-        return loggers.TensorBoardLogger(root)
-    except ModuleNotFoundError:
-        return loggers.CSVLogger(root)
+    def wrote(self, state: dict[str, Any]) -> bool:
+        """Return whether its Trainer wrote a checkpoint."""
+        return "pytorch-lightning_version" in state
 
-
-def silent_logger() -> Any:
-    """Lightning's logger that logs nothing."""
-    return importlib.import_module(f"{packages()[0].__name__}.loggers.logger").DummyLogger()
-
-
-def profilers() -> tuple[dict[str, Any], Any]:
-    """Lightning's profilers by their names, and the one that does nothing."""
-    room = importlib.import_module(f"{packages()[0].__name__}.profilers")
-    named = {"simple": room.SimpleProfiler, "advanced": room.AdvancedProfiler, "pytorch": room.PyTorchProfiler}
-    return named, room.PassThroughProfiler
-
-
-def default_summary(bars: list[Any]) -> Any:
-    """Lightning's summary of a model; the one made with rich beside its progress bar made with rich."""
-    callbacks = packages()[0].callbacks
-    rich = any(isinstance(bar, package.callbacks.RichProgressBar) for bar in bars for package in packages())
-    return callbacks.RichModelSummary() if rich else callbacks.ModelSummary()
-
-
-def uploads(logger: Any) -> bool:
-    """Whether a logger of Lightning takes each checkpoint away as soon as it is there."""
-    return bool(getattr(logger, "_log_model", False) or getattr(logger, "_log_model_checkpoints", False))
-
-
-def strategy_name(given: Any) -> str:
-    """hasten's name for a strategy object of Lightning's; "" where it has none."""
-    kind = type(given).__name__
-    if kind == "SingleDeviceStrategy":
-        return "auto"
-    if kind != "DDPStrategy":
-        return ""
-    start = getattr(given, "_start_method", "popen")
-    name = {"popen": "ddp", "spawn": "ddp_spawn", "fork": "ddp_fork", "forkserver": "ddp_spawn"}[start]
-    unused = getattr(given, "_ddp_kwargs", {}).get("find_unused_parameters")
-    return f"{name}_find_unused_parameters_true" if unused else name
-
-
-def _with_configs(saved: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint with hyper-parameters as configs of omegaconf, where they were that and it is installed."""
-    for prefix in ("", "datamodule_"):
-        if saved.get(f"{prefix}hparams_type") == "omegaconf" and importlib.util.find_spec("omegaconf"):
-            omegaconf = importlib.import_module("omegaconf")
-            config = saved[f"{prefix}hyper_parameters"] = omegaconf.OmegaConf.create(saved[f"{prefix}hyper_parameters"])
-            saved[f"{prefix}hparams_type"] = type(config)
-    return saved
-
-
-@functools.cache
-def teach_loading() -> None:
-    """Let `torch.load`, and so Lightning's `load_from_checkpoint`, read hasten's checkpoints in this process."""
-    from hasten.trainer.checkpoint.files import is_hasten, read
-
-    load = torch.load
-
-    @functools.wraps(load)
-    def load_either(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        path = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
-        if isinstance(path, str | os.PathLike) and is_hasten(path):
-            saved = read(Path(path), map_location if isinstance(map_location, str | torch.device) else "cpu")
-            return _with_configs(saved)
-        return load(f, map_location, *args, **kwargs)
-
-    torch.load = load_either
+    def epochs_done(self, state: dict[str, Any], progress: Progress) -> int:
+        """Return the epochs that are done; the x-axis of the loggers goes on too."""
+        fit = (state.get("loops") or {}).get("fit_loop", {})
+        progress.logged_steps = fit.get("epoch_loop.state_dict", {}).get("_batches_that_stepped", 0)
+        progress.total_batches = fit.get("epoch_loop.batch_progress", {}).get("total", {}).get("ready", 0)
+        current = fit.get("epoch_progress", {}).get("current", {})
+        return int(current.get("processed", state.get("epoch", 0)))

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.trainer.lightning import is_lightning, packages, teach_loading, uploads
+from hasten.trainer.adapter import Guest
+from hasten.trainer.lightning.loading import teach_loading
 from hasten.trainer.lightning.loops import EvaluationLoop, FitLoop
+from hasten.trainer.lightning.names import is_lightning, packages, uploads
 from hasten.trainer.lightning.parts import (
     Accelerator,
     AcceleratorConnector,
@@ -24,12 +26,15 @@ if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
 
-class Face:
+class Face(Guest):
     """What Lightning's classes read of a trainer beside its public face.
 
     Args:
         trainer: hasten's.
     """
+
+    moves_batches = True
+    loads_callbacks = True
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -49,13 +54,18 @@ class Face:
         teach_loading()
 
     @property
+    def lightning_module(self) -> Any:
+        """The module."""
+        return self._trainer.model
+
+    @property
     def version(self) -> str:
         """Lightning's version."""
         return str(getattr(packages()[0], "__version__", ""))
 
     @property
     def _results(self) -> Any:
-        return self._trainer.board
+        return self._trainer.engine.board
 
     @property
     def _active_loop(self) -> Any:
@@ -90,15 +100,13 @@ class Face:
         kind = self._of_package("utilities.types", "LRSchedulerConfig")
         return [kind(**vars(config)) for config in configs]
 
-    def counted(self, optimizers: list[Any]) -> list[Any]:
-        """The optimizers as LightningModules get them."""
+    def optimizers(self, counted: list[Any]) -> list[Any]:
+        """Return the optimizers as LightningModules get them."""
         wrapper = self._of_package("core.optimizer", "LightningOptimizer")
-        wrapped = []
-        self.strategy.before_step = self._trainer.hooks.of("on_before_optimizer_step")
-        for optimizer in optimizers:
-            one = wrapper(optimizer)
-            one._strategy = self.strategy
-            wrapped.append(one)
+        self.strategy.before_step = self._trainer.engine.hooks.of("on_before_optimizer_step")
+        wrapped = [wrapper(one.optimizer) for one in counted]
+        for optimizer in wrapped:
+            optimizer._strategy = self.strategy
         return wrapped
 
     def before_profiling(self) -> None:
@@ -135,28 +143,32 @@ class Face:
                 ):
                     torch.empty((), dtype=torch.int64).random_(generator=leaf.sampler.generator)
 
-    def metric_states(self) -> dict[str, Any]:
-        """The states of torchmetrics in the module, which its state_dict leaves out."""
+    def saved(self, state: dict[str, Any], weights_only: bool) -> None:
+        """Add Lightning's version, the states of torchmetrics, and hyper-parameters that are configs of omegaconf."""
+        state["pytorch-lightning_version"] = self.version
+        if not weights_only and (kept := self._metric_states()):
+            state["torchmetrics"] = kept
+        omegaconf: Any = sys.modules.get("omegaconf")
+        owners = (("", self._trainer.model), ("datamodule_", self._trainer.datamodule))
+        for prefix, owner in owners if omegaconf is not None else ():
+            hparams = getattr(owner, "hparams", None)
+            if isinstance(hparams, omegaconf.Container) and hparams:
+                state[f"{prefix}hyper_parameters"] = omegaconf.OmegaConf.to_container(hparams)
+                state[f"{prefix}hparams_type"] = "omegaconf"
+
+    def _metric_states(self) -> dict[str, Any]:
+        """Return the states of torchmetrics in the module, which its state_dict leaves out."""
         return {
             name: {state: getattr(module, state) for state in module._defaults}
             for name, module in self._trainer.model.named_modules()
             if hasattr(module, "_defaults") and hasattr(module, "_update_count") and module._update_count
         }
 
-    def is_config(self, hparams: Any) -> bool:
-        """Whether hyper-parameters are a config of omegaconf."""
-        omegaconf = sys.modules.get("omegaconf")
-        return omegaconf is not None and isinstance(hparams, omegaconf.Container)
-
-    def plain_config(self, hparams: Any) -> Any:
-        """Such a config as plain dicts and lists, which a checkpoint can hold safely."""
-        return sys.modules["omegaconf"].OmegaConf.to_container(hparams)
-
-    def load_metric_states(self, states: dict[str, Any]) -> None:
-        """Put them back."""
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put the states of torchmetrics back."""
         modules = dict(self._trainer.model.named_modules())
-        for name, kept in states.items():
+        for name, kept in (state.get("torchmetrics") or {}).items():
             if name in modules:
-                for state, value in kept.items():
-                    setattr(modules[name], state, value)
+                for part, value in kept.items():
+                    setattr(modules[name], part, value)
                 modules[name]._update_count = 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from hasten.trainer import checks
-from hasten.trainer.lightning import packages, tuning
+from hasten.trainer import checks, feeding
+from hasten.trainer.lightning import tuning
+from hasten.trainer.lightning.names import packages
 from hasten.trainer.lightning.parts import Nothing, Part
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class _Loop(Part):
 
     @property
     def _combined_loader(self) -> Any:
-        source = getattr(self._trainer, f"{self._kind}_source")
+        source = self._trainer.engine.feeds[self._kind].source
         return None if source is None else tuning.Loaders(source)
 
     @_combined_loader.setter
@@ -55,8 +56,8 @@ class _Loop(Part):
         tuning.forget_loaders(self._trainer, self._kind)
 
     def setup_data(self) -> None:
-        if getattr(self._trainer, f"{self._kind}_source") is None:
-            self._trainer.setup_source(self._kind)
+        if self._trainer.engine.feeds[self._kind].source is None:
+            feeding.setup(self._trainer, self._kind)
 
     def state_dict(self) -> dict[str, Any]:
         return tuning.counters(self._trainer)
@@ -80,23 +81,23 @@ class FitLoop(_Loop):
 
     @property
     def max_epochs(self) -> int | None:
-        return self._trainer.max_epochs
+        return self._trainer.config.max_epochs
 
     @max_epochs.setter
     def max_epochs(self, value: int | None) -> None:
-        self._trainer.max_epochs = value
+        self._trainer.configure(max_epochs=value)
 
     @property
     def min_epochs(self) -> int | None:
-        return self._trainer.min_epochs
+        return self._trainer.config.min_epochs
 
     @min_epochs.setter
     def min_epochs(self, value: int | None) -> None:
-        self._trainer.min_epochs = value
+        self._trainer.configure(min_epochs=value)
 
     @property
     def max_steps(self) -> int:
-        return self._trainer.max_steps
+        return self._trainer.config.max_steps
 
     @property
     def max_batches(self) -> float:
@@ -104,20 +105,20 @@ class FitLoop(_Loop):
 
     @max_batches.setter
     def max_batches(self, value: float) -> None:
-        self._trainer.num_training_batches = value
+        self._trainer.engine.feeds["train"].total = value
 
     @property
     def epoch_progress(self) -> Progress:
-        loop = self._trainer.loop
-        progress = Progress(self._trainer.current_epoch, self._trainer.current_epoch)
-        progress.reset = lambda: setattr(self._trainer, "current_epoch", 0)  # type: ignore[attr-defined]
-        if loop is not None:
-            progress.current.processed = loop.epochs_processed
+        counters = self._trainer.progress
+        progress = Progress(counters.current_epoch, counters.current_epoch)
+        progress.reset = lambda: setattr(counters, "current_epoch", 0)  # type: ignore[attr-defined]
+        if self._trainer.engine.loop is not None:
+            progress.current.processed = counters.epochs_processed
         return progress
 
     @property
     def total_batch_idx(self) -> int:
-        return self._trainer.total_batches - 1
+        return self._trainer.progress.total_batches - 1
 
     @property
     def batch_idx(self) -> int:
@@ -125,7 +126,7 @@ class FitLoop(_Loop):
 
     @property
     def restarting(self) -> bool:
-        loop = self._trainer.loop
+        loop = self._trainer.engine.loop
         return loop is not None and loop.resumed is not None
 
     @restarting.setter
@@ -134,18 +135,18 @@ class FitLoop(_Loop):
 
     @property
     def _skip_backward(self) -> bool:
-        return self._trainer.skip_backward
+        return self._trainer.engine.optimizing.skips_backward
 
     @_skip_backward.setter
     def _skip_backward(self, skip: bool) -> None:
-        self._trainer.skip_backward = skip
+        self._trainer.engine.optimizing.skips_backward = skip
 
     @property
     def _can_stop_early(self) -> bool:
-        return self._trainer.loop is None or self._trainer.loop.may_stop()
+        return self._trainer.engine.loop is None or self._trainer.engine.loop.may_stop()
 
     def _should_accumulate(self) -> bool:
-        return self._trainer.loop is not None and self._trainer.loop.accumulating()
+        return self._trainer.engine.loop is not None and self._trainer.engine.loop.accumulating()
 
     @property
     def _data_source(self) -> DataSource:
@@ -160,10 +161,10 @@ class DataSource(Part):
         self._kind = kind
 
     def is_module(self) -> bool:
-        return self._trainer.loaders.get(self._kind) is None
+        return self._trainer.engine.feeds[self._kind].given is None
 
     def is_defined(self) -> bool:
-        return not self.is_module() or checks.defines(self._trainer, f"{self._kind}_dataloader")
+        return not self.is_module() or checks.defines(self._trainer.engine, f"{self._kind}_dataloader")
 
 
 class EpochLoop(Part):
@@ -172,7 +173,7 @@ class EpochLoop(Part):
     @property
     def automatic_optimization(self) -> Any:
         part = Nothing()
-        part.optim_progress = _Reset(lambda: setattr(self._trainer, "global_step", 0))  # type: ignore[attr-defined]
+        part.optim_progress = _Reset(lambda: setattr(self._trainer.progress, "global_step", 0))  # type: ignore[attr-defined]
         return part
 
     @property
@@ -183,12 +184,11 @@ class EpochLoop(Part):
 
     @property
     def batch_progress(self) -> Progress:
-        trainer = self._trainer
-        loop = trainer.loop
-        done, last = (0, False) if loop is None else (loop.batch_idx, loop.last)
-        progress = Progress(done, trainer.total_batches, last)
-        if loop is not None and loop.point == "batch":
-            progress.current.ready, progress.total.ready = done + 1, trainer.total_batches + 1
+        loop, counters = self._trainer.engine.loop, self._trainer.progress
+        done, last = (0, False) if loop is None else (counters.batch_idx, loop.last)
+        progress = Progress(done, counters.total_batches, last)
+        if loop is not None and counters.point == "batch":
+            progress.current.ready, progress.total.ready = done + 1, counters.total_batches + 1
         return progress
 
     @property
@@ -205,19 +205,19 @@ class EpochLoop(Part):
 
     @property
     def min_steps(self) -> int | None:
-        return self._trainer.min_steps
+        return self._trainer.config.min_steps
 
     @property
     def max_steps(self) -> int:
-        return self._trainer.max_steps
+        return self._trainer.config.max_steps
 
     @max_steps.setter
     def max_steps(self, value: int) -> None:
-        self._trainer.max_steps = value
+        self._trainer.configure(max_steps=value)
 
     @property
     def _batches_that_stepped(self) -> int:
-        return self._trainer.logged_steps
+        return self._trainer.progress.logged_steps
 
     @property
     def val_loop(self) -> EvaluationLoop:
@@ -227,7 +227,7 @@ class EpochLoop(Part):
         return self._trainer.validates_this_epoch
 
     def _should_accumulate(self) -> bool:
-        return self._trainer.loop is not None and self._trainer.loop.accumulating()
+        return self._trainer.engine.loop is not None and self._trainer.engine.loop.accumulating()
 
 
 class EvaluationLoop(_Loop):
@@ -247,30 +247,30 @@ class EvaluationLoop(_Loop):
 
     @property
     def max_batches(self) -> list[float]:
-        batches: list[float] = getattr(self._trainer, f"num_{self._kind}_batches")
+        batches = self._trainer.engine.feeds[self._kind].limits
         return self._trainer.num_sanity_val_batches if self._trainer.sanity_checking else batches
 
     @property
     def num_dataloaders(self) -> int:
-        source = getattr(self._trainer, f"{self._kind}_source")
+        source = self._trainer.engine.feeds[self._kind].source
         return 0 if source is None else len(source.leaves)
 
     @property
     def batch_progress(self) -> Progress:
-        return Progress(self._trainer.evaluated_batches, self._trainer.evaluated_batches)
+        return Progress(*(self._trainer.progress.evaluated_batches,) * 2)
 
     @property
     def _has_run(self) -> bool:
-        return self._trainer.evaluated_batches > 0 and not self._trainer.sanity_checking
+        return self._trainer.progress.evaluated_batches > 0 and not self._trainer.sanity_checking
 
     @property
     def predictions(self) -> Any:
-        return self._trainer.predictions
+        return self._trainer.engine.prediction.outputs
 
     @property
     def current_batch_indices(self) -> Any:
-        return self._trainer.predict_batch_indices
+        return self._trainer.engine.prediction.batch_indices
 
     @property
     def epoch_batch_indices(self) -> Any:
-        return self._trainer.predict_indices
+        return self._trainer.engine.prediction.indices

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.trainer.lightning import packages, tuning
+from hasten.trainer.lightning import tuning
+from hasten.trainer.lightning.names import packages
 from hasten.trainer.optimizing import clip
-from hasten.trainer.steps import after, prepared
+from hasten.trainer.steps import CountedOptimizer, after, prepared
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -84,9 +85,10 @@ class Strategy(Part):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Any]) -> None:
-        self._trainer.optimizers = optimizers
-        if self._trainer.lightning is not None:
-            self._trainer.counted_optimizers = self._trainer.lightning.counted(optimizers)
+        engine = self._trainer.engine
+        before = engine.hooks.of("on_before_optimizer_step")
+        counted = [CountedOptimizer(optimizer, self._trainer, before) for optimizer in optimizers]
+        engine.optimizing.optimizers, engine.optimizing.counted = optimizers, engine.guest.optimizers(counted)
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
@@ -94,11 +96,11 @@ class Strategy(Part):
 
     @lr_scheduler_configs.setter
     def lr_scheduler_configs(self, configs: list[Any]) -> None:
-        self._trainer.lr_scheduler_configs = configs
+        self._trainer.engine.optimizing.schedulers = configs
 
     @property
     def _lightning_optimizers(self) -> list[Any]:
-        return self._trainer.counted_optimizers
+        return self._trainer.engine.optimizing.counted
 
     @property
     def precision_plugin(self) -> Any:
@@ -107,9 +109,9 @@ class Strategy(Part):
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         trainer = self._trainer
         if trainer.model.automatic_optimization:
-            return optimizer.step(closure=prepared(closure, trainer.before_own_step), **kwargs)
+            return optimizer.step(closure=prepared(closure, trainer.engine.optimizing.prepare), **kwargs)
         answer = optimizer.step(closure=after(closure, self.before_step, optimizer), **kwargs)
-        trainer.global_step += 1
+        trainer.progress.global_step += 1
         return answer
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -141,7 +143,7 @@ class Strategy(Part):
         from hasten.trainer.checkpoint import write
 
         if self._trainer.is_global_zero:
-            write(filepath, checkpoint, self._trainer.checkpoint_format)
+            write(filepath, checkpoint, self._trainer.config.checkpoint_format)
 
     def model_sharded_context(self) -> Any:
         return contextlib.nullcontext()
@@ -152,11 +154,11 @@ class Precision(Part):
 
     @property
     def _desired_input_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.precision.startswith("bf16") else torch.float16
+        return self._trainer.engine.precision.compute or torch.float32
 
     @property
     def precision(self) -> str:
-        return self._trainer.precision
+        return self._trainer.engine.precision.name
 
     def clip_gradients(self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = None) -> None:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
@@ -165,7 +167,7 @@ class Precision(Part):
 
 def precision_of(trainer: Trainer) -> Precision:
     """An object of Lightning's class for the trainer's precision, by which others tell it."""
-    return _precision_kind(packages()[0].__name__, trainer.precision)(trainer)
+    return _precision_kind(packages()[0].__name__, trainer.engine.precision.name)(trainer)
 
 
 @functools.cache
@@ -200,7 +202,7 @@ class LoggerConnector(Part):
     @property
     def should_update_logs(self) -> bool:
         trainer = self._trainer
-        every = trainer.log_every_n_steps
+        every = trainer.config.log_every_n_steps
         return bool(every and (trainer.logged_steps + 1) % every == 0) or (bool(every) and trainer.should_stop)
 
     def should_reset_tensors(self, fx: str) -> bool:
@@ -219,13 +221,13 @@ class AcceleratorConnector(Part):
 
     @property
     def use_distributed_sampler(self) -> bool:
-        return self._trainer.use_distributed_sampler
+        return self._trainer.config.use_distributed_sampler
 
 
 class CheckpointConnector(Part):
     """What is read of the part that saves."""
 
-    def restore(self, path: Any) -> None:
+    def restore(self, path: Any, weights_only: bool | None = None) -> None:
         tuning.restore(self._trainer, path)
 
     def dump_checkpoint(self, weights_only: bool = False) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from hasten.trainer import evaluate, session
-from hasten.trainer.checkpoint import read
+from hasten.trainer import evaluate, feeding, session
 
 if TYPE_CHECKING:
     from hasten.trainer.sources import Combined
@@ -17,57 +16,57 @@ _COUNTERS = ("current_epoch", "global_step", "total_batches", "logged_steps")
 
 def counters(trainer: Trainer) -> dict[str, int]:
     """How far the training is, as `restore_counters` takes it."""
-    return {name: getattr(trainer, name) for name in _COUNTERS}
+    return {name: getattr(trainer.progress, name) for name in _COUNTERS}
 
 
 def restore_counters(trainer: Trainer, kept: dict[str, int]) -> None:
     """Begin the next trial where the first one began."""
     for name, value in kept.items():
-        setattr(trainer, name, value)
+        setattr(trainer.progress, name, value)
 
 
 def fit(trainer: Trainer) -> None:
     """Train as the limits say, within a `fit` that has not begun to train."""
     stage = trainer.stage.stage
     session.train(trainer, None)
-    trainer.loop = trainer.board = None
+    trainer.engine.loop = trainer.engine.board = None
     trainer.stage.stage = stage
 
 
 def run_evaluation(trainer: Trainer, kind: str) -> None:
     """Evaluate or predict as the limits say, within such a run that has not come to its first batch."""
-    source, limits = getattr(trainer, f"{kind}_source"), getattr(trainer, f"num_{kind}_batches")
-    before = trainer.board
+    engine, feed = trainer.engine, trainer.engine.feeds[kind]
+    before = engine.board
     if kind == "predict":
-        evaluate.predict(trainer, trainer.hooks, source, limits, False)
+        evaluate.predict(trainer, engine.hooks, feed.source, feed.limits, False)
     else:
-        board = trainer.board = trainer.new_board(training=False)
-        evaluate.evaluate(trainer, trainer.hooks, board, source, limits, str(trainer.stage.fn))
-    trainer.board = before
+        board = engine.board = engine.new_board(training=False)
+        evaluate.evaluate(trainer, engine.hooks, board, feed.source, feed.limits, str(trainer.stage.fn))
+    engine.board = before
 
 
 def forget_loaders(trainer: Trainer, kind: str) -> None:
     """Loaders changed: ask for them again. An evaluation that has begun goes on with the new ones."""
-    old: Combined | None = getattr(trainer, f"{kind}_source")
+    feed = trainer.engine.feeds[kind]
+    old: Combined | None = feed.source
     if trainer.stage.fn == "fit" or old is None:
-        setattr(trainer, f"{kind}_source", None)
+        feed.source = None
         return
-    limits = getattr(trainer, f"num_{kind}_batches")
-    trainer.setup_source(kind)
-    new: Combined = getattr(trainer, f"{kind}_source")
+    limits = feed.limits
+    feeding.setup(trainer, kind)
+    new: Combined = feed.source
     old.replace(new.leaves)
-    old.limits = new.limits
     limits[:] = new.limits
-    setattr(trainer, f"{kind}_source", old)
-    setattr(trainer, f"num_{kind}_batches", limits)
+    old.limits = new.limits
+    feed.source, feed.limits = old, limits
 
 
 def restore(trainer: Trainer, path: Any) -> None:
     """Put back what a checkpoint of this run's beginning holds."""
     checkpointing = trainer.checkpointing
-    checkpointing.saver.wait()
+    checkpointing.io.wait()
     before = checkpointing.loaded
-    checkpointing.loaded = read(os.fspath(path))
+    checkpointing.loaded = checkpointing.io.load(os.fspath(path))
     checkpointing.restore_model()
     if trainer.stage.fn == "fit":
         checkpointing.restore_training()

@@ -1,0 +1,104 @@
+"""Which techniques a Trainer installs: those of its plan, and those that its flags are sugar for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hasten.evidence import this_machine
+from hasten.plan import Plan, Setting
+from hasten.run import Run
+from hasten.techniques import CATALOGUE, build, check, remarks, toml_value
+from hasten.trainer.config import Config
+from hasten.trainer.errors import WrongValueError, misconfigured
+
+NEEDS_NOTHING = {
+    "no_grad_validation": "the Trainer validates without graphs anyway",
+    "set_to_none": "the Trainer drops gradients anyway",
+    "debug_off": "the Trainer leaves detect_anomaly and profiler to its flags",
+    "allocator": "it is chosen when a process starts: use `hasten run`",
+}
+"""Techniques that the Trainer has built in, or that come too late in a running process."""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What a Trainer installs.
+
+    Attributes:
+        settings: Technique name -> setting.
+        run: The Run that holds them.
+        callbacks: What switches techniques during `fit`, where the plan asks for that.
+        remarks: What to say about techniques that can do nothing here.
+    """
+
+    settings: dict[str, Setting]
+    run: Run
+    callbacks: list[Any]
+    remarks: list[str]
+
+
+def installed(config: Config) -> Installed:
+    """Return what flags and plan ask for.
+
+    Raises:
+        HastenError: A setting is unknown, or a flag and the plan contradict each other.
+    """
+    tuning = None
+    if isinstance(config.plan, str | os.PathLike) and not config.fast_dev_run:
+        from hasten.trainer.tuning import tuning_of
+
+        tuning = tuning_of(config.plan)
+    plan = None if tuning is not None or config.plan == "auto" else config.plan
+    chosen, remarks = _chosen(config, plan)
+    settings = {name: setting for name, setting in chosen.items() if name not in NEEDS_NOTHING}
+    if tuning is not None:
+        return Installed(settings, tuning.board(config.techniques, settings), [tuning], remarks)
+    return Installed(settings, Run(build(settings, CATALOGUE)), [], remarks)
+
+
+def _chosen(config: Config, given: Any) -> tuple[dict[str, Setting], list[str]]:
+    """Return the techniques of plan and flags, and what to say about those that can do nothing here."""
+    flags = {name: setting for name, setting in config.techniques.items() if setting is not None}
+    plan = Plan() if given is None else given if isinstance(given, Plan) else Plan.read(given)
+    check(plan)
+    chosen = dict(plan.techniques)
+    for name, setting in flags.items():
+        if name in chosen and chosen[name] != setting:
+            raise misconfigured(
+                f"the plan says {name} = {toml_value(chosen[name])} ({plan.where(name)}), the flag says"
+                f" {toml_value(setting)}",
+                "leave one of them out",
+            )
+        chosen[name] = setting
+    machine = this_machine()
+    said = remarks(plan, machine)
+    for name, setting in flags.items():
+        if setting is False:
+            continue
+        if wrong := CATALOGUE[name].check(setting):
+            raise WrongValueError(f"{name}={setting!r}: {wrong}")
+        if why := CATALOGUE[name].useless(setting, machine):
+            said.append(f"{name}={setting!r} is of no use here: {why}")
+    on = {name: setting for name, setting in chosen.items() if setting is not False}
+    said += [f"{name} of the plan is not installed: {NEEDS_NOTHING[name]}" for name in on if name in NEEDS_NOTHING]
+    return on, said
+
+
+_ONE_OR_ALL = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+
+
+def one_or_all(given: Mapping[str, Any]) -> list[str]:
+    """Return what to say about flags that are 1 or 1.0, which are easily taken for each other."""
+    said = []
+    for name in (*_ONE_OR_ALL, "overfit_batches", "val_check_interval"):
+        value = given.get(name)
+        if type(value) in (int, float) and value == 1:
+            if name == "val_check_interval":
+                meaning = "validation will run after " + ("every batch" if type(value) is int else "an epoch")
+            else:
+                meaning = "1 batch will be used" if type(value) is int else "100% of the batches will be used"
+            said.append(f"`Trainer({name}={value})` was configured so {meaning}")
+    return said

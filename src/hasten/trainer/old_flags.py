@@ -1,0 +1,79 @@
+"""Flags of other days: what an unknown argument of the Trainer was probably meant to be."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from hasten.trainer.errors import UnknownFlagError
+
+OF_OLD = {
+    "epochs": "max_epochs=N",
+    "num_epochs": "max_epochs=N",
+    "n_epochs": "max_epochs=N",
+    "steps": "max_steps=N",
+    "gpu": 'accelerator="gpu", devices=N',
+    "device": 'accelerator="cpu" or "gpu"',
+    "grad_clip": "gradient_clip_val=NORM",
+    "clip_grad_norm": "gradient_clip_val=NORM",
+    "amp": 'precision="bf16-mixed" or "16-mixed"',
+    "checkpoint_dir": "callbacks=[ModelCheckpoint(dirpath=PATH)]",
+    "gpus": 'devices=N, accelerator="gpu"',
+    "num_gpus": 'devices=N, accelerator="gpu"',
+    "tpu_cores": "nothing: hasten trains on CPUs and NVIDIA GPUs",
+    "num_processes": 'devices=N, accelerator="cpu"',
+    "nb_gpu_nodes": "num_nodes=N",
+    "num_gpu_nodes": "num_nodes=N",
+    "distributed_backend": 'strategy="ddp"',
+    "amp_level": 'precision="16-mixed" or "bf16-mixed"',
+    "amp_backend": 'precision="16-mixed" or "bf16-mixed"',
+    "use_amp": 'precision="16-mixed" or "bf16-mixed"',
+    "fp16": 'precision="16-mixed"',
+    "bf16": 'precision="bf16-mixed"',
+    "max_nb_epochs": "max_epochs=N",
+    "min_nb_epochs": "min_epochs=N",
+    "num_train_epochs": "max_epochs=N",
+    "train_percent_check": "limit_train_batches=SHARE",
+    "val_percent_check": "limit_val_batches=SHARE",
+    "test_percent_check": "limit_test_batches=SHARE",
+    "overfit_pct": "overfit_batches=SHARE",
+    "nb_sanity_val_steps": "num_sanity_val_steps=N",
+    "accumulate_grad_steps": "accumulate_grad_batches=N",
+    "gradient_accumulation_steps": "accumulate_grad_batches=N",
+    "gradient_clip": "gradient_clip_val=NORM",
+    "max_grad_norm": "gradient_clip_val=NORM",
+    "checkpoint_callback": "enable_checkpointing=BOOL, or callbacks=[ModelCheckpoint(...)]",
+    "early_stop_callback": "callbacks=[EarlyStopping(...)]",
+    "resume_from_checkpoint": "fit(..., ckpt_path=PATH)",
+    "progress_bar_refresh_rate": "callbacks=[Progress(refresh_rate=N)]",
+    "weights_summary": "enable_model_summary=BOOL",
+    "weights_save_path": "default_root_dir=PATH",
+    "default_save_path": "default_root_dir=PATH",
+    "row_log_interval": "log_every_n_steps=N",
+    "log_save_interval": "log_every_n_steps=N",
+    "auto_lr_find": "nothing yet",
+    "auto_scale_batch_size": "nothing yet",
+    "replace_sampler_ddp": "use_distributed_sampler=BOOL",
+    "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
+    "torch_compile": "compile=True",
+    "gradient_checkpointing": "activation_checkpointing=True",
+}
+"""Flags of Trainers of earlier years, and of neighbours, with what to say today."""
+
+_ELSEWHERE = {"plugins": "hasten has no plugins; precision and strategy are flags"}
+
+
+def refuse_unknown(given: Iterable[str], known: list[str]) -> None:
+    """Raise for an argument that is no flag, with what was probably meant."""
+    for name in given:
+        if name in known:
+            continue
+        if name in OF_OLD:
+            raise UnknownFlagError(
+                f"Trainer({name}=...) is no flag, or one of an earlier day", f"today's: {OF_OLD[name]}"
+            )
+        if name in _ELSEWHERE:
+            raise UnknownFlagError(f"Trainer({name}=...) is another Trainer's, and not hasten's", _ELSEWHERE[name])
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
+        raise UnknownFlagError(f"Trainer.__init__() got an unexpected keyword argument {name!r}", hint)
