@@ -7,6 +7,8 @@
 #   make fuzz    the property tests on fresh examples (make test draws the same ones each time)
 #   make lint    ruff only
 #   make bench   measure against hand-tuned twins
+#   make docs    the site, from docs/ and the docstrings, into build/site; links checked
+#   make dist    wheel and sdist into dist/; the wheel is tried in a bare virtual environment
 #   make clean   remove what these made, except .venv
 #
 # On Linux, pip may bring torch with gigabytes of CUDA. For a CPU-only torch:
@@ -22,12 +24,14 @@ BUDGET ?= 3m
 BIN   := .venv/bin
 STAMP := .venv/.hasten-dev
 BENCH := .venv/.hasten-bench
+DOCS  := .venv/.hasten-docs
 DEMO  := build/demo
+BARE  := build/bare
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz lint types imports bench clean compiler
+.PHONY: help demo test fuzz lint types imports bench docs dist clean compiler
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -46,6 +50,11 @@ $(STAMP): pyproject.toml
 $(BENCH): $(STAMP)
 	@echo "installing hasten[bench] into .venv"
 	@$(BIN)/pip install -qq -e '.[bench]'
+	@touch $@
+
+$(DOCS): $(STAMP)
+	@echo "installing hasten[docs] into .venv"
+	@$(BIN)/pip install -qq -e '.[docs]'
 	@touch $@
 
 # torch.compile builds its CPU kernels with a C++ compiler; without one everything else still works.
@@ -86,6 +95,27 @@ fuzz: $(STAMP) compiler
 
 bench: $(BENCH) compiler
 	@$(BIN)/python benchmarks/tune_vs_hand.py
+
+docs: $(DOCS)
+	@echo "mkdocs build --strict"
+	@$(BIN)/mkdocs build --quiet --strict --site-dir build/site
+	@echo "== the site: $(CURDIR)/build/site/index.html"
+
+# The wheel must work where nothing else is: no checkout on the path, no extras.
+dist: $(STAMP)
+	@rm -rf dist $(BARE)
+	@echo "building wheel and sdist"
+	@$(BIN)/pip install -qq -e '.[dist]'
+	@$(BIN)/python -m build --outdir dist . >build/dist.log 2>&1 || { cat build/dist.log >&2; exit 1; }
+	@echo "installing $$(ls dist/*.whl) into a bare environment"
+	@$(PYTHON) -m venv $(BARE)
+	@$(BARE)/bin/pip install -qq "$(TORCH)" dist/*.whl
+	@cp examples/tabular_mlp.py $(BARE)/
+	@echo "hasten doctor, tune and run from there"
+	@cd $(BARE) && bin/hasten --version && bin/hasten doctor tabular_mlp.py --epochs 1 >doctor.log && \
+	  bin/hasten tune --budget 30s tabular_mlp.py --epochs 3 >tune.log && bin/hasten run tabular_mlp.py --epochs 1 || \
+	  { tail -n 40 doctor.log tune.log >&2; exit 1; }
+	@ls dist
 
 clean:
 	@echo "removing build, dist and caches (.venv stays; rm -rf .venv removes it)"

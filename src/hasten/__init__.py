@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hasten.by_hand import autocast, backward, setup
     from hasten.trainer import Module, Trainer, seed_everything
 
-__version__ = "0.1.0"
+    __version__: str
 
 __all__ = [
     "HastenError",
@@ -55,8 +55,21 @@ def _imported(name: str) -> Any:
             gc.enable()
 
 
+def _installed_version() -> str:
+    """Return the version that was installed, which the build took from the newest tag."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("hasten")
+    except PackageNotFoundError:  # run from a checkout that was never installed: PYTHONPATH=src python -m hasten
+        return "0+unknown"
+
+
 def __getattr__(name: str) -> Any:
     """Import what needs torch when it is first used: the command's `--help` must not wait for torch."""
+    if name == "__version__":
+        globals()[name] = _installed_version()
+        return globals()[name]
     if name not in _LATE:
         raise AttributeError(f"module 'hasten' has no attribute {name!r}")
     module = _imported(_LATE[name])
