@@ -1,4 +1,4 @@
-"""Tests on machines that are shared: threads sleep while they wait; Hypothesis has no deadlines and draws the same."""
+"""Tests on machines that are shared: one thread each; Hypothesis has no deadlines and draws the same."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import os
 
 from hypothesis import settings
 
-# Read when torch is imported, here and in what tests start. OpenMP's threads otherwise spin while they wait, which
-# beside a second worker of pytest-xdist takes four times the CPU of the tests themselves.
+# Read when torch is imported, here and in what tests start. With a thread for each core in each worker of pytest-xdist,
+# every operation of torch waits until the last of its threads had its turn: test_same_weights.py took 130 s for 3 s of
+# CPU. Tests of threads ask for more of them themselves.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where there are more: they otherwise spin while they wait, which takes four times the CPU of the tests themselves.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile("same", deadline=None, derandomize=True)

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from hasten.taps.config import RunConfig, TrialOptions
 from hasten.taps.config import environment as trial_environment
 from hasten.techniques.data.probe import probe
-from tests.taps.scripts import HASTEN, PYTHON, environment, execute, listened, plain, write
+from tests.taps.forks import forked
+from tests.taps.scripts import HASTEN, PYTHON, environment, execute, listened, write
 
 
 class RarelyFlipped(Dataset[torch.Tensor]):
@@ -90,7 +91,7 @@ READS_A_GLOBAL = """
 def test_a_cache_sees_a_global_change(tmp_path: Path) -> None:
     write(tmp_path, "train.py", READS_A_GLOBAL)
     write(tmp_path, "hasten.toml", '[techniques]\nsample_cache = "samples"\n')
-    expected = plain(tmp_path, "train.py")
+    expected = forked(tmp_path, "train.py")
     done = execute(HASTEN, "run", "train.py", cwd=tmp_path)
     assert done.out == expected.out
 

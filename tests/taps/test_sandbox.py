@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hasten.taps.config import RunConfig, TrialOptions
 from hasten.taps.config import environment as trial_environment
+from tests.taps.forks import forked
 from tests.taps.scripts import PYTHON, Done, environment, execute, plain, write
 
 State = dict[str, tuple[str, int, int]]
@@ -57,7 +58,7 @@ def same_as_outside(home: Path, text: str) -> Done:
     before = state(home)
     done = in_a_trial(home, home.parent / "scratch", "train.py")
     assert state(home) == before
-    expected = plain(twin, "train.py")
+    expected = forked(twin, "train.py")
     assert expected.code == 0, expected.err
     outside = Done(done.code, done.out, done.err.replace(str(home.parent), str(twin.parent)))
     assert outside == expected
@@ -284,7 +285,7 @@ def same_as_outside_with(home: Path, text: str) -> str:
     before = state(home)
     done = in_a_trial(home, home.parent / "scratch", "train.py")
     assert state(home) == before
-    expected = plain(twin, "train.py")
+    expected = forked(twin, "train.py")
     assert expected.code == 0, expected.err
     assert done.out.splitlines() == expected.out.splitlines()
     assert done == expected

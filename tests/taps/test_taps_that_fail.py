@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.taps.scripts import LISTEN, environment, execute, hastened, listened, plain, write
+from tests.taps.forks import forked
+from tests.taps.scripts import LISTEN, environment, execute, hastened, listened, write
 
 TRAIN = """
 import torch
@@ -109,7 +110,7 @@ def test_things_a_tap_does_not_expect(tmp_path: Path) -> None:
                 model.train()
         """,
     )
-    expected = plain(tmp_path, "train.py")
+    expected = forked(tmp_path, "train.py")
     assert expected.code == 0, expected.err
     done, evidence = listened(tmp_path, "train.py")
     assert done == expected
@@ -137,7 +138,7 @@ def test_a_script_that_puts_its_own_functions_in_place(tmp_path: Path) -> None:
         print(calls)
         """,
     )
-    expected = plain(tmp_path, "train.py")
+    expected = forked(tmp_path, "train.py")
     assert expected.code == 0
     done, evidence = listened(tmp_path, "train.py")
     assert done == expected
@@ -152,7 +153,7 @@ def test_another_release_of_torchdata(tmp_path: Path) -> None:
     text = TRAIN + "import torchdata.stateful_dataloader.stateful_dataloader as room; print(room.OTHER)"
     write(tmp_path, "train.py", text)
     done, evidence = listened(tmp_path, "train.py")
-    assert done == plain(tmp_path, "train.py")
+    assert done == forked(tmp_path, "train.py")
     assert len(evidence.step_start) == 4
     assert any("StatefulDataLoader" in line for line in evidence.skipped)
 

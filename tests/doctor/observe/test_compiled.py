@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.doctor.observe.listening import observed
-from tests.taps.scripts import plain
+from tests.taps.forks import forked
 
 SCRIPT = """
 import json, logging
@@ -63,7 +63,7 @@ print(json.dumps(said))
 def test_compiled_code_is_the_same(tmp_path: Path) -> None:
     """No graph break and no recompilation more, the same numbers, where steps are looked into as well."""
     done, evidence = observed(tmp_path, SCRIPT)
-    expected = plain(tmp_path, "train.py")
+    expected = forked(tmp_path, "train.py")
     assert (done.code, done.out) == (expected.code, expected.out)
     smooth, broken, _ = json.loads(done.out.splitlines()[-1])
     assert smooth[0] == 0

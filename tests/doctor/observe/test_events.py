@@ -8,7 +8,8 @@ import pytest
 
 from hasten.evidence import Evidence
 from tests.doctor.observe.listening import HEAD, at, event, kinds, observed
-from tests.taps.scripts import Done, plain
+from tests.taps.forks import forked
+from tests.taps.scripts import Done
 
 BUSY = (
     HEAD
@@ -109,7 +110,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done, Done, Ev
         "exec(code, globals())\n"
     )
     done, evidence = observed(folder, script)
-    expected = plain(folder, "train.py")
+    expected = forked(folder, "train.py")
     return folder, done, expected, evidence
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.observe.listening import HEAD, at, event, kinds, observed
-from tests.taps.scripts import plain
+from tests.taps.forks import forked
 
 KEEPING = {
     "appended": ("kept = []", "kept.append(loss)", ""),
@@ -58,7 +58,7 @@ def test_kept_graphs_are_counted_at_their_backward(tmp_path: Path) -> None:
         alive, of = map(int, kept.detail.split(" of "))
         assert kept.count == alive >= 3, name
         assert alive == of if name != "every_sixteenth" else alive < of, name
-    assert done == plain(tmp_path, "train.py")
+    assert done == forked(tmp_path, "train.py")
 
 
 def test_graphs_that_are_let_go_of(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from hasten.doctor.observe.inputs import first_tensor, padding, part_of, statistics
 from hasten.evidence import Inputs
 from tests.doctor.observe.sampling import sampled
-from tests.taps.scripts import plain
+from tests.taps.forks import forked
 
 SCRIPT = """
 import torch
@@ -42,7 +42,7 @@ for epoch in range(4):
 def test_inputs_of_the_training_loader(tmp_path: Path) -> None:
     """Not of the one for validation, as the loader gave them, and without a random number drawn."""
     done, evidence = sampled(tmp_path, SCRIPT)
-    assert done == plain(tmp_path, "train.py")
+    assert done == forked(tmp_path, "train.py")
     inputs = evidence.inputs
     assert isinstance(inputs, Inputs)
     # 128 batches, the last of each epoch with two samples: the first 64 are looked at, then every 16th.

@@ -11,7 +11,8 @@ from hasten.evidence import Evidence, read_evidence
 from hasten.taps.config import DoctorOptions, RunConfig
 from hasten.taps.config import environment as told
 from tests.doctor.observe.listening import HEAD, at, observed
-from tests.taps.scripts import PYTHON, Done, environment, execute, plain, write
+from tests.taps.forks import forked
+from tests.taps.scripts import PYTHON, Done, environment, execute, write
 
 BUSY = """
 import threading, time
@@ -62,7 +63,7 @@ def looked_at(folder: Path, text: str, sample: bool = True) -> tuple[Done, Evide
 
 def test_lines_of_each_phase(tmp_path: Path) -> None:
     done, evidence = looked_at(tmp_path, HEAD + BUSY)
-    assert done == plain(tmp_path, "train.py")
+    assert done == forked(tmp_path, "train.py")
     seen = {(line.where, line.phase): line for line in evidence.lines}
     for mark, phase in (
         ("busy", "other"),

@@ -8,7 +8,7 @@ import pytest
 
 from hasten.evidence import Evidence, OptimizerFacts
 from tests.doctor.observe.listening import HEAD, at, event, kinds, observed
-from tests.taps.scripts import plain
+from tests.taps.forks import forked
 
 SEVERAL = """
 def train(optimizer, scheduler=None, each=False, epochs=1, warm=False):
@@ -55,7 +55,7 @@ torch.nn.DataParallel(model)  # parallel
 def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evidence]:
     folder = tmp_path_factory.mktemp("several")
     done, evidence = observed(folder, HEAD + SEVERAL)
-    assert done == plain(folder, "train.py")
+    assert done == forked(folder, "train.py")
     return folder, evidence
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from hasten.evidence import Evidence
 from tests.doctor.observe.sampling import layer, sampled
-from tests.taps.scripts import Done, plain
+from tests.taps.forks import forked
+from tests.taps.scripts import Done
 
 IMAGES = """
 import torch
@@ -49,7 +50,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Done, Eviden
     """A CNN as a person runs it, and while it is looked into."""
     folder = tmp_path_factory.mktemp("images")
     done, evidence = sampled(folder, IMAGES, trace=str(folder / "trace.json"))
-    return plain(folder, "train.py"), done, evidence, folder
+    return forked(folder, "train.py"), done, evidence, folder
 
 
 def test_nothing_else_changes(images: tuple[Done, Done, Evidence, Path]) -> None:
@@ -153,7 +154,7 @@ for step in range(25):
 def test_attention_by_hand(tmp_path: Path) -> None:
     """Softmax between two matrix products, in a training without a DataLoader."""
     done, evidence = sampled(tmp_path, GPT)
-    assert done == plain(tmp_path, "train.py")
+    assert done == forked(tmp_path, "train.py")
     assert evidence.step_of == "optimizer"
     (attention,) = (event for event in evidence.events if event.kind == "attention")
     line = next(n for n, text in enumerate((tmp_path / "train.py").read_text().splitlines(), 1) if "# here" in text)
@@ -241,7 +242,7 @@ print(sorted((m.co_name, str(m.recompile_reason)) for m in get_compilation_metri
 def test_a_compiled_model(tmp_path: Path) -> None:
     """It is not compiled once more, nor in other pieces; what torch.compile says of itself is kept."""
     done, evidence = sampled(tmp_path, COMPILED)
-    expected = plain(tmp_path, "train.py")
+    expected = forked(tmp_path, "train.py")
     assert expected.code == 0, expected.err
     assert done == expected
     assert evidence.sampled is not None
@@ -267,7 +268,7 @@ def test_a_model_that_is_compiled_while_it_is_looked_into(tmp_path: Path) -> Non
     )
     assert "step == 14" in text
     done, evidence = sampled(tmp_path, text)
-    assert done == plain(tmp_path, "train.py")
+    assert done == forked(tmp_path, "train.py")
     assert layer(evidence, "body.0").normed_by == "body.1 (BatchNorm1d)"
     assert layer(evidence, "body.0").calls > 0
 

@@ -12,7 +12,8 @@ import pytest
 from hasten.doctor.observe import OBSERVERS
 from hasten.evidence import Evidence, Stages, read_evidence
 from hasten.taps.config import DoctorOptions, RunConfig, environment
-from tests.taps.scripts import OURS, Done, execute, plain, write
+from tests.taps.forks import forked
+from tests.taps.scripts import OURS, Done, execute, write
 from tests.taps.scripts import environment as bare
 
 HEAD = """
@@ -242,7 +243,7 @@ print(json.dumps({
 }))
 """,
     )
-    assert done == plain(tmp_path, "train.py")
+    assert done == forked(tmp_path, "train.py")
     said = json.loads(done.out)
     assert said["left"] == []
     assert said["transform"]
