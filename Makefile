@@ -113,7 +113,7 @@ dist: $(STAMP)
 	@cp examples/tabular_mlp.py $(BARE)/
 	@echo "hasten doctor, tune and run from there"
 	@cd $(BARE) && bin/hasten --version && bin/hasten doctor tabular_mlp.py --epochs 1 >doctor.log && \
-	  bin/hasten tune --budget 30s tabular_mlp.py --epochs 3 >tune.log && bin/hasten run tabular_mlp.py --epochs 1 || \
+	  bin/hasten tune --budget 1m tabular_mlp.py --epochs 3 >tune.log && bin/hasten run tabular_mlp.py --epochs 1 || \
 	  { tail -n 40 doctor.log tune.log >&2; exit 1; }
 	@ls dist
 
