@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -234,3 +235,76 @@ def test_a_replay_gives_the_same_numbers(tmp_path: Path) -> None:
     assert any(one.passes for one in switched)
     assert again.out == auto.out
     assert plain(tmp_path, "train.py", "plain.pt").out != auto.out
+
+
+def test_a_replay_switches_beyond_the_steps_that_are_kept(tmp_path: Path) -> None:
+    """Of a run that rests, 1,024 steps are kept; one that is repeated counts them all."""
+    (tmp_path / "train.py").write_text(COUNTS)
+    lines = [
+        {"step": step, "passes": step // 7, "on": on} for step, on in ((3, ON), (1100, {}), (1500, ON), (2099, {}))
+    ]
+    head = {"schema": "hasten-schedule/1", "command": ["train.py"]}
+    (tmp_path / "s.schedule").write_text("".join(json.dumps(line) + "\n" for line in [head, *lines]))
+    config = RunConfig(command=("train.py",), auto=AutoOptions("", str(tmp_path / "s.schedule"), replay=True))
+    done = execute(PYTHON, "train.py", cwd=tmp_path, env=environment(config, bare()))
+    assert (done.code, done.err) == (0, ""), done.err
+    assert json.loads(done.out) == [3, 1100, 1500, 2099]
+
+
+ON = {"matmul_precision": "medium"}
+COUNTS = """
+import json
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(torch.randn(7, 2)), batch_size=1)
+step, before, switched = 0, "highest", []
+for epoch in range(301):
+    for (x,) in loader:
+        if (now := torch.get_float32_matmul_precision()) != before:
+            switched.append(step)
+            before = now
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        step += 1
+print(json.dumps(switched))
+"""
+
+
+# Goes on from what it saved itself, and saves as it ends.
+RESUMES = ROUNDS.replace("for epoch in range(25):", """
+import os
+start = 0
+if os.path.exists(sys.argv[1]):
+    saved = torch.load(sys.argv[1])
+    start = saved["epoch"]
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    torch.set_rng_state(saved["random"])
+for epoch in range(start, start + int(sys.argv[2])):""").replace(
+    "torch.save(model.state_dict(), sys.argv[1])",
+    """saved = {"epoch": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+torch.save({**saved, "random": torch.get_rng_state()}, sys.argv[1])""",
+)  # fmt: skip
+
+
+def test_a_run_that_goes_on_from_its_own_checkpoint_can_be_repeated(tmp_path: Path) -> None:
+    """The checkpoint is plain: it holds nothing of what was on, and each run has a schedule of its own."""
+    (tmp_path / "train.py").write_text(RESUMES)
+    first = resumed(tmp_path, "first", "a.pt")
+    shutil.copy(tmp_path / "a.pt", tmp_path / "again.pt")
+    second = resumed(tmp_path, "second", "a.pt")
+    again = resumed(tmp_path, "second", "again.pt", replay=True)
+    assert [done.code for done in (first, second, again)] == [0, 0, 0], (first.err, second.err, again.err)
+    assert read_schedule(tmp_path / "second.schedule")
+    assert again.out == second.out != first.out
+
+
+def resumed(folder: Path, name: str, checkpoint: str, replay: bool = False) -> Done:
+    """Train 12 epochs on, from the checkpoint if there is one."""
+    plan, schedule = folder / f"{name}.toml", folder / f"{name}.schedule"
+    auto = AutoOptions(str(plan), str(schedule), most_seconds=1.0, replay=replay)
+    config = RunConfig(command=("train.py",), auto=auto)
+    return execute(PYTHON, "train.py", checkpoint, "12", cwd=folder, env=environment(config, bare()))

@@ -36,12 +36,21 @@ def _difference(check: ParityCheck) -> str:
 
 
 def _seen(checks: tuple[ParityCheck, ...]) -> str:
-    """How small a change would have shown, for a plan whose losses did not change."""
-    known = [check.detectable for check in checks if words.known(check.detectable)]
-    if not known:
+    """How small a change of each loss would have shown, for a plan whose losses did not change.
+
+    Each by itself: a validation of few batches sees 8 %, where the same runs see 1 % of the training's loss.
+    """
+    if not any(words.known(check.detectable) for check in checks):
         return ""
-    names = " and ".join(words.clean(check.what) for check in checks)
-    return f"{names} alike; a change above {words.percent(max(known))} would have been seen"
+    return f"{' and '.join(words.clean(check.what) for check in checks)} alike; {_least(checks)} would have been seen"
+
+
+def _least(checks: tuple[ParityCheck, ...]) -> str:
+    known = [check for check in checks if words.known(check.detectable)]
+    if len(known) == 1:
+        return f"a change above {words.percent(known[0].detectable)}"
+    each = " or ".join(f"{words.percent(check.detectable)} ({words.clean(check.what)})" for check in known)
+    return f"a change above {each}"
 
 
 def check(check: ParityCheck) -> str:
@@ -109,9 +118,11 @@ def blind_spots(proof: Proof) -> list[str]:
         spots.append(f"It rests on {words.count(fewest, 'pair')} of runs at the least; more pairs see smaller changes.")
         if fewest < 2:
             spots.append("One pair proves nothing: without a second it is not known how much pairs differ by chance.")
-        least = max(one.detectable for one in proof.parity.checks)
-        if words.known(least):
-            spots.append(f"A change of a loss by less than {words.percent(least)} can pass unseen.")
+        spots += [
+            f"A change of the {words.clean(one.what)} by less than {words.percent(one.detectable)} can pass unseen."
+            for one in proof.parity.checks
+            if words.known(one.detectable)
+        ]
     if proof.curves.steps:
         spots.append(
             f"Those runs end at step {max(proof.curves.steps)}: what comes later in the full run, and the final "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shlex
 import shutil
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +42,7 @@ class CheckOptions:
         seconds: Time after which one run counts as hung.
         resume: Further arguments with which the script goes on from what it saved; None: that is not checked.
         brief: Check the plan as a whole only, as tune does where its budget is short.
+        until: Moment (`time.monotonic`) at which the check ends, whatever it has seen by then.
     """
 
     batches: int = 6
@@ -47,6 +50,7 @@ class CheckOptions:
     seconds: float = 300.0
     resume: tuple[str, ...] | None = None
     brief: bool = False
+    until: float = math.inf
 
 
 def check(
@@ -68,7 +72,8 @@ def check(
         within: Folder for temporary files, which the caller removes; None: one of its own.
 
     Raises:
-        HastenError: The training fails by itself, does not train, or does not go on from what it saved.
+        HastenError: The training fails by itself, does not train, or does not go on from what it saved; or the time
+            is over.
     """
     # Sockets of workers lie below it, so its path is short.
     prefix = "c" if within is not None else "hasten-"
@@ -105,10 +110,12 @@ class Processes:
                 raise HastenError(f"cannot start {self.arguments[0]}: {error}") from None
             self._going.add(child)
             try:
-                code = child.wait(self.options.seconds)
+                code = child.wait(max(0.0, min(self.options.seconds, self.options.until - time.monotonic())))
             finally:
                 child.end(patience=0)
                 self._going.discard(child)
+        if code is None and time.monotonic() >= self.options.until:  # a run that is ended says nothing of the plan
+            raise HastenError("the check's time was over before its runs were", "give it more time")
         return ended(folder, code, plan, self.options.seconds)
 
     def stop(self) -> None:

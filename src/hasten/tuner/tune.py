@@ -17,25 +17,23 @@ from hasten.plan import Plan
 from hasten.taps.config import TrialOptions
 from hasten.techniques import CATALOGUE, Effect
 from hasten.tuner.apart import search_apart
+from hasten.tuner.baseline import run_baseline
 from hasten.tuner.check import CheckOptions, check
 from hasten.tuner.found import Found
 from hasten.tuner.key import Key, key_of
 from hasten.tuner.length import Length, length_of, seconds_per_epoch
-from hasten.tuner.outcome import Measurements, block_of, effects_of, plan_of, proof_of, timings_of
-from hasten.tuner.parity import parity_of
-from hasten.tuner.proof import Answer, Block, Proof
+from hasten.tuner.outcome import Measurements, block_of, plan_of, proof_of
+from hasten.tuner.proof import Block, Proof
 from hasten.tuner.quiet import Quiet
-from hasten.tuner.stats import ratio_of
 from hasten.tuner.store import Recalled, applied, drop_again, recall, remember
 from hasten.tuner.trial import Trial, Trials
+from hasten.tuner.trouble import trouble_of
 from hasten.tuner.warm import Warm
 from hasten.warm.candidates import Applicable, applicable, validation_share
 from hasten.warm.course import Course
 from hasten.warm.options import WarmOptions
 from hasten.warm.record import Measured
 
-_PASS_SECONDS = (0.7, 2.5)  # of training in a shortened pass: at the least, and at the most
-_MOST_BATCHES = 400
 _BLOCK_SECONDS = (0.5, 1.0)
 _SHORTEST_SEARCH = 8.0  # seconds for which the proof gives way first, and then the check
 _CLAIM_SHARE = 0.25  # of the time for the search
@@ -44,7 +42,8 @@ _SLOW_STEP = 0.5  # seconds: of slower ones one pass is checked, not two
 _CHECKS = 3  # after so many checks with something taken back each, the rest goes unchecked, and is said to
 _ONE_THREAD = 2.0  # times as long as on all cores, roughly, a step takes in the check
 _LONG = 300.0  # seconds of budget from which on stricter parts of the plan are checked apart
-_OVERDRAFT = 1.25  # of the budget: a first pair of fresh processes may end so late
+_LATEST = 1.1  # of the budget: what goes on then is ended, and not held against the plan
+_LEAST_FOR_BASELINE = 60.0  # seconds
 
 Say = Callable[[str], None]
 OnBlock = Callable[[Block], None]
@@ -100,8 +99,9 @@ def tune(
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as scratch:
         remove_when_gone(scratch)
-        # No trial is cut short by the end of the budget: the last may be the proof.
-        trials = Trials(arguments, tuple(command), Path(scratch), TrialOptions(scratch), start + 2 * options.budget)
+        # The script as it is may take longer, or a small budget would end in nothing.
+        deadline = start + max(_LATEST * options.budget, _LEAST_FOR_BASELINE)
+        trials = Trials(arguments, tuple(command), Path(scratch), TrialOptions(scratch), deadline)
         return _Tune(trials, options, say, on_block, start).run()
 
 
@@ -111,6 +111,7 @@ class _Tune:
     def __init__(self, trials: Trials, options: TuneOptions, say: Say, on_block: OnBlock | None, start: float) -> None:
         self.trials, self.options, self.say, self.on_block = trials, options, say, on_block
         self.start, self.end = start, start + options.budget
+        self.latest = start + _LATEST * options.budget
         self.notes: list[str] = []
         self.interrupted = self.taken_back = False
         self.pairs: list[tuple[Trial, Trial]] = []
@@ -146,51 +147,12 @@ class _Tune:
     def _baseline(self) -> Trial:
         """Run the script as it is, for a shortened pass: its evidence, and how long a step is."""
         self.say("running the script as it is")
-        trials, budget = self.trials, self.options.budget
-        least, most = _PASS_SECONDS
-        seconds = min(most, max(least, budget / 60))
-        trials.options = dataclasses.replace(
-            trials.options,
-            batches=_MOST_BATCHES, steps=_MOST_BATCHES, epochs=1, pass_seconds=seconds, at_least=seconds,
-            seconds=seconds + 1,
-        )  # fmt: skip
-        timeout = max(60.0, budget / 2)
-        baseline = trials.run({}, probe=True, timeout=timeout)
-        if baseline.outcome in ("crashed", "no training") and baseline.evidence and baseline.evidence.step_start:
-            # Some scripts count the batches of an epoch: leave theirs whole, and stop the process instead.
-            trials.options = dataclasses.replace(trials.options, cut=False)
-            baseline = trials.run({}, probe=True, timeout=timeout)
-            self.notes.append("epochs were not shortened in trials, which this script does not bear")
-        if baseline.timing is None or baseline.evidence is None:
-            raise hopeless(baseline)
-        self.startup = _startup(baseline)
-        if self.startup > budget:
-            raise HastenError(
-                f"a budget of {budget:.0f} s is too short: the script takes {self.startup:.0f} s before it trains",
-                f"give it --budget {4 * self.startup / 60 + 0.5:.0f}m or more",
-            )
-        self._bound_trials(baseline, seconds)
-        if baseline.reason:
-            self.notes.append(f"trials end early: {baseline.reason}")
+        baseline, self.startup, notes = run_baseline(self.trials, self.options.budget)
+        self.trials.deadline = self.latest
+        assert baseline.timing is not None
+        self.notes += notes
         self.say(f"a step takes {baseline.timing.step * 1e3:.1f} ms; it starts in {self.startup:.0f} s")
         return baseline
-
-    def _bound_trials(self, baseline: Trial, seconds: float) -> None:
-        """Give all later processes the same batches, two passes or as many as make the same time."""
-        assert baseline.evidence is not None
-        assert baseline.timing is not None
-        passes = [one.batches for one in baseline.evidence.passes if one.trained and one.batches]
-        step = max(1e-6, baseline.timing.step)
-        batches = passes[0] if passes else int(min(_MOST_BATCHES, max(16, seconds / step)))
-        self.trials.options = dataclasses.replace(
-            self.trials.options,
-            batches=batches,
-            epochs=int(min(12, 1 + max(1.0, seconds / (batches * step)))),
-            steps=int(1.6 * max(batches, seconds / step)) + 4,
-            seconds=max(12.0, self.options.budget / 30),
-            pass_seconds=0.0,
-            at_least=0.0,
-        )
 
     def _apart(self) -> str:
         """Why this training cannot be tuned in one process, as far as its command line says; "" if it may be."""
@@ -304,6 +266,7 @@ class _Tune:
             batches=self._checked_steps(baseline),
             epochs=1 if baseline.timing.step > _SLOW_STEP else 2,
             seconds=60.0 + 6 * baseline.seconds,
+            until=self.latest,
             brief=self.options.budget < _LONG,
         )
         found = self.found
@@ -319,6 +282,9 @@ class _Tune:
                     self.trials.arguments, self.trials.command, found.plan(), options, self.say, self.trials.scratch
                 )
             except HastenError as error:  # a script that trains, but not under a check's eyes
+                if time.monotonic() >= self.latest:
+                    found.would_ask.append("the check, step by step, which took longer than the budget")
+                    return
                 self.notes.append(f"the plan was not checked step by step: {error.message.splitlines()[0]}")
                 return
             self.checked = checked
@@ -338,9 +304,9 @@ class _Tune:
     def _prove(self, baseline: Trial) -> None:
         """Prove the plan in fresh processes; what they do not bear out is taken back."""
         self._claim_again()
-        if not self._trouble():
+        if not trouble_of(self.found, self.pairs):
             self._in_turn(baseline)
-        if not (trouble := self._trouble()):
+        if not (trouble := trouble_of(self.found, self.pairs)):
             return
         plan = self.found.plan()
         exact = {name for name, value in plan.items() if CATALOGUE[name].effect_of(value) is Effect.EXACT}
@@ -349,7 +315,7 @@ class _Tune:
         self._check(baseline)
         self._claim_again()
         self._in_turn(baseline)
-        if again := self._trouble():
+        if again := trouble_of(self.found, self.pairs):
             self._take_back(list(self.found.plan()), again.reason)
             self.pairs = []
 
@@ -371,7 +337,7 @@ class _Tune:
         for seed in range(self.options.seeds):
             if not self.found.chosen:
                 return
-            end = self.end if seed else self.start + _OVERDRAFT * self.options.budget
+            end = self.end if seed else self.latest
             if time.monotonic() + each > end:
                 if not seed:
                     self.found.would_ask.append("a pair of fresh processes: start-up, first epoch, losses")
@@ -382,31 +348,14 @@ class _Tune:
                 self.trials.run(plan, seed, timeout=180 + 6 * baseline.seconds)
                 for plan in sides[:: -1 if seed % 2 else 1]
             )
+            if "timeout" in (first.outcome, second.outcome) and time.monotonic() >= self.trials.deadline:
+                self.found.would_ask.append("a pair of fresh processes: it took longer than the budget")
+                return
             a, b = (second, first) if seed % 2 else (first, second)
             self.pairs.append((a, b))
             each = time.monotonic() - began
             if a.timing and b.timing:
                 self.say(f"fresh processes: {a.timing.step * 1e3:.1f} ms -> {b.timing.step * 1e3:.1f} ms a step")
-
-    def _trouble(self) -> _Trouble | None:
-        """Why the proof does not bear the plan out, if it does not."""
-        if not self.found.chosen:
-            return None
-        claim = self.found.claim()
-        if claim is not None and claim.ratio < 1.0:
-            return _Trouble(f"measured in turn it was not faster: {claim.ratio:.2f}x", True)
-        if not self.pairs:
-            return None
-        failed = next((plan for _, plan in self.pairs if not plan.ok and plan.outcome != "nan"), None)
-        if failed is not None:
-            return _Trouble(f"the whole plan failed in a fresh process: {failed.outcome}: {failed.reason}", True)
-        timings = timings_of(self.pairs)
-        if timings and (speed := ratio_of(timings)).ratio < 1.0:
-            return _Trouble(f"fresh processes did not confirm it: {speed.ratio:.2f}x", True)
-        parity = parity_of(self.pairs, effects_of(self.found))
-        if parity.answer is Answer.DOES_NOT:
-            return _Trouble(parity.note or "; ".join(one.what for one in parity.checks if not one.ok), False)
-        return None
 
     def _take_back(self, names: list[str], reason: str, lasting: bool = False) -> None:
         self.say(f"taken back: {', '.join(names)}: {reason}")
@@ -431,48 +380,7 @@ class _Tune:
         )
 
 
-@dataclass(frozen=True)
-class _Trouble:
-    """What the proof found. `hopeless`: nothing of the plan is worth keeping; else its result is in doubt."""
-
-    reason: str
-    hopeless: bool
-
-
-def _startup(baseline: Trial) -> float:
-    """Seconds from a process's start to its first step."""
-    assert baseline.evidence is not None
-    evidence = baseline.evidence
-    return max(0.1, baseline.seconds - (evidence.ended_at - evidence.step_start[0]))
-
-
 def _total_steps(length: Length, baseline: Trial) -> int:
     assert baseline.timing is not None
     timing = baseline.timing
     return max(1, int(length.epochs * seconds_per_epoch(timing) / max(1e-6, timing.step)))
-
-
-def hopeless(trial: Trial) -> HastenError:
-    """The error for a script that cannot be measured as it is."""
-    said = f"\nIts last words:\n{trial.log}" if trial.log else ""
-    if trial.outcome == "no training":
-        return HastenError(
-            f"no training was found: {trial.reason}{said}",
-            "hasten sees steps through DataLoader, loss.backward() and optimizer.step() of PyTorch",
-        )
-    if trial.outcome == "timeout":
-        return HastenError(
-            f"the script did not come to train within {trial.seconds:.0f} s{said}",
-            "give it a longer --budget",
-        )
-    refused = any(
-        word in trial.reason + trial.log for word in ("ermission", "No such file", "CalledProcessError", "EOF")
-    )
-    sandbox = (
-        "\n  If it works without hasten: in a trial, what native code or a subprocess writes outside the scratch "
-        "folder is refused, and there is no input to read"
-    )
-    return HastenError(
-        f"the script fails by itself, before hasten changed anything: {trial.reason}{said}",
-        f"mend it first{sandbox if refused else ''}",
-    )

@@ -208,7 +208,8 @@ class _Process:
             if now - self._heard > (_QUIET_COMPILING if self._compiles else _QUIET + 8 * block):
                 return None
             over = _OVERTIME_COMPILING if self._compiles else _OVERTIME + 2 * block
-            if now > self._options.claim_until + over:
+            # Beyond the trials' deadline lies the end of the budget, where waiting for two long blocks is no excuse.
+            if now > min(self._options.claim_until + over, max(self._options.claim_until, self._trials.deadline)):
                 self.late, self.why = True, "its time was out"
                 return None
 

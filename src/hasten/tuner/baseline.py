@@ -1,0 +1,93 @@
+"""The script as it is: the first trial of a tune, by which all later ones are bounded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hasten.errors import HastenError
+from hasten.tuner.trial import Trial, Trials
+
+_PASS_SECONDS = (0.7, 2.5)  # of training in a shortened pass: at the least, and at the most
+_MOST_BATCHES = 400
+
+
+def run_baseline(trials: Trials, budget: float) -> tuple[Trial, float, list[str]]:
+    """Run it for a shortened pass, and give all later processes the same batches.
+
+    Returns:
+        The trial, seconds from a process's start to its first step, and what is to be said of it.
+
+    Raises:
+        HastenError: The training fails by itself, does not train, or the budget is too short for it.
+    """
+    notes = []
+    least, most = _PASS_SECONDS
+    seconds = min(most, max(least, budget / 60))
+    trials.options = dataclasses.replace(
+        trials.options,
+        batches=_MOST_BATCHES, steps=_MOST_BATCHES, epochs=1, pass_seconds=seconds, at_least=seconds,
+        seconds=seconds + 1,
+    )  # fmt: skip
+    timeout = max(60.0, budget / 2)
+    baseline = trials.run({}, probe=True, timeout=timeout)
+    if baseline.outcome in ("crashed", "no training") and baseline.evidence and baseline.evidence.step_start:
+        # Some scripts count the batches of an epoch: leave theirs whole, and stop the process instead.
+        trials.options = dataclasses.replace(trials.options, cut=False)
+        baseline = trials.run({}, probe=True, timeout=timeout)
+        notes.append("epochs were not shortened in trials, which this script does not bear")
+    if baseline.timing is None or baseline.evidence is None:
+        raise hopeless(baseline)
+    startup = max(0.1, baseline.seconds - (baseline.evidence.ended_at - baseline.evidence.step_start[0]))
+    if startup > budget:
+        raise HastenError(
+            f"a budget of {budget:.0f} s is too short: the script takes {startup:.0f} s before it trains",
+            f"give it --budget {4 * startup / 60 + 0.5:.0f}m or more",
+        )
+    _bound(trials, baseline, seconds, budget)
+    if baseline.reason:
+        notes.append(f"trials end early: {baseline.reason}")
+    return baseline, startup, notes
+
+
+def _bound(trials: Trials, baseline: Trial, seconds: float, budget: float) -> None:
+    """Give all later processes the same batches, two passes or as many as make the same time."""
+    assert baseline.evidence is not None
+    assert baseline.timing is not None
+    passes = [one.batches for one in baseline.evidence.passes if one.trained and one.batches]
+    step = max(1e-6, baseline.timing.step)
+    batches = passes[0] if passes else int(min(_MOST_BATCHES, max(16, seconds / step)))
+    trials.options = dataclasses.replace(
+        trials.options,
+        batches=batches,
+        epochs=int(min(12, 1 + max(1.0, seconds / (batches * step)))),
+        steps=int(1.6 * max(batches, seconds / step)) + 4,
+        seconds=max(12.0, budget / 30),
+        pass_seconds=0.0,
+        at_least=0.0,
+    )
+
+
+def hopeless(trial: Trial) -> HastenError:
+    """The error for a script that cannot be measured as it is."""
+    said = f"\nIts last words:\n{trial.log}" if trial.log else ""
+    if trial.outcome == "no training":
+        return HastenError(
+            f"no training was found: {trial.reason}{said}",
+            "hasten sees steps through DataLoader, loss.backward() and optimizer.step() of PyTorch",
+        )
+    if trial.outcome == "timeout":
+        return HastenError(
+            f"the script did not come to train within {trial.seconds:.0f} s{said}",
+            "give it a longer --budget",
+        )
+    refused = any(
+        word in trial.reason + trial.log for word in ("ermission", "No such file", "CalledProcessError", "EOF")
+    )
+    sandbox = (
+        "\n  If it works without hasten: in a trial, what native code or a subprocess writes outside the scratch "
+        "folder is refused, and there is no input to read"
+    )
+    return HastenError(
+        f"the script fails by itself, before hasten changed anything: {trial.reason}{said}",
+        f"mend it first{sandbox if refused else ''}",
+    )

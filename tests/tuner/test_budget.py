@@ -1,0 +1,59 @@
+"""A budget is a promise: what goes on behind its end is ended, and what that would have shown is not known."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hasten.errors import HastenError
+from hasten.taps.config import TrialOptions
+from hasten.tuner import tune as module
+from hasten.tuner.check import CheckOptions, check
+from hasten.tuner.trial import Trial, Trials
+from hasten.tuner.tune import TuneOptions, _Tune
+
+
+class Slow(Trials):
+    """Trials of a training that takes so long by a made-up clock; they are ended at the deadline, as real ones are."""
+
+    clock: Any
+    seconds = 0.0
+
+    def run(self, plan: Mapping[str, Any], seed: int = 0, *, probe: bool = False, timeout: float = 120.0) -> Trial:
+        end = self.clock.now + self.seconds
+        cut = end > self.deadline
+        self.clock.now = min(end, self.deadline)
+        return Trial(dict(plan), seed, "timeout" if cut else "ok", self.seconds)
+
+
+@pytest.mark.parametrize(("seconds", "pairs"), [(5.0, 3), (12.0, 1), (30.0, 0)])
+def test_pairs_end_with_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float, pairs: int) -> None:
+    """Each run was expected to take 10 s; the budget of 100 s has 30 left."""
+    clock = SimpleNamespace(now=70.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    trials = Slow((sys.executable,), (), tmp_path, TrialOptions(str(tmp_path)), 110.0)
+    trials.clock, trials.seconds = clock, seconds
+    tune = _Tune(trials, TuneOptions(budget=100.0, seeds=9), lambda _: None, None, 0.0)
+    found: Any = SimpleNamespace(chosen={0}, plan=lambda: {"precision": "bf16-mixed"}, would_ask=[], claim=lambda: None)
+    tune.found = found
+    monkeypatch.setattr(_Tune, "_pair_seconds", lambda self, baseline: 20.0)
+    baseline: Any = SimpleNamespace(seconds=10.0)
+    tune._in_turn(baseline)
+    assert clock.now <= 110.0
+    assert len(tune.pairs) == pairs
+    assert all(trial.ok for pair in tune.pairs for trial in pair), "one that was ended is not held against the plan"
+    assert bool(found.would_ask) == (not pairs)
+
+
+def test_a_check_that_is_ended_says_nothing_of_the_plan(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    options = CheckOptions(until=time.monotonic() + 0.5)
+    with pytest.raises(HastenError, match="time was over"):
+        check((sys.executable, str(script)), ("train.py",), {"set_to_none": True}, options, lambda _: None)
