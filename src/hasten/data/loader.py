@@ -56,7 +56,8 @@ class DataLoader(TorchDataLoader[Any]):
         pin_memory_device: As torch's.
         in_order: Only True.
         seed: Of order and samples, the same on all ranks; 0.
-        workers: "process", or "thread" for datasets whose time goes where the GIL is released.
+        workers: "process", or "thread" for datasets whose time goes where the GIL is released; None: "thread" for a
+            ParquetDataset, else "process".
         on_error: What becomes of a sample that raises: "raise"; "skip" (the batch is smaller) or "substitute" (another
             sample, named by seed, epoch and index), both counted in `faults`.
         rank: Of this process; else torch.distributed's, else RANK.
@@ -88,11 +89,13 @@ class DataLoader(TorchDataLoader[Any]):
         pin_memory_device: str = "",
         in_order: bool = True,
         seed: int | None = None,
-        workers: Literal["process", "thread"] = "process",
+        workers: Literal["process", "thread"] | None = None,
         on_error: Literal["raise", "skip", "substitute"] = "raise",
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        if workers is None:
+            workers = "thread" if hasattr(dataset, "read_batch") else "process"
         _check(dataset, batch_size, batch_sampler, sampler, shuffle, in_order, workers, on_error)
         if (rank is None) != (world_size is None):
             raise HastenError("DataLoader was given only one of rank and world_size", "give both, or neither")

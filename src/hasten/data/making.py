@@ -106,6 +106,7 @@ class Source(Dataset[Any]):
         self.faults: list[Fault] = []  # of the batch that is being made
         self.worker: int | None = None
         self._beat = np.zeros(4, np.int64) if beat is None else beat
+        self.whole = getattr(dataset, "read_batch", None)  # a ParquetDataset: batches are read, not collated
         self.reseed = None
         if not draws_nothing(dataset, collate):
             self.reseed = Reseed({"dataset": dataset, "collate_fn": collate}, shared)
@@ -132,6 +133,8 @@ class Source(Dataset[Any]):
             batch = KeyedBatch(list(batch), 0, 0, 0)
         self.faults = []
         try:
+            if self.whole is not None:
+                return [self._whole(self.whole, batch)]
             many = getattr(self.dataset, "__getitems__", None)
             samples = self._together(many, batch) if many is not None else self._each(batch)
             if not samples:
@@ -154,6 +157,30 @@ class Source(Dataset[Any]):
                 error.add_note(self._note(f"one of the samples {_few(batch)}", batch))
                 raise
         return self._each(batch)
+
+    def _whole(self, read: Callable[[list[int]], Any], batch: KeyedBatch) -> Any:
+        """Have a batch read at once; where that fails, find out which of its samples fail."""
+        self.begins(batch[0], batch.number)
+        if self.reseed is not None:
+            self.reseed(_keys(batch, batch[:1])[0])
+        try:
+            return read(batch)
+        except Exception as error:
+            if self.on_error == "raise":
+                error.add_note(self._note(f"one of the samples {_few(batch)}", batch))
+                raise
+        good: list[int] = []
+        for index in batch:
+            try:
+                self.dataset[index]
+                good.append(index)
+            except Exception as error:
+                self._replace(index, error, batch, [])
+                other = self.faults[-1].substitute
+                good += [] if other is None else [other]
+        if not good:
+            raise SampleError(f"all {len(batch)} samples of {self._where(batch)} failed: {self.faults[0].stack}")
+        return read(good)
 
     def _each(self, batch: KeyedBatch) -> list[Any]:
         dataset, reseed, beat = self.dataset, self.reseed, self._beat
@@ -223,7 +250,7 @@ class Collate:
     def __call__(self, samples: Any) -> Any:
         source = self.source
         try:
-            batch = self.collate(samples)
+            batch = samples[0] if source.whole is not None else self.collate(samples)
             if self.shares:
                 _share(batch)
         except Exception as error:

@@ -104,6 +104,8 @@ def draws_nothing(dataset: Any, collate: Any) -> bool:
     """Whether these are rows of tensors, whose making draws nothing: a sample of theirs costs less than its seeds."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
+    if hasattr(dataset, "read_batch"):
+        return getattr(dataset, "transform", None) is None
     return type(dataset) is TensorDataset and collate is default_collate
 
 

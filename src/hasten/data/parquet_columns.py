@@ -1,0 +1,202 @@
+"""Columns of a row group as arrays, and batches gathered from them without a Python loop over rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from hasten.data.parquet_images import decode
+from hasten.errors import HastenError
+
+_CHUNK = 4096  # rows copied at a time, so that what is written stays in the core's cache
+
+
+class Scalars:
+    """Numbers of one type, of one or more columns: a row is one place in memory."""
+
+    def __init__(self, names: list[str], stacked: str | None) -> None:
+        self.names = names
+        self.stacked = stacked
+
+    def load(self, table: Any, where: str) -> Any:
+        """Return rows x columns."""
+        columns = [_numbers(table.column(name), name, where) for name in self.names]
+        if len(columns) == 1:
+            return np.ascontiguousarray(columns[0]).reshape(-1, 1)
+        rows = np.empty((len(columns[0]), len(columns)), columns[0].dtype)
+        for start in range(0, len(rows), _CHUNK):
+            for number, column in enumerate(columns):
+                rows[start : start + _CHUNK, number] = column[start : start + _CHUNK]
+        return rows
+
+    def gather(self, parts: list[tuple[Any, Any]], places: Any) -> dict[str, Any]:
+        """Return tensors of the rows of each part, put at these places of the batch."""
+        values = _rows(parts, places)
+        if self.stacked is not None:
+            return {self.stacked: values}
+        return {name: values[:, number] for number, name in enumerate(self.names)}
+
+
+class Fixed:
+    """Lists that all have the same length: a 2-D tensor."""
+
+    def __init__(self, name: str, length: int) -> None:
+        self.name = name
+        self.length = length
+
+    def load(self, table: Any, where: str) -> Any:
+        """Return rows x length."""
+        column = table.column(self.name).combine_chunks()
+        _no_nulls(column, self.name, where)
+        return _numbers(column.flatten(), self.name, where).reshape(-1, self.length)
+
+    def gather(self, parts: list[tuple[Any, Any]], places: Any) -> dict[str, Any]:
+        """Return a tensor of the rows of each part, put at these places of the batch."""
+        return {self.name: _rows(parts, places)}
+
+
+class Ragged:
+    """Lists of differing lengths: padded to the longest of the batch, or packed one behind the other."""
+
+    def __init__(self, name: str, packed: bool, padding: float) -> None:
+        self.name = name
+        self.packed = packed
+        self.padding = padding
+
+    def load(self, table: Any, where: str) -> Any:
+        """Return values and offsets."""
+        column = table.column(self.name).combine_chunks()
+        _no_nulls(column, self.name, where)
+        offsets = column.offsets.to_numpy().astype(np.int64)
+        return _numbers(column.values, self.name, where), offsets
+
+    def gather(self, parts: list[tuple[Any, Any]], places: Any) -> dict[str, Any]:
+        """Return `name` and `name_lengths`, or, packed, `name` and `name_offsets`."""
+        size = sum(len(rows) for _, rows in parts)
+        lengths = np.empty(size, np.int64)
+        for ((_, offsets), rows), place in zip(parts, places, strict=True):
+            lengths[place] = offsets[rows + 1] - offsets[rows]
+        kind = parts[0][0][0].dtype
+        if self.packed:
+            ends = np.cumsum(lengths)
+            starts, values = ends - lengths, np.empty(int(ends[-1]), kind)
+        else:
+            longest = int(lengths.max(initial=0))
+            starts, values = np.arange(size) * longest, np.full(size * longest, self.padding, kind)
+        for ((numbers, offsets), rows), place in zip(parts, places, strict=True):
+            values[_ranges(starts[place], lengths[place])] = numbers[_ranges(offsets[rows], lengths[place])]
+        if self.packed:
+            bounds = np.concatenate([starts, ends[-1:]])
+            return {self.name: torch.from_numpy(values), f"{self.name}_offsets": torch.from_numpy(bounds)}
+        padded = torch.from_numpy(values.reshape(size, -1) if values.size else values.reshape(size, 0))
+        return {self.name: padded, f"{self.name}_lengths": torch.from_numpy(lengths)}
+
+
+class Passed:
+    """Strings and bytes, as lists; or, of images, what they are decoded to."""
+
+    def __init__(self, name: str, image: bool) -> None:
+        self.name = name
+        self.image = image
+
+    def load(self, table: Any, where: str) -> Any:
+        """Return the column."""
+        import pyarrow as pa
+
+        column = table.column(self.name).combine_chunks()
+        if self.image and pa.types.is_struct(column.type):  # Hugging Face's images: {bytes, path}
+            column = column.field("bytes")
+        return column
+
+    def gather(self, parts: list[tuple[Any, Any]], places: Any) -> dict[str, Any]:
+        """Return a list; of images of one size, a tensor: batch x channels x height x width, uint8."""
+        values: list[Any] = [None] * sum(len(rows) for _, rows in parts)
+        for (column, rows), place in zip(parts, places, strict=True):
+            for number, value in zip(place.tolist(), column.take(rows).to_pylist(), strict=True):
+                values[number] = value
+        return {self.name: decode(values, self.name) if self.image else values}
+
+
+def _rows(parts: list[tuple[Any, Any]], places: Any) -> torch.Tensor:
+    first = parts[0][0]
+    values = np.empty((sum(len(rows) for _, rows in parts), *first.shape[1:]), first.dtype)
+    for (block, rows), place in zip(parts, places, strict=True):
+        values[place] = block[rows]
+    return torch.from_numpy(values)
+
+
+def _ranges(starts: Any, lengths: Any) -> Any:
+    """Return the numbers from each start on, as many as its length, one behind the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def _numbers(column: Any, name: str, where: str) -> Any:
+    import pyarrow as pa
+
+    kind = column.type
+    if not pa.types.is_floating(kind):  # a missing float is NaN
+        _no_nulls(column, name, where)
+    if pa.types.is_temporal(kind):
+        column = column.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
+    array = column.to_numpy() if isinstance(column, pa.ChunkedArray) else column.to_numpy(zero_copy_only=False)
+    return array if array.flags.writeable else array.view()
+
+
+def _no_nulls(column: Any, name: str, where: str) -> None:
+    if column.null_count:
+        raise HastenError(
+            f"column {name!r} has {column.null_count} nulls in {where}, and a tensor has no place for them",
+            f'leave such rows out by filters=pyarrow.dataset.field("{name}").is_valid(), or fill them in the file',
+        )
+
+
+def parts_of(
+    schema: Any, names: list[str], images: set[str], stack: dict[str, list[str]], ragged: str, padding: float
+) -> list[Any]:
+    """Return how each column becomes part of a batch.
+
+    Raises:
+        HastenError: A column's type has no place in a batch, or stacked columns differ in type.
+    """
+    import pyarrow as pa
+
+    is_a = pa.types
+    parts: list[Any] = []
+    taken = {name for group in stack.values() for name in group}
+    for title, group in stack.items():
+        kinds = sorted({str(schema.field(name).type) for name in group})
+        if len(kinds) > 1 or not _is_number(schema.field(group[0]).type):
+            raise HastenError(f"stack={{{title!r}: ...}} takes columns of one type of number, not {', '.join(kinds)}")
+        parts.append(Scalars(group, title))
+    scalars: dict[str, list[str]] = {}
+    for name in names:
+        kind = schema.field(name).type
+        if name in images:
+            if not (is_a.is_binary(kind) or is_a.is_large_binary(kind) or is_a.is_struct(kind)):
+                raise HastenError(f"column {name!r} is {kind}: images are columns of bytes, or of {{bytes, path}}")
+            parts.append(Passed(name, image=True))
+        elif name in taken:
+            continue
+        elif _is_number(kind) or is_a.is_temporal(kind):
+            scalars.setdefault(str(kind), []).append(name)
+        elif is_a.is_fixed_size_list(kind) and _is_number(kind.value_type):
+            parts.append(Fixed(name, kind.list_size))
+        elif (is_a.is_list(kind) or is_a.is_large_list(kind)) and _is_number(kind.value_type):
+            parts.append(Ragged(name, ragged == "packed", padding))
+        elif is_a.is_string(kind) or is_a.is_large_string(kind) or is_a.is_binary(kind) or is_a.is_large_binary(kind):
+            parts.append(Passed(name, image=False))
+        else:
+            raise HastenError(
+                f"column {name!r} is {kind}, of which no tensor can be made",
+                "name the columns you need by columns=[...]; columns of images by images=[...]",
+            )
+    return [*parts, *(Scalars(group, None) for group in scalars.values())]
+
+
+def _is_number(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
