@@ -102,20 +102,20 @@ class Passed:
         self.image = image
 
     def load(self, table: Any, where: str) -> Any:
-        """Return the column."""
+        """Return the values, as a list: to take a few from each row group is then no call of pyarrow's."""
         import pyarrow as pa
 
         column = table.column(self.name).combine_chunks()
         if self.image and pa.types.is_struct(column.type):  # Hugging Face's images: {bytes, path}
             column = column.field("bytes")
-        return column
+        return column.to_pylist()
 
     def gather(self, parts: list[tuple[Any, Any]], places: Any) -> dict[str, Any]:
         """Return a list; of images of one size, a tensor: batch x channels x height x width, uint8."""
         values: list[Any] = [None] * sum(len(rows) for _, rows in parts)
         for (column, rows), place in zip(parts, places, strict=True):
-            for number, value in zip(place.tolist(), column.take(rows).to_pylist(), strict=True):
-                values[number] = value
+            for number, row in zip(place.tolist(), rows.tolist(), strict=True):
+                values[number] = column[row]
         return {self.name: decode(values, self.name) if self.image else values}
 
 

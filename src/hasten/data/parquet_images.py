@@ -31,12 +31,15 @@ def decode(values: list[Any], name: str) -> Any:
     Raises:
         ImageError: One is no image, is damaged, or has more pixels than Pillow's limit.
     """
+    from PIL import Image
+
+    fast, limit = _simplejpeg(), Image.MAX_IMAGE_PIXELS
     images = []
     for number, value in enumerate(values):
         try:
             if value is None:
                 raise ValueError("it is null")
-            images.append(_pixels(value))
+            images.append(_pixels(value, fast, limit))
         except Exception as error:
             raise ImageError(f"no image in column {name!r}: {type(error).__name__}: {error}", number) from error
     if len({image.shape for image in images}) > 1:
@@ -44,16 +47,20 @@ def decode(values: list[Any], name: str) -> Any:
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
 
 
-def _pixels(value: bytes) -> Any:
-    """Return height x width x 3."""
+def _pixels(value: bytes, fast: Any, limit: int | None) -> Any:
+    """Return height x width x 3.
+
+    Args:
+        value: Bytes of the file.
+        fast: The module simplejpeg, if it is there.
+        limit: Pixels up to which it may decode.
+    """
     from PIL import Image
 
-    fast = _simplejpeg()
     if fast is not None and value.startswith(_JPEG):
         try:
             height, width, space, _ = fast.decode_jpeg_header(value, strict=True)
             plain = space in ("YCbCr", "Gray")  # CMYK is Pillow's, with its inversion by Adobe's marker
-            limit = Image.MAX_IMAGE_PIXELS
             # fastdct and fastupsample are quicker by nothing and change pixels.
             if plain and (limit is None or height * width <= limit):
                 return fast.decode_jpeg(value, colorspace="RGB", fastdct=False, fastupsample=False, strict=True)
