@@ -65,10 +65,7 @@ class AttentionByHand(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Attention made of softmax and products where torch's own is faster for the shape, as tried on the spot.
-
-        This technique does not cure it: the script's code must change.
-        """
+        """Attention made of softmax and products where torch's own is faster for the shape, as tried on the spot."""
         tried = evidence.measured_for(cls.name)
         if not tried:
             return None

@@ -91,8 +91,6 @@ class WorkersRecreated(Rule):
                 HowKnown.MEASURED if loader.start_method == "fork" else HowKnown.ESTIMATED,
                 place=loader.where,
                 details=(f"measured over {start.passes} passes after the first",),
-                technique="loader_workers",
-                setting=f"{{num_workers = {loader.num_workers}, persistent_workers = true}}",
                 sources=cls.sources,
             )
             if finding is not None:
