@@ -75,9 +75,21 @@ class Rule:
 
     @classmethod
     def findings(cls, evidence: Evidence) -> list[Finding]:
-        """Return what `run` finds, as a list."""
+        """Return what `run` finds, as a list; nothing where the run had the cure installed.
+
+        Evidence tells what the script asks for: with a plan that has `set_to_none`, the script's own
+        `zero_grad(set_to_none=False)` is still seen.
+        """
+        if cls.is_cured(evidence):
+            return []
         found = cls.run(evidence)
         return [found] if isinstance(found, Finding) else list(found or ())
+
+    @classmethod
+    def is_cured(cls, evidence: Evidence) -> bool:
+        """Whether the cure acted in this run, by a plan, and left nothing alone."""
+        did = evidence.installed.get(cls.cure.name, "") if cls.cure is not None else ""
+        return bool(did) and "left alone" not in did
 
     @classmethod
     def seen_in(cls) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def gather(session: Session, recorder: Recorder, built: dict[str, Any]) -> Evide
         ended=session.ended or ("failed" if session.error else "finished"),
         ended_at=recorder.now() - recorder.origin,
         error=session.error,
-        installed={} if config.doctor is not None else run.installed(),
+        installed={} if config.doctor is not None and config.doctor.tries else run.installed(),
         peak_memory_bytes=_peak_memory(),
         peak_gpu_bytes=_peak_gpu_memory(),
         origin=recorder.origin,
