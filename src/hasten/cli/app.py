@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 import hasten
+from hasten.cli import batch as batch_room
 from hasten.cli import bench_loader as bench_loader_room
 from hasten.cli import check as check_room
 from hasten.cli import compare as compare_room
@@ -30,6 +31,7 @@ app.command("doctor", cls=DoctorCommand)(doctor_room.doctor)
 app.command("tune", cls=ScriptCommand)(tune_room.tune)
 app.command("run", cls=ScriptCommand)(run_room.run)
 app.command("check", cls=ScriptCommand)(check_room.check)
+app.command("batch", cls=ScriptCommand)(batch_room.batch)
 app.command("compare")(compare_room.compare)
 app.command("watch")(watch_room.watch)
 app.command("findings")(findings_room.findings)

@@ -1,0 +1,240 @@
+"""One attempt: the unchanged training with one batch size for some steps, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from hasten.batch.inside import VARIABLE
+from hasten.child import Child
+from hasten.errors import HastenError
+from hasten.evidence import Evidence, Phase, read_evidence
+from hasten.taps.config import DoctorOptions, RunConfig, TrialOptions, environment
+from hasten.tuner.trial import last_lines
+
+_POLL = 0.02  # seconds between two looks at a process's memory
+# Blocks above 1 MiB go back to the kernel at once. glibc keeps freed ones below 32 MiB by default, where they lie in
+# pieces: examples/tabular_mlp.py at batch 13312 takes 1243 MB, at 16384 (whose blocks are above that) 606 MB.
+_LEAN = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+_OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "annot allocate memory", "can't allocate memory")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What one batch size came to.
+
+    Attributes:
+        size: Samples in a batch.
+        outcome: "ok", "out of memory", "timeout" or "failed".
+        peak: Greatest memory while it trained, in bytes: of its processes, or reserved on the GPU.
+        before: Greatest memory before the training began; 0 on a GPU.
+        seconds: Median of a step.
+        reason: Why it failed, in one line.
+        split: Bytes of parameters, gradients and optimizer state.
+        optimizers: Their classes.
+        evidence: What the run left.
+        device: "cpu" or "cuda".
+        device_bytes: Memory of the GPU; 0 on a CPU.
+    """
+
+    size: int
+    outcome: str
+    peak: int = 0
+    before: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    split: dict[str, int] = field(default_factory=dict)
+    optimizers: tuple[str, ...] = ()
+    evidence: Evidence | None = None
+    device: str = "cpu"
+    device_bytes: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Samples a second."""
+        return self.size / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Attempts:
+    """Makes attempts of one training.
+
+    Args:
+        arguments: The process's arguments.
+        command: The training's own command line, for the record.
+        scratch: Folder for what the script writes.
+        limit: Bytes of memory that the training may have, on the device that it trains on.
+        on_gpu: Whether it trains on a GPU, or may: then the limit is not one for the host's memory.
+        timeout: Seconds after which an attempt is ended.
+        argument: The script's own argument for the batch size; "": its loaders are built with another one.
+    """
+
+    arguments: Sequence[str]
+    command: tuple[str, ...]
+    scratch: Path
+    limit: int
+    timeout: float = 120.0
+    argument: str = ""
+    on_gpu: bool = False
+    done: list[Attempt] = field(default_factory=list)
+
+    def run(self, size: int = 0, former: int = 0, lean: bool = False) -> Attempt:
+        """Train some steps, with validation between, twice.
+
+        Args:
+            size: Samples in a batch; 0: as the script has it.
+            former: The script's own batch size.
+            lean: Have the C library give freed memory back at once: the peak is then what the training needs, a line
+                in the batch size. It takes longer, so the attempt is not kept among those `done`.
+        """
+        folder = self.scratch / f"b{len(self.done)}{'lean' * lean}"
+        folder.mkdir()
+        result = folder / "memory.json"
+        trial = TrialOptions(
+            str(folder), batches=12, steps=24, seconds=self.timeout / 3, pass_seconds=self.timeout / 12
+        )
+        inside = ("hasten.batch.inside",)
+        doctor = DoctorOptions(steps=0, seconds=0.0, listener=os.getpid(), sample=False, observers=inside)
+        config = RunConfig({}, str(folder / "evidence.json"), self.command, trial, quiet=True, doctor=doctor)
+        asked = {"size": 0 if self.argument else size, "former": former, "result": str(result)}
+        env = environment(
+            config, {**os.environ, "PYTHONHASHSEED": "0", VARIABLE: json.dumps(asked)} | (_LEAN if lean else {})
+        )
+        arguments = with_argument(self.arguments, self.argument, size) if self.argument and size else self.arguments
+        with (folder / "log").open("wb") as log:
+            try:
+                child = Child(arguments, env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            except OSError as error:
+                raise HastenError(f"cannot start {arguments[0]}: {error}") from None
+            guard = _Guard(child.pid, free_bytes() if self.on_gpu else self.limit)
+            try:
+                code = child.wait(self.timeout)
+            finally:
+                child.end()
+                peak, workers = guard.stop()
+        attempt = _judged(size, code, guard.over, peak, workers, folder)
+        if not lean:
+            self.done.append(attempt)
+        shutil.rmtree(folder, ignore_errors=True)
+        return attempt
+
+
+def with_argument(arguments: Sequence[str], name: str, size: int) -> list[str]:
+    """Return a command line whose argument has another value; it is added where it is missing."""
+    changed = list(arguments)
+    for place, word in enumerate(changed):
+        if word == name and place + 1 < len(changed):
+            changed[place + 1] = str(size)
+            return changed
+        if word.startswith(f"{name}="):
+            changed[place] = f"{name}={size}"
+            return changed
+    return [*changed, name, str(size)]
+
+
+def value_of(arguments: Sequence[str], name: str) -> int:
+    """Return the value of an argument in a command line; 0 where it is not there."""
+    for place, word in enumerate(arguments):
+        value = arguments[place + 1] if word == name and place + 1 < len(arguments) else ""
+        value = word.partition("=")[2] if word.startswith(f"{name}=") else value
+        if value.isdecimal():
+            return int(value)
+    return 0
+
+
+def _judged(size: int, code: int | None, over: bool, peak: int, workers: int, folder: Path) -> Attempt:
+    path, result = folder / "evidence.json", folder / "memory.json"
+    evidence = read_evidence(path) if path.is_file() else None
+    said = last_lines(folder / "log")
+    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+    error = (evidence.error if evidence else "") or last
+    if over:
+        return Attempt(size, "out of memory", peak, reason="ended at the limit")
+    if code == -9 or any(word in error for word in _OUT_OF_MEMORY):
+        return Attempt(size, "out of memory", peak, reason=error or "killed by the kernel")
+    if code is None:
+        return Attempt(size, "timeout", peak, reason="it took too long")
+    if code and not (evidence and evidence.ended == "complete"):
+        return Attempt(size, "failed", peak, reason=error or f"exit code {code}")
+    if evidence is None or not evidence.step_start or not result.is_file():
+        return Attempt(size, "failed", peak, reason="no training step was seen")
+    figures = json.loads(result.read_text())
+    # The figure from inside is exact; loaders' workers are seen from outside only.
+    inside, on_gpu = figures["peak"], figures["device"] == "cuda"
+    return Attempt(
+        size,
+        "ok",
+        inside if on_gpu else inside + workers,
+        figures["before"],
+        _step_seconds(evidence),
+        split={name: figures[name] for name in ("parameters", "gradients", "optimizer")},
+        optimizers=tuple(figures["optimizers"]),
+        evidence=evidence,
+        device=figures["device"],
+        device_bytes=figures["device_bytes"],
+    )
+
+
+def _step_seconds(evidence: Evidence) -> float:
+    """Return the median length of a steady step, without validation and checkpoints."""
+    steps = [evidence.step_phases[place] for place in evidence.steady()]
+    return statistics.median(sum(step) - step[Phase.VALIDATION] - step[Phase.CHECKPOINT] for step in steps)
+
+
+class _Guard:
+    """Watches a process tree's memory from outside, and ends it above the limit as the kernel would."""
+
+    def __init__(self, pid: int, limit: int) -> None:
+        self._peak = self._workers = 0
+        self.over = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(pid, limit), daemon=True)
+        self._thread.start()
+
+    def _watch(self, pid: int, limit: int) -> None:
+        while not self._stopped.wait(_POLL):
+            try:
+                root = psutil.Process(pid)
+                workers = root.children(recursive=True)
+                of_workers = 0
+                for worker in workers:  # what is theirs alone: a fork shares its parent's pages until it writes
+                    of_workers += worker.memory_full_info().uss
+                total = root.memory_info().rss + of_workers
+            except psutil.Error:
+                continue
+            self._peak, self._workers = max(self._peak, total), max(self._workers, of_workers)
+            if total > limit:
+                self.over = True
+                for one in [*workers, root]:
+                    try:
+                        one.kill()
+                    except psutil.Error:
+                        continue
+
+    def stop(self) -> tuple[int, int]:
+        """End the watch; return the peak of all processes, and of those that this one started, in bytes."""
+        self._stopped.set()
+        self._thread.join()
+        return self._peak, self._workers
+
+
+def free_bytes() -> int:
+    """Return the memory that a training may have on this machine: nine tenths of what is free, or of its cgroup."""
+    free = psutil.virtual_memory().available
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdecimal():
+            free = min(free, int(text))
+    return int(0.9 * free)

@@ -1,0 +1,156 @@
+"""In a trial's process: the training's loaders with another batch size, and what memory that took."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "HASTEN_BATCH"
+_LOOKED_AT = 64  # samples, spread over the dataset, that say whether samples differ in size
+_SCANNED = 2000  # samples among which the longest are looked for
+
+
+def install(session: Any) -> None:
+    """Set the batch size and listen to memory; called by the session of a trial."""
+    import torch
+
+    asked = json.loads(os.environ[VARIABLE])
+    if asked["size"]:
+        _tap_loaders(asked["former"], asked["size"])
+    watch = _Memory(session, Path(asked["result"]))
+    session.observers.append(watch)
+    handle: list[Any] = []
+
+    def first_forward(*_: Any) -> None:
+        handle.pop().remove()
+        watch.training_begins()
+
+    handle.append(torch.nn.modules.module.register_module_forward_pre_hook(first_forward))
+
+
+class _Memory:
+    """The peak of a training's memory, apart from what the script needed before it."""
+
+    def __init__(self, session: Any, result: Path) -> None:
+        self._session, self._result = session, result
+        self._before = 0
+
+    def training_begins(self) -> None:
+        """Count the peak from here; a script that makes its data may have needed more before."""
+        self._before = peak_bytes()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:  # a kernel without it: then the peak is that of the whole process
+            self._before = 0
+
+    def facts(self) -> dict[str, Any]:
+        """Write the figures beside the evidence, of which they are no part."""
+        import torch
+
+        gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        modules = [module for watch in self._session.run.models.values() if (module := watch.module()) is not None]
+        parameters = {id(one): one for module in modules for one in module.parameters()}
+        optimizers = [one for held, _ in self._session.optimizers.values() if (one := held()) is not None]
+        state = [part for one in optimizers for values in one.state.values() for part in values.values()]
+        figures = {
+            "device": "cuda" if gpu else "cpu",
+            "device_bytes": torch.cuda.get_device_properties().total_memory if gpu else 0,
+            "peak": torch.cuda.max_memory_reserved() if gpu else peak_bytes(),
+            "before": 0 if gpu else self._before,
+            "parameters": sum(map(_bytes, parameters.values())),
+            "gradients": sum(_bytes(one) for one in parameters.values() if one.requires_grad),
+            "optimizer": sum(_bytes(part) for part in state if isinstance(part, torch.Tensor)),
+            "optimizers": [type(one).__name__ for one in optimizers],
+        }
+        self._result.write_text(json.dumps(figures))
+        return {}
+
+
+def peak_bytes() -> int:
+    """Return the greatest resident memory of this process so far, or since it was reset."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _tap_loaders(former: int, size: int) -> None:
+    """Build each loader that has the training's batch size with another one: a script has one number for all."""
+    from torch.utils.data import DataLoader
+
+    build = DataLoader.__init__
+    signature = inspect.signature(build)
+
+    @functools.wraps(build)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        options = {name: value for name, value in bound.arguments.items() if name != "self"}
+        if options.get("batch_size") != former or options.get("batch_sampler") is not None:
+            build(self, *args, **kwargs)
+            return
+        build(self, **{**options, "batch_size": size})
+        longest = _longest(self.dataset, size)
+        if longest and type(self.batch_sampler).__name__ == "BatchSampler":
+            self.__dict__["batch_sampler"] = _LongestFirst(self.batch_sampler, longest)
+
+    DataLoader.__init__ = __init__  # type: ignore[method-assign]
+
+
+def _longest(dataset: Any, size: int) -> list[int]:
+    """Return the indices of the longest samples, a batch of them; [] where all are of one size, or nobody knows.
+
+    Sentences that are padded to the longest of their batch: the batch that needs most memory may come once an epoch.
+    """
+    try:
+        count = len(dataset)
+        looked = {_length(dataset[place]) for place in _spread(count, _LOOKED_AT)}
+        if len(looked) <= 1:
+            return []
+        by_length = sorted(_spread(count, _SCANNED), key=lambda place: _length(dataset[place]), reverse=True)
+    except Exception:  # an iterable dataset, or samples that cannot be asked for by number: nothing is known
+        return []
+    return (by_length * (size // len(by_length) + 1))[:size]
+
+
+def _spread(count: int, most: int) -> list[int]:
+    return list(range(0, count, max(1, count // most)))
+
+
+def _length(sample: Any) -> int:
+    """How large a sample is: the numbers in its tensors and arrays, the length of its texts and lists."""
+    if hasattr(sample, "numel"):
+        return int(sample.numel())
+    if hasattr(sample, "size") and isinstance(sample.size, int):
+        return int(sample.size)
+    if isinstance(sample, dict):
+        return sum(map(_length, sample.values()))
+    if isinstance(sample, tuple | list):
+        return sum(map(_length, sample))
+    return len(sample) if isinstance(sample, str | bytes) else 1
+
+
+class _LongestFirst:
+    """A batch sampler that gives the longest samples first."""
+
+    def __init__(self, sampler: Any, longest: list[int]) -> None:
+        self._sampler, self._longest = sampler, longest
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield self._longest
+        yield from self._sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)

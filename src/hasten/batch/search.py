@@ -1,0 +1,182 @@
+"""Which batch sizes fit a limit of memory: a line through attempts, and an attempt at what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hasten.batch.attempt import Attempt, Attempts
+from hasten.errors import HastenError
+
+_STEP = 4  # one attempt's size to the next
+_MOST = 6  # attempts before the one that verifies
+_GREW = 0.25  # of the fixed part: from here on a line through two attempts is known well enough
+_SPARE = 0.05  # of the limit stays free: so far off may a prediction be
+_SATURATED = 0.95  # of the best rate
+
+
+@dataclass(frozen=True)
+class Line:
+    """Memory that a training needs by batch size: `fixed + per_sample * size`, in bytes.
+
+    What the C library keeps of freed memory comes on top, and is no line: see `Attempts.run`.
+    """
+
+    fixed: float
+    per_sample: float
+
+    def peak(self, size: int) -> float:
+        """Return the predicted peak in bytes."""
+        return self.fixed + self.per_sample * size
+
+    def largest(self, limit: float) -> int:
+        """Return the largest size whose predicted peak is within a limit; 0: not even one sample."""
+        if self.peak(1) > limit:
+            return 0
+        return int((limit - self.fixed) / self.per_sample) if self.per_sample > 0 else 1 << 40
+
+
+def line_through(attempts: list[Attempt]) -> Line:
+    """Return the line through the two largest sizes that ran, whose growth is least hidden by the fixed part."""
+    ran = sorted((one for one in attempts if one.outcome == "ok"), key=lambda one: one.size)
+    small, large = ran[-2], ran[-1]
+    slope = max(0.0, (large.peak - small.peak) / (large.size - small.size))
+    return Line(large.peak - slope * large.size, slope)
+
+
+@dataclass
+class Found:
+    """What a search came to.
+
+    Attributes:
+        own: The script's own batch size.
+        limit: Bytes of memory that a training may have.
+        samples: In the training loader's dataset; 0 where nobody knows.
+        line: What memory the training needs, with freed memory given back at once.
+        largest: The largest size that ran within the limit with room to spare.
+        verified: The attempt at it.
+        bound: What bounds it: "memory", "samples" or "time".
+        saturated: The smallest size that comes within 5 % of the best rate.
+    """
+
+    own: int
+    limit: int
+    samples: int
+    line: Line
+    largest: int
+    verified: Attempt
+    bound: str
+    saturated: int
+    attempts: list[Attempt] = field(default_factory=list)
+
+
+def search(attempts: Attempts, argument_value: int, say: Callable[[str], None]) -> Found:
+    """Try larger and larger batches, predict the largest that fits, and verify it by an attempt.
+
+    Raises:
+        HastenError: The script cannot be asked, or does not fit with its own batch size.
+    """
+    say("trying the script's own batch size")
+    first = attempts.run()
+    _check_first(first, attempts)
+    attempts.on_gpu = first.device == "cuda"
+    if attempts.on_gpu:
+        attempts.limit = min(attempts.limit, first.device_bytes)
+    own, samples = _own_size(first, argument_value)
+    first = attempts.done[0] = Attempt(**{**vars(first), "size": own})
+    tried, most = [first], samples or 1 << 40
+    size = own
+    while len(tried) < _MOST and size < most:
+        size = min(size * _STEP, most)
+        if len(tried) > 1 and line_through(tried).peak(size) > attempts.limit * (1 - _SPARE):
+            break
+        attempt = _run(attempts, size, own, say)
+        if attempt.outcome != "ok":
+            break
+        tried.append(attempt)
+        grew = tried[-1].peak - tried[0].peak > _GREW * tried[0].peak
+        if grew and attempt.rate < tried[-2].rate / _SATURATED:
+            break  # larger ones are no faster, and the line is known
+    if len(tried) < 2:
+        tried = _closer(attempts, first, tried, say)
+    say(f"asking what batches {tried[0].size} and {tried[-1].size} need with memory given back at once")
+    needed = [attempts.run(one.size, own, lean=True) for one in (tried[0], tried[-1])]
+    line = line_through(needed if all(one.outcome == "ok" for one in needed) else tried)
+    largest, bound = _largest(line, attempts.limit, most)
+    verified, bound = _verified(attempts, tried, largest, own, bound, say)
+    ran = [one for one in attempts.done if one.outcome == "ok"]
+    best = max(one.rate for one in ran)
+    saturated = min(one.size for one in ran if one.rate >= _SATURATED * best)
+    return Found(own, attempts.limit, samples, line, verified.size, verified, bound, saturated, attempts.done)
+
+
+def _run(attempts: Attempts, size: int, own: int, say: Callable[[str], None]) -> Attempt:
+    attempt = attempts.run(size, own)
+    said = f"{attempt.peak / 1e9:.2f} GB, {attempt.rate:,.0f} samples/s" if attempt.outcome == "ok" else attempt.outcome
+    say(f"batch {size}: {said}")
+    return attempt
+
+
+def _closer(attempts: Attempts, first: Attempt, tried: list[Attempt], say: Callable[[str], None]) -> list[Attempt]:
+    """Where four times as many did not fit: twice as many, or half."""
+    for size in (2 * first.size, first.size // 2):
+        if size >= 1 and (attempt := _run(attempts, size, first.size, say)).outcome == "ok":
+            return sorted([*tried, attempt], key=lambda one: one.size)
+    raise HastenError(
+        f"only batch {first.size} ran: nothing can be said of other sizes",
+        "the script may depend on its batch size (`view(batch_size, ...)`, a state of that size)",
+    )
+
+
+def _largest(line: Line, limit: int, most: int) -> tuple[int, str]:
+    largest = line.largest(limit * (1 - _SPARE))
+    return (most, "samples") if largest >= most else (largest, "memory")
+
+
+def _verified(
+    attempts: Attempts, tried: list[Attempt], largest: int, own: int, bound: str, say: Callable[[str], None]
+) -> tuple[Attempt, str]:
+    """Return an attempt that ran with room to spare, at the largest size or below; else the script's own."""
+    room = attempts.limit * (1 - _SPARE)
+    safe = [one for one in tried if one.peak <= room] or tried[:1]
+    for share in (1.0, 0.85, 0.7):
+        size = int(share * largest)
+        if size <= safe[-1].size:
+            break
+        say(f"verifying batch {size}")
+        attempt = _run(attempts, size, own, say)
+        # The prediction may be off by a little less than what was to stay free.
+        if attempt.outcome == "ok" and attempt.peak <= room + (attempts.limit - room) / 2:
+            return attempt, bound if share == 1.0 else "memory"
+        if attempt.outcome in ("timeout", "failed"):
+            return safe[-1], "time" if attempt.outcome == "timeout" else "the script"
+    return safe[-1], bound
+
+
+def _check_first(first: Attempt, attempts: Attempts) -> None:
+    if first.outcome == "out of memory":
+        raise HastenError(
+            f"the training does not fit into {attempts.limit / 1e9:.2f} GB with its own batch size ({first.reason})",
+            "allow more with --memory, or make the model or the script's batch size smaller",
+        )
+    if first.outcome != "ok":
+        raise HastenError(f"the script did not train in a trial: {first.reason}", "hasten doctor shows why")
+
+
+def _own_size(first: Attempt, argument_value: int) -> tuple[int, int]:
+    """Return the script's own batch size, and the samples of its training loader."""
+    loader = first.evidence.train_loader if first.evidence is not None else None
+    samples = loader.samples if loader is not None and loader.samples else 0
+    if argument_value:
+        return argument_value, samples
+    if loader is None:
+        raise HastenError(
+            "the script trains without a DataLoader, so its batch size is not seen",
+            "name its own argument, with the value: hasten batch --argument --batch-size train.py --batch-size 16",
+        )
+    if not loader.batch_size:
+        raise HastenError(
+            f"the training loader ({loader.where}) has a batch sampler of its own, or no batch size",
+            "name the script's own argument: hasten batch --argument --batch-size train.py --batch-size 16",
+        )
+    return loader.batch_size, samples

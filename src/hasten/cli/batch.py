@@ -1,0 +1,86 @@
+"""`hasten batch`: the largest batch of an unchanged training that fits, and where throughput saturates."""
+
+from __future__ import annotations
+
+import json as json_format
+import re
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from hasten import files, messages
+from hasten.cli.command import process_arguments
+from hasten.cli.script import training
+from hasten.errors import HastenError
+
+_ALL = 1 << 50  # bytes: more than any GPU has, whose own size bounds it then
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def batch(
+    ctx: typer.Context,
+    memory: str = typer.Option("", help="Memory that the training may have: 8GiB, 500MB (default: what is free)."),
+    argument: str = typer.Option("", help="The script's own argument for the batch size, such as --batch-size."),
+    timeout: float = typer.Option(120.0, help="Seconds after which one attempt is ended."),
+    json: Path | None = typer.Option(None, "--json", help="Write the figures there."),
+) -> None:
+    """Find the largest batch that is safe, where throughput saturates, and what memory goes to; changes nothing.
+
+    Each batch size is tried in a process of its own for some steps and validations; what the script writes meanwhile is
+    kept apart and removed. Ctrl-C ends it.
+
+    Example: hasten batch --memory 8GiB train.py --epochs 90
+    """
+    from hasten.batch.attempt import Attempts, free_bytes, value_of
+    from hasten.batch.search import search
+    from hasten.batch.words import as_json, lines
+    from hasten.child import remove_when_gone
+    from hasten.evidence import this_machine
+
+    command = training(ctx)
+    arguments = process_arguments(command, "batch")
+    on_gpu = this_machine().device == "cuda"
+    limit = size_in_bytes(memory) if memory else _ALL if on_gpu else free_bytes()
+    value = value_of(arguments, argument) if argument else 0
+    if argument and not value:
+        raise HastenError(f"{argument} has no value in the training's command line", f"add it: {argument} 16")
+    if json is not None:
+        files.check_target(json, "the figures", _is_batch)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    start = time.monotonic()
+
+    def say(line: str) -> None:
+        messages.tell(f"hasten {time.monotonic() - start:5.0f}s  {line}")
+
+    with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as scratch:
+        remove_when_gone(scratch)
+        attempts = Attempts(arguments, tuple(command), Path(scratch), limit, timeout, argument, on_gpu)
+        found = search(attempts, value, say)
+    typer.echo("\n".join(lines(found)))
+    if json is not None:
+        files.write_whole(json, (json_format.dumps(as_json(found, tuple(command)), indent=1) + "\n").encode())
+
+
+def size_in_bytes(text: str) -> int:
+    """Return a size such as 8GiB in bytes.
+
+    Raises:
+        HastenError: It is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    unit = match[2] if match else ""
+    unit = {"k": "kib", "m": "mib", "g": "gib"}.get(unit, unit)
+    if match is None or unit not in _UNITS or float(match[1]) <= 0:
+        raise HastenError(f"--memory {text}: not a size", "write 8GiB, 500MB or a number of bytes")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def _is_batch(content: Any) -> bool:
+    try:
+        return str(json_format.loads(content)["schema"]).startswith("hasten-batch/")
+    except (ValueError, KeyError, TypeError):
+        return False
