@@ -75,6 +75,32 @@ class Child:
         _watcher.tell(f"-{self._mark}")
 
 
+def start_logged(
+    arguments: Sequence[str], env: Mapping[str, str], log: IO[bytes], stdin: int | None = subprocess.DEVNULL
+) -> Child:
+    """Start a child that prints to `log` and reads nothing.
+
+    Raises:
+        HastenError: It cannot be started.
+    """
+    from hasten.errors import HastenError  # not above: the watcher runs this file without hasten
+
+    try:
+        return Child(arguments, env, stdin=stdin, stdout=log, stderr=log)
+    except OSError as error:
+        raise HastenError(f"cannot start {arguments[0]}: {error.strerror or error}") from None
+
+
+def how_it_ended(code: int) -> str:
+    """Return an exit code as `Popen` gives it in words: "exit code 1", "signal SIGSEGV"."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"signal {-code}"
+
+
 def end_family(mark: str, pid: int) -> None:
     """Kill a child that has this mark, and all that it started; returns when none is left."""
     end = time.monotonic() + _UNTIL_GONE

@@ -174,15 +174,7 @@ class Position:
         if is_persistent(loader):
             loader._iterator = None  # workers of this process know nothing of the state's
         if not state["open"]:
-            self.end()
-            self._set_own(state["own"])
-            if "dataset" in state and is_stateful(dataset_of(loader)):
-                dataset_of(loader).load_state_dict(copy.deepcopy(state["dataset"]))
-            if "loader" in state and is_stateful(loader):
-                loader.load_state_dict(copy.deepcopy(state["loader"]))
-            if is_stateful(dataset_of(loader)) and is_persistent(loader) and not is_iterable(loader):
-                _warn(["what the dataset keeps in workers that stay is not saved between passes: it starts afresh"])
-            self._waiting = state if state.get("workers") and is_persistent(loader) else None
+            self._resume_between(state)
             return None
         batches, begun = state["batches"], state["begun"]
         way = self._way_now(state)
@@ -238,6 +230,19 @@ class Position:
         self._begun, self._before = {}, state["batches"]
         iterator: Iterator[Any] = iter(self.loader)
         return iterator
+
+    def _resume_between(self, state: dict[str, Any]) -> None:
+        """Go on between two passes: the next one begins as it would have."""
+        loader = self.loader
+        self.end()
+        self._set_own(state["own"])
+        if "dataset" in state and is_stateful(dataset_of(loader)):
+            dataset_of(loader).load_state_dict(copy.deepcopy(state["dataset"]))
+        if "loader" in state and is_stateful(loader):
+            loader.load_state_dict(copy.deepcopy(state["loader"]))
+        if is_stateful(dataset_of(loader)) and is_persistent(loader) and not is_iterable(loader):
+            _warn(["what the dataset keeps in workers that stay is not saved between passes: it starts afresh"])
+        self._waiting = state if state.get("workers") and is_persistent(loader) else None
 
     def _now(self) -> dict[str, Any]:
         return {"rng": rng.state(), "own": rng.states_of(rng.find(self.loader))}

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from typing import Any
 import psutil
 
 import hasten
-from hasten.child import Child
+from hasten.child import Child, how_it_ended, start_logged
 from hasten.doctor.flame import record
 from hasten.doctor.loader_bench import Consumed, LoaderBench, Rate
 from hasten.doctor.observe import BENCH
@@ -97,11 +94,7 @@ class _BenchRun:
             evidence=str(self.scratch / "evidence.json"), command=self.command, quiet=True, doctor=options
         )
         with self.log.open("wb") as log:
-            try:
-                env = environment(config, dict(os.environ))
-                child = Child(self.arguments, env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            except OSError as error:
-                raise HastenError(f"cannot start {self.arguments[0]}: {error.strerror}") from None
+            child = start_logged(self.arguments, environment(config, dict(os.environ)), log)
             self.pid = child.pid
             try:
                 self._follow(child)
@@ -204,7 +197,7 @@ class _BenchRun:
         if self.ended == "cut":
             notes.append("the bench was cut: it took three times as long as it was given")
         elif self.code and not self._of("done"):
-            notes.append(f"the script's process died meanwhile ({_how(self.code)})")
+            notes.append(f"the script's process died meanwhile ({how_it_ended(self.code)})")
         if (others := self.others.cores()) > _BUSY:
             cores = psutil.cpu_count() or 1
             notes.append(
@@ -242,7 +235,7 @@ class _BenchRun:
             return HastenError(f"the training loader could not be measured: {_at(failed)}", said)
         if self.ended == "cut":
             return HastenError(f"no training step began within {self.patience:.0f} s", "--patience gives it longer")
-        how = f" ({_how(self.code)})" if self.code else ""
+        how = f" ({how_it_ended(self.code)})" if self.code else ""
         return HastenError(f"the script ended{how} without building a DataLoader or training", said)
 
 
@@ -261,13 +254,6 @@ def _at(told: dict[str, Any]) -> str:
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _how(code: int) -> str:
-    if code < 0:
-        with suppress(ValueError):
-            return f"signal {signal.Signals(-code).name}"
-    return f"exit code {code}"
 
 
 def _consumed(evidence: Evidence | None, facts: LoaderFacts) -> Consumed | None:

@@ -63,6 +63,10 @@ def spawn(
             "Restart the notebook and let nothing touch the GPU before fit, or train from a script with "
             'strategy="ddp".',
         )
+    # Not torch.distributed.elastic's start_processes (as of torch 2.13): it sets a rank's environment after the fresh
+    # Python has imported torch, which has read OMP_NUM_THREADS by then; when this process is killed it sends its ranks
+    # SIGINT, which one that hangs in C code never acts on; and Ctrl-C reaches the ranks beside this process, whose
+    # tracebacks then hide the one that failed.
     store = serve_store(world_size)
     context = multiprocessing.get_context(method)
     children: list[_FunctionChild] = []
@@ -73,25 +77,34 @@ def spawn(
             if method == "fork":
                 env["OMP_NUM_THREADS"] = "1"
             children.append(_FunctionChild(context, rank, env, function, tuple(args), dict(kwargs or {})))
-        while running := [child for child in children if child.code() is None]:
-            wait([child.report for child in running if not child.told] + [child.process.sentinel for child in running])
-            for child in children:
-                child.listen()
-            if any(child.code() for child in children):
-                fate.settle(children)
-                for child in children:
-                    child.listen()
-                raise fate.verdict(children, world_size) or HastenError("A rank ended.", "")
-        children[0].listen()
-        if children[0].failed or not children[0].told:
-            raise fate.verdict(children, world_size) or HastenError("Rank 0 gave no result.", "")
-        result: T = children[0].result
+        result: T = _result_of(children)
         return result
     finally:  # also on Ctrl-C
         fate.end_all(children)
         for child in children:
             child.process.join(1.0)
             child.report.close()
+
+
+def _result_of(children: list[_FunctionChild]) -> Any:
+    """Wait for all ranks; return what rank 0 returned.
+
+    Raises:
+        HastenError: One ended too early.
+    """
+    while running := [child for child in children if child.code() is None]:
+        wait([child.report for child in running if not child.told] + [child.process.sentinel for child in running])
+        for child in children:
+            child.listen()
+        if any(child.code() for child in children):
+            fate.settle(children)
+            for child in children:
+                child.listen()
+            raise fate.verdict(children, len(children)) or HastenError("A rank ended.", "")
+    children[0].listen()
+    if children[0].failed or not children[0].told:
+        raise fate.verdict(children, len(children)) or HastenError("Rank 0 gave no result.", "")
+    return children[0].result
 
 
 class _FunctionChild:

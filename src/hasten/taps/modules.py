@@ -65,26 +65,27 @@ def _set_inside(inside: bool) -> bool:
     return before
 
 
-def _outermost(session: Session, plain: Any, torch: Any) -> Any:
-    """What runs in place of an outermost module's forward."""
-    run = session.run
-    watches: dict[int, ModelWatch | None] = {}  # by the module's id; None: no model
+class _Seen:
+    """The outermost modules that were called, each with what watches it.
 
-    def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return plain(module, *args, **kwargs)
+    Attributes:
+        watches: By the module's id; None: no model.
+    """
 
-    wraps = bool(run.acting("forward"))
-    forward = run.wrapped("forward", call)
-    grad_enabled = torch.is_grad_enabled
-    training_phase, validation_phase = int(Phase.FORWARD), int(Phase.VALIDATION)
-    unknown: Any = object()
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.watches: dict[int, ModelWatch | None] = {}
 
-    def first_time(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelWatch | None:
+    def first_time(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelWatch | None:
+        """Watch a module that is called for the first time, if it is a model; techniques may change it."""
+        import torch
+
+        run = self._session.run
         # Losses look like outermost modules too; what owns parameters is a model.
         watch = None
         try:
             if next(module.parameters(), None) is not None:
-                watch = ModelWatch(module, (*args, *kwargs.values()), session.trial is not None)
+                watch = ModelWatch(module, (*args, *kwargs.values()), self._session.trial is not None)
                 run.models[id(module)] = watch
                 for kind in ("cpu", "cuda"):
                     if torch.is_autocast_enabled(kind):
@@ -93,18 +94,33 @@ def _outermost(session: Session, plain: Any, torch: Any) -> Any:
         except Exception as error:  # a module like no other: it is left alone
             run.skip(f"tap {type(module).__name__}", error)
             watch = None
-        watches[id(module)] = watch
-        weakref.finalize(module, forget, id(module)).atexit = False
+        self.watches[id(module)] = watch
+        weakref.finalize(module, self._forget, id(module)).atexit = False
         return watch
 
-    def forget(key: int) -> None:
+    def _forget(self, key: int) -> None:
         """A module is gone, and its id may become another's."""
-        watches.pop(key, None)
-        run.forget(key)
+        self.watches.pop(key, None)
+        self._session.run.forget(key)
+
+
+def _outermost(session: Session, plain: Any, torch: Any) -> Any:
+    """What runs in place of an outermost module's forward."""
+    run = session.run
+
+    def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return plain(module, *args, **kwargs)
+
+    wraps = bool(run.acting("forward"))
+    forward = run.wrapped("forward", call)
+    grad_enabled = torch.is_grad_enabled
+    training_phase, validation_phase = int(Phase.FORWARD), int(Phase.VALIDATION)
+    seen = _Seen(session)
+    watches, unknown, first_time = seen.watches, object(), seen.first_time
 
     def outermost(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         global _inside
-        watch = watches.get(id(module), unknown)
+        watch: Any = watches.get(id(module), unknown)
         if watch is unknown:
             watch = first_time(module, args, kwargs)
         if watch is None:

@@ -7,8 +7,6 @@ import math
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +18,7 @@ from hasten.check.checked import Checked
 from hasten.check.options import RECORDS, WitnessOptions
 from hasten.check.run import check_plan
 from hasten.check.runs import Ended, Say
-from hasten.child import Child, remove_when_gone
+from hasten.child import Child, how_it_ended, remove_when_gone, start_logged
 from hasten.errors import HastenError
 from hasten.evidence import read_evidence, this_machine
 from hasten.plan import Setting
@@ -104,10 +102,7 @@ class Processes:
         more = self.options.resume or () if saved is not None else ()
         env = environment(config, {**os.environ, **_ONE_THREAD, "PYTHONHASHSEED": "0"})
         with (folder / "log").open("wb") as log:
-            try:
-                child = Child([*self.arguments, *more], env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            except OSError as error:
-                raise HastenError(f"cannot start {self.arguments[0]}: {error}") from None
+            child = start_logged([*self.arguments, *more], env, log)
             self._going.add(child)
             try:
                 code = child.wait(max(0.0, min(self.options.seconds, self.options.until - time.monotonic())))
@@ -160,7 +155,7 @@ def ended(folder: Path, code: int | None, plan: Mapping[str, Setting], seconds: 
     evidence = read_evidence(path) if path.is_file() else None
     if code:
         last = log.splitlines()[-1].strip() if log else ""
-        name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        name = how_it_ended(code)
         error = evidence.error if evidence is not None else ""
         return Ended(error or (f"{name}: {last}" if last else name), saved, log)
     if evidence is None:

@@ -16,7 +16,7 @@ from typing import IO
 
 import psutil
 
-from hasten.child import Child
+from hasten.child import Child, how_it_ended, start_logged
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, read_evidence
 from hasten.messages import is_terminal
@@ -112,10 +112,7 @@ class Trials:
         """Start the training's process; what it prints goes to `log`."""
         env = environment(config, {**os.environ, "PYTHONHASHSEED": "0"})
         stdin = None if is_terminal(sys.stdin) else subprocess.DEVNULL
-        try:
-            return Child(self.arguments, env, stdin=stdin, stdout=log, stderr=log)
-        except OSError as error:
-            raise HastenError(f"cannot start {self.arguments[0]}: {error}") from None
+        return start_logged(self.arguments, env, log, stdin)
 
     def _judge(self, config: RunConfig, folder: Path, code: int | None, seconds: float, peak: int, said: str) -> Trial:
         assert config.trial is not None
@@ -161,7 +158,7 @@ def _outcome(code: int | None, evidence: Evidence | None, said: str, seconds: fl
                 f"after {len(evidence.step_start)} steps the sandbox refused it a file: {evidence.error or last}",
             )
     if code:
-        name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        name = how_it_ended(code)
         return "crashed", error or (f"{name}: {last}" if last else name)
     if evidence is None or not evidence.step_start:
         return "no training", "no training step was seen"
