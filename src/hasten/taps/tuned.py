@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hasten import messages
-from hasten.evidence import Evidence, this_machine
+from hasten.evidence import Evidence
+from hasten.evidence.going_on import so_far as evidence_so_far
 from hasten.switchboard import Switchboard
 from hasten.warm.alone import ranks_differ
 from hasten.warm.auto import Around, Auto
@@ -57,19 +58,7 @@ def so_far(session: Session, built: Built) -> Evidence:
         told_without_asking(known, loader.held())
         for known, loader in zip(facts["loaders"], session.loaders, strict=True)
     )
-    return Evidence(
-        command=session.config.command,
-        machine=this_machine(),
-        **facts,
-        **recorder.kept.fields(),
-        losses=(None,) * len(recorder.kept.numbers),
-        validations=(),
-        passes=tuple(recorder.passes),
-        steps=recorder.steps,
-        step_of=recorder.step_of,
-        ended="running",
-        ended_at=recorder.now() - recorder.origin,
-    )
+    return evidence_so_far(recorder, session.config.command, facts)
 
 
 def _listen_no_more(session: Session) -> None:

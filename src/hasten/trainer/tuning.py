@@ -17,6 +17,7 @@ import torch
 
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, this_machine
+from hasten.evidence.going_on import so_far
 from hasten.evidence.recorder import Recorder
 from hasten.files import read_bytes
 from hasten.plan import Setting
@@ -176,20 +177,7 @@ class Tuning(StepClock):
         train = getattr(trainer, "train_dataloader", None)
         held = train if isinstance(train, torch.utils.data.DataLoader) else None
         built["loaders"] = tuple(told_without_asking(facts, held) for facts in built["loaders"])
-        return Evidence(
-            command=tuple(sys.argv),
-            machine=this_machine(),
-            **built,
-            **recorder.kept.fields(),
-            losses=(None,) * len(recorder.kept.numbers),
-            validations=(),
-            passes=tuple(recorder.passes),
-            steps=recorder.steps,
-            step_of=recorder.step_of,
-            ended="running",
-            ended_at=recorder.now() - recorder.origin,
-            listened="trainer",
-        )
+        return so_far(recorder, tuple(sys.argv), built, listened="trainer")
 
 
 def _nothing_against(_: Evidence) -> str:
