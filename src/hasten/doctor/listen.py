@@ -164,6 +164,8 @@ class _Listening:
 
     def _start(self, env: dict[str, str]) -> subprocess.Popen[bytes]:
         """The training, on the terminal's own input and output."""
+        # Not a `Child`, which gets a session of its own: a script that doctor listens to stays in the terminal's
+        # foreground, so that it can ask the person something (pdb, input) and Ctrl-C reaches it as without hasten.
         try:
             return subprocess.Popen(self.arguments, env=env)
         except OSError as error:

@@ -38,10 +38,10 @@ def show(proof: Proof, console: Console, plan_path: Path | None, html_path: Path
         plan_path: Where the plan was written; None where there is none.
         html_path: Where the page was written; None where there is none.
     """
-    _Page(proof, console).show(plan_path, html_path)
+    _TunePage(proof, console).show(plan_path, html_path)
 
 
-class _Page:
+class _TunePage:
     """The parts of the screen, in order."""
 
     def __init__(self, proof: Proof, console: Console) -> None:

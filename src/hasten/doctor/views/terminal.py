@@ -39,7 +39,7 @@ def show(
         html: Where the page was written; None where there is none.
         json: Where the diagnosis was written; None where it was not.
     """
-    page = _Page(diagnosis, evidence, console)
+    page = _DiagnosisPage(diagnosis, evidence, console)
     page.verdict()
     page.phases()
     page.findings(html)
@@ -47,7 +47,7 @@ def show(
     page.files(html, json)
 
 
-class _Page:
+class _DiagnosisPage:
     """The parts of the screen."""
 
     def __init__(self, diagnosis: Diagnosis, evidence: Evidence | None, console: Console) -> None:
