@@ -36,13 +36,14 @@ def compare(
     limit = _limit(fail_if_slower)
     from rich.console import Console
 
+    from hasten.doctor.reading import read
     from hasten.doctor.verdict import compare as doctor
     from hasten.doctor.verdict.diagnosis import makes_sense
     from hasten.doctor.views import comparison
 
     if json_file is not None:
         files.check_target(json_file, "the comparison", files.json_of(doctor.SCHEMA))
-    runs = doctor.read(before), doctor.read(after)
+    runs = read(before), read(after)
     with makes_sense(Path(f"{before} or {after}")):
         found = doctor.compare(*runs)
         comparison.show(found, Console())

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hasten.doctor.diagnose import diagnose
+from hasten.doctor.reading import read
 from hasten.doctor.verdict import compare as room
-from hasten.doctor.verdict.compare import Change, Comparison, interval, read
+from hasten.doctor.verdict.compare import Change, Comparison, interval
 from hasten.doctor.verdict.diagnosis import Diagnosis, read_diagnosis
 from hasten.doctor.views import comparison
 from hasten.errors import HastenError

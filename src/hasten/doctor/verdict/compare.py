@@ -11,13 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hasten import files
-from hasten.doctor.verdict.diagnosis import SCHEMA as DIAGNOSIS
-from hasten.doctor.verdict.diagnosis import Diagnosis, makes_sense, read_diagnosis
+from hasten.doctor.verdict.diagnosis import Diagnosis
 from hasten.errors import HastenError
-from hasten.evidence import PHASES, Finding, read_evidence
+from hasten.evidence import PHASES, Finding
 from hasten.evidence.plain import finite
-from hasten.evidence.schema import SCHEMA as EVIDENCE
 
 SCHEMA = "hasten-comparison/1"
 RULE = (
@@ -113,47 +110,6 @@ class Comparison:
             "limits": list(self.limits),
         }
         return {key: finite(value) for key, value in plain.items()}
-
-
-def read(path: Path) -> list[Diagnosis]:
-    """Diagnoses: of one run, from the JSON that doctor wrote or made anew from evidence; or of a folder of such files.
-
-    Raises:
-        HastenError: No such file, neither of the two, or a folder without any.
-    """
-    if not path.is_dir():
-        return [_read(path)]
-    files = sorted(path.glob("*.json"))
-    if not files:
-        raise HastenError(f"no JSON files in the folder {path}", "put diagnoses or evidence of the same training there")
-    return [_read(file) for file in files]
-
-
-def _read(path: Path) -> Diagnosis:
-    try:
-        data = files.parse_json(files.read_bytes(path))
-    except FileNotFoundError:
-        raise HastenError(f"no file {path}") from None
-    except OSError as error:
-        raise HastenError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise HastenError(
-            f"{path} is not JSON: {error}", "name what `hasten doctor --json FILE` wrote, or evidence"
-        ) from None
-    schema = data.get("schema") if isinstance(data, dict) else None
-    if schema == DIAGNOSIS:
-        return read_diagnosis(path)
-    if schema == EVIDENCE:
-        from hasten.doctor.diagnose import diagnose  # it opens the whole catalogue
-
-        evidence = read_evidence(path)
-        with makes_sense(path):
-            return diagnose(evidence)
-    what = f"of the schema {schema}" if isinstance(schema, str) else "of no schema"
-    raise HastenError(
-        f"{path} is {what}, neither a diagnosis ({DIAGNOSIS}) nor evidence ({EVIDENCE})",
-        "name what `hasten doctor --json FILE` or `hasten run --evidence FILE` wrote",
-    )
 
 
 def compare(before: Sequence[Diagnosis], after: Sequence[Diagnosis]) -> Comparison:

@@ -1,0 +1,52 @@
+"""Reads runs to be compared: what doctor wrote of them, or their evidence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hasten import files
+from hasten.doctor.diagnose import diagnose
+from hasten.doctor.verdict.diagnosis import SCHEMA as DIAGNOSIS
+from hasten.doctor.verdict.diagnosis import Diagnosis, makes_sense, read_diagnosis
+from hasten.errors import HastenError
+from hasten.evidence import read_evidence
+from hasten.evidence.schema import SCHEMA as EVIDENCE
+
+
+def read(path: Path) -> list[Diagnosis]:
+    """Return diagnoses: of one run, from the JSON that doctor wrote or made again from evidence; or of a folder of such files.
+
+    Raises:
+        HastenError: No such file, neither of the two, or a folder without any.
+    """
+    if not path.is_dir():
+        return [_read(path)]
+    files = sorted(path.glob("*.json"))
+    if not files:
+        raise HastenError(f"no JSON files in the folder {path}", "put diagnoses or evidence of the same training there")
+    return [_read(file) for file in files]
+
+
+def _read(path: Path) -> Diagnosis:
+    try:
+        data = files.parse_json(files.read_bytes(path))
+    except FileNotFoundError:
+        raise HastenError(f"no file {path}") from None
+    except OSError as error:
+        raise HastenError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise HastenError(
+            f"{path} is not JSON: {error}", "name what `hasten doctor --json FILE` wrote, or evidence"
+        ) from None
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema == DIAGNOSIS:
+        return read_diagnosis(path)
+    if schema == EVIDENCE:
+        evidence = read_evidence(path)
+        with makes_sense(path):
+            return diagnose(evidence)
+    what = f"of the schema {schema}" if isinstance(schema, str) else "of no schema"
+    raise HastenError(
+        f"{path} is {what}, neither a diagnosis ({DIAGNOSIS}) nor evidence ({EVIDENCE})",
+        "name what `hasten doctor --json FILE` or `hasten run --evidence FILE` wrote",
+    )
