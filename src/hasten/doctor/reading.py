@@ -14,7 +14,7 @@ from hasten.evidence.schema import SCHEMA as EVIDENCE
 
 
 def read(path: Path) -> list[Diagnosis]:
-    """Return diagnoses: of one run, from the JSON that doctor wrote or made again from evidence; or of a folder of such files.
+    """Return the diagnosis of a run, read from doctor's JSON or made from evidence; or those of a folder of such files.
 
     Raises:
         HastenError: No such file, neither of the two, or a folder without any.
