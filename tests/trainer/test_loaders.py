@@ -227,3 +227,45 @@ def test_the_batch_that_a_module_sees_is_the_loaders_own_on_a_cpu():
     module = Seen()
     quiet().fit(module, Same())
     assert module.batches[0] is batch
+
+
+class DrawsTwo(Regression):
+    """Steps that draw two batches each from the loader."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = {"training": [], "validation": []}
+
+    def _draw(self, stage, batches):
+        loss = 0.0
+        for _ in range(2):
+            (x, y), batch_idx, _ = next(batches)
+            self.drawn[stage].append(batch_idx)
+            loss = loss + (self.net(x) - y).pow(2).mean()
+        return loss
+
+    def training_step(self, dataloader_iter):
+        return self._draw("training", dataloader_iter)
+
+    def validation_step(self, dataloader_iter):
+        self._draw("validation", dataloader_iter)
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["with a length", "without"])
+def test_steps_that_draw_their_batches_themselves(sized):
+    def batches():
+        return loader() if sized else DataLoader(Stream(dataset()), batch_size=8)
+
+    module = DrawsTwo()
+    trainer = quiet(max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(module, batches(), batches())
+    assert module.drawn == {"training": [0, 1, 2, 3] * 2, "validation": [0, 1, 2, 3] * 2}
+    assert (trainer.global_step, trainer.current_epoch) == (4, 2)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return (self.samples[i] for i in range(len(self.samples)))

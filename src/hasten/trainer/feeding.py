@@ -158,7 +158,7 @@ class Drawn:
     """
 
     def __init__(self, fetch: Callable[[], Any], done: int = 0) -> None:
-        self._fetch, self._done = fetch, done
+        self._fetch, self.done = fetch, done
 
     def itself(self) -> Drawn:
         """Return this, in place of a batch."""
@@ -169,8 +169,8 @@ class Drawn:
 
     def __next__(self) -> tuple[Any, int, int]:
         batch = self._fetch()
-        self._done += 1
-        return batch, self._done - 1, 0
+        self.done += 1
+        return batch, self.done - 1, 0
 
 
 class DrawnInTurn:

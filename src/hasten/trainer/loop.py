@@ -107,7 +107,7 @@ class FitLoop:
         self._begin_pass(source, resumed)
         try:
             self._batches(step)
-        except StopIteration:  # of a step that draws its batches itself
+        except StopIteration:  # of a step that draws its batches itself, and more than there are
             if not steps.draws(trainer.model.training_step):
                 raise
             self.last = True
@@ -178,7 +178,8 @@ class FitLoop:
         fetch, ahead = self.fetch, self.ahead
         preparing = feeding.preparing(trainer, "train")
         if steps.draws(trainer.model.training_step):
-            fetch, preparing = feeding.Drawn(fetch, progress.batch_idx).itself, []
+            drawn = feeding.Drawn(fetch, progress.batch_idx)
+            fetch, preparing, step = drawn.itself, [], self._drawing(step, drawn)
         on_start = hooks.of_callbacks("on_train_batch_start")
         own_start = hooks.of_module("on_train_batch_start")
         now_and_then, on_end = hooks.at_batch_end()
@@ -215,14 +216,14 @@ class FitLoop:
                 if not ends:
                     output = run_step(batch, batch_idx, not batch_idx % every, last or not (batch_idx + 1) % every)
                     run_step = step
-            progress.batch_idx = batch_idx + 1
+            progress.batch_idx += 1
             progress.total_batches += 1
             if ends:
                 self.last = True
             if schedules:
                 if not self.accumulating():
                     self._update_schedulers("step", plateau=False)
-                if last or ends:
+                if self.last:
                     self._update_schedulers("epoch", plateau=False)
             if ends:
                 break
@@ -239,8 +240,20 @@ class FitLoop:
                     hook(outputs, batch, batch_idx)
                 outputs = None
             board.batch = batch = output = None
-            self._after_batch(batch_idx)
+            self._after_batch(progress.batch_idx - 1)
         trainer.model.__dict__["_current_fx_name"] = None
+
+    def _drawing(self, step: steps.Step, drawn: feeding.Drawn) -> steps.Step:
+        """Return a step that draws its batches itself: each of them counts, and the last one ends the epoch."""
+
+        def stepped(batch: Any, batch_idx: int, opens: bool, closes: bool) -> Any:
+            output = step(batch, batch_idx, opens, closes)
+            self.progress.batch_idx = drawn.done - 1  # the loop counts one more
+            over = self.ahead is not None and self.ahead.over
+            self.last = over or drawn.done >= self.feed.total
+            return output
+
+        return stepped
 
     def _after_batch(self, batch_idx: int, validates: bool = True) -> None:
         """What follows the hooks of a batch's end, and so checkpoints made there."""

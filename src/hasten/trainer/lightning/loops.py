@@ -170,6 +170,8 @@ class DataSource(Part):
 class EpochLoop(Part):
     """What is read of `trainer.fit_loop.epoch_loop`."""
 
+    restarting = False
+
     @property
     def automatic_optimization(self) -> Any:
         part = Nothing()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten.trainer import setting_up
 from hasten.trainer.lightning import tuning
 from hasten.trainer.lightning.names import packages
 from hasten.trainer.optimizing import clip
@@ -105,6 +106,9 @@ class Strategy(Part):
     @property
     def precision_plugin(self) -> Any:
         return self._trainer.precision_plugin
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        setting_up.optimizers(self._trainer)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         trainer = self._trainer
