@@ -326,7 +326,7 @@ def test_a_second_batch_drawn_by_next_of_iter_in_every_step(script: Script, kept
 
 @pytest.mark.parametrize("each", [1, 3])
 def test_an_iterator_for_every_few_batches(script: Script, each: int) -> None:
-    """`batch = next(iter(loader))` in each step, or an iterator that is made anew and takes the old one's name."""
+    """`batch = next(iter(loader))` in each step, or an iterator that is made again and takes the old one's name."""
     iterator = None
     for number in range(9):
         if number % each == 0:

@@ -196,12 +196,12 @@ def test_every_technique_says_what_it_is() -> None:
 
 def test_the_page_of_findings_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "findings.md"
-    assert page.read_text() == findings_page(), "make it anew: hasten findings --markdown > docs/findings.md"
+    assert page.read_text() == findings_page(), "it is out of date: hasten findings --markdown > docs/findings.md"
 
 
 def test_the_catalogue_page_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "catalogue.md"
-    assert page.read_text() == catalogue_page(), "make it anew: hasten techniques --markdown > docs/catalogue.md"
+    assert page.read_text() == catalogue_page(), "it is out of date: hasten techniques --markdown > docs/catalogue.md"
 
 
 def test_settings_are_shown_as_they_stand_in_a_plan() -> None:

@@ -55,7 +55,7 @@ class SamplesRecomputed(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Samples that are made anew in each epoch although they come out the same.
+        """Samples that are made again in each epoch although they come out the same.
 
         Rests on the measured wait and on a probe that asked for the same samples twice (Falcon, tip 1; Lin, tip 1).
         """
@@ -70,8 +70,8 @@ class SamplesRecomputed(Rule):
         kept = "samples" if setting == "samples" else f"what `{asked.loader_function}` gives"
         return timed(
             cls.name,
-            f"the step waits {percent(data_share(evidence))} of its time for samples that are made anew in each epoch, "
-            "although the same index gave the same sample each time it was asked",
+            f"the step waits {percent(data_share(evidence))} of its time for samples that are made again in each "
+            "epoch, although the same index gave the same sample each time it was asked",
             f"keep {kept} in memory ({size * (loader.samples or 0) / 2**20:.0f} MiB in all), or store it decoded",
             faster_loading(evidence, loader, max(0.0, seconds - FAST) / whole),
             HowKnown.ESTIMATED,

@@ -131,7 +131,7 @@ def _kept_alive(value: cst.BaseExpression) -> Change:
 
 
 def _made_in_epochs(code: Code, call: cst.Call) -> bool:
-    """Whether the loader itself is made anew in every epoch: keeping its workers would not help."""
+    """Whether the loader itself is made again in every epoch: keeping its workers would not help."""
     return bool(code.training.loops_around(call))
 
 
