@@ -143,6 +143,34 @@ def test_a_module_whose_step_calls_its_own_forward_is_compiled_once(train: Train
     assert close(plain.left["losses"], changed.left["losses"], 1e-4)
 
 
+@needs_compiler
+@pytest.mark.parametrize("asks", ["create_graph=True", "**{'create' + '_graph': True}"])
+def test_a_gradient_penalty_is_not_compiled(train: Train, asks: str) -> None:
+    script = """
+        import torch
+        from torch import nn
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer, failed = torch.optim.SGD(model.parameters(), 0.1), 0
+        for _ in range(3):
+            x = torch.randn(8, 4, requires_grad=True)
+            gradient, = torch.autograd.grad(model(x).sum(), x, ASKS)
+            optimizer.zero_grad()
+            try: ((gradient.norm(dim=1) - 1) ** 2).mean().backward()
+            except RuntimeError: failed += 1
+            else: optimizer.step()
+        torch.save({"weights": model.state_dict(), "failed": failed}, "left.pt")
+    """.replace("ASKS", asks)
+    plain, changed = train(script), train(script, compile="default")
+    assert changed.code == 0, changed.err
+    assert "gradients are differentiated again (create_graph" in changed.err
+    if asks == "create_graph=True":
+        assert "train.py:9" in changed.err
+        assert identical(plain.left, changed.left)
+    else:  # nothing in its source shows it: the first step is lost, with the reason, and the next are not compiled
+        assert changed.left["failed"] == 1
+
+
 def test_a_model_that_cannot_be_compiled_runs_as_it_is(train: Train) -> None:
     script = """
         import torch

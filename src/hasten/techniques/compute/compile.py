@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import shutil
+import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
+from hasten.errors import HastenError
 from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.replaced import Replaced
 from hasten.techniques.switches import Switches
+
+_CREATE_GRAPH = re.compile(r"\bcreate_graph\s*=\s*(?!False\b)")
 
 
 class Compile(Technique):
@@ -19,7 +28,8 @@ class Compile(Technique):
     reports it apart and weighs it against the length of the full run. A model that cannot be compiled runs on
     uncompiled under `hasten run`; in a trial it counts as a failure. Under the Trainer it compiles the modules that
     the step calls (the module itself where it says `self(x)`), not the step around them. Random numbers are those that
-    the model draws uncompiled: dropout has the same masks.
+    the model draws uncompiled: dropout has the same masks. Compiled graphs cannot be differentiated twice: where the
+    script's code says `create_graph=True`, nothing is compiled.
     """
 
     name = "compile"
@@ -33,6 +43,8 @@ class Compile(Technique):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._switches = Switches()
+        self._gone = False
+        self._gradients: list[Replaced] = []
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # to be compiled by `on`
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()
         # Compiled, and not called now. It holds its model: one that is dropped meanwhile stays.
@@ -65,17 +77,27 @@ class Compile(Technique):
 
     def process(self) -> None:
         """Under `run`, a model that cannot be compiled goes on as it is; a trial must see the failure."""
-        import os
-
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernel_cache())  # the Trainer starts no process of its own
         self._configure("suppress_errors", "HASTEN_TRIAL" not in os.environ)
+        self._look_for_create_graph()
 
     def restore(self) -> None:
-        """Leave compiling as configured to what comes later."""
+        """Leave compiling as configured, and torch's own ways to differentiate, to what comes later."""
         self._switches.put_back()
+        while self._gradients:
+            self._gradients.pop().put_back()
+
+    def _leave(self, why: str) -> None:
+        """Call models as they are from here on, and say so."""
+        if not self._gone:
+            self._gone = True
+            self.let_go(f"{why}, which compiled graphs cannot do")
+            self.off()
 
     def on(self) -> None:
         """Compile the models that are known by now; what was compiled once is called again."""
+        if self._gone:
+            raise HastenError("gradients are differentiated again (create_graph), which compiled graphs cannot do")
         super().on()
         self.process()
         if self._aside:
@@ -112,7 +134,9 @@ class Compile(Technique):
     def _compile(self, model: Any) -> None:
         import torch
 
-        if not any(True for _ in model.children()) or model._compiled_call_impl is not None:
+        if not self._gone and (place := differentiates_again(type(model).__module__)):
+            self._leave(f"gradients are differentiated again (create_graph, {place})")
+        if self._gone or not any(True for _ in model.children()) or model._compiled_call_impl is not None:
             return
         if isinstance(model, torch.jit.ScriptModule) or type(model).__name__ == "OptimizedModule":
             return
@@ -134,6 +158,23 @@ class Compile(Technique):
         self._compiled.add(model)
         self.did("model")
 
+    def _look_for_create_graph(self) -> None:
+        """Notice gradients that a library differentiates again: that step may fail, and says why; none after it."""
+        import torch
+
+        def noticing(plain: Any) -> Any:
+            def differentiate(*args: Any, **kwargs: Any) -> Any:
+                if kwargs.get("create_graph"):
+                    self._leave("gradients are differentiated again (create_graph)")
+                return plain(*args, **kwargs)
+
+            return differentiate
+
+        if not self._gradients:
+            self._gradients = [Replaced(torch.autograd, name, noticing) for name in ("grad", "backward")]
+            for function in self._gradients:
+                function.put_in_place()
+
     def _look_at_all(self) -> None:
         """Have compiled code notice what it takes for granted by default.
 
@@ -144,9 +185,31 @@ class Compile(Technique):
         self._configure("use_numpy_random_stream", True)
 
 
+def differentiates_again(home: str) -> str:
+    """Return where the script's own code, or the module of this name, asks for `create_graph`; "" if nowhere.
+
+    torch refuses the second backward of what it has compiled, when the forward is long over: so it is looked for in
+    source, before. What libraries are installed is not read.
+    """
+    import sysconfig
+
+    folders = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+    libraries = tuple(os.path.realpath(folder) + os.sep for folder in folders)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if not file.endswith(".py") or name.startswith("torch.") or name.partition(".")[0] == "hasten":
+            continue
+        if os.path.realpath(file).startswith(libraries) and name not in (home, "__main__"):
+            continue
+        with contextlib.suppress(OSError):
+            text = Path(file).read_text(encoding="utf-8", errors="replace")
+            if asks := _CREATE_GRAPH.search(text):
+                return f"{Path(file).name}:{text.count(chr(10), 0, asks.start()) + 1}"
+    return ""
+
+
 def kernel_cache() -> str:
     """The folder in which hasten keeps compiled kernels between runs."""
-    import os
     import tempfile
 
     return f"{tempfile.gettempdir()}/torchinductor_hasten_{os.getuid()}"
@@ -154,7 +217,5 @@ def kernel_cache() -> str:
 
 def compiler() -> str:
     """The C++ compiler that torch.compile would find, or ""."""
-    import os
-
     names = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
     return next((path for name in names if name and (path := shutil.which(name))), "")
