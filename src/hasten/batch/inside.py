@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hasten.taps.protocol import Session
+
 VARIABLE = "HASTEN_BATCH"
 _LOOKED_AT = 64  # samples, spread over the dataset, that say whether samples differ in size
 _SCANNED = 2000  # samples among which the longest are looked for
 
 
-def install(session: Any) -> None:
+def install(session: Session) -> None:
     """Set the batch size and listen to memory; called by the session of a trial."""
     import torch
 
@@ -36,7 +38,7 @@ def install(session: Any) -> None:
 class _Memory:
     """The peak of a training's memory, apart from what the script needed before it."""
 
-    def __init__(self, session: Any, result: Path) -> None:
+    def __init__(self, session: Session, result: Path) -> None:
         self._session, self._result = session, result
         self._before = 0
 

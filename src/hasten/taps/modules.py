@@ -65,7 +65,7 @@ def _set_inside(inside: bool) -> bool:
     return before
 
 
-class _Seen:
+class _WatchedModules:
     """The outermost modules that were called, each with what watches it.
 
     Attributes:
@@ -106,23 +106,22 @@ class _Seen:
 
 def _outermost(session: Session, plain: Any, torch: Any) -> Any:
     """What runs in place of an outermost module's forward."""
-    run = session.run
+    run, grad_enabled = session.run, torch.is_grad_enabled
 
     def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plain(module, *args, **kwargs)
 
     wraps = bool(run.acting("forward"))
     forward = run.wrapped("forward", call)
-    grad_enabled = torch.is_grad_enabled
     training_phase, validation_phase = int(Phase.FORWARD), int(Phase.VALIDATION)
-    seen = _Seen(session)
-    watches, unknown, first_time = seen.watches, object(), seen.first_time
+    modules, unknown = _WatchedModules(session), object()
+    watches = modules.watches
 
     def outermost(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         global _inside
         watch: Any = watches.get(id(module), unknown)
         if watch is unknown:
-            watch = first_time(module, args, kwargs)
+            watch = modules.first_time(module, args, kwargs)
         if watch is None:
             return plain(module, *args, **kwargs)
         recorder = run.recorder
