@@ -141,6 +141,26 @@ def test_workers_hand_over_batches_below_a_temporary_folder_with_a_long_name(che
     assert found.ok, said(found)
 
 
+def test_a_graph_that_outlives_another_optimizers_step_is_left_whole(check: Check) -> None:
+    """A GAN: the generator's graph is made before the discriminator steps, and differentiated behind it."""
+    script = """
+        import torch
+        from torch import nn
+        torch.manual_seed(0)
+        makes, judges = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 8)), nn.Linear(8, 1)
+        optimizers = [torch.optim.Adam(model.parameters()) for model in (judges, makes)]
+        for _ in range(4):
+            made = makes(torch.randn(8, 4))
+            for optimizer, loss in zip(optimizers, (lambda: judges(made.detach()), lambda: -judges(made))):
+                optimizer.zero_grad()
+                loss().mean().backward()
+                optimizer.step()
+    """
+    found = check(script, {"fused_optimizer": True})
+    assert found.ok, said(found)
+    assert found.runs[-1].level == "rounding"
+
+
 def test_a_resume_that_loses_a_state_is_found(check: Check) -> None:
     script = training(optimizer="sgd")
     forgets = script.replace("one.load_state_dict(state)", "pass")

@@ -287,7 +287,10 @@ class Witness:
         with torch.no_grad():
             for name, value in mine.items():
                 if name in theirs and value.shape == theirs[name].shape and not value.is_sparse:
-                    state.local(value).copy_(theirs[name])
+                    # What is the same is not written to: a graph may still hold it (a GAN's generator, while the
+                    # discriminator steps), and its backward refuses what was changed in place.
+                    if not torch.equal(state.local(value), theirs[name].to(value.device)):
+                        state.local(value).copy_(theirs[name])
 
     def _part(self, place: str, what: str, how: str) -> None:
         self.first = self.first or {"place": place, "what": what, "how": how}
