@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
-import re
 import shutil
 import sys
 import weakref
@@ -17,8 +17,6 @@ from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.replaced import Replaced
 from hasten.techniques.switches import Switches
-
-_CREATE_GRAPH = re.compile(r"\bcreate_graph\s*=\s*(?!False\b)")
 
 
 class Compile(Technique):
@@ -201,11 +199,20 @@ def differentiates_again(home: str) -> str:
             continue
         if os.path.realpath(file).startswith(libraries) and name not in (home, "__main__"):
             continue
-        with contextlib.suppress(OSError):
-            text = Path(file).read_text(encoding="utf-8", errors="replace")
-            if asks := _CREATE_GRAPH.search(text):
-                return f"{Path(file).name}:{text.count(chr(10), 0, asks.start()) + 1}"
+        if line := _line_of_create_graph(Path(file)):
+            return f"{Path(file).name}:{line}"
     return ""
+
+
+def _line_of_create_graph(file: Path) -> int:
+    """Return the first line of a source file that gives `create_graph` another value than False, or 0."""
+    with contextlib.suppress(OSError, SyntaxError, ValueError):  # what is no Python is not called either
+        text = file.read_text(encoding="utf-8", errors="replace")
+        for node in ast.walk(ast.parse(text)) if "create_graph" in text else ():
+            if isinstance(node, ast.keyword) and node.arg == "create_graph":
+                if not (isinstance(node.value, ast.Constant) and node.value.value is False):
+                    return node.lineno
+    return 0
 
 
 def kernel_cache() -> str:
