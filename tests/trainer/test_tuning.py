@@ -21,7 +21,7 @@ from hasten.plan import Plan
 from hasten.techniques import CATALOGUE
 from hasten.techniques.base import Choices, Effect, Liveness, Resource, Technique
 from hasten.trainer.tuning import Tuning
-from tests.taps.scripts import PYTHON, environment, execute
+from tests.taps.scripts import PYTHON, ctrl_c_works, environment, execute
 from tests.trainer.trainings import Regression, loader, quiet
 
 
@@ -212,8 +212,9 @@ def test_a_fit_that_is_ended_goes_on_from_its_last_checkpoint(tmp_path: Path, by
     (tmp_path / "train.py").write_text(KILLED)
     env = {**environment(), "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
-        [PYTHON, "train.py"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+        [PYTHON, "train.py"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=ctrl_c_works,
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         last = 0
         for line in process.stdout:

@@ -59,7 +59,7 @@ def test_the_most_important_comes_first():
         "fix: give the loader num_workers=2",
         "MEDIUM precision train.py:57 up to 12 % of the step, estimated",
         "LOW bias_before_norm layer1.0.conv1 read from code, not measured",
-        "and 2 notes: unsafe_load (train.py:12), constant_rate; see page.html",
+        "and 2 notes: constant_rate, unsafe_load (train.py:12); see page.html",
         "machine 2 cores are 52 % busy",
         "unseen The GPU: this machine has none.",
         "notes Stopped after 200 steps.",
@@ -117,7 +117,7 @@ def test_a_healthy_run_is_told_so_calmly():
 def test_notes_alone_are_no_findings():
     text = flat(screen(diagnoses.diagnosis(findings=diagnoses.FINDINGS[3:])))
     assert wording.NOTHING in text
-    assert "and 2 notes: unsafe_load (train.py:12), constant_rate" in text
+    assert "and 2 notes: constant_rate, unsafe_load (train.py:12)" in text
 
 
 def test_a_run_that_never_trained_has_a_screen_too():
