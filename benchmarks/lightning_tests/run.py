@@ -30,7 +30,7 @@ BASELINE = HERE / "baseline.json"
 HASTEN = Path(os.environ.get("HASTEN_OUTCOMES", HERE / "hasten.json"))
 """What each Trainer's tests came to: kept, and brought up to date by each run."""
 RESULTS, TABLE = HERE / "results.json", HERE / "results.md"
-"""Made anew from these two and the verdicts."""
+"""Made again from these two and the verdicts."""
 RELEASE = "360bd5b83c5020322ce7dec54f6c6179b74ea5c7"
 """Lightning's commit "Prepare release 2.6.1", from which the tests come."""
 

@@ -102,7 +102,7 @@ class Plan:
         if version != VERSION:
             raise HastenError(
                 f"{path}:{_line_of(text, 'version')}: plan of version {version!r}, this hasten reads {VERSION}",
-                "tune anew, or install the hasten that wrote it",
+                "tune again, or install the hasten that wrote it",
             )
         techniques = data.get("techniques", {})
         return cls(

@@ -176,7 +176,7 @@ def test_it_says_what_was_found_in_one_line(images: Benched) -> None:
     assert "The training took 800 samples/s with 0 workers and waited 60 % of its step for data" in said
     assert "decoding (PIL)" in said
     assert "yours" in said
-    assert "starts its workers anew" in said
+    assert "restarts its workers" in said
 
 
 def test_the_flame_graph_is_of_a_worker_and_does_nothing(images: Benched) -> None:

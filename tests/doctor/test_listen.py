@@ -40,7 +40,7 @@ def heard(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, whole: bool 
 
 
 def test_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One epoch is over when the next one would begin; the loader is built anew for each."""
+    """One epoch is over when the next one would begin; the loader is rebuilt for each."""
     seen = heard(tmp_path, TRAIN, monkeypatch, epochs=2)
     assert (seen.code, seen.cut, seen.evidence.ended) == (0, True, "complete")
     assert seen.evidence.steps == 20

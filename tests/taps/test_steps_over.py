@@ -69,6 +69,6 @@ def test_where_steps_are_counted_anew_all_are_told_again() -> None:
     steps_over.tell(listener)
     steps_over(1)
     steps_over(900)
-    steps_over.anew()
+    steps_over.restart()
     steps_over(1)
     assert told == [1, 1]

@@ -1,4 +1,4 @@
-"""Short epochs whose workers are started anew each time."""
+"""Short epochs whose workers are restarted each time."""
 
 # plant: workers_recreated
 # also: data_bound, epoch_start_stall, full_precision

@@ -102,7 +102,7 @@ def _fits_machine(plan: Plan, any_machine: bool, quiet: bool) -> None:
     if device != machine.device and not any_machine:
         raise HastenError(
             f"{plan.path} was made on a machine that trains on {device}; this one has {machine.device}",
-            "tune anew here, or run with --any-machine",
+            "tune again here, or run with --any-machine",
             code=3,
         )
     if not quiet and made_on and (made_on.get("cpu"), made_on.get("cores")) != (machine.cpu, machine.cores):

@@ -20,7 +20,7 @@ def read_plain(
     path: Path,
     schema: str,
     what: str,
-    anew: str,
+    advice: str,
     missing: str = "",
 ) -> Kind:
     """Read a dataclass from a JSON file; null where a float should be is NaN, as `finite` wrote it.
@@ -30,7 +30,7 @@ def read_plain(
         path: The file.
         schema: What its field `schema` must be.
         what: What it should be, for messages: "a diagnosis".
-        anew: What to do about one of another schema.
+        advice: What to do about one of another schema.
         missing: What to say where there is none; default: "no diagnosis at".
 
     Raises:
@@ -42,7 +42,7 @@ def read_plain(
     try:
         data = parse_json(read_bytes(path))
         if not isinstance(data, dict) or data.get("schema") != schema:
-            raise HastenError(f"{path} is not {what} of the schema {schema}", anew)
+            raise HastenError(f"{path} is not {what} of the schema {schema}", advice)
         reader = TypeAdapter(kind)
         try:
             return reader.validate_python(data)

@@ -26,7 +26,7 @@ class ShareOfSampler(DistributedSampler[Any]):
     """A rank's share of what a sampler of the user's own draws: all ranks draw the same, each takes every size-th.
 
     Args:
-        sampler: Of known length; one that draws from torch's global state draws anew each epoch.
+        sampler: Of known length; one that draws from torch's global state draws again each epoch.
         num_replicas: How many ranks.
         rank: Which this is.
         seed: The same on all ranks.
@@ -124,7 +124,7 @@ def _plain(batching: Any) -> bool:
 
 
 def _with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[Any]:
-    """A copy that draws by another sampler. Copied, not built anew: a class of the user's own may take other arguments.
+    """A copy that draws by another sampler. Copied, not rebuilt: a class of the user's own may take other arguments.
 
     DataLoader forbids to set these attributes by plain assignment, since its workers would not hear of it; a copy that
     has not been iterated has none.

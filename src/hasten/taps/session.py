@@ -240,7 +240,7 @@ class ProcessSession(Session):
         self._leaving = threading.RLock()
         recorder = self.run.recorder
         if recorder is not None:
-            self.steps_over.anew()
+            self.steps_over.restart()
             self.steps_over.tell(self._begin_live_of_fork)
             recorder.__init__(recorder.now, recorder.on_step, recorder.on_pass, recorder.may_rest)  # type: ignore[misc]
             multiprocessing.util.Finalize(None, self.leave, exitpriority=0)

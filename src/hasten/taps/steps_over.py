@@ -41,7 +41,7 @@ class StepsOver:
         """Tell nobody else any more."""
         self._waiting = [waiting for waiting in self._waiting if waiting.listener in listeners]
 
-    def anew(self) -> None:
+    def restart(self) -> None:
         """Steps are counted from 0 again: tell everyone at the end of the first."""
         for waiting in self._waiting:
             waiting.at = 1

@@ -2,7 +2,7 @@
 
 Behind a graph break, and in a module compiled in place, torch.compile looks at every Python function that is called.
 It knows to leave `Module.__call__` alone, but not the tap around it: one function, called by every layer, which it
-would compile anew for each until it gives up. Within a graph the taps are traced through as before.
+would recompile for each until it gives up. Within a graph the taps are traced through as before.
 """
 
 from __future__ import annotations

@@ -373,7 +373,7 @@ class Checkpointing:
         if limit is not None and -1 != limit < done:
             raise self._trainer.misconfigured(
                 f"You restored a checkpoint with current_epoch={done}, but you have set Trainer(max_epochs={limit})",
-                f"say max_epochs={done + 1} or more to go on, or fit without ckpt_path to begin anew",
+                f"say max_epochs={done + 1} or more to go on, or fit without ckpt_path to start again",
             )
 
     def _foreign_epochs(self, state: dict[str, Any]) -> int:

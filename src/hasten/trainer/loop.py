@@ -114,7 +114,7 @@ class FitLoop:
         if not progress.batch_idx and self.ahead is not None and not progress.should_stop:
             trainer.warn(
                 f"the training loader gave no batch in epoch {progress.current_epoch}: it is used up (a generator can"
-                " be read only once; give an object whose __iter__ begins anew)"
+                " be read only once; give an object whose __iter__ starts again)"
             )
         trainer.collect()  # values of the last step, which are gone once the epoch's are asked for
         board.stepping = False

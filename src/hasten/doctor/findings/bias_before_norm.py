@@ -202,7 +202,7 @@ def _called_on(code: Code, call: cst.Call) -> str:
         if isinstance(node, cst.Call) and node.args and dotted(node.args[0].value) == name:
             bound = code.script.parents[node]
             renamed = isinstance(bound, cst.Assign) and dotted(bound.targets[0].target) == name
-            inner = isinstance(bound, cst.Arg)  # relu(bn(x)): the name is bound anew by the whole
+            inner = isinstance(bound, cst.Arg)  # relu(bn(x)): the name is rebound by the whole
             return dotted(node.func) if renamed or (inner and _binds(following, name)) else ""
     return ""
 

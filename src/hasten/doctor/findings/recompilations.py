@@ -66,7 +66,7 @@ class Recompilations(Rule):
         file, line = split_place(place)
         yield Finding(
             cls.name,
-            f"torch.compile compiled anew {len(reasons)} times: {first_line_of(reasons[0], place)}",
+            f"torch.compile recompiled {len(reasons)} times: {first_line_of(reasons[0], place)}",
             "keep what changes out of compiled code: pad to a few sizes, torch._dynamo.mark_dynamic, tensors in place "
             "of Python numbers",
             severity_of(known), known, HowKnown.ESTIMATED, file, line,

@@ -159,8 +159,10 @@ def _kept(code: Code, node: cst.CSTNode) -> Problem | None:
             continue
         if isinstance(given, cst.Call) and last_name(given.func) == "deque":
             return None
-        anew = statement is not node and outer in code.script.ancestors(statement) and code.training.in_step(statement)
-        if anew and name not in names_in(given):
+        rebound = (
+            statement is not node and outer in code.script.ancestors(statement) and code.training.in_step(statement)
+        )
+        if rebound and name not in names_in(given):
             return None
     if isinstance(outer, Loop) and name in code.script.loop_targets(outer):
         return None

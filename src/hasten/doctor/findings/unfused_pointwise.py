@@ -65,7 +65,7 @@ class UnfusedPointwise(Rule):
         return timed(
             cls.name,
             f"{calls:.0f} pointwise operators a step, {percent(share)} of its time, each read and write their tensors "
-            "anew",
+            "again",
             "compile the model: model = torch.compile(model)",
             share / 2, HowKnown.ESTIMATED,
             details=(

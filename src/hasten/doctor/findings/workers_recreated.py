@@ -84,7 +84,7 @@ class WorkersRecreated(Rule):
             worth = opening_share(evidence, loader, start)
             finding = timed(
                 cls.name,
-                f"the {loader.num_workers} workers are started anew for each pass, which takes "
+                f"the {loader.num_workers} workers are restarted for each pass, which takes "
                 f"{in_ms(worth * start.epoch)} of each {in_ms(start.epoch)} from one pass to the next",
                 "give the loader persistent_workers=True",
                 worth,

@@ -1,6 +1,6 @@
 """`hasten bench-loader`, in the script's own process: at the first backward its loader is measured, and that is all.
 
-The loader whose batch the first backward is about is the training loader. It is built anew with other numbers of
+The loader whose batch the first backward is about is the training loader. It is rebuilt with other numbers of
 workers and drawn from as fast as it goes. What is measured is written, a JSON object a line, for hasten to read.
 """
 

@@ -16,7 +16,7 @@ from hasten.evidence.recorder import Recorder
 
 _TIMED_EVERY = 10  # iterations on a CPU, where a clock is cheap; torch's own default is 100
 _READ_EVERY = 5  # backwards
-_WARM_UP = 3  # iterations: in the second one DDP lays its buckets out anew
+_WARM_UP = 3  # iterations: in the second one DDP lays its buckets out again
 
 
 class SyncClock:

@@ -73,7 +73,7 @@ class LineWatch:
         self._looks: dict[_Seen, int] = {}
 
     def forked(self) -> None:
-        """In a forked child, which has no such thread: it begins anew with the child's own training."""
+        """In a forked child, which has no such thread: it starts again with the child's own training."""
         self._restore()
         self._begin()
 

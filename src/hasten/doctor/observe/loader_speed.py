@@ -1,4 +1,4 @@
-"""How fast a loader goes, built anew with another number of workers and drawn from as fast as it gives."""
+"""How fast a loader goes, rebuilt with another number of workers and drawn from as fast as it gives."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def summarise(rows: Sequence[ProfiledRow], spans: Sequence[Span], steps: int, cu
     """
     skipped = _Within(span for span in spans if span.phase in _NO_WORK)
     calls = [call for call in nested(rows) if call.row.begin not in skipped]
-    # Calls of the CUDA runtime are numbered anew; they are caused by an operator themselves.
+    # Calls of the CUDA runtime are renumbered; they are caused by an operator themselves.
     by_key = {call.row.key: call for call in calls if not call.row.caused_by}
     kernels = [row for row in rows if row.device and not row.note]
     for kernel in kernels:

@@ -131,7 +131,7 @@ class StepSampler:
         if has_compiled():
             self._layers = structure(models)
             count = 1  # the profiler is set up in this step
-        else:  # hooks on what is compiled would get it compiled anew
+        else:  # hooks on what is compiled would get it recompiled
             self._layer_look = LayerLook(models, timed=not self._on_gpu(), failed=self._hook_failed)
             self._layers_since = steps
             self._layer_look.begin()

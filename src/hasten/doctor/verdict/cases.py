@@ -163,7 +163,7 @@ def attention_shape(detail: str, layers: Sequence[Layer] = ()) -> tuple[int, ...
 
 
 def _complete(layer: Layer) -> bool:
-    """Whether enough is known of a layer to build it anew."""
+    """Whether enough is known of a layer to rebuild it."""
     sizes, shape = layer.sizes, layer.shape
     if not shape or 0 in shape:
         return False

@@ -151,7 +151,7 @@ def _about_loading(evidence: Evidence, loader: LoaderFacts | None, use: SteadyUs
         details.append(f"its {loader.num_workers} workers compute all the time ({_cores(use.workers)} cores); {more}")
     elif use is not None:
         details.append(
-            f"its {loader.num_workers} workers used {_cores(use.workers)} cores: they wait themselves, or start anew"
+            f"its {loader.num_workers} workers used {_cores(use.workers)} cores: they wait themselves, or start again"
         )
     stages = _stages(evidence)
     if stages is not None and stages.seconds > 0:

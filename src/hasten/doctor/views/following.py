@@ -1,4 +1,4 @@
-"""A run that is going on, looked at anew each time: what `hasten watch` shows."""
+"""A run that is going on, looked at again each time: what `hasten watch` shows."""
 
 from __future__ import annotations
 

@@ -107,8 +107,8 @@ def _starts(bench: LoaderBench) -> list[str]:
     stays = words.duration(own.epoch_start)
     if loader.persistent_workers or own.epoch_start is None:
         return [f"an epoch's first batch comes after {stays if own.epoch_start else words.duration(own.first_batch)}"]
-    anew, cure = words.duration(own.first_batch), "persistent_workers=True"
-    return [f"each epoch starts its workers anew and waits {anew} for the first batch; with {cure}, {stays}"]
+    wait, cure = words.duration(own.first_batch), "persistent_workers=True"
+    return [f"each epoch restarts its workers and waits {wait} for the first batch; with {cure}, {stays}"]
 
 
 def _python(bench: LoaderBench) -> list[str]:

@@ -33,7 +33,7 @@ class Watch:
     """A server for one page and what it shows.
 
     Args:
-        body: Gives the page's `<main>` as HTML, anew each time; called once a second for each open page.
+        body: Gives the page's `<main>` as HTML, again each time; called once a second for each open page.
         state: Gives the same as JSON text, for programs.
         page: The page around them: a function of the first body.
         port: 0 for one that is free.
@@ -95,7 +95,7 @@ class Watch:
 
 
 def script() -> str:
-    """The page's only script: it asks for the body anew and puts in what has changed."""
+    """The page's only script: it asks for the body again and puts in what has changed."""
     return (_TEMPLATES / "watch.js").read_text(encoding="utf-8")
 
 

@@ -66,7 +66,7 @@ class _Loop(Part):
         tuning.restore_counters(self._trainer, state_dict)
 
     def reset(self) -> None:
-        pass  # each run begins anew
+        pass  # each run starts again
 
 
 class FitLoop(_Loop):

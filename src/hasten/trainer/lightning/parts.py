@@ -46,7 +46,7 @@ class Strategy(Part):
     launcher = None
     checkpoint_io = None
     handles_gradient_accumulation = False
-    before_step: list[Any] = []  # noqa: RUF012  # hooks; set anew with the optimizers
+    before_step: list[Any] = []  # noqa: RUF012  # hooks; set again with the optimizers
 
     @property
     def root_device(self) -> torch.device:
