@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -89,6 +91,18 @@ def test_a_worker_that_is_killed_is_named_with_its_sample():
         indices(DataLoader(Faulty(12, bad=[9], what="kill"), batch_size=2, num_workers=2))
     assert "worker 0 (pid" in str(caught.value)
     assert "memory is short" in str(caught.value)
+
+
+def test_a_worker_that_is_killed_is_no_error_in_the_middle_of_a_step():
+    iterator = iter(DataLoader(Faulty(12, bad=[]), batch_size=2, num_workers=1))
+    next(iterator)
+    (worker,) = iterator._workers
+    os.kill(worker.pid, signal.SIGKILL)
+    until = time.monotonic() + 0.5
+    while worker.is_alive() or time.monotonic() < until:  # torch's own iterator raises here
+        sum(range(1000))
+    with pytest.raises(RuntimeError, match=r"hasten: it ended while worker 0 \(pid"):
+        next(iterator)
 
 
 @pytest.mark.parametrize("workers", [{}, {"workers": "thread"}], ids=["processes", "threads"])

@@ -21,6 +21,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from hasten.data.carried import why_not_carried
+from hasten.data.deaths import RaisedWhereWaited
 from hasten.data.look import Look, random_states
 from hasten.data.opened import changed_file, mapped_file, opened
 from hasten.data.orders import Positions, batches, batching
@@ -79,12 +80,13 @@ def _as_it_is(made: Made) -> Made:
     return made
 
 
-class _Workers(_MultiProcessingDataLoaderIter):
+class _Workers(RaisedWhereWaited, _MultiProcessingDataLoaderIter):
     """torch's own iterator over workers, which asks the pass for its indices."""
 
     def __init__(self, loader: Any, tasks: Callable[[], Any]) -> None:
         self._hasten_tasks = tasks
         super().__init__(loader)
+        self._hasten_forget()
 
     def _next_index(self) -> Any:
         return self._hasten_tasks()

@@ -24,6 +24,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from hasten.child import die_with_parent
+from hasten.data.deaths import RaisedWhereWaited
 from hasten.data.making import COLLATING, IDLE, Collate, Made, Source, shm_free, shm_text
 from hasten.data.sample_keys import unmoved
 from hasten.messages import warn
@@ -108,7 +109,7 @@ class Start:
             beat[3] = os.getpid()
 
 
-class Processes(Counted, _MultiProcessingDataLoaderIter):
+class Processes(Counted, RaisedWhereWaited, _MultiProcessingDataLoaderIter):
     """Batches made by worker processes; one that is killed or hangs is named with what it was making."""
 
     def __init__(self, loader: Any) -> None:
@@ -127,6 +128,7 @@ class Processes(Counted, _MultiProcessingDataLoaderIter):
         collate = Collate(loader.collate_fn, source, shares=True)
         with loader.lent(dataset=source, collate_fn=collate, worker_init_fn=start):
             super().__init__(loader)
+        self._hasten_forget()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._hasten_count(loader)
@@ -147,7 +149,7 @@ class Processes(Counted, _MultiProcessingDataLoaderIter):
         until = time.monotonic() + timeout
         while True:
             try:
-                got, data = super()._try_get_data(max(0.0, min(_CHECK, until - time.monotonic())))  # type: ignore[no-untyped-call]
+                got, data = super()._try_get_data(max(0.0, min(_CHECK, until - time.monotonic())))
             except RuntimeError as error:
                 raise RuntimeError(self._hasten_why(error)) from error
             if got:
