@@ -18,3 +18,25 @@ class HastenError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n  {self.fix}" if self.fix else self.message
+
+
+_REFUSED_WORDS = ("ermission", "No such file", "CalledProcessError", "EOF")
+
+
+def script_fails(reason: str, log: str) -> HastenError:
+    """Return the error for a script that fails in a trial without any technique.
+
+    Args:
+        reason: What it raised, and where.
+        log: Its last words, or nothing.
+    """
+    sandbox = ""
+    if any(word in reason + log for word in _REFUSED_WORDS):  # `h5py.File("out.h5", "w")`, `input()`
+        sandbox = (
+            "\n  If it works without hasten: in a trial, what native code or a subprocess writes outside the scratch "
+            "folder is refused, and there is no input to read"
+        )
+    said = f"\nIts last words:\n{log}" if log else ""
+    return HastenError(
+        f"the script fails by itself, before hasten changed anything: {reason}{said}", f"mend it first{sandbox}"
+    )

@@ -180,6 +180,8 @@ def test_no_training_and_a_failing_script_are_said(check: Check) -> None:
         check("import torch; torch.ones(2)", {"leaves_alone": True})
     with pytest.raises(HastenError, match=r"fails by itself.*planted"):
         check("import torch\nraise RuntimeError('planted')", {"leaves_alone": True})
+    with pytest.raises(HastenError, match="native code or a subprocess writes outside the scratch folder is refused"):
+        check("import torch\nopen('/nowhere/table.h5')", {"leaves_alone": True})
 
 
 def test_what_is_lost_on_resume_is_blamed_on_its_technique(check: Check) -> None:

@@ -187,6 +187,30 @@ print(sqlite3.connect(":memory:").execute("select 1").fetchall())
     )
 
 
+def test_files_that_torch_maps_packs_and_writes_by_native_code(home: Path) -> None:
+    """`torch.from_file(shared=True)` opens for writing, which the kernel refused as it does for strangers' files."""
+    same_as_outside(
+        home,
+        """
+import os
+import torch
+from torch.package import PackageExporter, PackageImporter
+open("d.bin", "wb").write(bytes(range(16)))
+print(torch.from_file("d.bin", False, 16, dtype=torch.uint8).sum())
+shared = torch.from_file("d.bin", shared=True, size=16, dtype=torch.uint8); shared += 1
+print(torch.from_file("notes.txt", shared=True, size=5, dtype=torch.uint8).fill_(65), open("notes.txt").read())
+print(open("d.bin", "rb").read(), list(torch.UntypedStorage.from_file("d.bin", True, 16)))
+torch.from_file("new.bin", True, 4, dtype=torch.uint8).fill_(66); print(open("new.bin", "rb").read())
+torch.jit.trace(lambda x: x + 1, torch.ones(1)).save("f.ts"); print(torch.jit.load("f.ts")(torch.ones(1)))
+with PackageExporter("p.pkg") as packed: packed.save_text("texts", "a.txt", "hello")
+print(PackageImporter("p.pkg").load_text("texts", "a.txt"), sorted(os.listdir()))
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the profiler writes the time there
+with torch.autograd.profiler.profile() as profile: torch.ones(1) + 1
+profile.export_chrome_trace("trace.json"); print(os.path.getsize("trace.json") > 0)
+""",
+    )
+
+
 def test_other_programs_cannot_write_either(home: Path) -> None:
     """What is not Python is refused by the kernel; Python children find what their parent wrote."""
     write(

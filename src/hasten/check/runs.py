@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from hasten.check.judge import SINGLE, Compared, Difference, judged, roundoff_of
 from hasten.check.options import FOLLOWS, RECORDS, WitnessOptions
-from hasten.errors import HastenError
+from hasten.errors import HastenError, script_fails
 from hasten.plan import Setting
 from hasten.techniques import Effect
 
@@ -129,11 +129,7 @@ class Runs:
     def plain(self, lap: Lap, begun: Future[tuple[Ended, Any]]) -> Any:
         lap.plain, seen = begun.result()
         if lap.plain.failed:
-            raise HastenError(
-                f"the script fails by itself, before hasten changed anything: {lap.plain.failed}"
-                + (f"\nIts last words:\n{lap.plain.log}" if lap.plain.log else ""),
-                "mend it first",
-            )
+            raise script_fails(lap.plain.failed, lap.plain.log)
         if seen is not None and seen["failed"]:
             raise HastenError(f"this training cannot be checked: {seen['failed']}", "tell us about the script, please")
         if seen is None or not seen["counts"]["step"]:  # a script that never imports torch leaves nothing

@@ -14,6 +14,7 @@ What is tapped in a process that is listened to, by which file (doctor's observe
                 torch.save; Tensor.to, Tensor.cuda where there is a GPU
     session     sys.excepthook; os._exit where doctor bounds the run (`bounds`)
     overlaid    `open` and the functions of os and shutil that write, in a trial (the sandbox)
+    overlaid_libraries  what torch, SQLite and safetensors open by native code, in a trial
     seeds       random.seed, numpy.random.seed, torch.manual_seed in a trial
 
 Functions of torch are replaced by `wrapping.tap`, which keeps what was there: `wrapping.tapped()` gives this table as

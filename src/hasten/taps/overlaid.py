@@ -1,4 +1,4 @@
-"""The functions of Python that touch files, put under the overlay: `open`, `os`, `shutil`, and libraries' writers."""
+"""The functions of Python that touch files, put under the overlay: `open`, `os`, `shutil`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from hasten.taps.after_import import after_import
+from hasten.taps.overlaid_libraries import install_under_libraries
 from hasten.taps.overlay import Overlay
 
 _WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -52,9 +52,7 @@ def install(overlay: Overlay) -> None:
     _replace("chdir", _changing_folder(overlay, os.chdir))
     os.getcwd, os.getcwdb = overlay.cwd, lambda: os.fsencode(overlay.cwd())
     shutil.rmtree = _removing_tree(overlay, shutil.rmtree)
-    after_import("torch", lambda: _under_torch(overlay))
-    after_import("sqlite3", lambda: _under_sqlite(overlay))
-    after_import("safetensors.torch", lambda: _under_safetensors(overlay))
+    install_under_libraries(overlay)
 
 
 def _replace(name: str, ours: Any) -> None:
@@ -318,50 +316,3 @@ class _Entries:
 
     def close(self) -> None:
         """Nothing is held open."""
-
-
-# -- libraries that write by native code ---------------------------------------------------------------
-
-
-def _under_torch(overlay: Overlay) -> None:
-    """torch.save given a path writes it in C++."""
-    torch = sys.modules["torch"]
-    for owner, name in ((torch, "save"), (torch.jit, "save")):
-        plain = getattr(owner, name)
-
-        def save(obj: Any, f: Any, *args: Any, _plain: Any = plain, **kwargs: Any) -> Any:
-            if isinstance(f, str | os.PathLike):
-                f = overlay.writing(f, keep=False)[0]
-            return _plain(obj, f, *args, **kwargs)
-
-        setattr(owner, name, functools.wraps(plain)(save))
-    torch.jit.load = _reading(overlay, torch.jit.load)
-    script = torch.jit.RecursiveScriptModule
-    whole = script.save
-    script.save = lambda module, f, **kwargs: whole(module, overlay.writing(f, keep=False)[0], **kwargs)
-    # `torch.load(..., mmap=True)` maps the file in C++.
-    torch.UntypedStorage.from_file = staticmethod(_reading(overlay, torch.UntypedStorage.from_file))
-
-
-def _under_sqlite(overlay: Overlay) -> None:
-    """SQLite opens its files in C."""
-    module: Any = sys.modules["sqlite3"]
-    plain = module.connect
-
-    @functools.wraps(plain)
-    def connect(database: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(database) and not str(database).startswith((":", "file:")):
-            database = overlay.writing(database)[0]
-        return plain(database, *args, **kwargs)
-
-    module.connect = module.dbapi2.connect = connect
-
-
-def _under_safetensors(overlay: Overlay) -> None:
-    """safetensors writes and reads in Rust."""
-    module: Any = sys.modules["safetensors.torch"]
-    save, load = module.save_file, module.load_file
-    module.save_file = lambda tensors, filename, *a, **k: save(
-        tensors, overlay.writing(filename, keep=False)[0], *a, **k
-    )
-    module.load_file = lambda filename, *a, **k: load(overlay.reading(filename)[0], *a, **k)

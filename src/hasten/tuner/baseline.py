@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hasten.errors import HastenError
+from hasten.errors import HastenError, script_fails
 from hasten.tuner.trial import Trial, Trials
 
 _PASS_SECONDS = (0.7, 2.5)  # of training in a shortened pass: at the least, and at the most
@@ -80,14 +80,4 @@ def hopeless(trial: Trial) -> HastenError:
             f"the script did not come to train within {trial.seconds:.0f} s{said}",
             "give it a longer --budget",
         )
-    refused = any(
-        word in trial.reason + trial.log for word in ("ermission", "No such file", "CalledProcessError", "EOF")
-    )
-    sandbox = (
-        "\n  If it works without hasten: in a trial, what native code or a subprocess writes outside the scratch "
-        "folder is refused, and there is no input to read"
-    )
-    return HastenError(
-        f"the script fails by itself, before hasten changed anything: {trial.reason}{said}",
-        f"mend it first{sandbox if refused else ''}",
-    )
+    return script_fails(trial.reason, trial.log)
