@@ -5,11 +5,13 @@ Runs the trainings of `exact/trainings.py` plain and under plans, in step (`hast
 
     python benchmarks/exactness.py            all rows: about an hour on two cores
     python benchmarks/exactness.py --quick    each technique alone, and each pair of techniques once
+    python benchmarks/exactness.py --minutes 40    the rows that begin within this time; the page says which did not
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -18,7 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -63,8 +65,6 @@ class Forks:
 
     def _become(self, config: Any, log: Path, arguments: tuple[str, ...]) -> None:
         """Turn this fork into the process that would have been started for the script."""
-        import dataclasses
-
         code = 1
         try:
             opened = os.open(log, os.O_RDWR | os.O_CREAT, 0o600)
@@ -110,13 +110,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="each technique alone, and each pair of techniques once")
     parser.add_argument("--page", action="store_true", help="only write the page, from the results there are")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no row later than this")
     parser.add_argument("--jobs", type=int, default=2, help="rows that are checked at once, each on one thread")
     arguments = parser.parse_args()
     if not arguments.page:
         import torch._dynamo
 
         torch.set_num_threads(1)  # a fork of a process that has used OpenMP's threads cannot
-        RESULTS.write_text(json.dumps(measure(arguments.quick, arguments.jobs), indent=1) + "\n")
+        until = time.monotonic() + 60 * arguments.minutes
+        RESULTS.write_text(json.dumps(measure(arguments.quick, arguments.jobs, until), indent=1) + "\n")
     PAGE.write_text(page(json.loads(RESULTS.read_text())))
 
 
@@ -133,39 +135,68 @@ def rows(quick: bool) -> list[tuple[str, Row]]:
     return [*chosen, *(("pairs with compile", row) for row in covering(list(SETTINGS), among=with_compile))]
 
 
-def measure(quick: bool, jobs: int) -> dict[str, Any]:
-    """Check all rows, so many at once."""
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A row to check: what it is, and how it is checked."""
+
+    kind: str
+    training: str
+    plan: tuple[str, ...]
+    check: Callable[[], Checked]
+
+
+def tasks_of(quick: bool) -> list[Task]:
+    """The rows in the order in which they are begun."""
+    chosen = [Task(kind, row.name, tuple(row.plan), functools.partial(check_row, row)) for kind, row in rows(quick)]
+    for row in _trainers(quick):
+        flags = [name for name in row.flags if name not in trainer_rows.TECHNIQUES]
+        training = ", ".join([f"{row.module}, {row.optimizer}", *(f"`{name}`" for name in flags)])
+        techniques = tuple(name for name in row.flags if name in trainer_rows.TECHNIQUES)
+        chosen.append(Task("trainer", training, techniques, functools.partial(_check_trainer, row)))
+    return chosen
+
+
+def measure(quick: bool, jobs: int, until: float) -> dict[str, Any]:
+    """Check the rows, so many at once, that can be begun until then (by `time.monotonic`)."""
     import torch
 
-    tasks = [functools.partial(_script, kind, row) for kind, row in rows(quick)]
-    tasks += [functools.partial(_trainer, row) for row in _trainers(quick)]
+    tasks = tasks_of(quick)
     with tempfile.TemporaryDirectory(prefix="hx") as folder:
         children = []
-        for job in range(jobs):
+        for _ in range(jobs):
             if not (child := os.fork()):
-                _do(tasks, range(job, len(tasks), jobs), Path(folder))
+                _do(tasks, until, Path(folder))
             children.append(child)
         failed = [child for child in children if os.waitpid(child, 0)[1]]
         if failed:
             sys.exit(f"{len(failed)} of {jobs} jobs failed")
-        found = [json.loads((Path(folder) / str(number)).read_text()) for number in range(len(tasks))]
+        answers = {number: Path(folder) / str(number) for number in range(len(tasks))}
+        done = [json.loads(path.read_text()) for path in answers.values() if path.exists()]
+        missing = [task for task, path in zip(tasks, answers.values(), strict=True) if not path.exists()]
+    left_out = [{"kind": task.kind, "training": task.training, "plan": task.plan} for task in missing]
     machine = this_machine()
     where = {"cpu": machine.cpu, "cores": machine.cores, "torch": torch.__version__, "python": machine.python}
-    return {"quick": quick, "machine": where, "rows": found}
+    return {"quick": quick, "machine": where, "rows": done, "not_run": left_out}
 
 
-def _do(tasks: list[Callable[[], tuple[dict[str, Any], Checked]]], numbers: range, folder: Path) -> NoReturn:
-    """Check some of the rows in this fork, and end it."""
+def _do(tasks: list[Task], until: float, folder: Path) -> NoReturn:
+    """Check rows in this fork, each that no other has taken, and end it."""
     code = 1
     try:
-        for number in numbers:
+        for number, task in enumerate(tasks):
             start = time.monotonic()
-            said, checked = tasks[number]()
-            row = {**said, "seconds": time.monotonic() - start, **checked.as_json()}
+            if start > until:
+                break
+            try:
+                (folder / f"taken {number}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            checked = task.check()
+            seconds = time.monotonic() - start
+            row = {"kind": task.kind, "training": task.training, "seconds": seconds, **checked.as_json()}
             (folder / str(number)).write_text(json.dumps(row))
-            techniques = ", ".join(row["plan"])
-            place, seconds = f"{number + 1:3}/{len(tasks)}", f"{row['seconds']:5.0f} s"
-            print(f"{place} {seconds}  {row['kind']}: {row['training']}: {techniques}: {row['ok']}", flush=True)
+            place = f"{number + 1:3}/{len(tasks)} {seconds:5.0f} s"
+            print(f"{place}  {task.kind}: {task.training}: {', '.join(row['plan'])}: {row['ok']}", flush=True)
             if checked.ok is not True:
                 print(checked, flush=True)
         code = 0
@@ -174,10 +205,6 @@ def _do(tasks: list[Callable[[], tuple[dict[str, Any], Checked]]], numbers: rang
     finally:
         sys.stdout.flush()
         os._exit(code)
-
-
-def _script(kind: str, row: Row) -> tuple[dict[str, Any], Checked]:
-    return {"kind": kind, "training": row.name}, check_row(row)
 
 
 def _trainers(quick: bool) -> list[trainer_rows.TrainerRow]:
@@ -190,12 +217,9 @@ def _trainers(quick: bool) -> list[trainer_rows.TrainerRow]:
     return chosen
 
 
-def _trainer(row: trainer_rows.TrainerRow) -> tuple[dict[str, Any], Checked]:
+def _check_trainer(row: trainer_rows.TrainerRow) -> Checked:
     with tempfile.TemporaryDirectory(prefix="hx", ignore_cleanup_errors=True) as folder:
-        checked = row.trainer(default_root_dir=folder).check(*row.fit())
-    flags = [name for name in row.flags if name not in trainer_rows.TECHNIQUES]
-    training = ", ".join([f"{row.module}, {row.optimizer}", *(f"`{name}`" for name in flags)])
-    return {"kind": "trainer", "training": training}, checked
+        return row.trainer(default_root_dir=folder).check(*row.fit())
 
 
 def page(results: dict[str, Any]) -> str:
@@ -203,6 +227,9 @@ def page(results: dict[str, Any]) -> str:
     scripts = [row for row in results["rows"] if row["kind"] != "trainer"]
     trainers = [row for row in results["rows"] if row["kind"] == "trainer"]
     lines = [_HEAD.format(rows=len(scripts), **results["machine"])]
+    if left_out := results.get("not_run"):
+        lines += [_NOT_RUN.format(left_out=len(left_out), all=len(left_out) + len(results["rows"])), ""]
+        lines += [f"- {row['kind']}: {row['training']}: {_coded(row['plan'])}" for row in left_out] + [""]
     lines += ["## Technique by technique", "", *_techniques(scripts)]
     lines += ["", "## Pair by pair", "", *_pairs(scripts)]
     lines += ["", "## Row by row", "", *_rows(scripts)]
@@ -273,10 +300,14 @@ def _rows(rows: list[Any]) -> list[str]:
         worst = f"{last['worst']:.2f}" if last["level"] != "exact" else "equal"
         answer = "kept" if row["ok"] else _why(row)
         lines.append(
-            f"| {row['training']} | {', '.join(f'`{name}`' for name in row['plan'])} | {last['counts'].get('step', 0)} "
+            f"| {row['training']} | {_coded(row['plan'])} | {last['counts'].get('step', 0)} "
             f"| {worst} | {sees} | {answer} |"
         )
     return lines
+
+
+def _coded(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _why(row: Mapping[str, Any]) -> str:
@@ -305,6 +336,10 @@ plain and resumed under the plan, saved under the plan and resumed plain.
 
 On {cores} cores of {cpu}, torch {torch}, Python {python}. No GPU was at hand.
 """
+
+_NOT_RUN = """## Not run
+
+There was no time for {left_out} of {all} rows. What follows says nothing of them:"""
 
 _TRAINER = """`Trainer.check` on modules with dense layers, with convolutions and BatchNorm, with attention and tied
 weights, and with two optimizers by hand. In these rows every flag meets every other, every technique and every

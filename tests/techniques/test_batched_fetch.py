@@ -292,3 +292,20 @@ def test_a_loader_that_was_left_alone_is_a_loader_like_any_other(train: Train) -
         torch.save({"seen": [x.tolist() for x in DataLoader(list(range(4)), batch_size=2)]}, "left.pt")
     """
     assert train(script, batched_fetch=True).left == {"seen": [[0, 1], [2, 3]]}
+
+
+def test_channels_last_does_not_keep_it_from_loaders_that_are_made_each_epoch(train: Train) -> None:
+    """channels_last replaces `Tensor.__getitem__`, which was taken for the script's own."""
+    script = """
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+        torch.manual_seed(0)
+        images, labels = torch.randn(16, 3, 8, 8), torch.randint(0, 4, (16,))
+        net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(288, 4))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for epoch in range(3):
+            for x, y in DataLoader(TensorDataset(images, labels), 8, shuffle=True):
+                optimizer.zero_grad(); torch.nn.functional.cross_entropy(net(x), y).backward(); optimizer.step()
+    """
+    installed = train(script, batched_fetch=True, channels_last=True).installed
+    assert installed == {"batched_fetch": "3 x loader", "channels_last": "model"}

@@ -372,3 +372,13 @@ def test_the_loader_function_is_found_inside_subsets_only_where_it_is_an_attribu
     endless = Holder()
     endless.dataset = endless
     assert with_loader_function(endless) is None
+
+
+def test_why_it_lets_go_is_said_once_where_a_script_makes_a_dataset_for_each_epoch(train: Train) -> None:
+    script = """
+        import torch
+        from torch.utils.data import DataLoader
+        for epoch in range(3):
+            for x in DataLoader(list(torch.arange(8.0)), 4): pass
+    """
+    assert train(script, sample_cache="samples").err.count("sample_cache") == 1

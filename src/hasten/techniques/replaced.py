@@ -100,6 +100,13 @@ class Replacements:
                 function.put_back()
 
 
+def plain_of(function: Any) -> Any:
+    """Return what stood where techniques have put this function, or the function if none has."""
+    while (top := _in_place.get(id(function))) is not None:
+        function = top._plain
+    return function
+
+
 def _tell_torchscript(plain: Any, ours: Any) -> None:
     """Let `torch.jit.script` compile what calls `ours` as if it called `plain`."""
     from torch.jit._builtins import _get_builtin_table, _register_builtin

@@ -9,6 +9,7 @@ from typing import Any
 
 from hasten.evidence import Evidence
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.replaced import plain_of
 
 
 class BatchedFetch(Technique):
@@ -152,7 +153,8 @@ def _look() -> Callable[[], list[Any]]:
             collate.collate, collate.collate_tensor_fn, *by_kind.values(),
             getattr(Dataset, "__getitems__", None), getattr(TensorDataset, "__getitems__", None),
             of_tensors.get("tensors"), of_subset.get("dataset"), of_subset.get("indices"),
-            torch.Tensor.__getitem__, torch.stack, *by_kind,
+            # channels_last has one of its own, which does something for what convolutions gave only.
+            plain_of(torch.Tensor.__getitem__), torch.stack, *by_kind,
         ]  # fmt: skip
 
     return now
@@ -168,7 +170,7 @@ def _all_torchs() -> bool:
     return (
         all(map(_is_torchs, now[:functions]))
         and now[functions : functions + 5] == [None] * 5
-        and not isinstance(torch.Tensor.__getitem__, FunctionType)
+        and not isinstance(plain_of(torch.Tensor.__getitem__), FunctionType)
         and not isinstance(torch.stack, FunctionType)
         and tuple not in collate.default_collate_fn_map
     )

@@ -196,7 +196,10 @@ class LoaderWorkers(Technique):
         loader.__dict__.update(wanted)
 
     def _let_go(self, why: str) -> None:
+        known = f"left alone: {why}" in self.acted  # of a loader before: a script may make one for each epoch
         self.refused(why)
+        if known:
+            return
         messages.tell(f"hasten: loader_workers: {why}; the training makes this loader's batches itself from here on.")
 
 

@@ -152,8 +152,9 @@ class SampleCache(Technique):
             kept.paused = paused
 
     def _let_go(self, why: str) -> None:
+        known = f"left alone: {why}" in self.acted  # of a dataset before: a script may make one for each epoch
         self.refused(why)
-        if self.active:
+        if self.active and not known:
             messages.tell(f"hasten: sample_cache: {why}; the dataset is read without the cache from here on.")
 
 
