@@ -98,6 +98,10 @@ class Look:
         self._spent += self._whole_took
         return found
 
+    def reached(self) -> list[Any]:
+        """Return every object that was met: instances, classes, functions."""
+        return list(self._alive.values())
+
     def holds(self, value: Any) -> bool:
         """Whether a sample or batch has parts in it that are the looked-at objects' own: lists, memory of arrays."""
         queue, seen = deque([value]), set()

@@ -29,6 +29,7 @@ from hasten.techniques.compute.matmul_precision import MatmulPrecision
 from hasten.techniques.compute.precision import Precision
 from hasten.techniques.data.batched_fetch import BatchedFetch
 from hasten.techniques.data.loader_workers import LoaderWorkers
+from hasten.techniques.data.read_ahead import ReadAhead
 from hasten.techniques.data.sample_cache import SampleCache
 from hasten.techniques.memory.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.memory.allocator import Allocator
@@ -43,6 +44,7 @@ CATALOGUE: dict[str, type[Technique]] = {
         SampleCache,
         BatchedFetch,
         LoaderWorkers,
+        ReadAhead,
         PinMemory,
         DevicePrefetch,
         DebugOff,

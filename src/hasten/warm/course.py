@@ -26,6 +26,8 @@ _SETTLED = 0.97  # a technique this sure to help, or not to, is asked no more
 _TOGETHER = {
     ("loader_workers", "cpu_threads"): (-0.15, 0.25),  # threads that wait for work keep the workers' cores busy
     ("loader_workers", "sample_cache"): (0.0, 0.15),
+    ("loader_workers", "read_ahead"): (0.0, 0.15),  # workers make whole samples: nothing is left to read ahead
+    ("read_ahead", "sample_cache"): (0.0, 0.15),
     ("precision", "matmul_precision"): (0.0, 0.1),
     ("precision", "channels_last"): (0.0, 0.12),
     ("precision", "allocator"): (0.0, 0.12),

@@ -40,6 +40,17 @@ for epoch in range(3):
         optimizer.step()
 """
 SLOW = "loader = DataLoader(Slow(), 8, shuffle=True)\n"
+FILES = """
+def decode(number):
+    sum(range(50_000))
+    return torch.full((64,), float(number))
+class Files(Slow):
+    def __init__(self):
+        self.loader = decode
+    def __getitem__(self, index):
+        return self.loader(index), index % 10
+loader = DataLoader(Files(), 16, shuffle=True)
+"""
 LARGE = """
 loader = [(torch.randn(4, 1024), torch.zeros(4, dtype=torch.long))] * 20
 model = nn.Sequential(nn.Linear(1024, 1024))
@@ -51,6 +62,7 @@ model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16
 SCRIPTS: dict[str, tuple[Setting, str]] = {
     "workers_zero": ({"num_workers": 2}, SLOW + TRAIN),
     "samples_recomputed": ("samples", SLOW + TRAIN),
+    "decoded_in_turn": (2, FILES + TRAIN),
     "sample_by_sample": (
         True,
         "data = TensorDataset(torch.randn(8000, 64), torch.zeros(8000, dtype=torch.long))\n"

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from hasten.doctor.findings.data_bound import DataBound
+from hasten.doctor.findings.decoded_in_turn import DecodedInTurn
 from hasten.doctor.findings.epoch_start_stall import EpochStartStall
 from hasten.doctor.findings.python_getitem import PythonGetitem
 from hasten.doctor.findings.sample_by_sample import SampleBySample
@@ -318,6 +319,19 @@ def test_tensors_fetched_one_by_one_are_named() -> None:
     assert SampleBySample.run(evidence(phases=cheap, loader=NO_WORKERS)) is None  # not in memory
     assert SampleBySample.run(evidence(phases=cheap, loader={**loader, "default_collate": False})) is None
     assert SampleBySample.run(evidence(loader=loader)) is None  # 0.1 of 10 ms
+
+
+def test_files_that_are_decoded_between_steps_are_named_where_a_function_reads_them() -> None:
+    """0.9 of 1 ms of a sample, shared by the cores."""
+    asked = Probe(sample_seconds=1e-3, loader_function="pil", loader_repeatable=True, loader_seconds=9e-4)
+    made = evidence(phases=SLOW, loader={**NO_WORKERS, "probe": asked})
+    finding = DecodedInTurn.run(made)
+    assert finding is not None
+    assert (finding.technique, finding.setting) == ("read_ahead", str(min(8, made.machine.cores)))
+    assert finding.worth == pytest.approx(2 / 3 * (0.9 * (1 - 1 / made.machine.cores) - 0.06))
+    drawing = dataclasses.replace(asked, loader_repeatable=False)
+    assert DecodedInTurn.run(evidence(phases=SLOW, loader={**NO_WORKERS, "probe": drawing})) is None
+    assert DecodedInTurn.run(evidence(phases=SLOW, loader={"num_workers": 2, "probe": asked})) is None
 
 
 def test_samples_made_anew_are_named_where_a_probe_saw_them_repeat() -> None:

@@ -12,7 +12,7 @@ from hasten.data import SampleStore
 from hasten.data.carried import why_not_carried
 from hasten.data.look import Look, ambient, random_states
 from hasten.data.opened import changed_file, hear_again, opened
-from hasten.data.reach import SAYS, UNREAD, UNSEEN, WRITES
+from hasten.data.repeats import why_not_repeated
 from hasten.data.sample_store import pack
 
 _AUDITED, _LOT = 16, 200  # kept samples that are made again and compared: the first, and one in so many by lot
@@ -105,12 +105,7 @@ class Kept:
         return f"{time.time_ns()}-{self._lot.getrandbits(64)}-{os.getpid()}"
 
     def _why_not(self) -> str:
-        if self._look.blind:
-            return f"what samples are made of {self._look.blind}"
-        named = sorted(self._look.names & (SAYS | WRITES | UNSEEN | UNREAD))
-        if named:
-            return f"samples' code names `{named[0]}`: what that does cannot be seen"
-        return "making a sample changes what the dataset holds" if self._look.stores else ""
+        return why_not_repeated(self._look)
 
     def _make(self, key: Any, make: Callable[[Any], Any], keep: bool) -> Any:
         before = random_states()

@@ -92,12 +92,12 @@ class SampleCache(Technique):
         if self.setting == "samples":
             return  # see `loader`
         inner = with_loader_function(dataset)
-        if inner is None or isinstance(inner.loader, _CachedFunction):
+        if inner is None or isinstance(inner.loader, CachedFunction):
             return
         store = SampleStore(len(inner), room())
         kept = Kept(store, {"loader": inner.loader}, self._let_go)
         if not kept.is_over():
-            inner.loader = _CachedFunction(inner.loader, kept)
+            inner.loader = CachedFunction(inner.loader, kept)
             self._kept[id(inner)] = kept
             kept.paused = not self.active
             self.did("dataset")
@@ -197,7 +197,7 @@ class _CachedFetcher:
         return fetcher.collate_fn(samples) if len(samples) == len(indices) else fetcher.fetch(indices)
 
 
-class _CachedFunction:
+class CachedFunction:
     """A dataset's `loader(path)` behind a store."""
 
     def __init__(self, function: Any, kept: Kept) -> None:

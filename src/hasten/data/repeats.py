@@ -1,0 +1,48 @@
+"""Which functions give the same each time, as far as their code and what they reach show it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.data.look import Look
+from hasten.data.reach import SAYS, UNREAD, UNSEEN, WRITES, words
+
+# Names by which code draws random numbers, in random, NumPy and torch.
+_DRAWS = words(
+    "rand randn randint randrange randperm choice choices shuffle sample uniform gauss normal normal_ uniform_ random_ "
+    "bernoulli bernoulli_ multinomial exponential_ permutation permuted betavariate triangular poisson binomial beta "
+    "laplace standard_normal integers getrandbits dropout dropout2d alpha_dropout manual_seed set_state setstate"
+)
+
+
+def why_not_repeated(look: Look) -> str:
+    """Return why what a look goes through may not give the same each time; "" where it does."""
+    if look.blind:
+        return f"what samples are made of {look.blind}"
+    named = sorted(look.names & (SAYS | WRITES | UNSEEN | UNREAD))
+    if named:
+        return f"samples' code names `{named[0]}`: what that does cannot be seen"
+    return "making a sample changes what the dataset holds" if look.stores else ""
+
+
+def why_not_apart(look: Look) -> str:
+    """Return why what a look goes through must not run on another thread, beside the training; "" where it may.
+
+    What draws there would take numbers that are the training's, and nobody could put them back: names decide, also
+    those of objects that are reached (a `RandomCrop` in a list of transforms), before anything runs.
+    """
+    if why := why_not_repeated(look):
+        return why
+    drawing = sorted(name for name in look.names if name in _DRAWS or "random" in name.lower())
+    if drawing:
+        return f"its code names `{drawing[0]}`: it may draw random numbers"
+    for held in look.reached():
+        kind = type(held)
+        if "random" in kind.__name__.lower() or kind.__name__ == "Generator" or _is_module(held):
+            return f"it reaches a {kind.__qualname__}, which may draw random numbers"
+    return ""
+
+
+def _is_module(held: Any) -> bool:
+    """Whether it is a torch.nn.Module, whose forward may hold a dropout; torchvision's v2 transforms are ones too."""
+    return any(f"{base.__module__}.{base.__name__}" == "torch.nn.modules.module.Module" for base in type(held).__mro__)

@@ -1,0 +1,135 @@
+"""Files read and decoded by threads before their samples are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten import messages
+from hasten.evidence import Evidence, Machine, Phase
+from hasten.evidence.figures import percent
+from hasten.plan import Setting
+from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.data.sample_cache import CachedFunction, with_loader_function
+
+LEAST = 60e-6  # seconds: what handing an image from thread to thread and looking it over takes
+
+
+class ReadAhead(Technique):
+    """Read and decode the next batches' files on threads; a setting is their number.
+
+    For loaders without workers, over a dataset that has a `loader(path)` function (ImageFolder's idiom). The order of
+    the pass is drawn ahead; `dataset[i]` is still called one by one, in order, by the thread that asked for the batch,
+    so that augmentation draws the numbers it would have drawn, and finds its image decoded.
+
+    What a thread made is given only while all that the function depends on, and the files it opened, are as they were.
+    The first images are read by the training itself and looked over; one in 200 later ones, by lot, is read again and
+    compared. Left alone, with the reason, are functions that may draw random numbers, say or write something, or
+    cannot be looked into, and samplers whose order may depend on the training. Where `loader_workers` acts on the same
+    loader, its workers make whole samples, and nothing is read ahead.
+    """
+
+    name = "read_ahead"
+    effect = Effect.EXACT
+    relieves = Resource.DATA
+    sources = ("SPDL: threads that release the GIL", "Falcon, tip 1")
+    values = int
+    acts_on = "a dataset with a `loader` function, read without workers"
+    liveness = Liveness.PASS
+
+    @classmethod
+    def useless(cls, setting: Any, machine: Machine) -> str:
+        """More threads than cores only wait for each other."""
+        if isinstance(setting, int) and setting > 4 * machine.cores:
+            return f"{setting} threads on {machine.cores} cores would wait for each other"
+        return ""
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """As many threads as cores, where a loader function takes its time and repeats itself."""
+        loader = evidence.train_loader
+        if loader is None:
+            return Refusal("the script trains without a DataLoader")
+        if loader.iterable:
+            return Refusal("an iterable dataset keeps its place: no sample of it is known before its turn")
+        if loader.num_workers:
+            return Refusal("worker processes read ahead already")
+        if loader.probe is None or not loader.probe.loader_function:
+            return Refusal(f"{loader.dataset} has no `loader` function that reads a file")
+        if not loader.probe.loader_repeatable:
+            return Refusal(f"`{loader.probe.loader_function}` gives another sample each time")
+        if evidence.share(Phase.DATA) < 0.02:
+            return Refusal(f"the step waits {percent(evidence.share(Phase.DATA))} of its time for data")
+        seconds, cores = loader.probe.loader_seconds, evidence.machine.cores
+        if seconds < LEAST:
+            return Refusal(f"a file takes {seconds * 1e6:.0f} us, no more than a thread costs")
+        counts = tuple(dict.fromkeys((min(cores, 8), max(1, cores // 2))))
+        return Choices(
+            counts, f"reading and decoding takes {seconds * 1e6:.0f} us a sample, in the training's own time"
+        )
+
+    def batches(self, fetch: Any, iterator: Any) -> Any:
+        """Read this pass ahead."""
+        if self.active:
+            self._begin(iterator)
+        return fetch
+
+    def _begin(self, iterator: Any) -> None:
+        from hasten.data.ahead import Ahead
+        from hasten.data.foresight import Foresight
+
+        if why := _why_not(iterator):
+            self.refused(why)
+            return
+        dataset = iterator._dataset_fetcher.dataset
+        inner = with_loader_function(dataset)
+        function = self._function_of(inner)
+        if function.over:
+            return
+        iterator._sampler_iter = Ahead(iterator, function, Foresight(dataset, inner, function.ways))
+        self.did("pass")
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.threads = setting if isinstance(setting, int) else 1
+
+    def _function_of(self, inner: Any) -> Any:
+        """The dataset's function, some results of which are there already; put in its place in the first pass."""
+        from hasten.data.ahead import ReadFunction
+
+        # A cache stays outside: what it holds is not read at all.
+        holder, name = (inner.loader, "function") if isinstance(inner.loader, CachedFunction) else (inner, "loader")
+        function = getattr(holder, name)
+        if isinstance(function, ReadFunction):
+            if not function.over:
+                function.look_again()
+            return function
+        function = ReadFunction(function, self.threads, self._let_go)
+        setattr(holder, name, function)  # also one that is let go at once: it is not looked at in each pass then
+        return function
+
+    def _let_go(self, why: str) -> None:
+        self.refused(why)
+        if self.active:
+            messages.tell(f"hasten: read_ahead: {why}; files are read as they are needed from here on.")
+
+
+def _why_not(iterator: Any) -> str:
+    """Why a pass cannot be read ahead, or ""."""
+    from torch.utils.data import SubsetRandomSampler
+    from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
+
+    from hasten.data.orders import why_not
+
+    if type(iterator) is not _SingleProcessDataLoaderIter:
+        return "its batches are not made by torch's own loop in this process"
+    if iterator._dataset_kind != _DatasetKind.Map or not iterator._auto_collation:
+        return "its dataset gives no samples by index, of which a loader makes batches"
+    dataset = iterator._dataset_fetcher.dataset
+    if with_loader_function(dataset) is None:
+        return f"{type(dataset).__name__} has no `loader` function that reads a file"
+    sampler = getattr(iterator._index_sampler, "hasten_whole", iterator._index_sampler)
+    if why := why_not(sampler):
+        return why
+    if isinstance(sampler.sampler, SubsetRandomSampler):
+        return "a SubsetRandomSampler's indices may be changed during a pass"
+    return ""
