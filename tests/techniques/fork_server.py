@@ -5,50 +5,24 @@ Reads one job a line from stdin, answers each with the exit code of the process 
 
 from __future__ import annotations
 
-import atexit
-import gc
+import functools
 import json
 import os
 import runpy
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-_code: int | None = None  # what the script of this fork ended with; None in the server
-
-
-def _end() -> None:
-    """End a fork without taking torch apart, object by object: that takes a second of CPU, most scripts 0.1 s.
-
-    All else is as at the end of any Python: the threads and all other exit functions are done, and what the script left
-    is collected, so that its files are written and its workers ended.
-    """
-    if _code is None:
-        return
-    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
-        sys.__dict__.pop(name, None)
-    gc.collect()  # of what is new: what was there before the fork is frozen
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
-            stream.flush()
-    if _code < 0:
-        signal.signal(-_code, signal.SIG_DFL)
-        os.kill(os.getpid(), -_code)
-    os._exit(_code & 0xFF)
-
-
-atexit.register(_end)  # before all others, so it comes after them
-
 # Imported for the forks; an optimizer's first step imports torch._dynamo.
-import numpy  # noqa: F401, E402
-import PIL.Image  # noqa: F401, E402
-import torch._dynamo  # noqa: F401, E402
+import numpy  # noqa: F401
+import PIL.Image  # noqa: F401
+import torch._dynamo  # noqa: F401
 
-import hasten.taps.session  # noqa: F401, E402
+import hasten.taps.session  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.check import planted  # noqa: E402
+from tests.check import planted
+from tests.quick_end import freeze, run_and_exit
 
 planted.register()
 
@@ -70,32 +44,16 @@ def _become(job: dict[str, Any]) -> None:
         boot()
 
 
-def _run(script: str) -> None:
-    """Run a script, and note the code that Python will end with."""
-    global _code
-    try:
-        runpy.run_path(script, run_name="__main__")
-        _code = 0
-    except SystemExit as end:
-        _code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        raise
-    except BaseException as error:
-        _code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        raise
-
-
 def main() -> None:
     """Serve until stdin ends."""
-    gc.collect()
-    gc.freeze()  # a collection in a fork would copy every page of it
+    freeze()
     print("ready", flush=True)
     for line in sys.stdin:
         job = json.loads(line)
         child = os.fork()
         if child == 0:
             _become(job)
-            _run(job["script"])
-            return
+            run_and_exit(functools.partial(runpy.run_path, job["script"], run_name="__main__"))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 

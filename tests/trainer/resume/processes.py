@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -112,6 +113,7 @@ def _spoil(streams):
 def _serve():
     import warnings
 
+    from tests.quick_end import freeze, run_and_exit
     from tests.trainer.resume.trainings import run
 
     with warnings.catch_warnings():
@@ -127,6 +129,7 @@ def _serve():
             run({"root": folder, "checkpoints": [{}], "flags": {"max_steps": 2}})
             os.dup2(kept, 1)
             os.dup2(errors, 2)
+    freeze()
     for line in sys.stdin:
         question = json.loads(line)
         if "wait" in question:
@@ -144,8 +147,7 @@ def _serve():
                 # Who starts the tests in the background has Ctrl-C ignored in them; a terminal has not.
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                run(question["start"])
-                return
+                run_and_exit(functools.partial(run, question["start"]))
         print(json.dumps(answer), flush=True)
 
 
