@@ -13,6 +13,7 @@ from hasten.cli import doctor as doctor_room
 from hasten.cli import findings as findings_room
 from hasten.cli import fix as fix_room
 from hasten.cli import run as run_room
+from hasten.cli import submit as submit_room
 from hasten.cli import techniques as techniques_room
 from hasten.cli import tune as tune_room
 from hasten.cli import watch as watch_room
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command("doctor", cls=DoctorCommand)(doctor_room.doctor)
 app.command("tune", cls=ScriptCommand)(tune_room.tune)
 app.command("run", cls=ScriptCommand)(run_room.run)
+app.command("submit", cls=ScriptCommand)(submit_room.submit)
 app.command("check", cls=ScriptCommand)(check_room.check)
 app.command("batch", cls=ScriptCommand)(batch_room.batch)
 app.command("compare")(compare_room.compare)

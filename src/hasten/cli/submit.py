@@ -1,0 +1,113 @@
+"""`hasten submit`: a training as a SLURM job, on one machine or on many."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import typer
+
+from hasten.cli.command import process_arguments, script_of
+from hasten.cli.script import training
+from hasten.errors import HastenError
+from hasten.plan import DEFAULT_NAME, Plan
+from hasten.techniques import check
+
+_LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "srun", "mpirun"}
+
+
+def submit(
+    ctx: typer.Context,
+    nodes: int = typer.Option(1, min=1, help="Machines."),
+    devices: int = typer.Option(1, min=1, help="Processes on each machine, one for each device."),
+    accelerator: str = typer.Option("gpu", help="gpu, one for each process; or cpu."),
+    time: str = typer.Option("", help="Time limit: 4:00:00, 2-12 (days-hours), or minutes."),
+    plan: Path = typer.Option(Path(DEFAULT_NAME), help="The plan to run under, where there is one."),
+    no_plan: bool = typer.Option(False, "--no-plan", help="Run the script as it is."),
+    resume: str = typer.Option("", help='Arguments added when the job runs again: "--resume last.pt".'),
+    restarts: int = typer.Option(0, min=0, help="How often a training that failed is run again."),
+    save_seconds: int = typer.Option(120, min=1, help="Asked to save and stop so long before the time limit."),
+    name: str = typer.Option("", help="The job's name; its log is NAME-NUMBER.log (default: the script's)."),
+    partition: str = typer.Option("", help="SLURM's partition."),
+    account: str = typer.Option("", help="SLURM's account."),
+    setup: list[str] = typer.Option([], help='A line of shell before the training: "module load cuda".'),
+    sbatch: list[str] = typer.Option([], help='A further option for sbatch: "--mem=64G".'),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the job's script and send nothing."),
+    follow: bool = typer.Option(False, "--follow", help="Show its log until it ends; Ctrl-C only stops the showing."),
+) -> None:
+    """Send a training to SLURM; when its time is up, or another job goes first, it saves, queues again and goes on.
+
+    Each process is one task of srun and gets the variables that torchrun sets. SIGTERM asks it to stop: hasten's
+    Trainer saves then, and goes on with ckpt_path="last"; other scripts run again with the arguments of --resume.
+
+    Example: hasten submit --nodes 2 --devices 4 --time 4:00:00 train.py --epochs 90
+    """
+    from hasten.parallel import slurm
+
+    command = training(ctx)
+    process_arguments(command, "submit")
+    if Path(command[0]).name in _LAUNCHERS:
+        raise HastenError(
+            f"{command[0]} starts processes, and so does SLURM", "name the script itself, and --nodes and --devices"
+        )
+    if accelerator not in {"gpu", "cpu"}:
+        raise HastenError(f"--accelerator {accelerator}: not known", "say gpu or cpu")
+    if time and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
+        raise HastenError(f"--time {time}: not a time limit", "write 90 (minutes), 4:00:00 or 2-12:00")
+    job = slurm.Job(
+        command=tuple(command),
+        hasten=_runner(plan, no_plan),
+        nodes=nodes,
+        devices=devices,
+        accelerator=accelerator,
+        time=time,
+        name=_named(name, command),
+        resume=shlex.join(_words(resume)),
+        restarts=restarts,
+        save_seconds=save_seconds,
+        setup=tuple(setup),
+        options=(
+            *([f"--partition={partition}"] if partition else []),
+            *([f"--account={account}"] if account else []),
+            *sbatch,
+        ),
+    )
+    if dry_run:
+        typer.echo(job.script(), nl=False)
+        return
+    number = slurm.send(job.script(), Path.cwd())
+    log = Path(f"{job.name}-{number}.log")
+    typer.echo(f"hasten: job {number} is sent; its log: {log}; to end it: scancel {number}")
+    if follow:
+        try:
+            code = slurm.follow(number, log, lambda text: typer.echo(text, nl=False))
+        except KeyboardInterrupt:
+            typer.echo(f"hasten: job {number} goes on; to end it: scancel {number}")
+            raise typer.Exit(130) from None
+        raise typer.Exit(code)
+
+
+def _runner(plan: Path, no_plan: bool) -> tuple[str, ...]:
+    """`hasten run` by this very Python: a job's shell has not the path of the shell that sent it."""
+    hasten = (sys.executable, "-m", "hasten", "run")
+    if no_plan or (plan == Path(DEFAULT_NAME) and not plan.exists()):
+        return (*hasten, "--no-plan")
+    check(Plan.read(plan))
+    return (*hasten, "--plan", str(plan))
+
+
+def _named(name: str, command: list[str]) -> str:
+    script = script_of(command)
+    name = name or (script.stem if script else Path(command[command[0] == "-m"]).name)
+    if not re.fullmatch(r"[\w.@+-]+", name):
+        raise HastenError(f"--name {name!r}: the log is called after it", "use letters, digits and - _ . only")
+    return name
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise HastenError(f"--resume {text!r}: {error}", "quote it as for a shell") from None

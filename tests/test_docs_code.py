@@ -1,0 +1,56 @@
+"""The Python that the documentation shows runs as it stands: each page's blocks, one after the other."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+DATA = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+inputs = torch.randn(2000, 64)
+train_loader = DataLoader(TensorDataset(inputs, inputs[:, :10].argmax(1)), batch_size=32, shuffle=True)
+"""
+TWO_MODELS = """
+from torch import nn
+maker, judge = nn.Linear(8, 8), nn.Linear(8, 1)
+maker_optimizer, judge_optimizer = torch.optim.SGD(maker.parameters()), torch.optim.SGD(judge.parameters())
+"""
+
+
+def script(page: str, before: dict[int, str]) -> str:
+    """The blocks of a page as one script; `before` holds what the reader has at hand before a block, by its number."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    assert blocks
+    # What a page guards by __main__ starts processes, and each would run the page's other blocks again.
+    blocks = [block for block in blocks if "__main__" not in block]
+    return "\n".join(before.get(number, "") + block for number, block in enumerate(blocks))
+
+
+@pytest.mark.parametrize(
+    ("page", "before"),
+    [
+        pytest.param("docs/checkpoints.md", {}, id="checkpoints"),
+        pytest.param("docs/nn.md", {}, id="nn"),
+        # Slow: these compile models, or tune while they train.
+        pytest.param("docs/setup.md", {1: TWO_MODELS}, id="setup", marks=pytest.mark.slow),
+        pytest.param("docs/trainer.md", {}, id="trainer", marks=pytest.mark.slow),
+        pytest.param("README.md", {0: DATA}, id="readme", marks=pytest.mark.slow),
+    ],
+)
+def test_the_code_of_a_page_runs(page: str, before: dict[int, str], tmp_path: Path) -> None:
+    (tmp_path / "page.py").write_text(script(page, before))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
