@@ -28,18 +28,30 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("doctor", cls=DoctorCommand)(doctor_room.doctor)
-app.command("tune", cls=ScriptCommand)(tune_room.tune)
-app.command("run", cls=ScriptCommand)(run_room.run)
-app.command("submit", cls=ScriptCommand)(submit_room.submit)
-app.command("check", cls=ScriptCommand)(check_room.check)
-app.command("batch", cls=ScriptCommand)(batch_room.batch)
-app.command("compare")(compare_room.compare)
-app.command("watch")(watch_room.watch)
-app.command("findings")(findings_room.findings)
-app.command("bench-loader", cls=ScriptCommand)(bench_loader_room.bench_loader)
-app.command("fix")(fix_room.fix)
-app.command("techniques")(techniques_room.techniques)
+app.command("doctor", short_help="Say why a training is slow, where, and what to mend.", cls=DoctorCommand)(
+    doctor_room.doctor
+)
+app.command("tune", short_help="Find what makes a training faster; write a plan and a proof.", cls=ScriptCommand)(
+    tune_room.tune
+)
+app.command("run", short_help="Run a training under a plan, otherwise as Python would.", cls=ScriptCommand)(
+    run_room.run
+)
+app.command("submit", short_help="Send a training to SLURM; it goes on after its time limit.", cls=ScriptCommand)(
+    submit_room.submit
+)
+app.command("check", short_help="Does a plan leave the training what it is?", cls=ScriptCommand)(check_room.check)
+app.command("batch", short_help="Find the largest batch that is safe and pays.", cls=ScriptCommand)(batch_room.batch)
+app.command("compare", short_help="Compare two runs: step, phases, memory, losses.")(compare_room.compare)
+app.command("watch", short_help="Show a run that is going on, live.")(watch_room.watch)
+app.command("findings", short_help="List all that doctor can find, in runs and in code.")(findings_room.findings)
+app.command("bench-loader", short_help="Measure a training's loader alone.", cls=ScriptCommand)(
+    bench_loader_room.bench_loader
+)
+app.command("fix", short_help="Show, or write, what can be mended safely in source.")(fix_room.fix)
+app.command("techniques", short_help="List the techniques and what each may do to a result.")(
+    techniques_room.techniques
+)
 
 
 @app.callback(invoke_without_command=True)

@@ -23,10 +23,14 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 
 def batch(
     ctx: typer.Context,
-    memory: str = typer.Option("", help="Memory that the training may have: 8GiB, 500MB (default: what is free)."),
-    argument: str = typer.Option("", help="The script's own argument for the batch size, such as --batch-size."),
-    timeout: float = typer.Option(120.0, help="Seconds after which one attempt is ended."),
-    json: Path | None = typer.Option(None, "--json", help="Write the figures there."),
+    memory: str = typer.Option(
+        "", help="Memory that the training may have: 8GiB, 500MB (default: what is free).", metavar="SIZE"
+    ),
+    argument: str = typer.Option(
+        "", help="The script's own argument for the batch size, such as --batch-size.", metavar="ARG"
+    ),
+    timeout: float = typer.Option(120.0, help="Seconds after which one attempt is ended.", metavar="SECONDS"),
+    json: Path | None = typer.Option(None, "--json", help="Write the figures there.", metavar="FILE"),
 ) -> None:
     """Find the largest batch that is safe, where throughput saturates, and what memory goes to; changes nothing.
 

@@ -20,13 +20,15 @@ _is_answer = files.json_of(_SCHEMA)
 
 def check(
     ctx: typer.Context,
-    plan: Path = typer.Option(Path(DEFAULT_NAME), help="The plan to check."),
+    plan: Path = typer.Option(Path(DEFAULT_NAME), help="The plan to check.", metavar="FILE"),
     resume: str | None = typer.Option(
         None, metavar="ARGS", help="Also go on from what the script saved; ARGS are what it then needs, or ''."
     ),
-    batches: int = typer.Option(6, min=2, help="Batches after which each pass through a loader ends."),
-    epochs: int = typer.Option(2, min=1, help="Passes through the training loader."),
-    json_file: Path | None = typer.Option(None, "--json", help="Write what was found there, for programs."),
+    batches: int = typer.Option(6, min=2, help="Batches after which each pass through a loader ends.", metavar="N"),
+    epochs: int = typer.Option(2, min=1, help="Passes through the training loader.", metavar="N"),
+    json_file: Path | None = typer.Option(
+        None, "--json", help="Write what was found there, for programs.", metavar="FILE"
+    ),
 ) -> None:
     """Run a training plain and under a plan, in step, and compare tensor by tensor.
 

@@ -20,7 +20,9 @@ def compare(
     fail_if_slower: str | None = typer.Option(
         None, metavar="PERCENT", help="Exit with 1 if the later run's step is slower by more than this, as 5%."
     ),
-    json_file: Path | None = typer.Option(None, "--json", help="Write the comparison there, for programs."),
+    json_file: Path | None = typer.Option(
+        None, "--json", help="Write the comparison there, for programs.", metavar="FILE"
+    ),
 ) -> None:
     """Compare two runs: the step and its phases, memory, findings that came and went, the verdict.
 

@@ -20,20 +20,26 @@ _LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "srun", "mpirun"}
 
 def submit(
     ctx: typer.Context,
-    nodes: int = typer.Option(1, min=1, help="Machines."),
-    devices: int = typer.Option(1, min=1, help="Processes on each machine, one for each device."),
-    accelerator: str = typer.Option("gpu", help="gpu, one for each process; or cpu."),
-    time: str = typer.Option("", help="Time limit: 4:00:00, 2-12 (days-hours), or minutes."),
-    plan: Path = typer.Option(Path(DEFAULT_NAME), help="The plan to run under, where there is one."),
+    nodes: int = typer.Option(1, min=1, help="Machines.", metavar="N"),
+    devices: int = typer.Option(1, min=1, help="Processes on each machine, one for each device.", metavar="N"),
+    accelerator: str = typer.Option("gpu", help="gpu, one for each process; or cpu.", metavar="gpu|cpu"),
+    time: str = typer.Option("", help="Time limit: 4:00:00, 2-12 (days-hours), or minutes.", metavar="TIME"),
+    plan: Path = typer.Option(Path(DEFAULT_NAME), help="The plan to run under, where there is one.", metavar="FILE"),
     no_plan: bool = typer.Option(False, "--no-plan", help="Run the script as it is."),
-    resume: str = typer.Option("", help='Arguments added when the job runs again: "--resume last.pt".'),
-    restarts: int = typer.Option(0, min=0, help="How often a training that failed is run again."),
-    save_seconds: int = typer.Option(120, min=1, help="Asked to save and stop so long before the time limit."),
-    name: str = typer.Option("", help="The job's name; its log is NAME-NUMBER.log (default: the script's)."),
-    partition: str = typer.Option("", help="SLURM's partition."),
-    account: str = typer.Option("", help="SLURM's account."),
-    setup: list[str] = typer.Option([], help='A line of shell before the training: "module load cuda".'),
-    sbatch: list[str] = typer.Option([], help='A further option for sbatch: "--mem=64G".'),
+    resume: str = typer.Option("", help='Arguments added when the job runs again: "--resume last.pt".', metavar="ARGS"),
+    restarts: int = typer.Option(0, min=0, help="How often a training that failed is run again.", metavar="N"),
+    save_seconds: int = typer.Option(
+        120, min=1, help="Asked to save and stop so long before the time limit.", metavar="SECONDS"
+    ),
+    name: str = typer.Option(
+        "", help="The job's name; its log is NAME-NUMBER.log (default: the script's).", metavar="NAME"
+    ),
+    partition: str = typer.Option("", help="SLURM's partition.", metavar="NAME"),
+    account: str = typer.Option("", help="SLURM's account.", metavar="NAME"),
+    setup: list[str] = typer.Option(
+        [], help='A line of shell before the training: "module load cuda".', metavar="LINE"
+    ),
+    sbatch: list[str] = typer.Option([], help='A further option for sbatch: "--mem=64G".', metavar="OPTION"),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the job's script and send nothing."),
     follow: bool = typer.Option(False, "--follow", help="Show its log until it ends; Ctrl-C only stops the showing."),
 ) -> None:

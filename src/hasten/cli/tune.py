@@ -27,12 +27,20 @@ _UNITS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 
 def tune(
     ctx: typer.Context,
-    budget: str = typer.Option("3m", help="Time for all of it: 300, 90s, 5m, 1h."),
-    out: Path = typer.Option(Path(DEFAULT_NAME), help="Where the plan goes; the report goes beside it."),
-    seeds: int = typer.Option(5, min=1, help="Pairs of fresh processes at the most, each under a seed of its own."),
-    allow: list[str] = typer.Option([], help="`trajectory`: also try what changes the optimisation path."),
-    only: list[str] = typer.Option([], help="Try this technique only (may be repeated)."),
-    order: int = typer.Option(0, help="Seed of the search's own draws: another one asks in another order."),
+    budget: str = typer.Option("3m", help="Time for all of it: 300, 90s, 5m, 1h.", metavar="TIME"),
+    out: Path = typer.Option(
+        Path(DEFAULT_NAME), help="Where the plan goes; the report goes beside it.", metavar="FILE"
+    ),
+    seeds: int = typer.Option(
+        5, min=1, help="Pairs of fresh processes at the most, each under a seed of its own.", metavar="N"
+    ),
+    allow: list[str] = typer.Option(
+        [], help="`trajectory`: also try what changes the optimisation path.", metavar="WHAT"
+    ),
+    only: list[str] = typer.Option([], help="Try this technique only (may be repeated).", metavar="NAME"),
+    order: int = typer.Option(
+        0, help="Seed of the search's own draws: another one asks in another order.", metavar="N"
+    ),
     processes: bool = typer.Option(False, help="Ask in processes of their own, not in one that runs."),
     no_memory: bool = typer.Option(False, "--no-memory", help="Neither use nor keep what tunes learn, in .hasten."),
 ) -> None:
