@@ -68,6 +68,34 @@ def test_a_model_that_goes_on_training_in_eval_mode_is_left_alone(tmp_path: Path
     assert "does not act from here on: Linear: a backward goes through it in eval mode" in done.err
 
 
+COLLECTS = """
+    import gc, sys
+    gc.disable()
+    import torch
+    print("enabled", gc.isenabled(), "torch is frozen", gc.get_freeze_count() > 50_000)
+    gc.enable()
+    class Cycle:
+        def __init__(self): self.me = self
+        def __del__(self): print("collected")
+    Cycle()
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+    print("enabled", gc.isenabled(), "imported", "torch._dynamo" in sys.modules)
+    gc.collect()
+    print("over")
+"""
+
+
+def test_imports_leave_the_garbage_collector_as_the_script_has_it(tmp_path: Path) -> None:
+    """What the script made before torch._dynamo is imported, which happens late, can still be collected."""
+    write(tmp_path, "train.py", COLLECTS)
+    done, _ = listened(tmp_path, "train.py")
+    assert (done.code, done.err) == (0, "")
+    said = done.out.splitlines()
+    assert said.pop(0) == "enabled False torch is frozen True"
+    assert said.pop() == "over"
+    assert sorted(said) == ["collected", "enabled True imported True"]  # which comes first is up to the collector
+
+
 READS_A_GLOBAL = """
     import torch
     from torch.utils.data import DataLoader, Dataset

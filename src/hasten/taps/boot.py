@@ -7,7 +7,7 @@ import sys
 from types import TracebackType
 
 from hasten import messages
-from hasten.taps.after_import import after_import
+from hasten.taps.after_import import after_import, import_without_collections
 from hasten.taps.config import VARIABLE, RunConfig
 from hasten.taps.tracebacks import describe, hide_our_frames
 
@@ -30,6 +30,7 @@ def boot() -> None:
     if config.doctor is not None:
         _note_an_early_end(f"{config.evidence}.error")
     hide_our_frames()
+    import_without_collections()
 
     def start() -> None:
         from hasten.taps.session import ProcessSession
