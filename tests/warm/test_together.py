@@ -75,10 +75,14 @@ def test_ranks_hold_the_same_plan_in_every_step(tmp_path: Path) -> None:
     fails_in_one = """planted('fails', 0.0)
 if os.environ.get('RANK') == '1':
     CATALOGUE['fails'].on = lambda self: 1 / 0"""
-    done = tuned(tmp_path, "planted('helps', -0.015)", "planted('harms', 0.03)", fails_in_one)
+    stumbles_in_one = """planted('stumbles', -0.001, Liveness.PASS)
+if os.environ.get('RANK') == '1':
+    CATALOGUE['stumbles'].fetcher = lambda self, fetcher: 1 / 0"""
+    done = tuned(tmp_path, "planted('helps', -0.015)", "planted('harms', 0.03)", fails_in_one, stumbles_in_one)
     assert done.code == 0, done.err
     steps = seen(tmp_path)
-    assert all(first == second for first, second in steps)
+    assert all(set(first) - {"stumbles"} == set(second) - {"stumbles"} for first, second in steps)
+    assert any(first != second for first, second in steps), "inside a step rank 1 alone was without it"
     assert {"helps", "harms"} in [set(first) for first, _ in steps]
     assert steps[-1] == [["helps"], ["helps"]]
     assert not any("fails" in first for first, _ in steps), "it does not work in one of them"
@@ -131,6 +135,58 @@ def test_a_rank_that_does_not_answer_finds_all_off_when_it_comes(ranks: Any) -> 
     assert "did not answer in time" in leads.lost
     following.on_step(1)
     assert (leads.on, follows.on) == ({}, {})
+
+
+def obeyed(leads: LeadingBoard, following: Following, step: int) -> None:
+    """Both ranks come to the end of a step."""
+    other = threading.Thread(target=following.on_step, args=(step,))
+    other.start()
+    leads.go_on(step + 1)
+    other.join()
+
+
+def switched(leads: LeadingBoard, following: Following) -> None:
+    """Both ranks have the technique on, and train on."""
+    other = threading.Thread(target=following.on_step, args=(1,))
+    other.start()
+    leads.switch({"planted": True})
+    leads.go_on(2)
+    other.join()
+
+
+def test_what_fails_inside_a_step_of_another_rank_is_off_in_all(ranks: Any) -> None:
+    leads, follows, following = ranks
+    switched(leads, following)
+    follows.failed(follows.techniques[0], OSError("no more processes"))
+    assert (leads.on, follows.on) == ({"planted": True}, {}), "rank 0 cannot know yet"
+    obeyed(leads, following, 2)  # it may have let the others train on before it could hear of it
+    obeyed(leads, following, 3)
+    assert (leads.on, follows.on, leads.lost) == ({}, {}, "")
+    assert "another rank" in leads.broken["planted"]
+    obeyed(leads, following, 4)
+    assert leads.lost == "", "nobody is out of step with the other's commands"
+
+
+def test_what_fails_inside_a_step_of_rank_0_is_off_in_all(ranks: Any) -> None:
+    leads, follows, following = ranks
+    switched(leads, following)
+    leads.failed(leads.techniques[0], OSError("no more processes"))
+    obeyed(leads, following, 2)
+    assert (leads.on, follows.on, leads.lost) == ({}, {}, "")
+    assert "another rank" in follows.broken["planted"]
+
+
+def test_what_fails_inside_a_step_comes_on_no_more(ranks: Any) -> None:
+    leads, follows, following = ranks
+    switched(leads, following)
+    follows.failed(follows.techniques[0], OSError("no more processes"))
+    other = threading.Thread(target=following.on_step, args=(2,))
+    other.start()
+    leads.switch({})
+    leads.switch({"planted": True})
+    leads.go_on(3)
+    other.join()
+    assert (leads.on, follows.on, leads.lost) == ({}, {}, "")
 
 
 def test_a_switch_is_made_in_all_ranks(ranks: Any) -> None:

@@ -37,6 +37,10 @@ def search_apart(
     while time.monotonic() + longest < until and crashes < _MOST_CRASHES:
         plan = {course.candidates[i].name: course.candidates[i].setting for i in sorted(wish)}
         trial = trials.run(plan, timeout=4 * longest + _TIMEOUT)
+        if trial.outcome == "timeout" and time.monotonic() >= trials.deadline:
+            # Four times as long as the trials before, say, beside other work: nobody knows that it would have hung.
+            found.would_ask.append(f"{', '.join(plan) or 'the script as it is'}: it took longer than the budget")
+            break
         longest = max(longest, trial.seconds) if trial.ok else longest
         if _saw(found, trial, wish, part, on_block):
             say(f"{', '.join(plan) or 'the script as it is'}: {trial.timing.cost * 1e3:.1f} ms a step")  # type: ignore[union-attr]

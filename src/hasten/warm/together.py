@@ -7,6 +7,11 @@ pass. A switch is followed by everybody's answer, so that what fails in one rank
 A slot is taken once, by rank 0's command or by a rank that has waited too long for it (rank 0 has run out of batches,
 or validates alone). Then nobody switches any more, and all go on with what all have on: ranks never hold different
 plans, and never wait for each other for longer than that.
+
+A technique may also fail inside a step, in one rank alone: workers that cannot be started, say. That rank goes on
+without it at once, and tells rank 0 when it next reads commands; rank 0 then has it off in all, when it next lets them
+train on. What rank 0 itself loses so, the others lose there too. Until then the ranks compute the same steps, each in
+its own way: no technique changes what they send to each other.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ class Slots:
     def __init__(self, store: Any, patience: float = _PATIENCE) -> None:
         self._store, self._patience = store, timedelta(seconds=patience)
         self.number = 0  # of the next slot
+        self._heard = 0  # complaints
 
     def write(self, command: dict[str, Any]) -> bool:
         """Take the next slot; return whether nobody had given it up."""
@@ -90,6 +96,26 @@ class Slots:
             return None
 
 
+    def complain(self, names: Iterable[str]) -> None:
+        """Say which techniques failed in this rank inside a step."""
+        try:
+            number = self._store.add("complaints", 1)
+            self._store.set(f"complaint {number}", json.dumps(sorted(names)))
+        except RuntimeError:  # the store is gone with rank 0, which the next command says
+            return
+
+    def complaints(self) -> set[str]:
+        """Return what failed in other ranks since this was asked last, without waiting."""
+        names: set[str] = set()
+        try:
+            while self._store.check([key := f"complaint {self._heard + 1}"]):
+                self._heard += 1
+                names.update(json.loads(self._store.get(key)))
+        except RuntimeError:  # the store is gone, which the next command says
+            pass
+        return names
+
+
 class LeadingBoard(Switchboard):
     """The switchboard of rank 0: what is switched on it is switched in all ranks.
 
@@ -102,6 +128,7 @@ class LeadingBoard(Switchboard):
     slots: Slots | None = None
     ranks = 1
     lost = ""
+    _told: frozenset[str] = frozenset()  # of what is broken, the others know this
 
     def switch(self, wanted: Mapping[str, Setting]) -> None:
         """Switch here and in all other ranks; nothing is done once they can no longer be led."""
@@ -116,18 +143,30 @@ class LeadingBoard(Switchboard):
             super().switch({})
             self._command({"do": "over"})
             self.lost = "another rank did not answer in time; all is off in all ranks"
-        elif broken:
-            self._command({"do": "broken", "names": sorted(broken)})
-            fail(self, broken)
+        elif broken is not None:
+            self._lose(broken)
 
     def lead(self, slots: Slots | None, ranks: int) -> None:
         """Lead so many ranks from here on; None: there are no others."""
         self.slots, self.ranks, self.lost = slots, ranks, ""
+        self._told = frozenset()
 
     def go_on(self, until: int) -> None:
-        """Let the others train on: they need not ask again before so many steps are over."""
+        """Let the others train on: they need not ask again before so many steps are over.
+
+        What failed in a step, here or in another rank, is off in all before.
+        """
+        if self.slots is not None and not self.lost:
+            self._lose(self.slots.complaints())
         if self.slots is not None and not self.lost:
             self._command({"do": "go on", "until": until})
+
+    def _lose(self, elsewhere: Iterable[str]) -> None:
+        """Have off in all ranks what failed in one: these in another, or any in this."""
+        fail(self, elsewhere)
+        if new := frozenset(self.broken) - self._told:
+            self._told |= new
+            self._command({"do": "broken", "names": sorted(new)})
 
     def over(self) -> None:
         """Nothing will be switched any more."""
@@ -149,7 +188,7 @@ class LeadingBoard(Switchboard):
 
 def fail(board: Switchboard, names: Iterable[str]) -> None:
     """Switch these techniques off for good: they failed in another rank."""
-    for name in names:
+    for name in sorted(set(names) - set(board.broken)):
         first = next((one for one in board.techniques if one.name == name and one.switchable), None)
         if first is not None:
             board.failed(first, HastenError("it failed in another rank"))
@@ -220,6 +259,7 @@ class Following:
         recorder.may_rest = False
         self._slots: Slots | None = None
         self._until = 0
+        self._told: set[str] = set()  # of what is broken, rank 0 knows this
 
     def on_step(self, steps: int) -> int | None:
         """A step is over."""
@@ -240,6 +280,9 @@ class Following:
 
     def _obey(self) -> None:
         """Do what rank 0 did, until it went on."""
+        if self._slots is not None and (new := set(self._board.broken) - self._told):
+            self._slots.complain(new)
+            self._told |= new
         while self._slots is not None:
             command = self._slots.read()
             if command["do"] == "go on":
@@ -248,8 +291,10 @@ class Following:
             if command["do"] == "switch":
                 self._switch(command["on"])
                 self._slots.answer(self._rank, self._board.broken)
+                self._told |= set(self._board.broken)
             elif command["do"] == "broken":
                 fail(self._board, command["names"])
+                self._told |= set(command["names"])
             else:
                 self.close()
                 self._over()
