@@ -50,6 +50,16 @@ def test_glibc_keeps_the_memory_of_freed_tensors(tmp_path: Path) -> None:
     assert run(tmp_path, "glibc") == "True False False\n"
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not glibc")
+def test_glibc_keeps_memory_in_a_process_that_nobody_started_so(tmp_path: Path) -> None:
+    """As in `python train.py` with `Trainer(plan=...)`: only what runs can tell it."""
+    setup = "import hasten, torch\nhasten.setup(torch.nn.Linear(1, 1), allocator='glibc')\n"
+    inherited = {name: value for name, value in os.environ.items() if name not in ("GLIBC_TUNABLES", "LD_PRELOAD")}
+    command = [sys.executable, "-c", setup + HEAP]
+    done = subprocess.run(command, cwd=tmp_path, env=inherited, capture_output=True, text=True, check=False)
+    assert done.stdout == "True False False\n", done.stderr
+
+
 @pytest.mark.parametrize("name", ["jemalloc", "tcmalloc"])
 def test_an_installed_allocator_is_loaded(tmp_path: Path, name: str) -> None:
     if not library(name):

@@ -290,9 +290,16 @@ def test_a_plan_with_a_mistake_names_the_line(tmp_path):
         quiet(plan=path, precision="16-mixed")
 
 
+def test_glibc_is_told_in_the_process_that_runs(capsys):
+    trainer = quiet(plan=Plan({"allocator": "glibc"}))
+    trainer.fit(Regression(), loader())
+    assert [technique.name for technique in trainer.run.techniques] == ["allocator"]
+    assert "not installed" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["no_grad_validation", "set_to_none", "debug_off", "allocator"])
 def test_techniques_that_the_trainer_has_anyway_are_named(name, capsys):
-    trainer = quiet(plan=Plan({name: "glibc" if name == "allocator" else True}))
+    trainer = quiet(plan=Plan({name: "jemalloc" if name == "allocator" else True}))
     trainer.fit(Regression(), loader())
     assert f"{name} of the plan is not installed" in capsys.readouterr().err
     assert trainer.run.techniques == []

@@ -10,7 +10,11 @@ import pytest
 
 from hasten.errors import HastenError
 from hasten.taps.config import TrialOptions
+from hasten.tuner.apart import search_apart
+from hasten.tuner.found import Found
 from hasten.tuner.trial import Trial, Trials
+from hasten.warm.course import Course
+from hasten.warm.options import Candidate
 from tests.taps.scripts import PYTHON, write
 
 TRAIN = """
@@ -139,3 +143,16 @@ def test_what_cannot_be_started_is_said(tmp_path: Path) -> None:
     nothing = Trials([str(tmp_path / "nowhere")], (), tmp_path, TrialOptions(""), time.monotonic() + 60)
     with pytest.raises(HastenError, match="cannot start"):
         nothing.run({})
+
+
+def test_a_trial_that_the_budget_cuts_is_held_against_no_technique(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be slow beside other work only: nobody waited long enough to call it hung."""
+    several = trials(tmp_path, "import time\ntime.sleep(600)", monkeypatch)
+    several.deadline = time.monotonic() + 1
+    found = Found(Course([Candidate("channels_last", True)], live=False), warm=False)
+    search_apart(several, found, Trial({}, 0, "ok", 0.1), time.monotonic() + 60, lambda line: None, lambda block: None)
+    assert (several.done[-1].plan, several.done[-1].outcome) == ({"channels_last": True}, "timeout")
+    assert (found.course.out, found.notes) == ({}, [])
+    assert "longer than the budget" in found.would_ask[0]

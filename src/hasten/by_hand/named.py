@@ -9,6 +9,7 @@ from hasten.errors import HastenError
 from hasten.evidence import this_machine
 from hasten.plan import Plan, Setting, did_you_mean
 from hasten.techniques import CATALOGUE, check, remarks, toml_value
+from hasten.techniques.memory.allocator import Allocator
 
 # As Fabric and Accelerate spell them; None is float32, which needs no technique.
 _PRECISIONS = {
@@ -20,7 +21,6 @@ _PRECISIONS = {
     "fp16": "16-mixed",
     "64": "64-true",
 }
-_TOO_LATE = {"allocator": "it is chosen when a process starts: use `hasten run`"}
 
 
 def technique_settings(
@@ -50,9 +50,11 @@ def technique_settings(
         if setting is not False and name not in chosen and (why := CATALOGUE[name].useless(setting, machine)):
             said.append(f"{name}={setting!r} is of no use here: {why}")
         chosen[name] = setting
-    late = [name for name, setting in chosen.items() if name in _TOO_LATE and setting is not False]
-    said += [f"{name} is not installed: {_TOO_LATE[name]}" for name in late]
-    return {name: on for name, on in chosen.items() if on is not False and name not in late}, said
+    on = {name: setting for name, setting in chosen.items() if setting is not False}
+    if late := Allocator.too_late(on["allocator"]) if "allocator" in on else "":
+        said.append(f"allocator is not installed: {late}")
+        del on["allocator"]
+    return on, said
 
 
 def _full(name: str, setting: Setting | None) -> Setting | None:

@@ -11,6 +11,7 @@ from hasten.evidence import this_machine
 from hasten.plan import Plan, Setting
 from hasten.run import Run
 from hasten.techniques import CATALOGUE, build, check, remarks, toml_value
+from hasten.techniques.memory.allocator import Allocator
 from hasten.trainer.config import Config
 from hasten.trainer.errors import WrongValueError, misconfigured
 
@@ -18,9 +19,8 @@ NEEDS_NOTHING = {
     "no_grad_validation": "the Trainer validates without graphs anyway",
     "set_to_none": "the Trainer drops gradients anyway",
     "debug_off": "the Trainer leaves detect_anomaly and profiler to its flags",
-    "allocator": "it is chosen when a process starts: use `hasten run`",
 }
-"""Techniques that the Trainer has built in, or that come too late in a running process."""
+"""Techniques that the Trainer has built in."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def installed(config: Config) -> Installed:
         tuning = tuning_of(config.plan)
     plan = None if tuning is not None or config.plan == "auto" else config.plan
     chosen, remarks = _chosen(config, plan)
-    settings = {name: setting for name, setting in chosen.items() if name not in NEEDS_NOTHING}
+    settings = {name: setting for name, setting in chosen.items() if not _left_out(name, setting)}
     if tuning is not None:
         return Installed(settings, tuning.board(config.techniques, settings), [tuning], remarks)
     return Installed(settings, Run(build(settings, CATALOGUE)), [], remarks)
@@ -83,8 +83,14 @@ def _chosen(config: Config, given: Any) -> tuple[dict[str, Setting], list[str]]:
         if why := CATALOGUE[name].useless(setting, machine):
             said.append(f"{name}={setting!r} is of no use here: {why}")
     on = {name: setting for name, setting in chosen.items() if setting is not False}
-    said += [f"{name} of the plan is not installed: {NEEDS_NOTHING[name]}" for name in on if name in NEEDS_NOTHING]
+    left_out = {name: _left_out(name, setting) for name, setting in on.items()}
+    said += [f"{name} of the plan is not installed: {why}" for name, why in left_out.items() if why]
     return on, said
+
+
+def _left_out(name: str, setting: Setting) -> str:
+    """Return why a technique is not installed; "" where it is."""
+    return NEEDS_NOTHING.get(name, "") or (Allocator.too_late(setting) if name == Allocator.name else "")
 
 
 _ONE_OR_ALL = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")

@@ -95,7 +95,6 @@ class Slots:
         except RuntimeError:
             return None
 
-
     def complain(self, names: Iterable[str]) -> None:
         """Say which techniques failed in this rank inside a step."""
         try:

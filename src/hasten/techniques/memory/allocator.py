@@ -21,8 +21,9 @@ class Allocator(Technique):
     """Choose the allocator of CPU memory.
 
     "glibc" sets glibc's own tunables so that freed tensors' memory is used again; "jemalloc" and "tcmalloc" are
-    loaded in glibc's place where they are installed. Set in the environment, before the process starts: under the
-    Trainer it needs `hasten run`, or the variables set by whoever starts Python.
+    loaded in glibc's place where they are installed. `hasten run` sets them in the environment, before the process
+    starts. The Trainer and `hasten.setup` tell glibc in the process that runs; "jemalloc" and "tcmalloc" need
+    `hasten run` there too, or the variables set by whoever starts Python.
     """
 
     name = "allocator"
@@ -69,19 +70,38 @@ class Allocator(Technique):
             return
         self.did("process")
 
+    @classmethod
+    def too_late(cls, setting: Setting) -> str:
+        """Return why a setting cannot be chosen in a process that runs; "" where it can."""
+        if cls.liveness_of(setting) is Liveness.PROCESS:
+            return f'"{setting}" is loaded when a process starts: use `hasten run`'
+        return ""
+
+    def process(self) -> None:
+        """Where the process was started without the tunables (by `python train.py`): tell glibc now."""
+        if self.setting == "glibc" and TUNABLES not in os.environ.get("GLIBC_TUNABLES", ""):
+            self._keep()
+
+    def restore(self) -> None:
+        """Have glibc give memory back as it would, untold."""
+        if self._glibc is not None:
+            self._glibc.give_back()
+
     def on(self) -> None:
         """Have glibc keep memory from here on."""
         super().on()
-        if self._glibc is None:
-            self._glibc = Glibc()
-        self._glibc.keep()
-        self.did("process")
+        self._keep()
 
     def off(self) -> None:
         """Have glibc give memory back as it would, untold."""
         super().off()
-        if self._glibc is not None:
-            self._glibc.give_back()
+        self.restore()
+
+    def _keep(self) -> None:
+        if self._glibc is None:
+            self._glibc = Glibc()
+        self._glibc.keep()
+        self.did("process")
 
 
 def keeping(evidence: Evidence) -> str:
