@@ -76,6 +76,7 @@ THE_SAME = {
     "own generator": ("h = h * torch.rand(h.shape, generator=self.own)", LOSS),
     "global generators": ("h = h * float(numbers.random()) * lucky.random()", LOSS),
     "layer drop": ("if random.random() < 0.5: return x", LOSS),
+    "draws before the backward": ("h = h.sin()", LOSS + " * (1 + random.random() + np.random.rand())"),
     "eval before the backward": ("h = F.dropout(h, 0.3, self.training)", LOSS + "; model.eval()"),
     "attribute switched": (
         "h = h * self.scale",
@@ -174,6 +175,7 @@ def test_what_would_happen_twice_keeps_its_activations(train: Train, case: str) 
 
 
 FAST = ("notes of a function of its own", "python", "numpy's late", "own generator", "layer drop",
+        "draws before the backward",
         "eval before the backward", "attribute switched",
         "functional_call", "counters and lists", "statistics late", "input in place", "torch.func inside")  # fmt: skip
 

@@ -64,9 +64,24 @@ class States:
         return ""
 
     def moved(self) -> bool:
-        """Return whether a generator whose state was not copied has moved."""
+        """Return whether a generator whose state was not copied has moved since the others were put back."""
         python, numpy = _marks()
         return (self._python is None and python != self._marks[0]) or (self._numpy is None and numpy != self._marks[1])
+
+    def cover(self, other: States) -> None:
+        """Take, as it is now, all that `other` will put back.
+
+        A forward's first states are full copies; by its backward the module may be past those, and of what is put
+        back for the repetition nothing would remain of the draws since.
+        """
+        if self._python is None and other._python is not None:
+            self._python = random.getstate()
+        if self._numpy is None and other._numpy is not None:
+            self._numpy = _numpy_state()
+        devices = {device for device, _ in self._cuda}
+        self._cuda += [(device, torch.cuda.get_rng_state(device)) for device, _ in other._cuda if device not in devices]
+        known = {id(generator) for generator, _ in self._own}
+        self._own += [(one, _state_of(one)) for one, _ in other._own if id(one) not in known]
 
     def put_back(self) -> None:
         """Set the generators to what they were."""
@@ -79,6 +94,8 @@ class States:
             torch.cuda.set_rng_state(state, device)
         for generator, state in self._own:
             _set_state(generator, state)
+        # What was not copied stands where others have drawn to since: a model that skips blocks by `random.random()`.
+        self._marks = _marks()
 
 
 def is_generator(thing: Any) -> bool:

@@ -241,10 +241,16 @@ class Then:
     def again(self, module: nn.Module, args: Any) -> Then:
         """Take the same things as they are now."""
         now = Then(self._known, module, args, first=False)
+        # What the module had and has no more is put back for the repetition, too.
         seen = {id(container) for container, _ in now._containers}
-        for container, _ in self._containers:
+        for container, _ in (*self._containers, *self._buffers):
             if id(container) not in seen:
                 now._keep(container)
+        for array, _ in self._arrays:
+            now._note_array(array, "an array")
+        slotted = {id(thing) for thing, _ in now._slotted}
+        now._slotted += [(thing, _slots(thing)) for thing, _ in self._slotted if id(thing) not in slotted]
+        now._states.cover(self._states)
         return now
 
     def put_back(self) -> None:
