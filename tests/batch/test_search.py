@@ -16,7 +16,7 @@ from hasten import HastenError
 from hasten.batch.attempt import Attempt, Attempts, value_of, with_argument
 from hasten.batch.search import Found, Line, line_through, search
 from hasten.batch.words import as_json, lines, rate_factor, rule, split
-from hasten.cli.batch import size_in_bytes
+from hasten.cli.size import size_in_bytes
 from hasten.evidence import Evidence
 from tests.techniques.conftest import LOADER, evidence_of
 
@@ -133,12 +133,12 @@ def test_an_argument_is_replaced_or_added(before: list[str], after: list[str]) -
 
 
 def test_sizes_are_read() -> None:
-    assert size_in_bytes("8GiB") == 8 << 30
-    assert size_in_bytes("500 MB") == 500 * MB
-    assert size_in_bytes("1.5g") == 3 << 29
+    assert size_in_bytes("8GiB", "--memory") == 8 << 30
+    assert size_in_bytes("500 MB", "--memory") == 500 * MB
+    assert size_in_bytes("1.5g", "--memory") == 3 << 29
     for wrong in ("many", "0", "8 bits", "-1"):
         with pytest.raises(HastenError, match="not a size"):
-            size_in_bytes(wrong)
+            size_in_bytes(wrong, "--memory")
 
 
 SCRIPT = """

@@ -9,6 +9,7 @@ from hasten.cli import batch as batch_room
 from hasten.cli import bench_loader as bench_loader_room
 from hasten.cli import check as check_room
 from hasten.cli import compare as compare_room
+from hasten.cli import convert as convert_room
 from hasten.cli import doctor as doctor_room
 from hasten.cli import findings as findings_room
 from hasten.cli import fix as fix_room
@@ -48,6 +49,7 @@ app.command("findings", short_help="List all that doctor can find, in runs and i
 app.command("bench-loader", short_help="Measure a training's loader alone.", cls=ScriptCommand)(
     bench_loader_room.bench_loader
 )
+app.command("convert", short_help="Write images, CSV, JSON lines, tar or a Dataset as Parquet.")(convert_room.convert)
 app.command("fix", short_help="Show, or write, what can be mended safely in source.")(fix_room.fix)
 app.command("techniques", short_help="List the techniques and what each may do to a result.")(
     techniques_room.techniques

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import re
 import signal
 import tempfile
 import time
@@ -15,10 +14,10 @@ import typer
 from hasten import files, messages
 from hasten.cli.command import process_arguments
 from hasten.cli.script import training
+from hasten.cli.size import size_in_bytes
 from hasten.errors import HastenError
 
 _ALL = 1 << 50  # bytes: more than any GPU has, whose own size bounds it then
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 def batch(
@@ -48,7 +47,7 @@ def batch(
     command = training(ctx)
     arguments = process_arguments(command, "batch")
     on_gpu = this_machine().device == "cuda"
-    limit = size_in_bytes(memory) if memory else _ALL if on_gpu else free_bytes()
+    limit = size_in_bytes(memory, "--memory") if memory else _ALL if on_gpu else free_bytes()
     value = value_of(arguments, argument) if argument else 0
     if argument and not value:
         raise HastenError(f"{argument} has no value in the training's command line", f"add it: {argument} 16")
@@ -67,20 +66,6 @@ def batch(
     typer.echo("\n".join(lines(found)))
     if json is not None:
         files.write_whole(json, (json_format.dumps(as_json(found, tuple(command)), indent=1) + "\n").encode())
-
-
-def size_in_bytes(text: str) -> int:
-    """Return a size such as 8GiB in bytes.
-
-    Raises:
-        HastenError: It is none.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    unit = match[2] if match else ""
-    unit = {"k": "kib", "m": "mib", "g": "gib"}.get(unit, unit)
-    if match is None or unit not in _UNITS or float(match[1]) <= 0:
-        raise HastenError(f"--memory {text}: not a size", "write 8GiB, 500MB or a number of bytes")
-    return int(float(match[1]) * _UNITS[unit])
 
 
 def _is_batch(content: Any) -> bool:

@@ -1,0 +1,94 @@
+"""A folder of images, whose subfolders are classes, as torchvision's ImageFolder reads it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hasten.data.convert.source import Bad, Piece, fingerprint_of, pieces_of_rows
+from hasten.data.permutation import Permutation
+from hasten.errors import HastenError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
+
+
+class ImageFolder:
+    """Rows of `image` (the file's bytes as they are), `label` (number of the subfolder in sorted order), `file`.
+
+    Args:
+        folder: Images in it, or in its subfolders, which are then classes.
+        shuffle: Write them in a random order, the same each time: rows that lie together are read together.
+    """
+
+    def __init__(self, folder: Path, shuffle: bool) -> None:
+        self._folder, self._shuffle = folder, shuffle
+        self.classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+        self._files = [
+            (path, label)
+            for label, name in enumerate(self.classes)
+            for path in sorted((folder / name).rglob("*"))
+            if path.suffix.lower() in SUFFIXES
+        ]
+        if not self._files:
+            self.classes = []
+            self._files = [(path, 0) for path in sorted(folder.iterdir()) if path.suffix.lower() in SUFFIXES]
+        if not self._files:
+            raise HastenError(
+                f"no images in {folder} or its subfolders",
+                f"images end in {', '.join(SUFFIXES)}; is it another folder?",
+            )
+        self.records: int | None = len(self._files)
+        self.size = sum(path.stat().st_size for path, _ in self._files)
+        self.what = f"images in {len(self.classes)} folders" if self.classes else "images"
+
+    def fingerprint(self) -> str:
+        """Return a name for these files and their order."""
+        return fingerprint_of((path for path, _ in self._files), self.classes, self._shuffle)
+
+    def schema(self) -> Any:
+        """Return the three columns, with the names of the classes."""
+        import pyarrow as pa
+
+        fields = [("image", pa.binary()), *([("label", pa.int64())] if self.classes else []), ("file", pa.string())]
+        return pa.schema(fields, metadata={"classes": json.dumps(self.classes)} if self.classes else None)
+
+    def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:
+        """Yield images after the first `start` in the order they are written."""
+        return pieces_of_rows(self._rows(start), self.schema(), start, size, skip_bad)
+
+    def _rows(self, start: int) -> Iterator[dict[str, Any] | Bad]:
+        order = Permutation(len(self._files), 0, 0) if self._shuffle else None
+        for number in range(start, len(self._files)):
+            path, label = self._files[number if order is None else int(order(number))]
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                yield Bad(str(path), f"cannot be read: {error.strerror}")
+                continue
+            if why := why_no_image(data):
+                yield Bad(str(path), why)
+                continue
+            row = {"image": data, "file": str(path.relative_to(self._folder))}
+            yield {**row, "label": label} if self.classes else row
+
+
+def why_no_image(data: bytes) -> str:
+    """Return why bytes are no image, by their header; "" where they are one, or where Pillow is not there to tell."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        return "" if data else "it is empty"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a very large image is one, too
+            Image.open(io.BytesIO(data)).close()
+    except UnidentifiedImageError:
+        return "it is no image" if data else "it is empty"
+    except Exception as error:  # whatever a damaged header makes Pillow raise
+        return f"it is a damaged image: {type(error).__name__}: {error}"
+    return ""

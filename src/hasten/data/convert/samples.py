@@ -1,0 +1,151 @@
+"""A torch Dataset of a person's own code, sample by sample."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hasten.data.convert.source import Bad, Piece, fingerprint_of, pieces_of_rows
+from hasten.data.permutation import Permutation
+from hasten.errors import HastenError
+
+_ESTIMATED = 8  # samples whose size stands for all
+
+
+def dataset_named(text: str) -> Any:
+    """Return the dataset that `data.py:train_set` or `package.module:make_dataset` names; a function is called.
+
+    Raises:
+        HastenError: There is no such file, module or name, it fails, or it is no map-style dataset.
+    """
+    place, _, name = text.rpartition(":")
+    how = "write it as data.py:train_set or package.module:make_dataset"
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        if place.endswith(".py"):
+            if not Path(place).is_file():
+                raise HastenError(f"no such file {place}", how)
+            sys.path.insert(0, str(Path(place).resolve().parent))
+            held = runpy.run_path(place)
+        else:
+            held = vars(importlib.import_module(place))
+        if name not in held:
+            raise HastenError(f"{place} has no {name!r}", how)
+        made = held[name]
+        dataset = made() if callable(made) and not hasattr(made, "__getitem__") else made
+    except HastenError:
+        raise
+    except Exception as error:  # whatever a person's code raises
+        raise HastenError(f"{text} fails: {type(error).__name__}: {error}", "mend it first") from error
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise HastenError(f"{text} is a {type(dataset).__name__}, not a dataset with a length and an index", how)
+    return dataset
+
+
+class Samples:
+    """Rows of a dataset's samples: a dict's values by name, a tuple's as `x0`, `x1`, anything else as `x`.
+
+    Tensors and arrays become numbers or lists of fixed size (flat: `shape` stands in the column's metadata), images
+    PNG, which loses nothing.
+
+    Args:
+        dataset: Map-style.
+        name: As the person named it.
+        shuffle: Write samples in a random order, the same each time.
+    """
+
+    def __init__(self, dataset: Any, name: str, shuffle: bool) -> None:
+        self._dataset, self._name, self._shuffle = dataset, name, shuffle
+        self.what = f"samples of {type(dataset).__name__}"
+        self.records: int | None = len(dataset)
+        self._schema: Any = None
+        if not self.records:
+            raise HastenError(f"{name} is empty", "is it another split?")
+        first = [row for row in self._rows(0, min(_ESTIMATED, self.records)) if isinstance(row, dict)]
+        values = [value for row in first for value in row.values()]
+        taken = sum(len(value) if isinstance(value, bytes | str) else 8 * len(_as_list(value)) for value in values)
+        self.size = taken // max(1, len(first)) * self.records
+
+    def fingerprint(self) -> str:
+        """Return a name for the dataset: its name and length, since nothing more is known of it."""
+        return fingerprint_of([], self._name, self.records, self._shuffle)
+
+    def schema(self) -> Any:
+        """Return the types of the first sample's values."""
+        import pyarrow as pa
+
+        if self._schema is None:
+            sample = self._dataset[self._place(0)]
+            fields = []
+            for name, value in _parts(sample).items():
+                shape = list(getattr(value, "shape", ()))
+                try:
+                    kind = pa.array([_plain(value)]).type
+                except (pa.ArrowException, TypeError) as error:
+                    raise HastenError(
+                        f"a sample of {self._name} has a value {name!r} of the type {type(value).__name__}: {error}",
+                        "numbers, text, bytes, lists, tensors and PIL images can be kept",
+                    ) from None
+                if hasattr(value, "dtype"):
+                    inner = pa.from_numpy_dtype(_array(value).dtype)
+                    kind = pa.list_(inner, _array(value).size) if shape else inner
+                metadata = {"shape": repr(shape)} if len(shape) > 1 else None
+                fields.append(pa.field(name, kind, metadata=metadata))
+            self._schema = pa.schema(fields)
+        return self._schema
+
+    def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:
+        """Yield the samples after the first `start` in the order they are written."""
+        rows = self._rows(start, len(self._dataset))
+        return pieces_of_rows(rows, self.schema(), start, size, skip_bad)
+
+    def _place(self, number: int) -> int:
+        if not self._shuffle:
+            return number
+        return int(Permutation(len(self._dataset), 0, 0)(number))
+
+    def _rows(self, start: int, end: int) -> Iterator[dict[str, Any] | Bad]:
+        order = Permutation(len(self._dataset), 0, 0) if self._shuffle else None
+        for number in range(start, end):
+            index = number if order is None else int(order(number))
+            try:
+                row = {name: _plain(value) for name, value in _parts(self._dataset[index]).items()}
+            except Exception as error:  # whatever a person's code raises
+                yield Bad(f"sample {index} of {self._name}", f"{type(error).__name__}: {error}")
+                continue
+            yield row
+
+
+def _parts(sample: Any) -> dict[str, Any]:
+    if isinstance(sample, dict):
+        return {str(name): value for name, value in sample.items()}
+    if isinstance(sample, tuple | list):
+        return {f"x{number}": value for number, value in enumerate(sample)}
+    return {"x": sample}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _array(value: Any) -> Any:
+    import numpy as np
+
+    return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+
+
+def _plain(value: Any) -> Any:
+    """A value as Python's own: a tensor as a flat list or a number, an image as PNG."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        array = _array(value)
+        return array.item() if array.ndim == 0 else array.reshape(-1).tolist()
+    if type(value).__module__.startswith("PIL."):
+        file = io.BytesIO()
+        value.save(file, "PNG")
+        return file.getvalue()
+    return value

@@ -1,0 +1,145 @@
+"""What is converted: something that gives pieces of a table, and can go on where an earlier run stopped."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hasten.errors import HastenError
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A record that cannot be converted.
+
+    Attributes:
+        where: "photos/cat/7.jpg", "train.jsonl, line 12".
+        why: What is wrong with it.
+    """
+
+    where: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows that follow each other.
+
+    Attributes:
+        table: A pyarrow Table, all of one schema.
+        records: Of the source, from its beginning to the end of this piece, those left out included.
+        bad: Those left out.
+    """
+
+    table: Any
+    records: int
+    bad: tuple[Bad, ...] = ()
+
+
+class Source(Protocol):
+    """Something to convert.
+
+    Attributes:
+        what: In words: "images in 3 folders".
+        records: How many there are; None where only reading shows it.
+        size: About how many bytes all rows take.
+    """
+
+    what: str
+    records: int | None
+    size: int
+
+    def fingerprint(self) -> str:
+        """Return what tells this source from another, or from itself with other files."""
+
+    def schema(self) -> Any:
+        """Return the schema of its pieces; may read all of it to find the types.
+
+        Raises:
+            HastenError: There is nothing in it, or its records have no types in common.
+        """
+
+    def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:
+        """Yield what comes after the first `start` records, in pieces of about `size` bytes.
+
+        The same start gives the same pieces, and so does an earlier one from there on, where `start` ends a piece.
+
+        Raises:
+            HastenError: A record is bad and `skip_bad` is not set.
+        """
+
+
+def refuse(bad: Bad) -> HastenError:
+    """Return the error for a bad record."""
+    return HastenError(f"{bad.where}: {bad.why}", "mend or remove it, or leave such records out with --skip-bad")
+
+
+def pieces_of_rows(
+    rows: Iterable[dict[str, Any] | Bad], schema: Any, start: int, size: int, skip_bad: bool
+) -> Iterator[Piece]:
+    """Yield pieces of rows that come one by one.
+
+    Args:
+        rows: A dict a record, or what is wrong with it.
+        schema: Of the pieces.
+        start: Records before the first of these.
+        size: Bytes of a piece.
+        skip_bad: Leave bad records out.
+    """
+    kept: list[dict[str, Any]] = []
+    places: list[int] = []
+    bad: list[Bad] = []
+    taken, records = 0, start
+    for row in rows:
+        records += 1
+        if isinstance(row, Bad):
+            if not skip_bad:
+                raise refuse(row)
+            bad.append(row)
+        else:
+            kept.append(row)
+            places.append(records)
+            taken += sum(map(_bytes_of, row.values()))
+        if taken >= size or len(kept) + len(bad) >= 65_536:
+            yield Piece(_table(kept, places, schema), records, tuple(bad))
+            kept, places, bad, taken = [], [], [], 0
+    if kept or bad:
+        yield Piece(_table(kept, places, schema), records, tuple(bad))
+
+
+def _table(rows: list[dict[str, Any]], places: list[int], schema: Any) -> Any:
+    import pyarrow as pa
+
+    try:
+        return pa.Table.from_pylist(rows, schema=schema)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        pass
+    for row, place in zip(rows, places, strict=True):  # which one is it
+        for field in schema:
+            try:
+                pa.array([row.get(field.name)], type=field.type)
+            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                message = f"record {place}: {field.name!r} is {row.get(field.name)!r:.60}, not {field.type}: {error}"
+                raise HastenError(message, "mend the record: a column has one type") from None
+    raise HastenError(f"records {places[0]} to {places[-1]} do not fit {schema}", "mend the records")
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, bytes | str):
+        return len(value)
+    if isinstance(value, list | tuple):
+        return 8 * len(value)
+    return int(getattr(value, "nbytes", 8))
+
+
+def fingerprint_of(files: Iterable[Path], *more: Any) -> str:
+    """Return a name for some files as they are now (names, sizes and times) and for what else matters."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        stat = path.stat()
+        digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+    digest.update(repr(more).encode())
+    return digest.hexdigest()

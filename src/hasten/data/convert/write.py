@@ -1,0 +1,217 @@
+"""Writes pieces of a table as Parquet files of a good size, each whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hasten import files
+from hasten.data.convert.source import Bad, Piece, Source
+from hasten.errors import HastenError
+
+STATE = "_convert.json"  # readers of folders of Parquet leave out what begins so
+SCHEMA = "hasten-convert/1"
+# A ParquetDataset mixes the rows of 16 groups that are open at a time, within 256 MB.
+GROUP, LEAST_GROUP, GROUPS = 16 << 20, 64 << 10, 32
+_SHOWN = 10  # bad records that are kept by name
+
+
+class Conversion:
+    """One source into one folder; what an earlier run of the same finished is kept.
+
+    Args:
+        source: What is converted.
+        out: The folder; made where it is missing, else it must be empty or hold an earlier run's files.
+        group_bytes: Bytes of a row group before compression; None: 16 MB, less where that would be few groups.
+        file_bytes: Bytes of a file before compression.
+        skip_bad: Leave bad records out and count them.
+
+    Raises:
+        HastenError: The folder holds something else, or another process writes there.
+    """
+
+    def __init__(self, source: Source, out: Path, group_bytes: int | None, file_bytes: int, skip_bad: bool) -> None:
+        self._source, self._out, self._skip_bad = source, out, skip_bad
+        self._group = group_bytes or min(GROUP, max(LEAST_GROUP, source.size // GROUPS))
+        self._file = max(file_bytes, self._group)
+        options = [self._group, self._file, skip_bad]
+        self._state: dict[str, Any] = {
+            "schema": SCHEMA, "source": source.fingerprint(), "options": options,
+            "files": [], "bad": 0, "some_bad": [], "done": False,
+        }  # fmt: skip
+        self._release = weakref.finalize(self, os.close, _locked(out))
+        try:
+            self._resume()
+            self._save()  # before the first file: it is known as ours then
+        except BaseException:
+            self._release()
+            raise
+
+    @property
+    def resumed(self) -> int:
+        """Files that an earlier run finished."""
+        return len(self._state["files"])
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do."""
+        return bool(self._state["done"])
+
+    @property
+    def rows(self) -> int:
+        """Rows in the files that are finished."""
+        return sum(file["rows"] for file in self._state["files"])
+
+    @property
+    def bad(self) -> tuple[int, list[str]]:
+        """How many records were left out, and what was wrong with the first of them."""
+        return self._state["bad"], self._state["some_bad"]
+
+    @property
+    def records(self) -> int:
+        """Records of the source that are in finished files, or were left out."""
+        return self._state["files"][-1]["records"] if self._state["files"] else 0
+
+    def run(self, tell: Callable[[int], None]) -> None:
+        """Write what is left.
+
+        Args:
+            tell: Told after each piece how many records are over.
+        """
+        pieces = self._told(self._source.pieces(self.records, max(1, self._group // 8), self._skip_bad), tell)
+        waiting = next(pieces, None)
+        while waiting is not None:
+            waiting = self._write_file(waiting, pieces)
+        self._state["done"] = True
+        self._save()
+        self._release()
+
+    def _told(self, pieces: Iterator[Piece], tell: Callable[[int], None]) -> Iterator[Piece]:
+        for piece in pieces:
+            tell(piece.records)
+            yield piece
+
+    def _write_file(self, piece: Piece | None, pieces: Iterator[Piece]) -> Piece | None:
+        """Write one file from `piece` on; return the first piece of the next."""
+        import pyarrow.parquet as pq
+
+        schema, path = self._source.schema(), self._out / f"part-{len(self._state['files']):05}.parquet"
+        rows = records = written = 0
+        bad: list[Bad] = []
+        try:
+            with files.replacing(path) as file:
+                with pq.ParquetWriter(file, schema, **_storing(schema)) as writer:
+                    while piece is not None and written < self._file:
+                        group, piece = _group(piece, pieces, self._group)
+                        for part in group:
+                            bad += part.bad
+                        records = group[-1].records
+                        rows += _write_group(writer, group)
+                        written += sum(part.table.nbytes for part in group)
+                if not rows and not self._state["files"]:
+                    raise HastenError(f"no record of {self._source.what} is good: {_line(bad[0])}", "mend the source")
+        except OSError as error:
+            done = f"{self.resumed} files are finished; the same command goes on behind them"
+            raise HastenError(f"cannot write {path}: {error.strerror or error}", done) from None
+        self._state["files"].append({"name": path.name, "rows": rows, "records": records})
+        self._state["bad"] += len(bad)
+        self._state["some_bad"] = [*self._state["some_bad"], *map(_line, bad)][:_SHOWN]
+        self._save()
+        return piece
+
+    def _save(self) -> None:
+        files.write_whole(self._out / STATE, json.dumps(self._state, indent=1) + "\n")
+
+    def _resume(self) -> None:
+        path = self._out / STATE
+        others = [entry.name for entry in self._out.iterdir() if not _is_left_over(entry)]
+        if not path.is_file():
+            if others:
+                raise HastenError(
+                    f"{self._out} holds other files ({min(others)}): left as it is", "name a folder that is empty"
+                )
+        else:
+            self._state = self._read(path)
+        for entry in self._out.iterdir():  # nobody writes here: the folder is ours
+            if _is_left_over(entry):
+                entry.unlink()
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        elsewhere = "name another folder, or remove this one to begin again"
+        try:
+            state = files.parse_json(path.read_bytes())
+            kind, source, options = state["schema"], state["source"], state["options"]
+            names = [self._out / file["name"] for file in state["files"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise HastenError(f"{path} cannot be read: {error}", elsewhere) from None
+        if kind != SCHEMA:
+            raise HastenError(f"{path} is of another version of hasten ({kind})", elsewhere)
+        if source != self._state["source"]:
+            raise HastenError(
+                f"{self._out} holds a conversion of something else, or of files that were changed since", elsewhere
+            )
+        if options != self._state["options"]:
+            raise HastenError(f"{self._out} holds a conversion with other options", f"repeat those, or {elsewhere}")
+        if gone := [name for name in names if not name.is_file()]:
+            raise HastenError(f"{gone[0]} is gone, which an earlier run had finished", elsewhere)
+        return dict(state)
+
+
+def _group(piece: Piece, pieces: Iterator[Piece], size: int) -> tuple[list[Piece], Piece | None]:
+    """Pieces for one row group, and the one after them."""
+    group, taken = [piece], piece.table.nbytes
+    following = next(pieces, None)
+    while following is not None and taken < size:
+        group.append(following)
+        taken += following.table.nbytes
+        following = next(pieces, None)
+    return group, following
+
+
+def _write_group(writer: Any, group: list[Piece]) -> int:
+    import pyarrow as pa
+
+    table = pa.concat_tables([piece.table for piece in group])
+    if table.num_rows:
+        writer.write_table(table, row_group_size=table.num_rows)
+    return int(table.num_rows)
+
+
+def _storing(schema: Any) -> dict[str, Any]:
+    """How columns are stored: images and other bytes are packed already, and hardly two are alike."""
+    import pyarrow as pa
+
+    packed = {field.name for field in schema if pa.types.is_binary(field.type)}
+    # Columns of lists have a path of their own inside the file.
+    others = [field.name for field in schema if not pa.types.is_nested(field.type) and field.name not in packed]
+    return {"compression": "zstd" if not packed else dict.fromkeys(others, "zstd"), "use_dictionary": others}
+
+
+def _locked(out: Path) -> int:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise HastenError(f"cannot write to the folder {out}: {error.strerror}", "name another one") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise HastenError(f"another process is converting to {out}", "wait for it, or name another folder") from None
+    except OSError:  # a file system without locks
+        pass
+    return lock
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether this is an unfinished file of a writer that was killed."""
+    return path.name.startswith(".hasten-") and path.name.endswith(".tmp")
+
+
+def _line(bad: Bad) -> str:
+    return f"{bad.where}: {bad.why}"
