@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import statistics
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 
 from hasten.plan import Setting
 from hasten.warm.course import Course
-from hasten.warm.options import Candidate
-from tests.warm.made import KNOWN, Machine, Training, candidates, searched
+from hasten.warm.options import Candidate, WarmOptions
+from hasten.warm.record import Measured
+from hasten.warm.schedule import schedule
+from tests.warm.made import KNOWN, Host, Machine, Training, candidates, searched
 
 NAMES = list(KNOWN)
 
@@ -102,6 +105,28 @@ def test_the_claim_is_measured_in_turn_after_the_search(clock: SimpleNamespace) 
     assert len(claim) >= 6
     for block in claim:
         assert block.on == (() if block.part == "plain" else tuple(sorted(course.chosen())))
+
+
+@pytest.mark.parametrize(("takes", "kept"), [(0.94, True), (0.98, False)])
+def test_compiling_is_weighed_against_what_a_run_pays_for_it(clock: SimpleNamespace, takes: float, kept: bool) -> None:
+    """It took 31 s here, of which a run that finds the kernels pays 9; of a training of 360 s it saves 22 s or 7."""
+    both = (one("channels_last"), one("compile", -0.1, setting="default"))
+    options = WarmOptions(both, "", 200.0, 212.0, total_steps=30_000)
+    course = Course(both)
+    host, measured, plan, lot = Host(course), None, frozenset(), random.Random(1)
+    host.compiling = 31.0
+    wishes = schedule(course, options, host)
+    with contextlib.suppress(StopIteration):
+        while True:
+            wish = next(wishes) if measured is None else wishes.send(measured)
+            plan = wish.on if wish.part == "plan" else plan
+            seconds = (
+                0.015 * (0.8 if 0 in wish.on else 1) * (takes if 1 in wish.on else 1) * math.exp(lot.gauss(0, 0.005))
+            )
+            measured = Measured(clock.now, 80 * seconds, 80, tuple(sorted(wish.on)), wish.part)
+            clock.now += 1.0
+    assert plan == ({0, 1} if kept else {0})
+    assert ("saves" in course.out.get(1, "")) is not kept
 
 
 def test_what_is_off_for_good_is_never_asked_and_never_chosen(clock: SimpleNamespace) -> None:
