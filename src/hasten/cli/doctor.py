@@ -21,8 +21,10 @@ from hasten.evidence.finding import Severity
 from hasten.plan import did_you_mean
 
 if TYPE_CHECKING:
+    from hasten.doctor.listen import Heard
     from hasten.doctor.verdict.diagnosis import Diagnosis
     from hasten.evidence import Evidence, Finding
+    from hasten.taps.config import DoctorOptions
 
 _SEVERITIES = tuple(map(str, Severity))  # the worst first
 _OURS_ALONE = ("--json", "--html", "--trace", "--whole", "--no-sample", "--fail-on")  # few scripts have these
@@ -75,6 +77,9 @@ def doctor(
     out: Path | None = typer.Option(None, "--out", help="With --source: write there.", metavar="FILE"),
     select: list[str] = typer.Option([], help="With --source: only this rule (may be repeated).", metavar="NAME"),
     strict_ignores: bool = typer.Option(False, help="With --source: name ignore comments that silence nothing."),
+    loader: bool = typer.Option(
+        False, "--loader", help="Measure the training loader alone, for --seconds, in place of training."
+    ),
 ) -> None:
     """Say why a training is slow: which resource is saturated, where a step's time goes, what to mend and where.
 
@@ -84,7 +89,7 @@ def doctor(
 
     Examples: hasten doctor train.py --epochs 1 (the script's --epochs); hasten doctor --steps 500 -m pkg.train;
     hasten doctor --html page.html torchrun --nproc-per-node 2 train.py; hasten doctor evidence.json (a run that is
-    over); hasten doctor --source train.py src/ (reads code only).
+    over); hasten doctor --source train.py src/ (reads code only); hasten doctor --loader train.py (its loader alone).
     """
     _severity(fail_on)
     command = training(ctx)
@@ -92,14 +97,30 @@ def doctor(
         from hasten.cli.source import check_source
 
         raise typer.Exit(check_source(command, format, fail_on, out, select, strict_ignores))
-    _check_targets(json, html, trace, evidence)
+    check_targets(json, html, trace, evidence)
+    if loader:
+        _goes_with_training(steps=steps, epochs=epochs, whole=whole, trace=trace)
+        raise typer.Exit(measure_loader(command, loader_options(seconds), json, html, evidence))
+    from hasten.doctor.diagnose import diagnose
     from hasten.doctor.verdict.diagnosis import makes_sense
+    from hasten.taps.config import DoctorOptions
 
     kept = _kept_evidence(command)
     if kept is not None:
         diagnosis, told, code = *_look_again(kept), 0
     else:
-        diagnosis, told, code = _run(command, steps, seconds, epochs, whole, trace, evidence, not no_sample)
+        options = DoctorOptions(
+            steps=steps or (0 if epochs else 200),
+            seconds=seconds,
+            epochs=epochs or 0,
+            at_least=0.0 if steps else _AT_LEAST,
+            sample=not no_sample,
+            trying=_TRYING,
+            trace=str(trace) if trace else "",
+        )
+        heard = _listen(command, options, whole, evidence)
+        told, code = heard.evidence, heard.exit_code
+        diagnosis = _heeding_comments(diagnose(told, _read_source(command), heard.unseen, heard.notes))
     with makes_sense(kept) if kept is not None else contextlib.nullcontext():
         _show(diagnosis, told, html, json)
     if not code and fail_on:
@@ -108,34 +129,62 @@ def doctor(
     raise typer.Exit(code)
 
 
-def _run(
-    command: list[str],
-    steps: int | None,
-    seconds: float,
-    epochs: int | None,
-    whole: bool,
-    trace: Path | None,
-    evidence: Path | None,
-    sample: bool,
-) -> tuple[Diagnosis, Evidence, int]:
-    """Listen to a run; the diagnosis, the evidence, and the exit code."""
-    from hasten.doctor.diagnose import diagnose
-    from hasten.doctor.listen import listen
+def loader_options(seconds: float, patience: float = 300.0, flame: bool = True) -> DoctorOptions:
+    """How the training loader is measured in place of training.
+
+    Args:
+        seconds: For the bench itself, not for what the script does before.
+        patience: Seconds within which the script must have come to its first backward.
+        flame: Look into a worker with py-spy, if it is there.
+    """
     from hasten.taps.config import DoctorOptions
+
+    if not seconds >= 1:
+        raise HastenError(f"--seconds {seconds:g}: a bench needs one second at least")
+    return DoctorOptions(0, patience, sample=False, bench_seconds=seconds, bench_flame=flame)
+
+
+def measure_loader(
+    command: list[str],
+    options: DoctorOptions,
+    json: Path | None,
+    html: Path | None,
+    evidence: Path | None = None,
+    training: Evidence | None = None,
+) -> int:
+    """Measure the training loader in place of training, and show it: the exit code.
+
+    Raises:
+        HastenError: The script ended, or was stopped, before there was anything to measure.
+    """
+    from hasten.doctor.diagnose import diagnose
+    from hasten.doctor.endings import no_loader_measured
+    from hasten.doctor.verdict.loader import consumed
+
+    heard = _listen(command, options, False, evidence)
+    found, bench = heard.evidence, heard.evidence.loader_bench
+    if bench is None or not bench.rates:
+        raise no_loader_measured(found, bool(heard.stopped), options.seconds)
+    if training is not None:
+        bench = dataclasses.replace(bench, consumed=consumed(training, bench.loader))
+        found = dataclasses.replace(found, loader_bench=bench)
+    _show(diagnose(found, (), heard.unseen), found, html, json)
+    return heard.exit_code or int(not bench.measured)
+
+
+def _goes_with_training(**options: object) -> None:
+    if named := [f"--{name}" for name, value in options.items() if value]:
+        raise HastenError(f"{' and '.join(named)}: --loader measures the loader in place of training")
+
+
+def _listen(command: list[str], options: DoctorOptions, whole: bool, evidence: Path | None) -> Heard:
+    """Run a training, listen to it, and say what goes on."""
+    from hasten.doctor.listen import listen
 
     arguments = process_arguments(command, "doctor")
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, so that the scratch folder is removed in any case
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
-    options = DoctorOptions(
-        steps=steps or (0 if epochs else 200),
-        seconds=seconds,
-        epochs=epochs or 0,
-        at_least=0.0 if steps else _AT_LEAST,
-        sample=sample,
-        trying=_TRYING,
-        trace=str(trace) if trace else "",
-    )
     name = _script(command) or " ".join(command[: 1 + (command[0] == "-m")])
 
     def say(line: str) -> None:
@@ -146,12 +195,12 @@ def _run(
         say(
             f"{', '.join(behind)} stands behind the script, so the script gets it; hasten's own options stand before it"
         )
-    heard = listen(arguments, command, options, whole, evidence, say)
-    diagnosis = _heeding_comments(diagnose(heard.evidence, _read_source(command), heard.unseen, heard.notes))
-    return diagnosis, heard.evidence, 128 + heard.stopped if heard.stopped else heard.code
+    return listen(arguments, command, options, whole, evidence, say)
 
 
-def _bounds(options: Any, whole: bool) -> str:
+def _bounds(options: DoctorOptions, whole: bool) -> str:
+    if options.bench_seconds:
+        return f"until it trains; then its loader alone, for {options.bench_seconds:g} s; what it writes is removed"
     if whole:
         return "to its end; what it writes stays"
     many = f"{options.epochs} epochs" if options.epochs else f"{options.steps} steps"
@@ -237,7 +286,7 @@ def _severity(name: str) -> None:
         )
 
 
-def _check_targets(json: Path | None, html: Path | None, trace: Path | None, evidence: Path | None) -> None:
+def check_targets(json: Path | None, html: Path | None, trace: Path | None, evidence: Path | None) -> None:
     """What cannot be written, or would overwrite something else, is said before the run, not after it."""
     from hasten.doctor.verdict.diagnosis import is_diagnosis
     from hasten.evidence.schema import is_evidence

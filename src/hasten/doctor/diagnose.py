@@ -59,6 +59,7 @@ def diagnose(
         error=evidence.error,
         peak_memory_bytes=evidence.peak_memory_bytes,
         peak_gpu_bytes=evidence.peak_gpu_bytes,
+        loader_bench=evidence.loader_bench,
         ran_on=evidence.machine,
         torch=evidence.flags.torch,
         hasten=_version(),

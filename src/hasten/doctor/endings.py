@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import signal
 
+from hasten.errors import HastenError
 from hasten.evidence import Evidence, Flags, this_machine
+
+TRAINS_WITHOUT_LOADER = "the script trains without drawing from a DataLoader"
 
 
 def how_it_ended(code: int | None, late: bool) -> str:
@@ -59,3 +62,34 @@ def nothing_heard(command: tuple[str, ...], ended: str, began: float, seconds: f
         origin=began,
         listened="doctor",
     )
+
+
+def no_loader_measured(evidence: Evidence, stopped: bool, patience: float) -> HastenError:
+    """Why there is no figure of a loader.
+
+    Args:
+        evidence: Of the run in which it should have been measured.
+        stopped: A person, or a signal, stopped it.
+        patience: Seconds that the script had to begin to train.
+    """
+    bench, error = evidence.loader_bench, evidence.error
+    built = "; ".join(f"{one.where} ({one.dataset}, {one.samples or '?'} samples)" for one in evidence.loaders)
+    if stopped:
+        before = "the first number of workers was measured" if bench else "the script began to train"
+        return HastenError(f"stopped before {before}", code=130)
+    if bench is not None:
+        return HastenError(f"the loader of {bench.loader.where} could not be measured", "; ".join(bench.notes) or error)
+    if error.startswith(TRAINS_WITHOUT_LOADER):
+        told = f"; those it built: {built}" if built else "; it builds none"
+        return HastenError(error + told, "there is no loader to measure; `hasten doctor` says where its time goes")
+    if error:
+        pickled = "workers that are spawned get a pickled dataset: keep lambdas and open files out of it"
+        return HastenError(f"the script ended before its first training step: {error}", pickled * ("pickle" in error))
+    if evidence.ended == "complete":
+        return HastenError(f"no training step began within {patience:.0f} s", "--patience gives it longer")
+    if built:
+        return HastenError(
+            f"the script ended without a training step on a DataLoader's batch; it built: {built}",
+            "does it train with these arguments? A loader counts from the first backward on",
+        )
+    return HastenError("the script ended without building a DataLoader or training")

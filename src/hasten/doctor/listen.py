@@ -22,7 +22,7 @@ import psutil
 from hasten import files
 from hasten.doctor.endings import how_it_ended, nothing_heard, signal_name
 from hasten.doctor.findings import switched
-from hasten.doctor.observe import OBSERVERS
+from hasten.doctor.observe import BENCH, OBSERVERS
 from hasten.doctor.use import Sampler
 from hasten.doctor.verdict.jobs import jobs
 from hasten.doctor.verdict.measure import INTERRUPTED, measure
@@ -60,6 +60,11 @@ class Heard:
     cut: bool = False
     unseen: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code for the person's shell: a stop counts before the script's own."""
+        return 128 + self.stopped if self.stopped else self.code
 
 
 def listen(
@@ -133,7 +138,7 @@ class _Listening:
             scratch="" if whole else str(scratch),
             listener=os.getpid(),
             trace=str(scratch / "trace.json") if options.trace else "",
-            observers=OBSERVERS,
+            observers=BENCH if options.bench_seconds else OBSERVERS,
             switched=switched(),
             **bounds,  # type: ignore[arg-type]
         )
@@ -190,7 +195,7 @@ class _Listening:
                         process.send_signal(self.stopped)
                 if waited > _GRACE:
                     return None
-            elif self.options.seconds and now - began > self.options.seconds + _LATE:
+            elif self.options.longest and now - began > self.options.longest + _LATE:
                 self.late = True
                 self.where = where_is(process.pid)
                 return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from hasten.evidence import Evidence, Finding, Severity, split_place
@@ -64,8 +65,8 @@ class Rule:
     # -- what it finds ---------------------------------------------------------------------------------
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Finding | Iterable[Finding] | None:
-        """Return what a run's evidence shows, with its figures."""
+    def run(cls, evidence: Evidence) -> Finding | Iterable[Finding | None] | None:
+        """Return what a run's evidence shows, with its figures; None is nothing."""
         return None
 
     @classmethod
@@ -75,7 +76,7 @@ class Rule:
 
     @classmethod
     def findings(cls, evidence: Evidence) -> list[Finding]:
-        """Return what `run` finds, as a list; nothing where the run had the cure installed.
+        """Return what `run` finds, as a list, with the rule's sources; nothing where the run had the cure installed.
 
         Evidence tells what the script asks for: with a plan that has `set_to_none`, the script's own
         `zero_grad(set_to_none=False)` is still seen.
@@ -83,7 +84,8 @@ class Rule:
         if cls.is_cured(evidence):
             return []
         found = cls.run(evidence)
-        return [found] if isinstance(found, Finding) else list(found or ())
+        several = [found] if isinstance(found, Finding) else list(found or ())
+        return [replace(one, sources=one.sources or cls.sources) for one in several if one is not None]
 
     @classmethod
     def is_cured(cls, evidence: Evidence) -> bool:

@@ -1,6 +1,7 @@
 """What one run leaves behind: plain data, readable without torch."""
 
 from hasten.evidence.finding import Finding, HowKnown, Severity, severity_of, split_place
+from hasten.evidence.loaders import Consumed, LoaderBench, LoaderFacts, Probe, Rate
 from hasten.evidence.machine import Machine, this_machine
 from hasten.evidence.observed import (
     EVENTS,
@@ -21,12 +22,10 @@ from hasten.evidence.schema import (
     PHASES,
     Evidence,
     Flags,
-    LoaderFacts,
     ModelFacts,
     OptimizerFacts,
     Pass,
     Phase,
-    Probe,
     Validation,
     read_evidence,
 )
@@ -35,6 +34,7 @@ from hasten.evidence.tried import TriedLive
 __all__ = [
     "EVENTS",
     "PHASES",
+    "Consumed",
     "Event",
     "Evidence",
     "Finding",
@@ -44,6 +44,7 @@ __all__ = [
     "Inputs",
     "Layer",
     "Line",
+    "LoaderBench",
     "LoaderFacts",
     "Machine",
     "Measurement",
@@ -54,6 +55,7 @@ __all__ = [
     "Pass",
     "Phase",
     "Probe",
+    "Rate",
     "Sampled",
     "Severity",
     "Stages",

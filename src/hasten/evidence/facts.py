@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hasten.evidence.schema import Flags, LoaderFacts, ModelFacts, OptimizerFacts
+from hasten.evidence.loaders import LoaderFacts
+from hasten.evidence.schema import Flags, ModelFacts, OptimizerFacts
 
 _OURS = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import HastenError
+from hasten.evidence.loaders import LoaderFacts
 from hasten.evidence.machine import this_machine
 from hasten.evidence.plain import finite, read_plain
-from hasten.evidence.schema import Evidence, Flags, LoaderFacts, ModelFacts, OptimizerFacts, Pass, misfit
+from hasten.evidence.schema import Evidence, Flags, ModelFacts, OptimizerFacts, Pass, misfit
 from hasten.files import json_of, refuse_others, write_whole
 
 SCHEMA = "hasten-live/1"

@@ -12,6 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from hasten.errors import HastenError
+from hasten.evidence.loaders import LoaderBench, LoaderFacts
 from hasten.evidence.machine import Machine
 from hasten.evidence.observed import (
     Event,
@@ -47,60 +48,6 @@ class Phase(IntEnum):
 
 
 PHASES = ("data", "transfer", "forward", "backward", "sync", "optimizer", "validation", "checkpoint", "other")
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What a trial found out about a map-style dataset by asking it for a few samples.
-
-    Attributes:
-        repeatable: The same index gave the same sample under other random states; None: could not be asked.
-        sample_seconds: Time of one `dataset[i]`.
-        sample_bytes: Size of one sample when kept.
-        loader_function: Where the dataset keeps a function that reads one sample, as ImageFolder's `loader`.
-        loader_repeatable: That function gave the same for the same argument.
-        loader_seconds: Its time per sample.
-        loader_bytes: Size of what it returns, when kept.
-        in_memory: The dataset is a TensorDataset (or Subset of one), collated by default.
-        fork_unsafe: Why worker processes would be unsafe ("holds an open sqlite3.Connection"), or "".
-        failed: Why it could not be asked, or "".
-        one_thread: How many times as long `dataset[i]` takes where torch has one thread only, as in a worker; 0: not
-            measured.
-    """
-
-    repeatable: bool | None = None
-    sample_seconds: float = 0.0
-    sample_bytes: int = 0
-    loader_function: str = ""
-    loader_repeatable: bool = False
-    loader_seconds: float = 0.0
-    loader_bytes: int = 0
-    in_memory: bool = False
-    fork_unsafe: str = ""
-    failed: str = ""
-    one_thread: float = 0.0
-
-
-@dataclass(frozen=True)
-class LoaderFacts:
-    """One DataLoader that the script built. `role`: train, validation (iterated without backward) or unused."""
-
-    dataset: str
-    where: str
-    iterable: bool
-    batches: int | None
-    samples: int | None
-    batch_size: int | None
-    num_workers: int
-    prefetch_factor: int | None
-    persistent_workers: bool
-    pin_memory: bool
-    start_method: str
-    default_collate: bool
-    own_worker_init: bool
-    role: str = "unused"
-    batch_bytes: int = 0
-    probe: Probe | None = None
 
 
 @dataclass(frozen=True)
@@ -236,6 +183,7 @@ class Evidence:
         strays: Paths of the layers whose parameters get gradients that no optimizer uses.
         measured: What was tried on the machine after the run (`hasten.doctor.verdict.measure`).
         tried: What was switched on and off in the run itself, behind the steps that are kept here.
+        loader_bench: How fast the training loader goes with no training behind it; None where that was not asked for.
     """
 
     command: tuple[str, ...]
@@ -282,6 +230,7 @@ class Evidence:
     memory: tuple[MemoryPoint, ...] = ()
     measured: tuple[Measurement, ...] = ()
     tried: tuple[TriedLive, ...] = ()
+    loader_bench: LoaderBench | None = None
     schema: str = SCHEMA
 
     def number(self, index: int) -> int:

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hasten.evidence.loaders import LoaderFacts
 from hasten.evidence.observed import Event, Stages
-from hasten.evidence.schema import Evidence, LoaderFacts, Phase
+from hasten.evidence.schema import Evidence, Phase
 from hasten.evidence.weigh import share_of, steady_seconds, steady_steps
 
 PASSING = 0.5e-3

@@ -61,9 +61,8 @@ class DoctorOptions:
         trace: Where to write a Chrome trace of those steps; "": nowhere.
         trying: Seconds for switching on and off what may help, once `steps` are over; 0: nothing is. Only where what
             the script writes is redirected.
-        bench: File to which the training loader's speed is written, a JSON object a line; the training itself then
-            never begins. "": no bench.
-        bench_seconds: Seconds for that.
+        bench_seconds: Seconds for measuring the training loader alone, in place of training; 0: the script trains.
+        bench_flame: Look into one of its workers with py-spy.
         switched: Techniques that may be switched on and off in that time, with their settings.
         observers: Modules whose `install(session)` listens beside the taps, each by its full name.
     """
@@ -77,10 +76,16 @@ class DoctorOptions:
     sample: bool = True
     trace: str = ""
     trying: float = 0.0
-    bench: str = ""
-    bench_seconds: float = 60.0
+    bench_seconds: float = 0.0
+    bench_flame: bool = False
     switched: dict[str, Setting] = field(default_factory=dict)
     observers: tuple[str, ...] = ()
+
+    @property
+    def longest(self) -> float:
+        """Seconds within which the process ends by itself; 0: it is not bounded."""
+        # A bench is given up at three times its own time and a minute, from the script's first backward on.
+        return self.seconds + (3 * self.bench_seconds + 60 if self.bench_seconds else 0) if self.seconds else 0.0
 
     @property
     def tries(self) -> bool:

@@ -87,7 +87,7 @@ def _register(loader: Any, options: dict[str, Any], session: Session) -> None:
         loader.__dict__["_hasten_index"] = len(session.loaders) - 1
     except Exception as error:  # facts are a convenience; the script goes on without them
         session.run.skip("facts of a DataLoader", error)
-    benches = session.config.doctor is not None and session.config.doctor.bench
+    benches = session.config.doctor is not None and session.config.doctor.bench_seconds
     if benches or (session.trial is not None and session.trial.probe):
         session.kept_loaders.append(loader)  # alive until they are measured; `for batch in DataLoader(...)` keeps none
 

@@ -8,21 +8,42 @@ from types import TracebackType
 
 from hasten.taps.after_import import after_import
 
+_IN_WORKER = "in DataLoader worker process"  # torch raises a worker's error again, with its traceback as text
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def describe(error: BaseException) -> str:
-    """The error as one line, with the last place in it that is the script's own."""
+    """The error as one line, with the last place in it that is the script's own, or else the last of all."""
+    place = place_of(error) or "".join(_places(error)[-1:])
+    return in_one_line(error) + (f" ({place})" if place else "")
+
+
+def in_one_line(error: BaseException) -> str:
+    """The error without its place; of one that a loader's worker raised, what it was in the worker."""
+    lines = str(error).strip().splitlines()
+    if lines and _IN_WORKER in lines[0]:
+        return lines[-1]
+    return f"{type(error).__name__}{': ' if lines else ''}{lines[0] if lines else ''}"
+
+
+def place_of(error: BaseException) -> str:
+    """`file:line` of the script's own code in which an error arose, in this process or in a worker; "" if in none."""
     import sysconfig
-    import traceback
 
     others = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    others.add(_OURS)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(("<", *others))]
-    place = "".join(f" ({frame.filename}:{frame.lineno})" for frame in (own or frames)[-1:])
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}{': ' if text else ''}{text[0] if text else ''}{place}"
+    own = [place for place in _places(error) if not place.startswith(("<", _OURS, *others))]
+    return "".join(own[-1:])
+
+
+def _places(error: BaseException) -> list[str]:
+    """`file:line` of each frame; a worker's, which come as the error's text, behind those of the script's loop."""
+    import re
+    import traceback
+
+    places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+    if _IN_WORKER in str(error):
+        places += [f"{file}:{line}" for file, line in re.findall(r'File "([^"]+)", line (\d+)', str(error))]
+    return places
 
 
 def hide_our_frames() -> None:

@@ -30,7 +30,6 @@ from hasten.errors import HastenError
 from hasten.plan import Plan
 from hasten.taps.sandbox import confine
 from hasten.trainer import steps
-from hasten.trainer import trainer as trainer_module
 from hasten.trainer.checkpoint import CheckpointError, read
 from hasten.trainer.config import sugar
 
@@ -191,5 +190,4 @@ def _tell_of_losses(witness: Witness) -> None:
 
         return told
 
-    for module in (steps, trainer_module):
-        vars(module)["backward_of"] = backward_of
+    steps.backward_of = backward_of

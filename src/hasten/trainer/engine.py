@@ -193,7 +193,17 @@ class Engine:
         """Return the first step of a training: techniques that change models see what is called in it."""
         if self.outermost is not None or not self.run.acting("model"):
             return step
-        return found_in(step, self)
+        return found_in(step, self.model, self.run, self._keep_outermost)
+
+    def _keep_outermost(self, names: list[str]) -> None:
+        self.outermost = names
+
+    def change_again(self, names: list[str]) -> None:
+        """Change the modules that were changed in the run that goes on, before its next step."""
+        modules = dict(self.model.named_modules())
+        self.outermost = [name for name in names if name in modules]
+        for name in self.outermost:
+            self.run.model(modules[name], ())
 
     def validate(self) -> None:
         """Validate, between two training steps."""

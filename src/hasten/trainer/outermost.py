@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from hasten.trainer.engine import Engine
+    from hasten.run import Run
     from hasten.trainer.steps import Step
 
 
-def found_in(step: Step, engine: Engine) -> Step:
-    """A step that looks, once, which modules it calls, and lets the techniques change those behind it.
+def found_in(step: Step, module: torch.nn.Module, run: Run, keep: Callable[[list[str]], None]) -> Step:
+    """Return a step that looks, once, which modules it calls, and lets the techniques change those behind it.
 
     The first step runs unchanged; what `model(x)` is, the module itself or a part of it, is known only then.
+
+    Args:
+        step: The step.
+        module: The module that it is of.
+        run: Whose techniques change modules.
+        keep: Gets the names of those that were called.
     """
-    module, run = engine.model, engine.run
 
     def first(batch: Any, batch_idx: int, opens: bool, closes: bool) -> Any:
         calls: dict[int, tuple[torch.nn.Module, tuple[Any, ...]]] = {}
@@ -45,16 +51,8 @@ def found_in(step: Step, engine: Engine) -> Step:
             for handle in handles:
                 handle.remove()
             names = {id(part): name for name, part in module.named_modules()}
-            engine.outermost = [names[id(called)] for called, _ in calls.values()]
+            keep([names[id(called)] for called, _ in calls.values()])
             for called, args in calls.values():
                 run.model(called, args)
 
     return first
-
-
-def change_again(engine: Engine, names: list[str]) -> None:
-    """Change the modules that were changed in the run that goes on, before its next step: that one was changed too."""
-    modules = dict(engine.model.named_modules())
-    engine.outermost = [name for name in names if name in modules]
-    for name in engine.outermost:
-        engine.run.model(modules[name], ())

@@ -13,7 +13,6 @@ from hasten.data import rng
 from hasten.parallel import guard, open_world
 from hasten.trainer import attachments, checks, evaluate, feeding, setting_up, signals, spawned
 from hasten.trainer.loop import FitLoop
-from hasten.trainer.outermost import change_again
 from hasten.trainer.profiling import measures
 from hasten.trainer.stages import Function
 from hasten.trainer.tables import print_results
@@ -27,7 +26,7 @@ _STAGES = {"fit": "train", "validate": "validate", "test": "test", "predict": "p
 def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     """Run one stage; whatever happens, callbacks and loggers hear of its end."""
     if spawned.starts_processes(trainer):
-        return spawned.run(trainer, fn, path, options)
+        return spawned.run(run, trainer, fn, path, options)
     engine = trainer.engine
     trainer.progress.should_stop = engine.stopping.interrupted = False
     engine.stopping.signal = 0
@@ -218,7 +217,7 @@ def train(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
     if engine.trained is not engine.model:
         engine.trained, engine.outermost = engine.model, None
     if resumed is not None and resumed.get("outermost") is not None:
-        change_again(engine, resumed["outermost"])
+        engine.change_again(resumed["outermost"])
     _warn_of_eval_mode(trainer)
     trainer.checkpointing.begin()
     loop.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +25,18 @@ def _size(trainer: Trainer) -> int:
     return len(choose_devices(trainer.config.accelerator, trainer.config.devices))
 
 
-def run(trainer: Trainer, fn: str, path: str | None, options: dict[str, Any]) -> Any:
-    """Run a stage in other processes, and bring its results back: weights, counters, metrics, states of callbacks."""
+def run(stage: Callable[..., Any], trainer: Trainer, fn: str, path: str | None, options: dict[str, Any]) -> Any:
+    """Run a stage in other processes, and bring its results back: weights, counters, metrics, states of callbacks.
+
+    Args:
+        stage: Runs it in one process; a function of a module, so that it can be pickled.
+        trainer: Whose stage it is.
+        fn: Which: "fit", "validate", "test" or "predict".
+        path: The checkpoint to begin from.
+        options: What else `stage` takes.
+    """
     start = trainer.engine.strategy.starts_here
-    got = spawn(_in_rank, _size(trainer), (trainer, fn, path, options), strategy=start)
+    got = spawn(_in_rank, _size(trainer), (stage, trainer, fn, path, options), strategy=start)
     if got["weights"] is not None:
         trainer.model.load_state_dict(got["weights"])
     trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.bar = got["metrics"]
@@ -42,10 +51,10 @@ def run(trainer: Trainer, fn: str, path: str | None, options: dict[str, Any]) ->
     return got["answer"]
 
 
-def _in_rank(trainer: Trainer, fn: str, path: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    from hasten.trainer import session
-
-    answer = session.run(trainer, fn, path, **options)
+def _in_rank(
+    stage: Callable[..., Any], trainer: Trainer, fn: str, path: str | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    answer = stage(trainer, fn, path, **options)
     metrics = trainer.metrics
     return {
         "answer": answer,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 import torch
 
-from hasten.trainer import checks, feeding, installing, session
+from hasten.trainer import checks, feeding, installing, session, steps
 from hasten.trainer.adapter import adapter
 from hasten.trainer.attachments import Attachments
 from hasten.trainer.checkpointing import Checkpointing
@@ -27,7 +27,6 @@ from hasten.trainer.progress import Progress
 from hasten.trainer.readable import Readable
 from hasten.trainer.seeding import seed_everything as seed_everything
 from hasten.trainer.stages import Metrics, Stage
-from hasten.trainer.steps import backward_of
 
 if TYPE_CHECKING:
     from hasten.check.checked import Checked
@@ -283,7 +282,7 @@ class Trainer(Readable):
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Differentiate, with precision and hooks; for manual optimization."""
         self.engine.strategy.before_backward(loss)
-        backward_of(self, self.engine.hooks)(loss, *args, **kwargs)
+        steps.backward_of(self, self.engine.hooks)(loss, *args, **kwargs)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Give values to the loggers; this reads them from the device."""
@@ -332,8 +331,8 @@ class Trainer(Readable):
                 "estimated_stepping_batches is not known where accumulate_grad_batches is a schedule by epoch",
                 "give a number, or say the number of steps yourself",
             )
-        steps: int = math.ceil(self.num_training_batches / config.accumulate_grad_batches) * max(config.max_epochs, 1)
-        return min(steps, limit)
+        per_epoch: int = math.ceil(self.num_training_batches / config.accumulate_grad_batches)
+        return min(per_epoch * max(config.max_epochs, 1), limit)
 
     # -- before a run ----------------------------------------------------------------------------------
 

@@ -8,20 +8,22 @@ import io
 import pytest
 from rich.console import Console
 
+from hasten.doctor.diagnose import diagnose
 from hasten.doctor.flame import loading
-from hasten.doctor.loader_bench import Consumed, LoaderBench, Rate
+from hasten.doctor.verdict.diagnosis import Diagnosis
+from hasten.doctor.verdict.loader import title
 from hasten.doctor.views import flame_graph
-from hasten.doctor.views.loader_bench import render, show, verdict
-from hasten.evidence import Stages, this_machine
+from hasten.doctor.views.page import render
+from hasten.doctor.views.terminal import show
+from hasten.evidence import Consumed, LoaderBench, Rate, Stages
+from tests.doctor.views.diagnoses import EVIL
 from tests.report.test_html import Page, drawings
-from tests.tuner.evidence import TRAIN
+from tests.tuner.evidence import TRAIN, evidence
 
 STACKS = """fetch (torch/f.py:1);__getitem__ (train.py:4);load (PIL/Image.py:7) 60
 fetch (torch/f.py:1);__getitem__ (train.py:4);<genexpr> (a&b "c".py:7) 30
 fetch (torch/f.py:1);collate (torch/c.py:2) 10"""
 BENCH = LoaderBench(
-    command=("train.py", "--epochs", "1"),
-    machine=this_machine(),
     loader=dataclasses.replace(TRAIN, num_workers=1),
     rates=(
         Rate(0, 1000.0, 125.0, 900.0, 1100.0, 6, 700, 0.01, 0.008),
@@ -36,33 +38,42 @@ BENCH = LoaderBench(
     flame_note="of a worker",
     consumed=Consumed(800.0, 100.0, 0.6, 1),
     notes=("a note <b>",),
+    ended="finished",
 )
+
+
+def diagnosed(bench: LoaderBench) -> Diagnosis:
+    return diagnose(dataclasses.replace(evidence([]), loader_bench=bench))
+
+
+def page(bench: LoaderBench) -> str:
+    return render(diagnosed(bench), dataclasses.replace(evidence([]), loader_bench=bench))
 
 
 def shown(bench: LoaderBench, width: int = 100, encoding: str = "utf-8") -> str:
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    show(bench, Console(file=out, width=width))
+    show(diagnosed(bench), None, Console(file=out, width=width))
     out.flush()
     return " ".join(out.buffer.getvalue().decode(encoding).split())  # type: ignore[attr-defined]
 
 
 def test_the_verdict_is_the_least_number_that_gives_the_most() -> None:
-    assert verdict(BENCH) == (
+    assert title(BENCH) == (
         "2 workers give 3.10x of what 0 give; the loader alone can feed 3,100 samples/s; decoding is 62 % of it"
     )
 
 
-@pytest.mark.parametrize("view", [shown, lambda bench: Page(render(bench)).text])
+@pytest.mark.parametrize("view", [shown, lambda bench: Page(page(bench)).text])
 def test_both_views_say_it_all(view) -> None:
     said = view(BENCH)
     for words in (
         "2 workers give 3.10x",
-        "The script's own 1 worker gives 1,050 samples/s: num_workers=2 gives 2.95x of that.",
-        "With 8 workers it fails: RuntimeError: no [bold]room[/bold] (/x/train.py:3).",
-        "waits 100 ms for the first batch; with persistent_workers=True, 20 ms.",
-        "The training took 800 samples/s with 1 worker and waited 60 % of its step for data; the loader alone",
-        "40 % of a sample's time is the dataset's own pure Python, most of it in /x/train.py:9.",
-        "A note <b>.",
+        "the script's own 1 worker gives 1,050 samples/s: num_workers=2 gives 2.95x of that",
+        "with 8 workers it fails: RuntimeError: no [bold]room[/bold] (/x/train.py:3)",
+        "waits 100 ms for the first batch; with persistent_workers=True, 20 ms",
+        "the training took 800 samples/s with 1 worker and waited 60 % of its step for data; the loader alone",
+        "40 % of a sample's time is the dataset's own pure Python, most of it in /x/train.py:9",
+        "a note <b>",
         "decoding (PIL)",
     ):
         assert words in said
@@ -73,11 +84,20 @@ def test_both_views_say_it_all(view) -> None:
     [
         (Consumed(500.0, 62.5, 0.01, 1), "the loader does not hold it up"),
         (Consumed(1000.0, 125.0, 0.5, 2), "although these workers alone give 3.10x of that"),
-        (Consumed(1000.0, 125.0, 0.5, 16), "waited 50 % of its step for data."),
+        (Consumed(1000.0, 125.0, 0.5, 16), "waited 50 % of its step for data"),
     ],
 )
 def test_what_the_training_took(consumed: Consumed, says: str) -> None:
     assert says in shown(dataclasses.replace(BENCH, consumed=consumed))
+
+
+def test_what_a_script_says_of_its_loader_is_text_and_nothing_else() -> None:
+    loader = dataclasses.replace(BENCH.loader, where=EVIL, dataset=EVIL)
+    bench = dataclasses.replace(
+        BENCH, loader=loader, rates=(*BENCH.rates, Rate(9, error=EVIL, where=EVIL)), notes=(EVIL,)
+    )
+    assert "script" not in Page(page(bench)).tags
+    assert "\x1b" not in shown(bench)
 
 
 def test_a_narrow_terminal_without_other_letters() -> None:
@@ -96,12 +116,12 @@ def test_a_narrow_terminal_without_other_letters() -> None:
 def test_where_little_was_measured(changes: dict) -> None:
     bench = dataclasses.replace(BENCH, **changes)
     assert shown(bench)
-    assert Page(render(bench)).text
-    assert ("gives no batches" in verdict(bench)) == (not bench.measured)
+    assert Page(page(bench)).text
+    assert ("gives no batches" in title(bench)) == (not bench.measured)
 
 
 def test_the_flame_graph_adds_up_and_escapes() -> None:
-    graph = next(one for one in drawings(render(BENCH)) if one.findtext("title") == "Flame graph")
+    graph = next(one for one in drawings(page(BENCH)) if one.findtext("title") == "Flame graph")
     frames = {frame.findtext("title"): float(frame.get("width", "").rstrip("%")) for frame in graph.findall("rect")}
     assert frames == {
         "fetch (torch/f.py:1): 100 %, 100 samples": 100.0,

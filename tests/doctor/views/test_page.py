@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.doctor.verdict.diagnosis import Diagnosis, Verdict
-from hasten.doctor.views import charts, flame_graph, timeline, wording
+from hasten.doctor.views import charts, timeline, wording
 from hasten.doctor.views.excerpt import excerpt
 from hasten.doctor.views.page import render, write
 from hasten.errors import HastenError
@@ -24,12 +24,6 @@ from hasten.evidence import PHASES, Evidence, Use
 from hasten.report.drawing import Scale
 from tests.doctor.views import diagnoses
 from tests.report.test_html import Page
-
-FLAME = (
-    '<svg version="1.1" width="1200" height="40" viewBox="0 0 1200 40" xmlns="http://www.w3.org/2000/svg">'
-    '<g><title>worker (100 %)</title><rect x="0" y="0" width="1200" height="15" fill="rgb(200,100,30)"/>'
-    '<text x="3" y="12">worker</text></g></svg>'
-)
 
 
 def drawings(source: str) -> list[ElementTree.Element]:
@@ -50,7 +44,7 @@ def calm(page: Page, source: str) -> None:
 
 
 def test_the_figures_are_on_the_page():
-    source = render(diagnoses.diagnosis(), diagnoses.on_gpu(), FLAME)
+    source = render(diagnoses.diagnosis(), diagnoses.on_gpu())
     text = Page(source).text
     for figure in (
         "data-bound: the step waits 61 % of its time for batches",
@@ -73,7 +67,6 @@ def test_the_figures_are_on_the_page():
         "aten::mkldnn_convolution",
         "212 operators a step",
         "decode",
-        "Flame graph of a loader's worker",
         "2 cores are 52 % busy",
         "The GPU: this machine has none.",
         "Stopped after 200 steps.",
@@ -97,7 +90,7 @@ def test_what_scripts_say_is_text_and_nothing_else(tmp_path):
     script.write_text(f"# {diagnoses.EVIL}\n", encoding="utf-8", errors="replace")
     found, seen = diagnoses.hostile()
     first = dataclasses.replace(found.findings[0], file=str(script), line=1)
-    source = render(dataclasses.replace(found, findings=(first, *found.findings)), seen, diagnoses.EVIL)
+    source = render(dataclasses.replace(found, findings=(first, *found.findings)), seen)
     page = Page(source)
     calm(page, source)
     assert "&lt;script&gt;alert(1)" in source
@@ -164,35 +157,6 @@ def test_reasons_for_what_is_unseen_are_told_once():
     source = render(found, diagnoses.evidence(skipped=("torch.compile was used", "another reason")))
     assert Page(source).text.count("torch.compile was used") == 1
     assert "another reason" in source
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        "<svg><script>alert(1)</script></svg>",
-        "<svg onload=alert(1)></svg>",
-        '<svg><a href="https://x/y">z</a></svg>',
-        '<svg><rect style="fill:url(https://x/y)"/></svg>',
-        "<svg><style>body{display:none}</style></svg>",
-        "<svg><foreignObject><b>x</b></foreignObject></svg>",
-        "<svg><!-- --!><script>alert(1)</script> --></svg>",
-        "<!doctype svg><svg></svg>",
-        "</div><b>x</b>",
-    ],
-)
-def test_a_flame_graph_that_does_more_than_draw_is_left_out(bad):
-    source = render(diagnoses.diagnosis(), None, bad)
-    assert bad not in source
-    assert "Left out: it holds more than a drawing" in Page(source).text
-    calm(Page(source), source)
-
-
-def test_the_flame_graph_that_hasten_draws_is_taken():
-    drawn = flame_graph.draw("main (t.py:1);<b>read</b> & so on (x.py:3) 5\nmain (t.py:1);onload=x 7\n")
-    source = render(diagnoses.diagnosis(), None, drawn)
-    assert drawn in source
-    assert "<b>read</b> & so on" in Page(source).text
-    calm(Page(source), source)
 
 
 def test_the_line_of_a_finding_is_marked_in_its_source(tmp_path):

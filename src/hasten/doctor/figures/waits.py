@@ -20,20 +20,15 @@ def by_line(events: list[Event]) -> list[list[Event]]:
 
 def wait_finding(
     rule: type[Rule], evidence: Evidence, events: list[Event], what: str, fix: str, details: tuple[str, ...] = ()
-) -> Iterator[Finding]:
+) -> Iterator[Finding | None]:
     """A finding on events of one line in which the CPU waits for the GPU."""
     worth, spent = worth_of_waits(evidence, events), per_step(evidence, events)
     where = events[0].where
     if worth is not None:
-        finding = timed(
-            rule.name, what, fix, worth, HowKnown.ESTIMATED, place=where, details=details, sources=rule.sources
-        )
-        if finding is not None:
-            yield finding
+        yield timed(rule.name, what, fix, worth, HowKnown.ESTIMATED, place=where, details=details)
     elif share_of(evidence, spent) >= LEAST:
         file, line = split_place(where)
         unknown = "what it costs depends on how busy the GPU is meanwhile, which is not known here"
         yield Finding(
             rule.name, what, fix, Severity.NOTE, None, HowKnown.ESTIMATED, file, line, "", (*details, unknown),
-            sources=rule.sources,
         )  # fmt: skip

@@ -96,7 +96,6 @@ class AccumulationSyncs(Rule):
             HowKnown.MEASURED,
             file,
             line,
-            sources=cls.sources,
         )
 
     @classmethod

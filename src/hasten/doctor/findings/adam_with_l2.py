@@ -66,7 +66,6 @@ class AdamWithL2(Rule):
                 Severity.NOTE,
                 file=file,
                 line=line,
-                sources=cls.sources,
             )
 
     @classmethod

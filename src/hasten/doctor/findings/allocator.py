@@ -98,7 +98,6 @@ class PagesFaultedAgain(Rule):
             ),
             technique=Allocator.name,
             setting=toml_value(here or "glibc"),
-            sources=cls.sources,
         )
 
 

@@ -75,5 +75,4 @@ class BadLosses(Rule):
             file=file,
             line=line,
             details=("it computes in float16 without a GradScaler",) if unscaled else (),
-            sources=cls.sources,
         )

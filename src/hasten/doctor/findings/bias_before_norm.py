@@ -89,7 +89,6 @@ class BiasBeforeNorm(Rule):
             severity_of(known), known, HowKnown.MEASURED if known else HowKnown.READ,
             where=layers[0].path,
             details=tuple(f"{layer.path}: {size_of(layer)}" for layer in layers),
-            sources=cls.sources,
         )  # fmt: skip
 
     @classmethod

@@ -50,7 +50,7 @@ class BlockingCheckpoint(Rule):
     name = "blocking_checkpoint"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One at the most."""
         events = evidence.events_of("save")
         saving = max(per_step(evidence, events), seconds_of(evidence, Phase.CHECKPOINT))
@@ -59,7 +59,7 @@ class BlockingCheckpoint(Rule):
             return
         count = sum(event.count for event in events)
         often = f", {count} times in {evidence.steps} steps" if count else ""
-        finding = timed(
+        yield timed(
             cls.name,
             f"the training stands still while checkpoints are written{often}: {in_ms(saving)} for each step of "
             f"{in_ms(step)}",
@@ -68,7 +68,4 @@ class BlockingCheckpoint(Rule):
             saving / (step + saving),
             HowKnown.MEASURED,
             place=events[0].where if events else "",
-            sources=cls.sources,
         )
-        if finding is not None:
-            yield finding

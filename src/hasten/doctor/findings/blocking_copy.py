@@ -75,7 +75,7 @@ class BlockingCopy(Rule):
     gpu_only = True
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One a line."""
         loader = evidence.train_loader
         if not on_gpu(evidence) or loader is None or not loader.pin_memory:

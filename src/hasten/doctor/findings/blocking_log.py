@@ -39,10 +39,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hasten.doctor.figures.calls import timed_calls
 from hasten.doctor.rule import Rule
-from hasten.evidence import Evidence, Finding, HowKnown
-from hasten.evidence.waiting import in_ms, per_step
-from hasten.evidence.weigh import share_of, timed
+from hasten.evidence import Evidence, Finding
 
 
 class BlockingLog(Rule):
@@ -51,19 +50,12 @@ class BlockingLog(Rule):
     name = "blocking_log"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One a line."""
-        for event in evidence.events_of("log"):
-            spent = per_step(evidence, [event])
-            by = f" by {event.detail}" if event.detail else ""
-            finding = timed(
-                cls.name,
-                f"a log is written{by} {event.count} times in {evidence.steps} steps, {in_ms(spent)} a step",
-                "write every 50 to 100 steps, without flushing, or from a thread",
-                share_of(evidence, spent),
-                HowKnown.MEASURED,
-                place=event.where,
-                sources=cls.sources,
-            )
-            if finding is not None:
-                yield finding
+        yield from timed_calls(
+            cls,
+            evidence,
+            "log",
+            lambda event, often: f"a log is written{f' by {event.detail}' if event.detail else ''} {often}",
+            "write every 50 to 100 steps, without flushing, or from a thread",
+        )

@@ -42,13 +42,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from hasten.doctor.figures.calls import timed_calls
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
-from hasten.doctor.source.syncs import calls_in_steps
-from hasten.evidence import Evidence, Finding, HowKnown
-from hasten.evidence.waiting import in_ms, per_step
-from hasten.evidence.weigh import on_gpu, share_of, timed
+from hasten.doctor.source.syncs import problems_in_steps
+from hasten.evidence import Evidence, Finding
+from hasten.evidence.weigh import on_gpu
 
 _CALLS = ("torch.cuda.empty_cache", "torch.mps.empty_cache", "torch.xpu.empty_cache", "torch.accelerator.empty_cache")
 
@@ -60,32 +60,24 @@ class CacheEmptied(Rule):
     gpu_only = True
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One a line."""
         if not on_gpu(evidence):
             return
-        for event in evidence.events_of("empty_cache"):
-            spent = per_step(evidence, [event])
-            finding = timed(
-                cls.name,
-                f"torch.cuda.empty_cache() {event.count} times in {evidence.steps} steps, {in_ms(spent)} a "
-                "step, and the "
-                "memory is asked for again",
-                "take it out: torch uses freed memory again by itself",
-                share_of(evidence, spent),
-                HowKnown.MEASURED,
-                place=event.where,
-                sources=cls.sources,
-            )
-            if finding is not None:
-                yield finding
+        yield from timed_calls(
+            cls,
+            evidence,
+            "empty_cache",
+            lambda event, often: f"torch.cuda.empty_cache() {often}, and the memory is asked for again",
+            "take it out: torch uses freed memory again by itself",
+        )
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
         """Those calls, in steps."""
-        for call in calls_in_steps(code, _CALLS):
-            yield Problem(
-                call,
-                "the allocator's cache is emptied in every step",
-                "remove the call; if memory runs out, look for what holds it",
-            )
+        return problems_in_steps(
+            code,
+            _CALLS,
+            "the allocator's cache is emptied in every step",
+            "remove the call; if memory runs out, look for what holds it",
+        )

@@ -97,7 +97,7 @@ class ChannelsFirst(Rule):
             place=place_of(evidence, tried[0]) if tried else "",
             where=tried[0].where if tried else "",
             details=(*live, *map(in_words, tried)),
-            technique=ChannelsLast.name, setting="true", sources=cls.sources,
+            technique=ChannelsLast.name, setting="true",
         )  # fmt: skip
 
     @classmethod

@@ -100,7 +100,6 @@ class ConstantRate(Rule):
             Severity.NOTE,
             file=file,
             line=line,
-            sources=cls.sources,
         )
 
     @classmethod

@@ -69,7 +69,7 @@ class CudnnBenchmarkOff(Rule):
             place=place_of(evidence, tried[0]) if tried else "",
             where=tried[0].where if tried else "",
             details=(*live, *map(in_words, tried)),
-            technique=CudnnBenchmark.name, setting="true", sources=cls.sources,
+            technique=CudnnBenchmark.name, setting="true",
         )  # fmt: skip
 
     @classmethod

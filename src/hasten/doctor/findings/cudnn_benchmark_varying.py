@@ -69,7 +69,6 @@ class CudnnBenchmarkVarying(Rule):
             "set torch.backends.cudnn.benchmark = False, or bring the batches to a few sizes",
             lost_in_outliers(evidence),
             HowKnown.ESTIMATED,
-            sources=cls.sources,
         )
         if finding:
             yield finding

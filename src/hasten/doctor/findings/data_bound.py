@@ -63,14 +63,14 @@ class DataBound(Rule):
     name = "data_bound"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One, with its causes as details."""
         loader, wait = evidence.train_loader, seconds_of(evidence, Phase.DATA)
         share = share_of(evidence, wait)
         if loader is None or share < BOUND:
             return
         causes = tuple(_causes(evidence, loader))
-        finding = timed(
+        yield timed(
             cls.name,
             f"the step waits {percent(share)} of its time for data, {in_ms(wait)} for each batch",
             _remedy(evidence, loader),
@@ -78,10 +78,7 @@ class DataBound(Rule):
             HowKnown.MEASURED,
             place=loader.where,
             details=causes,
-            sources=cls.sources,
         )
-        if finding is not None:
-            yield finding
 
 
 def _causes(evidence: Evidence, loader: LoaderFacts) -> Iterator[str]:

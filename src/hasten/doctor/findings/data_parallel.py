@@ -77,7 +77,6 @@ class DataParallel(Rule):
             file,
             line,
             details=("at the most: as if no GPU were idle any more",) if worth else (),
-            sources=cls.sources,
         )
 
     @classmethod

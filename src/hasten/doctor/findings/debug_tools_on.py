@@ -92,7 +92,6 @@ class DebugToolsOn(Rule):
             details=tuple(map(in_words, tried)),
             technique=DebugOff.name if "anomaly" in found else "",
             setting="true" if "anomaly" in found else "",
-            sources=cls.sources,
         )  # fmt: skip
 
     @classmethod

@@ -52,7 +52,7 @@ class DenseEmbeddingGradients(Rule):
     name = "dense_embedding_gradients"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One for all tables, placed at the greatest."""
         operators = evidence.sampled.operators if evidence.sampled is not None else ()
         backward = sum(one.seconds for one in operators if one.name.endswith("embedding_dense_backward"))
@@ -65,7 +65,7 @@ class DenseEmbeddingGradients(Rule):
         numbers = sum(map(_numbers, rare))
         optimizer = seconds_of(evidence, Phase.OPTIMIZER) * min(1.0, numbers / sum(moved))
         share = numbers / max(1, sum(map(_numbers, tables)))
-        finding = timed(
+        yield timed(
             cls.name,
             f"a batch looks up {_looked_up(table):,.0f} of the {_rows(table):,} rows of {table.path}, and the gradient "
             "of all of them is made and applied in each step",
@@ -75,10 +75,7 @@ class DenseEmbeddingGradients(Rule):
             HowKnown.ESTIMATED,
             place=table.where,
             where=table.path,
-            sources=cls.sources,
         )
-        if finding is not None:
-            yield finding
 
 
 def _rows(layer: Layer) -> int:

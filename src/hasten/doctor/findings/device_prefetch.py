@@ -71,5 +71,4 @@ class NoDevicePrefetch(Rule):
             place=loader.where,
             technique=DevicePrefetch.name,
             setting="true",
-            sources=cls.sources,
         )

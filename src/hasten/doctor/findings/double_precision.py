@@ -49,7 +49,7 @@ class DoublePrecision(Rule):
     name = "double_precision"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One, where layers were called with float64."""
         double = [layer for layer in evidence.layers if layer.dtype == "float64"]
         if not double:
@@ -58,7 +58,7 @@ class DoublePrecision(Rule):
         compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
         worth = compute * gain_of(tried) if tried else compute / 2
         layers = tried[0].what.partition(":")[0] if tried else size_of(double[0])
-        finding = timed(
+        yield timed(
             cls.name,
             f"{layers} and the like compute in float64"
             + (f"; in float32 they take {percent(gain_of(tried))} less time" if tried else ""),
@@ -69,7 +69,4 @@ class DoublePrecision(Rule):
             place=place_of(evidence, tried[0]) if tried else double[0].where,
             where=tried[0].where if tried else double[0].path,
             details=tuple(map(in_words, tried)),
-            sources=cls.sources,
         )
-        if finding is not None:
-            yield finding

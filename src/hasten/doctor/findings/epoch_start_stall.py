@@ -62,7 +62,7 @@ class EpochStartStall(Rule):
     name = "epoch_start_stall"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One at the most, of the training loader."""
         loader = evidence.train_loader
         start = epoch_start(evidence, loader) if loader is not None and loader.num_workers > 1 else None
@@ -72,7 +72,7 @@ class EpochStartStall(Rule):
         making = start.pause if loader.persistent_workers else making_seconds(evidence, loader, start.waiting)
         if not known or making < 2 * ordinary_seconds(evidence):
             return
-        finding = timed(
+        yield timed(
             cls.name,
             f"each epoch begins with a wait of {in_ms(making)} for its first batch, on which one of "
             f"{loader.num_workers} "
@@ -83,7 +83,4 @@ class EpochStartStall(Rule):
             HowKnown.MEASURED if loader.persistent_workers else HowKnown.ESTIMATED,
             place=loader.where,
             details=(f"measured over {start.passes} passes after the first",),
-            sources=cls.sources,
         )
-        if finding is not None:
-            yield finding

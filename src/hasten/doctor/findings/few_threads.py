@@ -49,7 +49,7 @@ class FewThreads(Rule):
     name = "few_threads"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One, where cores are idle all the time."""
         use, cores, threads = evidence.use, evidence.machine.cores, evidence.flags.threads
         if use is None or on_gpu(evidence) or not 0 < threads < cores or evidence.flags.distributed > 1:
@@ -60,13 +60,10 @@ class FewThreads(Rule):
             return
         share = share_of(evidence, products(evidence, least=_LONG))
         compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
-        finding = timed(
+        yield timed(
             cls.name,
             f"torch computes on {threads} of {cores} cores (OMP_NUM_THREADS, or torch.set_num_threads)",
             f"let it have {room} threads: take the setting out, or set it to {room}",
             _GAIN * min(share, compute) * (1 - threads / room),
             HowKnown.ESTIMATED,
-            sources=cls.sources,
         )
-        if finding is not None:
-            yield finding

@@ -54,7 +54,7 @@ class FrequentValidation(Rule):
     name = "frequent_validation"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One from a fifth of the time on."""
         whole = seconds_of(evidence, *Phase)
         validation = seconds_of(evidence, Phase.VALIDATION)
@@ -63,13 +63,10 @@ class FrequentValidation(Rule):
         if whole <= 0 or validation < _OFTEN * whole or len(validating) > _EACH_STEP * len(steps):
             return
         every = f", after every {len(steps) / len(validating):.0f} steps" if validating else ""
-        finding = timed(
+        yield timed(
             cls.name,
             f"validation takes {percent(validation / whole)} of the time{every}",
             "validate less often, on fewer batches, or in bigger ones; half of it would do for a start",
             validation / whole / 2,
             HowKnown.ESTIMATED,
-            sources=cls.sources,
         )
-        if finding is not None:
-            yield finding

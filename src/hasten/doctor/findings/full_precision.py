@@ -121,7 +121,7 @@ class FullPrecision(Rule):
             place=place_of(evidence, tried[0]) if tried else "",
             where=tried[0].where if tried else "",
             details=(*live, *map(in_words, tried)),
-            technique=Precision.name, setting=setting, sources=cls.sources,
+            technique=Precision.name, setting=setting,
         )  # fmt: skip
 
     @classmethod

@@ -41,13 +41,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from hasten.doctor.figures.calls import timed_calls
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
-from hasten.doctor.source.syncs import calls_in_steps
-from hasten.evidence import Evidence, Finding, HowKnown
-from hasten.evidence.waiting import in_ms, per_step
-from hasten.evidence.weigh import share_of, timed
+from hasten.doctor.source.syncs import problems_in_steps
+from hasten.evidence import Evidence, Finding
 
 _CALLS = ("gc.collect",)
 
@@ -58,28 +57,17 @@ class GarbageCollected(Rule):
     name = "garbage_collected"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One a line."""
-        for event in evidence.events_of("gc_collect"):
-            spent = per_step(evidence, [event])
-            finding = timed(
-                cls.name,
-                f"gc.collect() {event.count} times in {evidence.steps} steps, {in_ms(spent)} a step",
-                "take it out, or call it once an epoch",
-                share_of(evidence, spent),
-                HowKnown.MEASURED,
-                place=event.where,
-                sources=cls.sources,
-            )
-            if finding is not None:
-                yield finding
+        fix = "take it out, or call it once an epoch"
+        yield from timed_calls(cls, evidence, "gc_collect", lambda event, often: f"gc.collect() {often}", fix)
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
         """Those calls, in steps."""
-        for call in calls_in_steps(code, _CALLS):
-            yield Problem(
-                call,
-                "all of Python's objects are searched for garbage in every step",
-                "remove gc.collect() from the loop, or call it once an epoch",
-            )
+        return problems_in_steps(
+            code,
+            _CALLS,
+            "all of Python's objects are searched for garbage in every step",
+            "remove gc.collect() from the loop, or call it once an epoch",
+        )

@@ -68,5 +68,5 @@ class GraphBreaks(Rule):
                 f"torch.compile leaves its graph here: {first_line_of(those[0], place)}",
                 "move it out of the compiled code (torch.compile(model, fullgraph=True) shows every place)",
                 severity_of(known), known, HowKnown.ESTIMATED, file, line,
-                details=those, sources=cls.sources,
+                details=those,
             )  # fmt: skip

@@ -93,7 +93,7 @@ class HostSync(Rule):
     gpu_only = True
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One a line."""
         if not on_gpu(evidence):
             return

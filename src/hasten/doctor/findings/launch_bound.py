@@ -83,7 +83,6 @@ def _idle_gpu(evidence: Evidence) -> Finding | None:
         'use a bigger batch, or torch.compile(model, mode="reduce-overhead"), which replays a step\'s kernels at once',
         idle / 2,
         HowKnown.ESTIMATED,
-        sources=LaunchBound.sources,
     )
 
 
@@ -110,5 +109,4 @@ def _small_operators(evidence: Evidence) -> Finding | None:
         f"use a bigger batch (with twice the batch a sample costs half of that){compiling}",
         overhead / 2,
         HowKnown.ESTIMATED,
-        sources=LaunchBound.sources,
     )

@@ -85,7 +85,6 @@ class MemoryCreep(Rule):
                 file=file,
                 line=line,
                 details=(f"it held {growth.last / 2**30:.2f} GiB at step {steps[-1]}",),
-                sources=cls.sources,
             )
             return
 

@@ -57,7 +57,6 @@ class MemoryNearlyFull(Rule):
                 "leave it some room: activation checkpointing, bf16-mixed precision, or a smaller batch with "
                 "accumulated gradients",
                 Severity.MEDIUM,
-                sources=cls.sources,
             )
         memory = evidence.machine.memory_bytes
         held = max((*evidence.use.main_rss, 0)) if evidence.use is not None else 0
@@ -69,5 +68,4 @@ class MemoryNearlyFull(Rule):
                 "keep less in memory: map files (numpy.memmap, Arrow) in place of reading them whole, fewer workers "
                 "that each hold a copy",
                 Severity.MEDIUM,
-                sources=cls.sources,
             )

@@ -67,5 +67,4 @@ class MemoryUnderused(Rule):
             "try a bigger batch (with the learning rate that suits it), several runs on the one GPU, or a smaller GPU",
             Severity.NOTE,
             details=("another batch size changes how the model learns: compare the result, not the speed alone",),
-            sources=cls.sources,
         )

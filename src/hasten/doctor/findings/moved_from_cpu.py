@@ -84,7 +84,7 @@ class MovedFromCpu(Rule):
     gpu_only = True
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One a line."""
         if not on_gpu(evidence):
             return

@@ -89,7 +89,6 @@ class NoGradientClipping(Rule):
             "call torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) between backward and the optimizer's step",
             Severity.MEDIUM if harm else Severity.NOTE,
             where=layer.path if layer else "",
-            sources=cls.sources,
         )
 
     @classmethod

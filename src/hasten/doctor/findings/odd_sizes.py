@@ -67,7 +67,6 @@ class OddSizes(Rule):
                 place=place_of(evidence, one),
                 where=one.where,
                 details=tuple(in_words(other) for other in tried if other.where == one.where),
-                sources=cls.sources,
             )
             if finding:
                 yield finding
@@ -86,7 +85,6 @@ class OddSizes(Rule):
             HowKnown.MEASURED,
             place=loader.where,
             details=tuple(map(in_words, tried)),
-            sources=cls.sources,
         )
         if finding:
             yield finding

@@ -59,7 +59,7 @@ class OwnCode(Rule):
     gives_way = True
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One for each function that takes 5 % of the step, or line of the training loop that takes 10 %."""
         other = share_of(evidence, seconds_of(evidence, Phase.OTHER))
         beside = [line for line in evidence.lines if line.phase == PHASES[Phase.OTHER]]
@@ -75,7 +75,7 @@ class OwnCode(Rule):
                 continue
             line = places[0]
             what = "this line of the training loop" if alone else f"{line.function}()"
-            finding = timed(
+            yield timed(
                 cls.name,
                 f"{what} takes {percent(worth)} of the step, beside loading, forward, backward and optimizer",
                 "do it on whole tensors instead of number by number, once and not in each step, less often, or beside "
@@ -88,10 +88,7 @@ class OwnCode(Rule):
                     for one in places[:4]
                     if len(places) > 1
                 ),
-                sources=cls.sources,
             )
-            if finding is not None:
-                yield finding
 
 
 def _groups(lines: list[Line]) -> list[list[Line]]:

@@ -95,7 +95,6 @@ class PageableMemory(Rule):
             details=tuple(f"copied at {event.where}, {event.count} times" for event in copies[:3] if event.where),
             technique=PinMemory.name,
             setting="true",
-            sources=cls.sources,
         )
 
     @classmethod

@@ -88,7 +88,7 @@ class PerTensorOptimizer(Rule):
             worth, how_known,
             place=place,
             details=(*live, *map(in_words, tried)),
-            technique=FusedOptimizer.name, setting="true", sources=cls.sources,
+            technique=FusedOptimizer.name, setting="true",
         )  # fmt: skip
 
     @classmethod

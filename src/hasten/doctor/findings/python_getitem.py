@@ -59,13 +59,13 @@ class PythonGetitem(Rule):
     name = "python_getitem"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One at the most."""
         bound = sampled_stages(evidence)
         if bound is None or bound[1].python < 0.4:
             return
         loader, stages = bound
-        finding = timed(
+        yield timed(
             cls.name,
             f"{percent(stages.python)} of the {in_ms(stages.seconds)} that a batch takes is Python code of the "
             "dataset, and the "
@@ -75,7 +75,4 @@ class PythonGetitem(Rule):
             HowKnown.ESTIMATED,
             place=stages.hottest or loader.where,
             details=("at the most: as if that code took no time",),
-            sources=cls.sources,
         )
-        if finding is not None:
-            yield finding

@@ -64,7 +64,6 @@ class RaggedBatches(Rule):
             0.8 * inputs.padding * share_of(evidence, seconds_of(evidence, *COMPUTE)),
             HowKnown.ESTIMATED,
             place=evidence.train_loader.where if evidence.train_loader else "",
-            sources=cls.sources,
         )
         if finding:
             yield finding

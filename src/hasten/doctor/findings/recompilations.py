@@ -70,5 +70,5 @@ class Recompilations(Rule):
             "keep what changes out of compiled code: pad to a few sizes, torch._dynamo.mark_dynamic, tensors in place "
             "of Python numbers",
             severity_of(known), known, HowKnown.ESTIMATED, file, line,
-            details=tuple(dict.fromkeys(reasons)), sources=cls.sources,
+            details=tuple(dict.fromkeys(reasons)),
         )  # fmt: skip

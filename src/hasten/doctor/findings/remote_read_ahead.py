@@ -72,7 +72,6 @@ class RemoteReadAhead(Rule):
                 HowKnown.ESTIMATED,
                 file,
                 line,
-                sources=cls.sources,
             )
 
 

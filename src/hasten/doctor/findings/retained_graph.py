@@ -100,7 +100,6 @@ class RetainedGraph(Rule):
                 file=file,
                 line=line,
                 details=(event.detail,) if event.detail else (),
-                sources=cls.sources,
             )
 
     @classmethod

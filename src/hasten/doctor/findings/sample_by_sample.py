@@ -76,5 +76,4 @@ class SampleBySample(Rule):
             place=loader.where,
             technique=BatchedFetch.name,
             setting="true",
-            sources=cls.sources,
         )

@@ -79,5 +79,4 @@ class SamplesRecomputed(Rule):
             details=("counts from the second epoch on",),
             technique=SampleCache.name,
             setting=toml_value(setting),
-            sources=cls.sources,
         )

@@ -56,7 +56,7 @@ class SlowDecode(Rule):
     name = "slow_decode"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One at the most."""
         bound = sampled_stages(evidence)
         if bound is None:
@@ -72,7 +72,7 @@ class SlowDecode(Rule):
             if plain
             else "decode at the size you need (`image.draft('RGB', size)` before it is loaded), "
         )
-        finding = timed(
+        yield timed(
             cls.name,
             f"decoding with PIL{' and the plain libjpeg' if plain else ''} is {percent(share)} of the "
             f"{in_ms(stages.seconds)} "
@@ -82,7 +82,4 @@ class SlowDecode(Rule):
             HowKnown.ESTIMATED,
             place=stages.hottest or loader.where,
             details=("estimated for decoding in half the time",),
-            sources=cls.sources,
         )
-        if finding is not None:
-            yield finding

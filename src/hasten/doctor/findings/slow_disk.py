@@ -51,7 +51,7 @@ class SlowDisk(Rule):
     name = "slow_disk"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One at the most."""
         loader, around, use = evidence.train_loader, evidence.surroundings, evidence.use
         if loader is None or around is None or data_share(evidence) < 0.1:
@@ -74,7 +74,7 @@ class SlowDisk(Rule):
             else "a disk that cannot keep up"
         )
         read = f", read at {reading / 1e6:.0f} MB/s" if reading >= _READING else ""
-        finding = timed(
+        yield timed(
             cls.name,
             f"the data lies on {kind}{read}: {percent(share)} of a batch's time is spent reading, and the step waits "
             f"{percent(data_share(evidence))} of its time for batches",
@@ -86,7 +86,4 @@ class SlowDisk(Rule):
             place=loader.where,
             where=around.data_folder,
             details=("at the most: as if reading took no time",),
-            sources=cls.sources,
         )
-        if finding is not None:
-            yield finding

@@ -69,7 +69,6 @@ class SmallShm(Rule):
             file=file,
             line=line,
             details=(f"the training ended with: {evidence.error}",) if died else (),
-            sources=cls.sources,
         )
 
 

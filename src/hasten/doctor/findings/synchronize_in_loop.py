@@ -46,7 +46,7 @@ from hasten.doctor.figures.waits import by_line, wait_finding
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
-from hasten.doctor.source.syncs import calls_in_steps
+from hasten.doctor.source.syncs import problems_in_steps
 from hasten.evidence import Evidence, Finding
 from hasten.evidence.waiting import in_ms, per_step
 from hasten.evidence.weigh import on_gpu
@@ -61,7 +61,7 @@ class SynchronizeInLoop(Rule):
     gpu_only = True
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One a line."""
         if not on_gpu(evidence):
             return
@@ -80,9 +80,9 @@ class SynchronizeInLoop(Rule):
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
         """Those calls, in steps."""
-        for call in calls_in_steps(code, _CALLS):
-            yield Problem(
-                call,
-                "Python waits for the whole device in every step",
-                "remove the call, or time with torch.cuda.Event and read the times every n steps",
-            )
+        return problems_in_steps(
+            code,
+            _CALLS,
+            "Python waits for the whole device in every step",
+            "remove the call, or time with torch.cuda.Event and read the times every n steps",
+        )

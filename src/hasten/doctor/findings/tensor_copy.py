@@ -99,23 +99,20 @@ class TensorCopy(Rule):
     name = "tensor_copy"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One a line."""
         made = evidence.events_of("torch_tensor")
         for events in by_line([event for event in made if event.device != "cuda" or "list" in event.detail]):
             count, spent = sum(event.count for event in events), per_step(evidence, events)
             of = f" of {events[0].detail}" if events[0].detail else ""
-            finding = timed(
+            yield timed(
                 cls.name,
                 f"a tensor is made as a copy{of}, {count} times in {evidence.steps} steps, {in_ms(spent)} a step",
                 _INSTEAD.get(events[0].detail, _INSTEAD["array"]),
                 share_of(evidence, spent),
                 HowKnown.MEASURED,
                 place=events[0].where,
-                sources=cls.sources,
             )
-            if finding is not None:
-                yield finding
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:

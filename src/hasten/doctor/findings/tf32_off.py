@@ -73,5 +73,5 @@ class Tf32Off(Rule):
             place=place_of(evidence, tried[0]) if tried else "",
             where=tried[0].where if tried else "",
             details=(*live, *map(in_words, tried)),
-            technique=MatmulPrecision.name, setting="high", sources=cls.sources,
+            technique=MatmulPrecision.name, setting="high",
         )  # fmt: skip

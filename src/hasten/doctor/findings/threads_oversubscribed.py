@@ -77,5 +77,4 @@ class ThreadsOversubscribed(Rule):
             details=(f"forward and backward, which these threads compute, take {percent(compute)} of the step",),
             technique=CpuThreads.name,
             setting=str(each),
-            sources=cls.sources,
         )

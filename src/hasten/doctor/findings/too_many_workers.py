@@ -85,5 +85,4 @@ class TooManyWorkers(Rule):
                 how_known=HowKnown.ESTIMATED,
                 file=file,
                 line=line,
-                sources=cls.sources,
             )

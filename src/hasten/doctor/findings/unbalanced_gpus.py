@@ -73,7 +73,6 @@ class UnbalancedGpus(Rule):
             severity_of(worth) if uneven else Severity.NOTE,
             worth if uneven else None,
             HowKnown.ESTIMATED,
-            sources=cls.sources,
         )
 
 

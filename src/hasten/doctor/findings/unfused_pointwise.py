@@ -74,5 +74,5 @@ class UnfusedPointwise(Rule):
                 "compiling takes seconds to minutes as the training begins",
                 "what launch_bound and allocator say may be the same time: their worths are no sum",
             ),
-            technique=Compile.name, setting="default", sources=cls.sources,
+            technique=Compile.name, setting="default",
         )  # fmt: skip

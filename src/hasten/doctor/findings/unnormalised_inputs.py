@@ -74,7 +74,6 @@ class UnnormalisedInputs(Rule):
             file=file,
             line=line,
             details=("unless the script normalises them behind the loader",),
-            sources=cls.sources,
         )
 
 

@@ -66,7 +66,6 @@ class UnsafeLoad(Rule):
                 file=file,
                 line=line,
                 details=(event.detail,) if event.detail else (),
-                sources=cls.sources,
             )
 
     @classmethod

@@ -49,7 +49,7 @@ class UnusedGradients(Rule):
     name = "unused_gradients"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One for all of them."""
         strays = [layer for layer in evidence.layers if layer.path in evidence.strays]
         total = sum(layer.seconds for layer in evidence.layers)
@@ -62,7 +62,7 @@ class UnusedGradients(Rule):
         wasted += sum(layer.seconds for layer in strays if layer not in before) / 2
         first, more = strays[0], f" and {len(strays) - 1} more" if len(strays) > 1 else ""
         under = ", and call it under torch.no_grad()" if len(before) > 1 and first in before else ""
-        finding = timed(
+        yield timed(
             cls.name,
             f"layers get gradients in each backward, and no optimizer has their parameters: {first.path}{more}",
             f"freeze them: `for p in part.parameters(): p.requires_grad_(False)`{under}; eval() alone does not",
@@ -70,7 +70,4 @@ class UnusedGradients(Rule):
             HowKnown.ESTIMATED,
             place=first.where,
             where=first.path,
-            sources=cls.sources,
         )
-        if finding is not None:
-            yield finding

@@ -69,7 +69,6 @@ class UnusedParameters(Rule):
                 HowKnown.MEASURED,
                 file,
                 line,
-                sources=cls.sources,
             )
 
     @classmethod

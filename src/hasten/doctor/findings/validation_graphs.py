@@ -103,7 +103,6 @@ class ValidationGraphs(Rule):
             details=(f"the validation's loader is built at {loader.where}",) if loader is not None else (),
             technique=NoGradValidation.name,
             setting="true",
-            sources=cls.sources,
         )
 
     @classmethod

@@ -75,14 +75,14 @@ class WorkersRecreated(Rule):
     may_change = "from the second epoch on, the order of the samples and their random changes are drawn otherwise"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One a loader."""
         for loader in evidence.loaders:
             start = epoch_start(evidence, loader) if loader.num_workers and not loader.persistent_workers else None
             if start is None or loader.role == "unused":
                 continue
             worth = opening_share(evidence, loader, start)
-            finding = timed(
+            yield timed(
                 cls.name,
                 f"the {loader.num_workers} workers are restarted for each pass, which takes "
                 f"{in_ms(worth * start.epoch)} of each {in_ms(start.epoch)} from one pass to the next",
@@ -91,10 +91,7 @@ class WorkersRecreated(Rule):
                 HowKnown.MEASURED if loader.start_method == "fork" else HowKnown.ESTIMATED,
                 place=loader.where,
                 details=(f"measured over {start.passes} passes after the first",),
-                sources=cls.sources,
             )
-            if finding is not None:
-                yield finding
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:

@@ -133,7 +133,6 @@ class WorkersZero(Rule):
             details=(how,),
             technique="" if loader.iterable else LoaderWorkers.name,
             setting="" if loader.iterable else toml_value(table),
-            sources=cls.sources,
         )
 
     @classmethod

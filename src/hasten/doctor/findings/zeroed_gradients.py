@@ -91,7 +91,6 @@ class ZeroedGradients(Rule):
             ),
             technique=SetToNone.name,
             setting="true",
-            sources=cls.sources,
         )
 
     @classmethod

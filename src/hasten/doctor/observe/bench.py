@@ -1,37 +1,39 @@
-"""`hasten bench-loader`, in the script's own process: at the first backward its loader is measured, and that is all.
+"""`hasten doctor --loader`, in the script's own process: at the first backward its loader is measured, and that is all.
 
 The loader whose batch the first backward is about is the training loader. It is rebuilt with other numbers of
-workers and drawn from as fast as it goes. What is measured is written, a JSON object a line, for hasten to read.
+workers and drawn from as fast as it goes. The evidence is written again after each figure: a number of workers that
+takes the machine's memory may end the process, and what was measured before it stands.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import dataclasses
-import json
-import multiprocessing
 import os
 import re
 import signal
-import sys
+import threading
 import time
-import traceback
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from hasten import messages
+from hasten.doctor.endings import TRAINS_WITHOUT_LOADER
+from hasten.doctor.flame import record
 from hasten.doctor.observe.loader_speed import again, speed
-from hasten.doctor.observe.log import _LIBRARIES, _OURS
 from hasten.doctor.observe.stages import LoaderStages
+from hasten.evidence import Evidence, LoaderBench, LoaderFacts, Rate, this_machine
 from hasten.evidence.facts import caller, loader_facts
 from hasten.taps.config import DoctorOptions
 from hasten.taps.protocol import BuiltLoader, Session
+from hasten.taps.tracebacks import describe, in_one_line, place_of
 from hasten.taps.wrapping import tap
 from hasten.techniques.data.crossing import holds_open
 
 _FLAME = 4.0  # seconds that a worker is watched for
 _LOOSE = 5  # backwards without a loader after which the script is taken to train without one
+_LONG = 3.0  # times the bench's seconds, and a minute: then it hangs
 _SHARDS = re.compile(r"get_worker_info|worker_info|split_by_worker|split_dataset_by_node|num_shards")
 _ANY_PROCESS = -1  # PR_SET_PTRACER_ANY
 _SET_PTRACER = 0x59616D61
@@ -53,14 +55,6 @@ def install(session: Session) -> None:
         return backward
 
     tap(torch.autograd, "backward", ending)
-    show = sys.excepthook
-
-    def crashed(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        bench.died(error)
-        show(kind, error, trace)
-
-    sys.excepthook = crashed
-    atexit.register(bench.ended)
 
 
 class _Bench:
@@ -68,147 +62,156 @@ class _Bench:
 
     def __init__(self, session: Session, options: DoctorOptions) -> None:
         self._session = session
-        self._file = options.bench
+        self._options = options
         self._seconds = options.bench_seconds
         self._loose = 0
-        self._over = False
         self._pid = os.getpid()
+        self._since = time.monotonic()
         (self._stages,) = (one for one in session.observers if isinstance(one, LoaderStages))
         self._stages.on = False
 
-    def _tell(self, kind: str, **facts: Any) -> None:
-        with open(self._file, "a") as file:
-            file.write(json.dumps({"kind": kind, **facts}) + "\n")
-
-    # -- the end of a script that never came to train -------------------------------------------------------
-
-    def died(self, error: BaseException) -> None:
-        """The script ends by an error of its own."""
-        if not self._over and os.getpid() == self._pid and not isinstance(error, KeyboardInterrupt):
-            self._over = True
-            self._tell("died", error=told(error), where=place_of(error), loaders=self._known())
-
-    def ended(self) -> None:
-        """The script is over, and no backward has been seen."""
-        if not self._over and os.getpid() == self._pid and self._session.listens_to_training():
-            self._tell("untrained", loaders=self._known())
-
-    def _known(self) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(known.facts) for known in self._session.loaders]
-
-    # -- the bench ------------------------------------------------------------------------------------------
-
     def backward(self) -> None:
         """The training's first step has come to its backward; it is not made."""
-        recorder = self._session.run.recorder
+        session, recorder = self._session, self._session.run.recorder
         if recorder is None or os.getpid() != self._pid:
             return
         current = recorder.current
         if current.loader < 0:
             self._loose += 1
             if self._loose == _LOOSE:
-                self._over = True
-                self._tell("untrained", loaders=self._known(), loose=caller())
-                self._leave()
+                session.error = f"{TRAINS_WITHOUT_LOADER}, at {caller()}"
+                session.complete()
             return
-        if not self._is_first():
-            time.sleep(3600)  # another rank measures; hasten ends this one
-        self._over = True
-        self._session.run.recorder = None
-        try:
-            self._bench(current)
-        except BaseException as error:  # whatever it is, hasten is told, and the script does not go on
-            self._tell("failed", error=told(error), where=place_of(error))
-        self._leave()
+        if session.rank or not self._is_first():
+            time.sleep(3600)  # another rank measures; doctor ends this one
+        known = session.loaders[current.loader]
+        loader = known.held()
+        iterator = current.iterator()
+        if hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()  # the script's own workers would take the memory and the cores
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is shown
+        self._evidence = session.evidence_of(recorder, asks=False)
+        self._bench = LoaderBench(known.facts)
+        session.run.recorder = None
+        self._measure_and_leave(loader)
 
     def _is_first(self) -> bool:
         """Of all the processes that train, one measures."""
         try:
-            os.close(os.open(f"{self._file}.claimed", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            os.close(os.open(f"{self._session.config.evidence}.claimed", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
             return False
         return True
 
+    def _measure_and_leave(self, loader: Any) -> None:
+        watch = threading.Timer(_LONG * self._seconds + 60, self._cut)
+        watch.daemon = True
+        watch.start()
+        try:
+            self._measure(loader)
+            self._note(ended="finished")
+        except KeyboardInterrupt:
+            self._note(ended="stopped")
+        except BaseException as error:  # whatever it is, the script does not go on
+            self._note(f"the bench broke off: {describe(error)}", ended="finished")
+        self._leave()
+
+    def _cut(self) -> None:
+        """A loader hangs."""
+        self._note("the bench was cut: it took three times as long as it was given", ended="cut")
+        self._leave()
+
     def _leave(self) -> None:
         self._stages.remove()
-        self._tell("done")
-        with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker is killed
-        for worker in multiprocessing.active_children():
-            worker.kill()  # else it would notice only seconds later that its parent is gone
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        self._write(dataclasses.replace(self._evidence, ended="complete"))
+        self._session.complete()
 
-    def _bench(self, current: Any) -> None:
-        known = self._session.loaders[current.loader]
-        loader, facts = known.held(), known.facts
-        iterator = current.iterator()
-        if hasattr(iterator, "_shutdown_workers"):
-            iterator._shutdown_workers()  # the script's own workers would take the memory and the cores
+    def _note(self, *notes: str, **facts: Any) -> None:
+        """Keep what was found out, in the evidence too: it stands if this process is killed for its memory."""
+        self._bench = dataclasses.replace(self._bench, notes=(*self._bench.notes, *notes), **facts)
+        self._write(self._evidence)
+
+    def _write(self, evidence: Evidence) -> None:
+        dataclasses.replace(evidence, loader_bench=self._bench).write(Path(self._session.config.evidence))
+
+    def _say(self, line: str) -> None:
+        messages.tell(f"hasten {time.monotonic() - self._since:5.0f}s  {line}")
+
+    # -- the bench ------------------------------------------------------------------------------------------
+
+    def _measure(self, loader: Any) -> None:
+        facts = self._bench.loader
         if loader is None:
             raise RuntimeError("the training loader was gone when its first batch was trained on")
         counts, why = _counts(loader, facts)
-        self._tell(
-            "loader",
-            facts=dataclasses.asdict(facts),
-            type=type(loader).__name__,
-            counts=counts,
-            why=why,
-            class_at=_class_place(loader.dataset),
+        self._note(*([why] if why else []), *_made_of(loader))
+        self._say(
+            f"the training loader is that of {facts.where} ({facts.dataset}); workers to measure: {_listed(counts)}"
         )
         begin = time.perf_counter()
         flame = min(_FLAME, self._seconds / 8)
         stages = self._seconds / 8
         each = (self._seconds - flame - stages) / len(counts)
-        failed = 0
         for number, workers in enumerate(counts):
             if time.perf_counter() - begin > self._seconds:
-                self._tell("late", left=counts[number:])
+                self._note(f"the time was up before {_listed(counts[number:])} workers; --seconds gives more")
                 break
-            measured = self._try(workers, lambda n: speed(loader, n, each))
-            failed += measured is None
-            if measured is not None:
-                self._tell("rate", workers=workers, **dataclasses.asdict(measured))
-            elif failed == 2 and number == 1:
+            self._rate(loader, workers, each)
+            if number == 1 and not self._bench.measured:
                 break  # not for want of workers: the dataset fails
-        if failed < len(counts):
+        if most := max((rate.workers for rate in self._bench.measured), default=0):
+            if most > (cores := this_machine().cores):
+                self._note(f"with no training beside it: training itself takes some of the {cores} cores")
+        if self._bench.measured:
             self._look_into(loader, facts, max(facts.num_workers, int(len(counts) > 1)), stages, flame)
 
-    def _try(self, workers: int, measure: Callable[[int], Any]) -> Any:
+    def _rate(self, loader: Any, workers: int, seconds: float) -> None:
         try:
-            return measure(workers)
+            rate = speed(loader, workers, seconds)
+            self._say(f"{workers} workers: {rate.samples_per_s:,.0f} samples/s")
         except Exception as error:  # the dataset's own, or that it cannot be sent to a worker
-            self._tell("rate", workers=workers, error=told(error), where=place_of(error))
-            return None
+            rate = Rate(workers, error=in_one_line(error), where=place_of(error) or _class_place(loader.dataset))
+            self._say(f"{workers} workers: {rate.error}")
+        self._note(rates=(*self._bench.rates, rate))
 
-    def _look_into(self, loader: Any, facts: Any, workers: int, stages: float, flame: float) -> None:
-        """The price of each stage; then a worker under py-spy, which the process that started this one calls."""
-        again_facts = loader_facts(loader, {**facts_options(loader), "num_workers": workers}, "")
+    def _look_into(self, loader: Any, facts: LoaderFacts, workers: int, stages: float, flame: float) -> None:
+        """The price of each stage; then a worker under py-spy."""
+        again_facts = loader_facts(loader, {**_options(loader), "num_workers": workers}, "")
         self._session.loaders.append(BuiltLoader(lambda: None, dataclasses.replace(again_facts, batches=None)))
         index = len(self._session.loaders) - 1
         made = again(loader, workers)
         made.__dict__["_hasten_index"] = index
         self._stages.on = True
-        self._try(workers, lambda _: _draw(made, stages, 6 * max(1, workers)))
+        with contextlib.suppress(Exception):  # the dataset's own, which has been told
+            _draw(made, stages, 6 * max(1, workers))
+        made._iterator = None  # ends its workers: those of the next loader would inherit it
         self._stages.on = False
-        found = self._stages.of(index)
-        if found is not None:
-            self._tell("stages", workers=workers, **dataclasses.asdict(found))
+        self._note(stages=self._stages.of(index), stages_workers=workers)
+        if not self._options.bench_flame:
+            self._note(flame_note="no flame graph: it was not asked for")
+            return
+        self._say("a worker under py-spy" if workers else "the loader's process under py-spy")
         made = again(loader, workers, init=TraceableWorker(loader.worker_init_fn) if workers else None)
-        self._try(workers, lambda _: self._burn(made, workers, flame))
+        with contextlib.suppress(Exception):
+            self._burn(made, workers, flame)
 
     def _burn(self, loader: Any, workers: int, seconds: float) -> None:
-        """Draw batches until py-spy has seen enough."""
-        begin = time.perf_counter()
+        """Draw batches until py-spy, which watches meanwhile, has seen enough."""
         iterator = iter(loader)
         next(iterator, None)
+        if not workers:
+            TraceableWorker(None)(0)
         pid = iterator._workers[0].pid if workers else os.getpid()
-        self._tell("flame", pid=pid, workers=workers, seconds=seconds)
-        enough = f"{self._file}.burnt"
-        while not os.path.exists(enough) and time.perf_counter() - begin < seconds + 15:
+        stacks: list[tuple[str, str]] = []
+        out = Path(self._options.scratch, "stacks")
+        spy = threading.Thread(target=lambda: stacks.append(record(pid, seconds, out)), daemon=True)
+        spy.start()
+        while spy.is_alive():
             if next(iterator, None) is None:
                 iterator = iter(loader)
+        flame, note = stacks[0] if stacks else ("", "no flame graph: py-spy failed")
+        self._note(flame=flame, flame_note=note)
 
 
 class TraceableWorker:
@@ -223,10 +226,21 @@ class TraceableWorker:
             self._then(worker)
 
 
-def facts_options(loader: Any) -> dict[str, Any]:
+def _options(loader: Any) -> dict[str, Any]:
     """A loader's arguments, as `loader_facts` wants them."""
     names = ("dataset", "prefetch_factor", "persistent_workers", "pin_memory", "worker_init_fn")
     return {name: getattr(loader, name) for name in names}
+
+
+def _made_of(loader: Any) -> list[str]:
+    name = type(loader).__name__
+    if name in ("DataLoader", "StatefulDataLoader"):
+        return []
+    return [f"the script's {name} was measured as the plain DataLoader it is made of"]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _draw(loader: Any, seconds: float, batches: int) -> None:
@@ -274,21 +288,3 @@ def _class_place(dataset: Any) -> str:
         return f"{inspect.getsourcefile(type(dataset))}:{inspect.getsourcelines(type(dataset))[1]}"
     except (OSError, TypeError):
         return ""
-
-
-def told(error: BaseException) -> str:
-    """An error in one line; of a worker's, what it was in the worker."""
-    lines = str(error).strip().splitlines()
-    name = type(error).__name__
-    if lines and "in DataLoader worker process" in lines[0]:
-        return lines[-1]
-    return f"{name}: {lines[0]}" if lines else name
-
-
-def place_of(error: BaseException) -> str:
-    """`file:line` of the script's own code in which an error arose, in this process or in a worker; "" if in none."""
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    frames += [(file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', str(error))]
-    own = [place for place in frames if not place[0].startswith(("<", _OURS, *_LIBRARIES))]
-    # The script's loop stands first, what the dataset did behind it.
-    return f"{own[-1][0]}:{own[-1][1]}" if own else ""

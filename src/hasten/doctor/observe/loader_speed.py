@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
+
+from hasten.evidence import Rate
 
 _WINDOWS = 6  # of a pass
 _PASSES = 12
@@ -17,30 +18,7 @@ _LATE = 3.0  # times its seconds, after which a number of workers is left as it 
 _HANGS = 60.0  # seconds without a batch after which workers are taken to hang
 
 
-@dataclass(frozen=True)
-class LoaderSpeed:
-    """The speed with one number of workers.
-
-    Attributes:
-        batches: How many were drawn.
-        samples_per_s, batches_per_s: Median over windows of the steady part of the passes.
-        low, high: The slowest and the fastest window, in samples per second.
-        windows: How many.
-        first_batch: Seconds from `iter(loader)` to the first batch, workers' start included.
-        epoch_start: The same for later passes, with workers that stayed; None if there was none.
-    """
-
-    batches: int
-    samples_per_s: float
-    batches_per_s: float
-    low: float
-    high: float
-    windows: int
-    first_batch: float
-    epoch_start: float | None
-
-
-def speed(loader: Any, workers: int, seconds: float) -> LoaderSpeed:
+def speed(loader: Any, workers: int, seconds: float) -> Rate:
     """Measure for about so many seconds, in passes of which the first is the longest.
 
     Raises:
@@ -75,7 +53,8 @@ def speed(loader: Any, workers: int, seconds: float) -> LoaderSpeed:
         raise ValueError("the loader gave no batch at all")
     size = made.sizes[0] / made.sizes[1] if made.sizes[1] else size
     a_second = statistics.median(rates)
-    return LoaderSpeed(
+    return Rate(
+        workers=workers,
         batches=batches,
         samples_per_s=a_second * size,
         batches_per_s=a_second,

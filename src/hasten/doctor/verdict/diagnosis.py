@@ -13,7 +13,7 @@ from typing import Any
 
 from hasten import files
 from hasten.errors import HastenError
-from hasten.evidence import Finding, Machine
+from hasten.evidence import Finding, LoaderBench, Machine
 from hasten.evidence.plain import finite, read_plain
 
 SCHEMA = "hasten-diagnosis/1"
@@ -25,8 +25,8 @@ class Verdict:
 
     Attributes:
         resource: "data", "cpu", "transfer", "gpu", "sync" (host syncs and launch gaps), "network", "disk", "memory",
-            "validation", "checkpoint", "none" (nothing is: under-parallelised, `title` says at which point), or
-            "untrained" (no step was seen).
+            "validation", "checkpoint", "none" (nothing is: under-parallelised, `title` says at which point),
+            "loader" (the training loader was measured in place of training), or "untrained" (no step was seen).
         title: The answer in a few words: "data-bound: the step waits 61 % of its time for batches".
         details: Sentences that say how that is known, and what would change it.
     """
@@ -71,6 +71,7 @@ class Diagnosis:
         unseen: What could not be seen here, and why.
         notes: What was done to the run: cut after 200 steps, writes kept in a scratch folder.
         ended, error, peak_memory_bytes, peak_gpu_bytes: As in the evidence.
+        loader_bench: As in the evidence.
         ran_on: The machine; None where it is not known. `torch`: the version that ran there.
     """
 
@@ -93,6 +94,7 @@ class Diagnosis:
     peak_memory_bytes: int = 0
     peak_gpu_bytes: int | None = None
     ran_on: Machine | None = None
+    loader_bench: LoaderBench | None = None
     torch: str = ""
     hasten: str = ""
     created: str = ""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from hasten.doctor.figures.storage import is_network
 from hasten.doctor.verdict.diagnosis import Verdict
+from hasten.doctor.verdict.loader import loader_verdict
 from hasten.doctor.verdict.steady_use import SteadyUse, steady_use
 from hasten.doctor.verdict.untrained import OUT_OF_MEMORY, caveats, out_of_memory, stands_still, stuck, untrained
 from hasten.evidence import PHASES, Evidence, LoaderFacts, Stages
@@ -29,6 +30,8 @@ def verdict(evidence: Evidence, phases: Mapping[str, float]) -> Verdict:
         evidence: What it left behind.
         phases: Mean seconds of a steady step by phase.
     """
+    if evidence.loader_bench is not None:
+        return loader_verdict(evidence, evidence.loader_bench)
     if any(word in evidence.error for word in OUT_OF_MEMORY):
         return out_of_memory(evidence)
     so_far = dict(zip(PHASES, evidence.unfinished, strict=False))

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.doctor.verdict.diagnosis import Diagnosis
-from hasten.doctor.views import TEMPLATES, charts, timeline, wording
+from hasten.doctor.views import TEMPLATES, charts, flame_graph, loader_bench, timeline, wording
 from hasten.doctor.views.excerpt import excerpt
-from hasten.doctor.views.flame import checked
 from hasten.evidence import Evidence, Layer, Operator, Severity
 from hasten.evidence.finding import worst_first
 from hasten.report import words
@@ -17,7 +16,7 @@ from hasten.report.page import environment, write_whole
 
 _MOST_ROWS = 15
 _USUAL = {"groups": 1, "stride": 1, "dilation": 1, "padding": 0, "num_layers": 1}
-_KINDS = {"none": "calm", "untrained": "unclear"}
+_KINDS = {"none": "calm", "untrained": "unclear", "loader": "calm"}
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,10 @@ class Figure:
     detail: str = ""
 
 
-def render(diagnosis: Diagnosis, evidence: Evidence | None, flame: str = "") -> str:
-    """The whole page as text; the arguments are those of `write`."""
+def render(diagnosis: Diagnosis, evidence: Evidence | None) -> str:
+    """The whole page as text."""
     findings = worst_first(diagnosis.findings)
     phases = wording.phase_rows(diagnosis)
-    drawn, refused = checked(flame)
     page = environment(TEMPLATES).get_template("doctor.html.j2")
     return page.render(
         found=diagnosis,
@@ -48,8 +46,9 @@ def render(diagnosis: Diagnosis, evidence: Evidence | None, flame: str = "") -> 
         excerpt=lambda one: excerpt(one.file, one.line, diagnosis.created),
         layers=hottest_layers(evidence),
         operators=hottest_operators(evidence),
-        flame=drawn,
-        flame_refused=refused,
+        bench=diagnosis.loader_bench,
+        benches=loader_bench,
+        flame=flame_graph.draw(diagnosis.loader_bench.flame) if diagnosis.loader_bench else "",
         charts=charts,
         timeline=timeline,
         about=wording,
@@ -58,20 +57,18 @@ def render(diagnosis: Diagnosis, evidence: Evidence | None, flame: str = "") -> 
     )
 
 
-def write(diagnosis: Diagnosis, evidence: Evidence | None, path: Path, flame: str = "") -> None:
+def write(diagnosis: Diagnosis, evidence: Evidence | None, path: Path) -> None:
     """Write the page, whole or not at all.
 
     Args:
         diagnosis: What to show.
         evidence: What it was made from, for everything over time; None where it is gone.
         path: Where to.
-        flame: A flame graph of a loader's worker, as SVG without scripts, links and styles; one that has them is left
-            out, and the page says so.
 
     Raises:
         HastenError: The folder cannot be written to.
     """
-    write_whole(render(diagnosis, evidence, flame), path)
+    write_whole(render(diagnosis, evidence), path)
 
 
 def figures(diagnosis: Diagnosis, evidence: Evidence | None) -> list[Figure]:

@@ -7,14 +7,14 @@ from pathlib import Path
 from rich.console import Console
 
 from hasten.doctor.verdict.diagnosis import Diagnosis
-from hasten.doctor.views import wording
+from hasten.doctor.views import loader_bench, wording
 from hasten.evidence import Evidence, Finding, Severity
 from hasten.evidence.finding import worst_first
 from hasten.report import words
 from hasten.report.screen import Screen, stacked
 
 _STYLES = {Severity.HIGH: "bold red", Severity.MEDIUM: "yellow", Severity.LOW: "cyan", Severity.NOTE: "dim"}
-_CALM = {"none": "bold green", "untrained": "bold yellow"}
+_CALM = {"none": "bold green", "untrained": "bold yellow", "loader": "bold"}
 _WIDEST_BAR = 40
 _WIDEST_LABEL = 16
 _ROOM = 10  # of the words that paragraphs hang on
@@ -41,8 +41,11 @@ def show(
     """
     page = _DiagnosisPage(diagnosis, evidence, console)
     page.verdict()
-    page.phases()
-    page.findings(html)
+    if diagnosis.loader_bench is not None:
+        loader_bench.show(diagnosis.loader_bench, page.screen, html is not None)
+    else:
+        page.phases()
+        page.findings(html)
     page.sentences(html)
     page.files(html, json)
 
@@ -63,7 +66,8 @@ class _DiagnosisPage:
         screen.say(screen.text(words.clean(found.title), _CALM.get(found.resource, "bold red")), 0)
         for sentence in found.details:
             screen.say(screen.text(words.clean(sentence)))
-        screen.say(screen.text(wording.listened_to(self.diagnosis), "dim"))
+        if self.diagnosis.loader_bench is None:
+            screen.say(screen.text(wording.listened_to(self.diagnosis), "dim"))
         if self.diagnosis.error:
             screen.labelled("failed", words.clean(self.diagnosis.error), _ROOM, "bold red")
 

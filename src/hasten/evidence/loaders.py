@@ -1,17 +1,64 @@
-"""What `hasten bench-loader` measured: how fast a training loader goes with no training behind it. Plain data."""
+"""A DataLoader of the script: what it was built with, and how fast it goes alone."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
-from hasten import files
-from hasten.evidence import LoaderFacts, Machine, Stages
-from hasten.evidence.plain import finite
+from hasten.evidence.observed import Stages
 
-SCHEMA = "hasten-loader-bench/1"
+
+@dataclass(frozen=True)
+class Probe:
+    """What a trial found out about a map-style dataset by asking it for a few samples.
+
+    Attributes:
+        repeatable: The same index gave the same sample under other random states; None: could not be asked.
+        sample_seconds: Time of one `dataset[i]`.
+        sample_bytes: Size of one sample when kept.
+        loader_function: Where the dataset keeps a function that reads one sample, as ImageFolder's `loader`.
+        loader_repeatable: That function gave the same for the same argument.
+        loader_seconds: Its time per sample.
+        loader_bytes: Size of what it returns, when kept.
+        in_memory: The dataset is a TensorDataset (or Subset of one), collated by default.
+        fork_unsafe: Why worker processes would be unsafe ("holds an open sqlite3.Connection"), or "".
+        failed: Why it could not be asked, or "".
+        one_thread: How many times as long `dataset[i]` takes where torch has one thread only, as in a worker; 0: not
+            measured.
+    """
+
+    repeatable: bool | None = None
+    sample_seconds: float = 0.0
+    sample_bytes: int = 0
+    loader_function: str = ""
+    loader_repeatable: bool = False
+    loader_seconds: float = 0.0
+    loader_bytes: int = 0
+    in_memory: bool = False
+    fork_unsafe: str = ""
+    failed: str = ""
+    one_thread: float = 0.0
+
+
+@dataclass(frozen=True)
+class LoaderFacts:
+    """One DataLoader that the script built. `role`: train, validation (iterated without backward) or unused."""
+
+    dataset: str
+    where: str
+    iterable: bool
+    batches: int | None
+    samples: int | None
+    batch_size: int | None
+    num_workers: int
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory: bool
+    start_method: str
+    default_collate: bool
+    own_worker_init: bool
+    role: str = "unused"
+    batch_bytes: int = 0
+    probe: Probe | None = None
 
 
 @dataclass(frozen=True)
@@ -54,37 +101,29 @@ class Consumed:
 
 @dataclass(frozen=True)
 class LoaderBench:
-    """What the bench measured.
+    """How fast the training loader goes with no training behind it (`hasten doctor --loader`).
 
     Attributes:
-        command: The training's own command line.
-        machine: Where it was measured.
         loader: The training loader as the script built it.
-        rates: By number of workers, as far as it came.
+        rates: By number of workers, as far as the bench came.
         stages: Where the time of a batch goes in one process; None if no batch could be sampled.
         stages_workers: With how many workers that was looked at.
         flame: Stacks of a worker under py-spy, folded: "outer;inner 12" a line; "" without one.
         flame_note: Why there is none, and how to get one; or whose it is.
         consumed: What training took, where evidence of one was given.
         notes: What else a person must know about the figures.
-        ended: "finished", "stopped" (Ctrl-C) or "cut" (it took too long).
+        ended: "finished", "stopped" (Ctrl-C), "cut" (it took too long), or "" where the process died meanwhile.
     """
 
-    command: tuple[str, ...]
-    machine: Machine
     loader: LoaderFacts
     rates: tuple[Rate, ...] = ()
     stages: Stages | None = None
     stages_workers: int = 0
     flame: str = ""
-    flame_note: str = ""
+    flame_note: str = "no flame graph: the bench did not come to it"
     consumed: Consumed | None = None
     notes: tuple[str, ...] = ()
-    ended: str = "finished"
-    seconds: float = 0.0
-    hasten: str = ""
-    created: str = ""
-    schema: str = SCHEMA
+    ended: str = ""
 
     @property
     def measured(self) -> tuple[Rate, ...]:
@@ -100,15 +139,3 @@ class LoaderBench:
     def rate_of(self, workers: int) -> Rate | None:
         """The measured rate with so many workers."""
         return next((rate for rate in self.measured if rate.workers == workers), None)
-
-    def write(self, path: Path) -> None:
-        """Write as JSON, whole or not at all.
-
-        Raises:
-            HastenError: The file cannot be written, or holds something else.
-        """
-        text = json.dumps(finite(dataclasses.asdict(self)), indent=1, allow_nan=False)
-        files.write_own(path, text, "the figures", is_loader_bench)
-
-
-is_loader_bench = files.json_of(SCHEMA)

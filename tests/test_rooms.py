@@ -1,0 +1,57 @@
+"""What the import contract cannot say: where a name may stand, and which imports are for a type only."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import hasten
+
+SOURCE = Path(hasten.__file__).parent
+LIGHTNING = SOURCE / "trainer" / "lightning"
+NAMES_LIGHTNING = {
+    "lightning.py": "the public door to trainer/lightning/loading.py",
+    "trainer/__init__.py": "hands the adapter to the Trainer",
+    "doctor/source/script.py": "reads scripts, of which some are Lightning's",
+    "doctor/source/read.py": "reads scripts, of which some are Lightning's",
+    "doctor/findings/device_prefetch.py": "names its source",
+    "doctor/findings/frequent_validation.py": "names its source",
+    "techniques/transfer/device_prefetch.py": "names its source",
+    "data/elastic.py": "a comment: who else shares out loaders",
+}
+
+
+def test_lightning_is_named_only_in_its_adapter() -> None:
+    naming = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        if LIGHTNING not in path.parents and "lightning" in path.read_text().lower()
+    }
+    assert naming == set(NAMES_LIGHTNING)
+
+
+def test_the_trainers_parts_import_the_trainer_for_its_type_only() -> None:
+    """They get it as an argument: an import of it when they run would be a circle."""
+    allowed = SOURCE / "trainer" / "__init__.py"
+    running = [
+        f"{path.relative_to(SOURCE)}:{line}"
+        for path in (SOURCE / "trainer").rglob("*.py")
+        if path != allowed
+        for line in _imports_that_run(ast.parse(path.read_text()), "hasten.trainer.trainer")
+    ]
+    assert not running
+
+
+def _imports_that_run(node: ast.AST, wanted: str) -> Iterator[int]:
+    """Yield the lines that import a module, but for those that only type checkers read."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
+    if isinstance(node, ast.ImportFrom):
+        names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    else:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    if wanted in names:
+        yield node.lineno  # type: ignore[attr-defined]
+    for child in ast.iter_child_nodes(node):
+        yield from _imports_that_run(child, wanted)
