@@ -1,8 +1,9 @@
-"""File names of checkpoints: `{epoch}-{val_loss:.2f}` filled in."""
+"""Where checkpoints lie, and what they are called: `{epoch}-{val_loss:.2f}` filled in."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -37,3 +38,25 @@ def checkpoint_name(template: str, metrics: Mapping[str, Any], insert_names: boo
             f"ModelCheckpoint(filename={template!r}): {error}", "write {name} or {name:.2f}, as in an f-string"
         ) from None
     return "".join(parts)
+
+
+def default_folder(trainer: Any) -> Path:
+    """Return where checkpoints go if nobody says: a folder of the run's own, beside the first logger's files."""
+    folder = _experiment_folder(trainer)
+    if trainer.loggers and (version := trainer.loggers[0].version) is not None:
+        folder /= version if isinstance(version, str) else f"version_{version}"
+    return folder / "checkpoints"
+
+
+def earlier_folders(trainer: Any) -> list[str]:
+    """Return where earlier runs may have left checkpoints if nobody says; none is made."""
+    found = [str(path) for path in _experiment_folder(trainer).glob("*/checkpoints")] if trainer.loggers else []
+    return [*found, str(Path(trainer.default_root_dir) / "checkpoints")]
+
+
+def _experiment_folder(trainer: Any) -> Path:
+    """Return where the first logger keeps its runs, one folder each: its save_dir and name."""
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name or "")

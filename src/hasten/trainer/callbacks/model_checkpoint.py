@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -15,13 +14,15 @@ import torch
 from hasten import messages
 from hasten.errors import HastenError
 from hasten.trainer.callbacks.base import Callback
-from hasten.trainer.callbacks.checkpoint_names import checkpoint_name
-from hasten.trainer.callbacks.shared import (
-    check_mode,
-    metric,
-    missing_metric,
-    say,
-)
+from hasten.trainer.callbacks.checkpoint_names import checkpoint_name, default_folder, earlier_folders
+from hasten.trainer.callbacks.checkpoint_schedule import Schedule
+from hasten.trainer.callbacks.replaced_files import ReplacedFiles, may_remove
+from hasten.trainer.callbacks.shared import check_mode, metric, missing_metric, say
+
+_STATE = (
+    "monitor", "best_model_score", "best_model_path", "current_score", "dirpath", "best_k_models",
+    "kth_best_model_path", "kth_value", "last_model_path",
+)  # fmt: skip
 
 
 class ModelCheckpoint(Callback):
@@ -96,13 +97,14 @@ class ModelCheckpoint(Callback):
         self.save_weights_only = save_weights_only
         self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
-        by_default = every_n_train_steps is None and every_n_epochs is None and train_time_interval is None
-        self._every_n_train_steps = every_n_train_steps or 0
-        self._every_n_epochs = 1 if by_default else every_n_epochs or 0
-        self._train_time_interval = train_time_interval
-        self._save_on_train_epoch_end = save_on_train_epoch_end
+        self._schedule = Schedule(every_n_train_steps, every_n_epochs, train_time_interval, save_on_train_epoch_end)
         self._enable_version_counter = enable_version_counter
-        self._check()
+        if save_top_k < -1:
+            raise HastenError(f"ModelCheckpoint(save_top_k={save_top_k}): must be -1 or more", "-1 keeps all, 0 none")
+        if monitor is None and save_top_k not in (-1, 0, 1):
+            raise HastenError(
+                f"ModelCheckpoint(save_top_k={save_top_k}): best by what?", "name a metric: monitor='val_loss'"
+            )
         self.best_model_path = ""
         self.best_model_score: torch.Tensor | None = None
         self.best_k_models: dict[str, torch.Tensor] = {}
@@ -112,40 +114,14 @@ class ModelCheckpoint(Callback):
         self.last_model_path = ""
         self._last_global_step_saved = 0  # nothing to save before the first step
         self._last_checkpoint_saved = ""
-        self._last_time_checked = time.monotonic()
         self._after_validation = False  # a save is due, and waits for the metric that validation will bring
         self._fitting = False
-        self._leaving: list[str] = []  # files of ours that others replace, as long as they are there
-        self._surplus: list[str] = []  # such files of the run that is resumed
-
-    def _check(self) -> None:
-        triggers = {
-            "every_n_train_steps": self._every_n_train_steps,
-            "every_n_epochs": self._every_n_epochs,
-            "train_time_interval": self._train_time_interval is not None,
-        }
-        if self.save_top_k < -1:
-            raise HastenError(
-                f"ModelCheckpoint(save_top_k={self.save_top_k}): must be -1 or more", "-1 keeps all, 0 none"
-            )
-        for name, value in triggers.items():
-            if value < 0:
-                raise HastenError(f"ModelCheckpoint({name}={value}): must be 0 or more", "0 switches it off")
-        given = [name for name, value in triggers.items() if value]
-        if len(given) > 1:
-            raise HastenError(
-                f"ModelCheckpoint: {' and '.join(given)} exclude each other",
-                "use one ModelCheckpoint for each",
-            )
-        if self.monitor is None and self.save_top_k not in (-1, 0, 1):
-            raise HastenError(
-                f"ModelCheckpoint(save_top_k={self.save_top_k}): best by what?", "name a metric: monitor='val_loss'"
-            )
+        self._replaced = ReplacedFiles()
 
     @property
     def every_n_epochs(self) -> int:
         """Saved every so many epochs; 0: not by epochs."""
-        return self._every_n_epochs
+        return self._schedule.every_n_epochs
 
     @property
     def state_key(self) -> str:
@@ -153,9 +129,9 @@ class ModelCheckpoint(Callback):
         return self._generate_state_key(
             monitor=self.monitor,
             mode=self.mode,
-            every_n_train_steps=self._every_n_train_steps,
-            every_n_epochs=self._every_n_epochs,
-            train_time_interval=self._train_time_interval,
+            every_n_train_steps=self._schedule.every_n_train_steps,
+            every_n_epochs=self._schedule.every_n_epochs,
+            train_time_interval=self._schedule.train_time_interval,
         )
 
     # -- when ------------------------------------------------------------------------------------------
@@ -164,39 +140,27 @@ class ModelCheckpoint(Callback):
         """Settle on the folder."""
         self._fitting = stage == "fit"
         if self.dirpath is None:
-            folder = _experiment_folder(trainer)
-            if trainer.loggers and (version := trainer.loggers[0].version) is not None:
-                folder /= version if isinstance(version, str) else f"version_{version}"
-            folder /= "checkpoints"
-            self.dirpath = trainer.world.broadcast(os.path.realpath(folder))
+            self.dirpath = trainer.world.broadcast(os.path.realpath(default_folder(trainer)))
 
     def find_folders(self, trainer: Any) -> list[str]:
         """Folders in which earlier runs of this training may have left checkpoints; none is made."""
-        if self.dirpath is not None:
-            return [self.dirpath]
-        found = [str(path) for path in _experiment_folder(trainer).glob("*/checkpoints")] if trainer.loggers else []
-        return [*found, str(Path(trainer.default_root_dir) / "checkpoints")]
+        return [self.dirpath] if self.dirpath is not None else earlier_folders(trainer)
 
     def needs(self, hook: str) -> bool:
         """Batches matter only to who saves by steps or time."""
-        return hook != "on_train_batch_end" or bool(self._every_n_train_steps) or self._train_time_interval is not None
+        return hook != "on_train_batch_end" or self._schedule.within_epochs
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """The interval by time begins."""
-        self._last_time_checked = time.monotonic()
+        self._schedule.begin()
         self._remove_surplus(trainer)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if steps or time say so."""
-        if self._every_n_train_steps:
-            if trainer.global_step % self._every_n_train_steps:
-                return
-        elif self._train_time_interval is None or not self._time_is_up(trainer):
-            return
-        if self._skips(trainer):
+        if not self._schedule.is_due_after_batch(trainer) or self._skips(trainer):
             return
         if self.monitor is not None and (
-            self.monitor not in trainer.callback_metrics or self._validation_comes_now(trainer, batch_idx)
+            self.monitor not in trainer.callback_metrics or self._schedule.validation_comes_now(trainer, batch_idx)
         ):
             self._after_validation = True
             return
@@ -205,12 +169,12 @@ class ModelCheckpoint(Callback):
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         """Save if this epoch's turn is here."""
-        if not self._skips(trainer) and self._saves_on_train_epoch_end(trainer):
+        if not self._skips(trainer) and self._schedule.saves_on_train_epoch_end(trainer):
             self._epoch_is_over(trainer, module)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         """Save what waited for this validation, or if this epoch's turn is here."""
-        if self._skips(trainer) or self._saves_on_train_epoch_end(trainer):
+        if self._skips(trainer) or self._schedule.saves_on_train_epoch_end(trainer):
             return
         if self._after_validation:
             self._after_validation = False
@@ -234,20 +198,11 @@ class ModelCheckpoint(Callback):
             say(trainer, f"{type(exception).__name__}: saved {path}")
 
     def _epoch_is_over(self, trainer: Any, module: Any) -> None:
-        if self._every_n_epochs and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+        if self._schedule.is_due_after_epoch(trainer):
             self._save_top_k(trainer, module)
         linked = self.save_last == "link" and self._last_checkpoint_saved
         if linked or self._last_global_step_saved == trainer.global_step:
             self._save_last(trainer, module)
-
-    def _time_is_up(self, trainer: Any) -> bool:
-        assert self._train_time_interval is not None
-        now = time.monotonic()
-        due = now - self._last_time_checked >= self._train_time_interval.total_seconds()
-        if not trainer.world.any(trainer.is_global_zero and due):  # clocks differ: rank 0's counts
-            return False
-        self._last_time_checked = now
-        return True
 
     def _skips(self, trainer: Any) -> bool:
         return (
@@ -256,20 +211,6 @@ class ModelCheckpoint(Callback):
             or trainer.sanity_checking
             or self._last_global_step_saved == trainer.global_step
         )
-
-    def _saves_on_train_epoch_end(self, trainer: Any) -> bool:
-        if self._save_on_train_epoch_end is not None:
-            return self._save_on_train_epoch_end
-        if trainer.check_val_every_n_epoch != 1:
-            return False
-        return not _has_validation(trainer) or bool(trainer.val_check_interval == 1.0)
-
-    def _validation_comes_now(self, trainer: Any, batch_idx: int) -> bool:
-        """The metric there is stems from an earlier validation, and the next one runs right after this batch."""
-        if self._saves_on_train_epoch_end(trainer) or batch_idx + 1 != trainer.num_training_batches:
-            return False
-        every = trainer.check_val_every_n_epoch
-        return _has_validation(trainer) and (every is None or (trainer.current_epoch + 1) % every == 0)
 
     # -- what ------------------------------------------------------------------------------------------
 
@@ -293,8 +234,12 @@ class ModelCheckpoint(Callback):
         if current is None:
             raise missing_metric("ModelCheckpoint", self.monitor, trainer.callback_metrics)
         if trainer.world.any(not math.isfinite(current)):
-            self._not_finite(trainer, module, values, current)
-        elif trainer.world.any(trainer.is_global_zero and self._among_best(current)):
+            # Never one of the best; who keeps all gets it, unranked.
+            step = f"step {trainer.global_step}: {self.monitor} is {current.item()}"
+            messages.warn(f"{step}, so this is none of the best checkpoints", stacklevel=2)
+            if self.save_top_k == -1:
+                self._save(trainer, module, self._free_path(trainer, values))
+        elif self.check_monitor_top_k(trainer, current):
             self._save_best(trainer, module, values, current)
         elif self.verbose:
             say(trainer, f"step {trainer.global_step}: {self.monitor} was not in the top {self.save_top_k}")
@@ -308,15 +253,6 @@ class ModelCheckpoint(Callback):
             return True
         kth = self.best_k_models[self.kth_best_model_path]
         return bool(current < kth if self.mode == "min" else current > kth)
-
-    def _not_finite(self, trainer: Any, module: Any, values: dict[str, Any], current: torch.Tensor) -> None:
-        """Never one of the best. Who keeps all (-1) gets the file, unranked."""
-        messages.warn(
-            f"step {trainer.global_step}: {self.monitor} is {current.item()}, so this is none of the best checkpoints",
-            stacklevel=2,
-        )
-        if self.save_top_k == -1:
-            self._save(trainer, module, self._free_path(trainer, values))
 
     def _save_best(self, trainer: Any, module: Any, values: dict[str, Any], current: torch.Tensor) -> None:
         before = dict(self.best_k_models)
@@ -340,8 +276,7 @@ class ModelCheckpoint(Callback):
             self.best_model_path, self.best_model_score, self.kth_best_model_path = "", None, ""
             return
         ordered = sorted(self.best_k_models, key=lambda path: float(self.best_k_models[path]))
-        if self.mode == "max":
-            ordered.reverse()
+        ordered = ordered[::-1] if self.mode == "max" else ordered
         self.best_model_path = ordered[0]
         self.best_model_score = self.best_k_models[self.best_model_path]
         if len(ordered) == self.save_top_k or self.save_top_k == -1:
@@ -374,8 +309,8 @@ class ModelCheckpoint(Callback):
             prefix: Put in front of the name.
         """
         template = filename or self.filename or "{epoch}-{step}"
-        name = checkpoint_name(template, metrics, self.auto_insert_metric_name)
-        parts = [prefix, name, None if ver is None else f"v{ver}"]
+        filled = checkpoint_name(template, metrics, self.auto_insert_metric_name)
+        parts = [prefix, filled, None if ver is None else f"v{ver}"]
         name = self.CHECKPOINT_JOIN_CHAR.join(part for part in parts if part is not None) + self.FILE_EXTENSION
         return os.path.join(self.dirpath, name) if self.dirpath else name  # noqa: PTH118  # a str, as scripts expect
 
@@ -406,8 +341,8 @@ class ModelCheckpoint(Callback):
                 stacklevel=2,
             )
             return False
-        if replaces not in ("", path, *self._leaving) and self._may_remove(trainer, replaces):
-            self._leaving.append(replaces)
+        if replaces not in ("", path) and may_remove(replaces, self.dirpath, trainer.ckpt_path):
+            self._replaced.note(replaces)
         trainer.save_checkpoint(path, self.save_weights_only)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = path
@@ -418,26 +353,16 @@ class ModelCheckpoint(Callback):
 
     def _remove(self, trainer: Any, path: str, current: str) -> None:
         """Remove a file that another replaces."""
-        if path and path != current and self._may_remove(trainer, path):
+        if path and path != current and may_remove(path, self.dirpath, trainer.ckpt_path):
             trainer.remove_checkpoint(path)
-
-    def _may_remove(self, trainer: Any, path: str) -> bool:
-        """Only in our folder, and never the one that was resumed from."""
-        old, resumed = Path(path).absolute(), trainer.ckpt_path
-        assert self.dirpath is not None
-        return Path(self.dirpath).absolute() in old.parents and (resumed is None or Path(resumed).absolute() != old)
 
     def _remove_surplus(self, trainer: Any) -> None:
         """Remove what the run that is resumed had replaced, but was killed before it could remove.
 
         Only files that this training wrote itself, no later than where it goes on from; nobody else's of that name.
         """
-        surplus, self._surplus = self._surplus, []
-        kept = {self.best_model_path, self.last_model_path, *self.best_k_models}
-        if not all(os.path.lexists(path) for path in (self.best_model_path, *self.best_k_models) if path):
-            return  # what replaces them was never written
-        for path in surplus:
-            if path not in kept and trainer.checkpointing.wrote(path) and self._may_remove(trainer, path):
+        for path in self._replaced.surplus({self.best_model_path, *self.best_k_models} - {""}, self.last_model_path):
+            if trainer.checkpointing.wrote(path) and may_remove(path, self.dirpath, trainer.ckpt_path):
                 say(trainer, f"removed {path}, which a later checkpoint replaces; the run was killed before it could")
                 trainer.remove_checkpoint(path)
 
@@ -445,19 +370,11 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What is best so far, and where."""
-        *old, new = self._leaving or [""]  # the newest of them may not be written yet
-        self._leaving = [*(path for path in old if os.path.lexists(path)), *([new] if new else [])]
+        leaving = self._replaced.leaving()
         return {
-            **({"leaving": list(self._leaving)} if self._leaving else {}),
-            "monitor": self.monitor,
-            "best_model_score": self.best_model_score,
-            "best_model_path": self.best_model_path,
-            "current_score": self.current_score,
-            "dirpath": self.dirpath,
+            **({"leaving": leaving} if leaving else {}),
+            **{name: getattr(self, name) for name in _STATE},
             "best_k_models": dict(self.best_k_models),
-            "kth_best_model_path": self.kth_best_model_path,
-            "kth_value": self.kth_value,
-            "last_model_path": self.last_model_path,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -473,23 +390,9 @@ class ModelCheckpoint(Callback):
             return
         self.best_model_score = state_dict["best_model_score"]
         self.best_k_models = dict(state_dict.get("best_k_models", {}))
-        self.kth_best_model_path = state_dict.get("kth_best_model_path", "")
-        self.kth_value = state_dict.get("kth_value", self.kth_value)
-        self.current_score = state_dict.get("current_score")
-        self._surplus = list(state_dict.get("leaving", []))
+        for name in ("kth_best_model_path", "kth_value", "current_score"):
+            setattr(self, name, state_dict.get(name, getattr(self, name)))
+        self._replaced.resume(state_dict.get("leaving", []))
         # A checkpoint may be older than the first `last` of its run, whose file is to be replaced all the same.
         last = Path(self.dirpath or "") / (self.CHECKPOINT_NAME_LAST + self.FILE_EXTENSION)
         self.last_model_path = state_dict.get("last_model_path") or str(last)
-
-
-def _experiment_folder(trainer: Any) -> Path:
-    """Where the first logger keeps its runs, one folder each: its save_dir and name."""
-    if not trainer.loggers:
-        return Path(trainer.default_root_dir)
-    logger = trainer.loggers[0]
-    return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name or "")
-
-
-def _has_validation(trainer: Any) -> bool:
-    batches = trainer.num_val_batches
-    return bool(sum(batches) if isinstance(batches, list) else batches)
