@@ -10,7 +10,7 @@ import torch
 
 from hasten import messages
 from hasten.data import rng
-from hasten.trainer import feeding, signals, sources, steps
+from hasten.trainer import feeding, schedules, signals, sources, steps
 from hasten.trainer.ahead import Ahead, nothing_left
 from hasten.trainer.logged import Board
 
@@ -139,7 +139,7 @@ class FitLoop:
         board.stepping = False
         trainer.collect()
         if whole:
-            self._update_schedulers("epoch", plateau=True)
+            schedules.update(trainer, "epoch", plateau=True)
         progress.logged_steps -= 1  # an epoch's values belong to its last step
         trainer.log(board.collect(trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.bar))
         progress.logged_steps += 1
@@ -187,7 +187,7 @@ class FitLoop:
         total = self.feed.total
         automatic = trainer.model.automatic_optimization
         outputs_of = steps.outputs_of if automatic else steps.manual_outputs_of
-        schedules = automatic and bool(engine.optimizing.schedulers)
+        scheduled = automatic and bool(engine.optimizing.schedulers)
         run_step = engine.first_step(step)
         self.may_validate = trainer.validates_this_epoch
 
@@ -220,22 +220,20 @@ class FitLoop:
             progress.total_batches += 1
             if ends:
                 self.last = True
-            if schedules:
+            if scheduled:
                 if not self.accumulating():
-                    self._update_schedulers("step", plateau=False)
+                    schedules.update(trainer, "step", plateau=False)
                 if self.last:
-                    self._update_schedulers("epoch", plateau=False)
+                    schedules.update(trainer, "epoch", plateau=False)
             if ends:
                 break
             progress.point = "batch_end"
             over = progress.should_stop or progress.global_step == trainer.config.max_steps
             looks = over or last or batch_idx >= look
             if on_end or (looks and now_and_then):
-                outputs: dict[str, Any] | None = None if batch is None else outputs_of(output, every)
+                outputs = None if batch is None else outputs_of(output, every)
                 if looks:
-                    for _, hook in now_and_then:
-                        hook(outputs, batch, batch_idx)
-                    look = batch_idx + 1 + min((callback.skip_batches or 0 for callback, _ in now_and_then), default=0)
+                    look = _tell_now_and_then(now_and_then, outputs, batch, batch_idx)
                 for hook in on_end:
                     hook(outputs, batch, batch_idx)
                 outputs = None
@@ -268,7 +266,7 @@ class FitLoop:
             if self.may_validate and self._validation_due(batch_idx):
                 self._validate(accumulating)
         if self.engine.optimizing.schedulers and not accumulating:
-            self._update_schedulers("step", plateau=True)
+            schedules.update(trainer, "step", plateau=True)
         if not accumulating:
             progress.logged_steps += 1
         progress.point = "between"
@@ -351,41 +349,6 @@ class FitLoop:
             positions = [position.state_dict(0) for position in source.positions]
         return {"validated": self.progress.validated(), "val_positions": positions}
 
-    # -- schedulers ------------------------------------------------------------------------------------
-
-    def _update_schedulers(self, interval: str, plateau: bool) -> None:
-        trainer, schedulers = self.trainer, self.engine.optimizing.schedulers
-        if not schedulers or not trainer.model.automatic_optimization:
-            return
-        own = self.hooks.of_module("lr_scheduler_step")
-        count = self.progress.batch_idx if interval == "step" else self.progress.current_epoch + 1
-        for config in schedulers:
-            if config.interval != interval or config.reduce_on_plateau != plateau or count % config.frequency:
-                continue
-            value = None
-            if config.reduce_on_plateau:
-                value = trainer.callback_metrics.get(str(config.monitor))
-                if value is None:
-                    if config.strict:
-                        raise trainer.misconfigured(
-                            f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available."
-                            f" Available metrics are: {sorted(trainer.callback_metrics)}",
-                            'log it, or say "strict": False in the lr scheduler dict',
-                        )
-                    messages.warn(
-                        f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available but strict is"
-                        " False: it does not step",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
-                    continue
-            if own is not None:
-                own(config.scheduler, value)
-            elif value is None:
-                config.scheduler.step()
-            else:
-                config.scheduler.step(value)
-
     # -- resume ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -410,3 +373,10 @@ class FitLoop:
             "outermost": self.engine.outermost,
             **(self.before_validation or {"rng": rng.state(), **self._of_validation()}),
         }
+
+
+def _tell_now_and_then(hooks: Any, outputs: Any, batch: Any, batch_idx: int) -> int:
+    """Call the hooks that look only now and then: the next batch at which one of them wants to."""
+    for _, hook in hooks:
+        hook(outputs, batch, batch_idx)
+    return batch_idx + 1 + min((callback.skip_batches or 0 for callback, _ in hooks), default=0)

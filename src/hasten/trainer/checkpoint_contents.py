@@ -1,0 +1,72 @@
+"""What a checkpoint of a training holds."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hasten.trainer.trainer import Trainer
+
+
+def contents(trainer: Trainer, begun: float, weights_only: bool = False) -> dict[str, Any]:
+    """Return all that a checkpoint holds, under keys that other tools know where there are such.
+
+    Args:
+        trainer: Whose training it is.
+        begun: When its `fit` began.
+        weights_only: Leave out what is only needed to go on.
+    """
+    engine = trainer.engine
+    module = trainer.model
+    if module is None:
+        raise AttributeError(
+            "Saving a checkpoint is only possible if a model is attached: call fit, validate or test first"
+        )
+    state: dict[str, Any] = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "state_dict": module.state_dict(),
+        "loops": _loops(trainer, begun),
+    }
+    if not weights_only:
+        state["callbacks"] = _callback_states(trainer)
+        state["optimizer_states"] = [optimizer.state_dict() for optimizer in engine.optimizing.optimizers]
+        state["lr_schedulers"] = [config.scheduler.state_dict() for config in engine.optimizing.schedulers]
+        more = {
+            "techniques": {one.name: kept for one in engine.run.techniques if (kept := one.state_dict())},
+            "metrics": dict(trainer.callback_metrics),
+        }
+        state.update({key: kept for key, kept in more.items() if kept})
+    for owner in (trainer.datamodule, module):
+        hparams = getattr(owner, "hparams", None)
+        if owner is not None and hparams:
+            key = "datamodule_hyper_parameters" if owner is trainer.datamodule else "hyper_parameters"
+            state[key.replace("hyper_parameters", "hparams_name")] = getattr(owner, "_hparams_name", "kwargs")
+            state[key] = dict(hparams)
+    engine.guest.saved(state, weights_only)
+    datamodule, hooks = trainer.datamodule, engine.hooks
+    if not weights_only and (own := hooks.of_datamodule("state_dict")) is not None and (kept := own()):
+        state[type(datamodule).__qualname__] = kept
+    averaging = [one for one in trainer.callbacks if getattr(one, "changes_saved_weights", False)]
+    for hook in hooks.of_callbacks("on_save_checkpoint", among=averaging if weights_only else None):
+        hook(state)
+    for own in (hooks.of_datamodule("on_save_checkpoint"), hooks.of_module("on_save_checkpoint")):
+        if own is not None:
+            own(state)
+    return state
+
+
+def _loops(trainer: Trainer, begun: float) -> dict[str, Any]:
+    loop = trainer.engine.loop
+    version = {"hasten_version": sys.modules["hasten"].__version__, "begun": begun}
+    return version if loop is None else {**version, "hasten": loop.state_dict()}
+
+
+def _callback_states(trainer: Trainer) -> dict[str, Any]:
+    states = {}
+    for callback in trainer.callbacks:
+        state_dict = getattr(callback, "state_dict", None)  # a callback may be any object with hooks
+        if kept := state_dict() if callable(state_dict) else None:
+            states[getattr(callback, "state_key", type(callback).__qualname__)] = kept
+    return states

@@ -1,0 +1,129 @@
+"""One value that `self.log` keeps: its last, and its sum over the epoch, on the device until somebody reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+
+Reduce = Callable[..., torch.Tensor]
+
+_FOLD_AT = 256  # values kept one by one until they are folded into the sum
+
+
+def value_type() -> torch.dtype:
+    """Return the type in which a logged number is kept."""
+    default = torch.get_default_dtype()
+    return default if default in (torch.float32, torch.float64) else torch.float32
+
+
+class Entry:
+    """One logged name."""
+
+    __slots__ = (
+        "_computed",
+        "_pending",
+        "_weights",
+        "count",
+        "dataloader_idx",
+        "dtype",
+        "forked",
+        "graph",
+        "hook",
+        "how",
+        "last",
+        "logger",
+        "metric",
+        "name",
+        "on_epoch",
+        "on_step",
+        "prog_bar",
+        "reduce",
+        "suffix",
+        "sync",
+        "total",
+        "valid",
+    )
+
+    def __init__(self, hook: str, name: str, how: tuple[Any, ...], on_step: bool, on_epoch: bool) -> None:
+        self.hook, self.name, self.how = hook, name, how
+        self.on_step, self.on_epoch = on_step, on_epoch
+        self.forked = on_step and on_epoch
+        self.suffix = ""
+        self.dataloader_idx: int | None = None
+        self.prog_bar = self.graph = False
+        self.logger = True
+        self.reduce = "mean"
+        self.metric: Any = None
+        self.sync: Reduce | None = None
+        self.valid = False
+        self.last: Any = None
+        self.dtype = value_type()  # of the epoch's value; a wider value that is logged widens it
+        self._pending: list[Any] = []
+        self._weights: list[float] = []
+        self.total: Any = None
+        self.count: float = 0.0
+        self._computed: Any = None
+
+    def add(self, value: Any, weight: float) -> None:
+        """A value for the epoch, of so many samples."""
+        self._computed = None
+        self._pending.append(value)
+        self._weights.append(weight)
+        if len(self._pending) >= _FOLD_AT:
+            self.fold()
+
+    def fold(self) -> None:
+        """Bring the values kept one by one into the sum."""
+        if not self._pending:
+            return
+        values = [v if isinstance(v, torch.Tensor) else torch.tensor(float(v)) for v in self._pending]
+        device = next((v.device for v in values if v.device.type != "cpu"), values[0].device)
+        stacked = torch.stack([v.to(device) for v in values])
+        self.dtype = torch.promote_types(self.dtype, stacked.dtype)
+        if self.reduce == "mean":
+            stacked = stacked * torch.tensor(self._weights, dtype=stacked.dtype, device=device)
+            self.count += sum(self._weights)
+        if self.reduce in ("min", "max"):
+            folded = getattr(stacked, self.reduce)()
+            both = getattr(torch, f"{self.reduce}imum")
+            self.total = folded if self.total is None else both(self.total, folded)
+        elif device.type == "cpu" and not self.graph:
+            # One after the other in their own precision: the sums that other Trainers log, bit for bit.
+            before = [] if self.total is None else [self.total.to(stacked.dtype).reshape(1).numpy()]
+            self.total = torch.from_numpy(numpy.add.accumulate(numpy.concatenate([*before, stacked.numpy()])))[-1]
+        else:
+            if not self.graph and device.type != "mps":  # a long epoch loses nothing in 64 bits
+                stacked = stacked.double()
+            folded = stacked.sum()
+            self.total = folded if self.total is None else self.total + folded
+        self._pending, self._weights = [], []
+
+    def epoch_value(self) -> Any:
+        """The value reduced over the epoch; None when there is none."""
+        if self.metric is not None:
+            return self.metric.compute()
+        if self._computed is None:
+            self.fold()
+            if self.total is None:
+                return None
+            total, count = self.total, self.count
+            if self.sync is not None:
+                op = "sum" if self.reduce == "mean" else self.reduce
+                total = self.sync(total.clone(), reduce_op=op)
+                count = float(self.sync(torch.tensor(count, device=total.device), reduce_op="sum"))
+            if self.reduce == "mean":
+                total = total / count
+            self._computed = total.to(self.dtype)
+        return self._computed
+
+    def reset(self) -> None:
+        """Forget what was logged."""
+        self.valid = False
+        self._pending, self._weights = [], []
+        self.total = self._computed = None
+        self.count = 0.0
+        if self.metric is not None:
+            self.metric.reset()
