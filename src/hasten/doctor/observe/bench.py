@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hasten import messages
@@ -89,8 +90,6 @@ class _Bench:
         iterator = current.iterator()
         if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()  # the script's own workers would take the memory and the cores
-        with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is shown
         self._evidence = session.evidence_of(recorder, asks=False)
         self._bench = LoaderBench(known.facts)
         session.run.recorder = None
@@ -108,13 +107,21 @@ class _Bench:
         watch = threading.Timer(_LONG * self._seconds + 60, self._cut)
         watch.daemon = True
         watch.start()
+        with contextlib.suppress(ValueError):  # not the main thread
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._stopped)
         try:
             self._measure(loader)
             self._note(ended="finished")
-        except KeyboardInterrupt:
-            self._note(ended="stopped")
         except BaseException as error:  # whatever it is, the script does not go on
             self._note(f"the bench broke off: {describe(error)}", ended="finished")
+        self._leave()
+
+    def _stopped(self, number: int, frame: FrameType | None) -> None:
+        """Leave at once: an exception that is raised here may be lost, as in what Python calls behind a fork."""
+        if os.getpid() != self._pid:  # a worker, which was forked meanwhile
+            raise KeyboardInterrupt
+        self._note(ended="stopped")
         self._leave()
 
     def _cut(self) -> None:
