@@ -103,21 +103,12 @@ def doctor(
         raise typer.Exit(measure_loader(command, loader_options(seconds), json, html, evidence))
     from hasten.doctor.diagnose import diagnose
     from hasten.doctor.verdict.diagnosis import makes_sense
-    from hasten.taps.config import DoctorOptions
 
     kept = _kept_evidence(command)
     if kept is not None:
         diagnosis, told, code = *_look_again(kept), 0
     else:
-        options = DoctorOptions(
-            steps=steps or (0 if epochs else 200),
-            seconds=seconds,
-            epochs=epochs or 0,
-            at_least=0.0 if steps else _AT_LEAST,
-            sample=not no_sample,
-            trying=_TRYING,
-            trace=str(trace) if trace else "",
-        )
+        options = _bounded(steps, seconds, epochs, trace, not no_sample)
         heard = _listen(command, options, whole, evidence)
         told, code = heard.evidence, heard.exit_code
         diagnosis = _heeding_comments(diagnose(told, _read_source(command), heard.unseen, heard.notes))
@@ -127,6 +118,21 @@ def doctor(
         bad = _SEVERITIES[: _SEVERITIES.index(fail_on) + 1]
         code = int(any(finding.severity in bad for finding in diagnosis.findings))
     raise typer.Exit(code)
+
+
+def _bounded(steps: int | None, seconds: float, epochs: int | None, trace: Path | None, sample: bool) -> DoctorOptions:
+    """How a training is listened to, from the command's options."""
+    from hasten.taps.config import DoctorOptions
+
+    return DoctorOptions(
+        steps=steps or (0 if epochs else 200),
+        seconds=seconds,
+        epochs=epochs or 0,
+        at_least=0.0 if steps else _AT_LEAST,
+        sample=sample,
+        trying=_TRYING,
+        trace=str(trace) if trace else "",
+    )
 
 
 def loader_options(seconds: float, patience: float = 300.0, flame: bool = True) -> DoctorOptions:

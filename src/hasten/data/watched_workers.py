@@ -239,25 +239,29 @@ def _watched(kind: Any) -> Any:
             return batch.batch
 
         def hasten_settle(self) -> None:
-            """Wait for what the workers still make of a pass that was cut short; their states afterwards count."""
-            ended = {worker for worker, active in enumerate(self._workers_status) if not active}
-            for data in map(_plainly, (data for info in self._task_info.values() for data in info[1:])):
-                if isinstance(data, _IterableDatasetStopIteration):  # it came before batches that are not given yet
-                    ended.add(data.worker_id)
-            while not self._shutdown and any(
-                len(info) == 1 and info[0] not in ended for info in self._task_info.values()
-            ):
-                index, data = self._get_data()
-                self._tasks_outstanding -= 1
-                self._task_info[index] += (data,)
-                if isinstance(_plainly(data), _IterableDatasetStopIteration):
-                    ended.add(_plainly(data).worker_id)  # it answers nothing more in this pass
-            for index in sorted(self._task_info):
-                for data in map(_plainly, self._task_info[index][1:]):
-                    if type(data) is Stamped:
-                        self._hasten_watch.record(data.worker, 0, data.state)
+            settle(self)
 
     return Watched
+
+
+def settle(iterator: Any) -> None:
+    """Wait for what the workers still make of a pass that was cut short; their states afterwards count."""
+    ended = {worker for worker, active in enumerate(iterator._workers_status) if not active}
+    for data in map(_plainly, (data for info in iterator._task_info.values() for data in info[1:])):
+        if isinstance(data, _IterableDatasetStopIteration):  # it came before batches that are not given yet
+            ended.add(data.worker_id)
+    while not iterator._shutdown and any(
+        len(info) == 1 and info[0] not in ended for info in iterator._task_info.values()
+    ):
+        index, data = iterator._get_data()
+        iterator._tasks_outstanding -= 1
+        iterator._task_info[index] += (data,)
+        if isinstance(_plainly(data), _IterableDatasetStopIteration):
+            ended.add(_plainly(data).worker_id)  # it answers nothing more in this pass
+    for index in sorted(iterator._task_info):
+        for data in map(_plainly, iterator._task_info[index][1:]):
+            if type(data) is Stamped:
+                iterator._hasten_watch.record(data.worker, 0, data.state)
 
 
 def _plainly(data: Any) -> Any:

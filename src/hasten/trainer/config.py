@@ -8,16 +8,19 @@ hasten.trainer.config` prints those tables.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, cast
 
 from hasten.plan import Plan, Setting
 from hasten.trainer import values
 from hasten.trainer.errors import ContradictionError, misconfigured
 from hasten.trainer.values import ClipAlgorithm as ClipAlgorithm
+
+_P = ParamSpec("_P")
 
 Duration = str | timedelta | dict[str, int]
 
@@ -351,6 +354,18 @@ def documentation() -> str:
     return "\n".join(
         f"        {flag.name}: {flag.metadata['doc']}. Default: {flag.default!r}." for flag in fields(Config)
     )
+
+
+def takes(config: Callable[_P, Any]) -> Callable[[Any], Callable[Concatenate[Any, _P], None]]:
+    """Give a Trainer's `__init__` the arguments of its Config, for type checkers and for `help`."""
+    flags = list(inspect.signature(config).parameters.values())
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+    def signed(init: Any) -> Callable[Concatenate[Any, _P], None]:
+        init.__signature__ = inspect.Signature([own, *flags])
+        return cast("Callable[Concatenate[Any, _P], None]", init)
+
+    return signed
 
 
 def tables() -> dict[str, str]:

@@ -62,6 +62,71 @@ def _check_dataloader_idx(trainer: Trainer, hooks: Hooks, stage: str, several: b
             )
 
 
+class _Running:
+    """A stage without a backward, while it runs: its hooks, the module's step between them, and the module's modes.
+
+    Attributes:
+        several: Whether hooks and steps are told which loader a batch is of.
+    """
+
+    def __init__(self, trainer: Trainer, hooks: Hooks, source: Combined, stage: str) -> None:
+        self._trainer, self._hooks, self._source, self._stage = trainer, hooks, source, stage
+        self._draws = steps.draws(getattr(trainer.model, f"{stage}_step"))
+        one_at_a_time = source.mode == "sequential" and len(source.leaves) > 1
+        self.several = one_at_a_time and (stage == "predict" or not self._draws)
+        if not self._draws:
+            _check_dataloader_idx(trainer, hooks, stage, self.several)
+        self._modes = _Modes(trainer.model)
+        own = hooks.of_module(f"on_{stage}_model_eval")
+        own() if own is not None else trainer.model.eval()
+        for leaf in source.leaves:
+            sources.set_epoch(leaf, trainer.current_epoch)
+
+    def begin(self) -> None:
+        """Call the hooks of its begin, and put together what each batch goes through."""
+        trainer, hooks, stage = self._trainer, self._hooks, self._stage
+        hooks.call(f"on_{stage}_start")
+        hooks.call(f"on_{stage}_epoch_start")
+        own_step = getattr(trainer.model, f"{stage}_step")
+        self._step = steps.called(trainer, f"{stage}_step", own_step)
+        self._with_idx = steps.takes_batch_idx(own_step)
+        self._batch_alone = self._draws and stage == "predict"
+        self._preparing = [] if self._draws else feeding.preparing(trainer, stage)
+        self._on_start, self._on_end = hooks.of(f"on_{stage}_batch_start"), hooks.of(f"on_{stage}_batch_end")
+
+    def batches(self, limits: list[float]) -> Iterator[tuple[Any, int, int]]:
+        """Yield batches, each with its number and its loader's."""
+        batches = sources.evaluation_batches(self._source, limits, self._trainer.engine.run)
+        return feeding.DrawnInTurn(batches).steps() if self._draws else batches
+
+    def prepared(self, batch: Any, index: int) -> Any:
+        """Return a batch as the step gets it."""
+        for prepare in self._preparing:
+            batch = prepare(batch, index)
+        return batch
+
+    def step(self, batch: Any, batch_idx: int, index: int) -> Any:
+        """Return what the module's step gives, with the hooks around it."""
+        places: tuple[Any, ...] = (batch, batch_idx, index) if self.several else (batch, batch_idx)
+        names = self._trainer.model.__dict__
+        for hook in self._on_start:
+            hook(*places)
+        names["_current_fx_name"] = f"{self._stage}_step"
+        step = self._step
+        output = step(batch) if self._batch_alone else step(*places) if self._with_idx else step(batch, *places[2:])
+        names["_current_fx_name"] = None
+        if output is None and self._stage == "predict":
+            messages.warn("predict_step gave None", stacklevel=2)
+        for hook in self._on_end:
+            hook(output, *places)
+        return output
+
+    def end(self) -> None:
+        """Put the modes back, as the last thing."""
+        own = self._hooks.of_module(f"on_{self._stage}_model_train")
+        own() if own is not None else self._modes.restore()
+
+
 def evaluate(
     trainer: Trainer,
     hooks: Hooks,
@@ -86,84 +151,47 @@ def evaluate(
         What was logged, by loader.
     """
     stage = _STEP[kind]
-    module = trainer.model
-    own_step = getattr(module, f"{stage}_step")
-    draws = steps.draws(own_step)
-    several = source.mode == "sequential" and len(source.leaves) > 1 and not draws
-    if not draws:
-        _check_dataloader_idx(trainer, hooks, stage, several)
-    modes = _Modes(module)
-    _set_eval(hooks, module, stage)
-    _set_epoch(trainer, source)
+    running = _Running(trainer, hooks, source, stage)
     board.reset()
-    hooks.call(f"on_{stage}_start")
-    hooks.call(f"on_{stage}_epoch_start")
-    step = steps.called(trainer, f"{stage}_step", own_step)
-    with_idx = steps.takes_batch_idx(own_step)
-    preparing = [] if draws else feeding.preparing(trainer, stage)
-    on_start, on_end = hooks.of(f"on_{stage}_batch_start"), hooks.of(f"on_{stage}_batch_end")
-    names = module.__dict__
+    running.begin()
     results: list[dict[str, Any]] = []
-    before = 0
     progress, stopping = trainer.progress, trainer.engine.stopping
     progress.evaluated_batches = 0
     seen = progress.batches_seen[f"{trainer.stage.fn}_{kind}"]
-    batches = sources.evaluation_batches(source, limits, trainer.engine.run)
-    for batch, batch_idx, index in feeding.DrawnInTurn(batches).steps() if draws else batches:
-        while before != index:
+    for batch, batch_idx, index in running.batches(limits):
+        while len(results) != index:
             results.append(_loader_is_over(trainer, board))
-            before += 1
-        for prepare in preparing:
-            batch = prepare(batch, index)
-        places: tuple[Any, ...] = (batch, batch_idx, index) if several else (batch, batch_idx)
-        board.begin_batch(batch, index if several else None)
-        for hook in on_start:
-            hook(*places)
-        names["_current_fx_name"] = f"{stage}_step"
-        output = step(*places) if with_idx else step(batch, *places[2:])
-        names["_current_fx_name"] = None
-        for hook in on_end:
-            hook(output, *places)
-        board.batch = None
+        prepared = running.prepared(batch, index)
+        board.begin_batch(prepared, index if running.several else None)
+        running.step(prepared, batch_idx, index)
+        board.batch = batch = prepared = None
         progress.evaluated_batches += 1
         fresh = trainer.collect()
-        if not trainer.sanity_checking and fresh:
-            trainer.log(fresh, step=seen[index])
-        if not trainer.sanity_checking:
-            seen[index] += 1
-        if stopping.signal and not trainer.sanity_checking:
+        if trainer.sanity_checking:
+            continue
+        trainer.log(fresh, step=seen[index])
+        seen[index] += 1
+        if stopping.signal:
             signals.stop_if_asked(trainer)
     results.append(_loader_is_over(trainer, board))
     board.dataloader_idx = None
     hooks.call(f"on_{stage}_epoch_end")
-    last = {} if trainer.sanity_checking else trainer.collect()
-    for one in results:
-        one.update(last)
-    together = {name: value for one in results for name, value in one.items()}
     if not trainer.sanity_checking:
-        trainer.log(together)
+        last = trainer.collect()
+        for one in results:
+            one.update(last)
+        trainer.log({name: value for one in results for name, value in one.items()})
     if before_end is not None:
         before_end()
     hooks.call(f"on_{stage}_end")
     board.reset()
-    own_train = hooks.of_module(f"on_{stage}_model_train")
-    own_train() if own_train is not None else modes.restore()
+    running.end()
     return results
 
 
 def _loader_is_over(trainer: Trainer, board: Board) -> dict[str, Any]:
     board.stepping = False
     return {} if trainer.sanity_checking else trainer.collect()
-
-
-def _set_eval(hooks: Hooks, module: Any, stage: str) -> None:
-    own = hooks.of_module(f"on_{stage}_model_eval")
-    own() if own is not None else module.eval()
-
-
-def _set_epoch(trainer: Trainer, source: Combined) -> None:
-    for leaf in source.leaves:
-        sources.set_epoch(leaf, trainer.current_epoch)
 
 
 def predict(
@@ -174,53 +202,27 @@ def predict(
     Returns:
         Its outputs by batch; with several loaders a list for each; None when they are not kept.
     """
-    module = trainer.model
-    draws = steps.draws(module.predict_step)
-    several = source.mode == "sequential" and len(source.leaves) > 1
-    if not draws:
-        _check_dataloader_idx(trainer, hooks, "predict", several)
-    modes = _Modes(module)
-    _set_eval(hooks, module, "predict")
-    _set_epoch(trainer, source)
-    hooks.call("on_predict_start")
-    hooks.call("on_predict_epoch_start")
-    step = steps.called(trainer, "predict_step", module.predict_step)
-    with_idx = steps.takes_batch_idx(module.predict_step)
-    preparing = [] if draws else feeding.preparing(trainer, "predict")
-    on_start, on_end = hooks.of("on_predict_batch_start"), hooks.of("on_predict_batch_end")
-    names = module.__dict__
+    running = _Running(trainer, hooks, source, "predict")
+    running.begin()
     predictions: list[list[Any]] = [[] for _ in source.leaves]
     indices: list[list[list[int]]] = [[] for _ in source.leaves]
     writers = [one.interval for one in trainer.callbacks if hasattr(one, "interval")]  # prediction writers
     watched = _WatchedIndices(source) if writers else None
     by_epoch = any(getattr(interval, "on_epoch", False) for interval in writers)
     prediction = trainer.engine.prediction
-    prediction.outputs, prediction.indices = (predictions if several else predictions[0]), indices
+    prediction.outputs, prediction.indices = (predictions if running.several else predictions[0]), indices
     prediction.batch_indices = None
-    batches = sources.evaluation_batches(source, limits, trainer.engine.run)
-    for batch, batch_idx, index in feeding.DrawnInTurn(batches).steps() if draws else batches:
+    for batch, batch_idx, index in running.batches(limits):
         if watched is not None:
             prediction.batch_indices = watched.batch(index, batch_idx)
             if by_epoch:
                 indices[index].append(prediction.batch_indices or [])
-        for prepare in preparing:
-            batch = prepare(batch, index)
-        places: tuple[Any, ...] = (batch, batch_idx, index) if several else (batch, batch_idx)
-        for hook in on_start:
-            hook(*places)
-        names["_current_fx_name"] = "predict_step"
-        output = step(batch) if draws else step(*places) if with_idx else step(batch, *places[2:])
-        names["_current_fx_name"] = None
-        if output is None:
-            messages.warn("predict_step gave None", stacklevel=2)
-        for hook in on_end:
-            hook(output, *places)
+        output = running.step(running.prepared(batch, index), batch_idx, index)
         if keep or by_epoch:
             predictions[index].append(sources.mapped(output, torch.Tensor, lambda tensor: tensor.cpu()))
     hooks.call("on_predict_epoch_end")
     hooks.call("on_predict_end")
-    own_train = hooks.of_module("on_predict_model_train")
-    own_train() if own_train is not None else modes.restore()
+    running.end()
     returned, prediction.outputs = prediction.outputs, None
     return returned if keep else None
 

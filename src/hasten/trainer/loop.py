@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -175,13 +176,9 @@ class FitLoop:
     def _batches(self, step: steps.Step) -> None:
         """The batches of an epoch, from where it stands."""
         trainer, hooks, board, progress, engine = self.trainer, self.hooks, self.board, self.progress, self.engine
-        fetch, ahead = self.fetch, self.ahead
-        preparing = feeding.preparing(trainer, "train")
-        if steps.draws(trainer.model.training_step):
-            drawn = feeding.Drawn(fetch, progress.batch_idx)
-            fetch, preparing, step = drawn.itself, [], self._drawing(step, drawn)
-        on_start = hooks.of_callbacks("on_train_batch_start")
-        own_start = hooks.of_module("on_train_batch_start")
+        ahead = self.ahead
+        fetch, preparing, step = self._fed(step)
+        on_start, own_start = hooks.of_callbacks("on_train_batch_start"), hooks.of_module("on_train_batch_start")
         now_and_then, on_end = hooks.at_batch_end()
         look = progress.batch_idx  # the next batch at which those that look only now and then do
         total = self.feed.total
@@ -191,8 +188,7 @@ class FitLoop:
         run_step = engine.first_step(step)
         self.may_validate = trainer.validates_this_epoch
 
-        if progress.point in ("batch_end", "validated") and progress.batch_idx:
-            self._after_batch(progress.batch_idx - 1, validates=progress.point == "batch_end")
+        self._finish_resumed_batch()
         while not self._epoch_done():
             try:
                 batch = fetch()
@@ -221,10 +217,7 @@ class FitLoop:
             if ends:
                 self.last = True
             if scheduled:
-                if not self.accumulating():
-                    schedules.update(trainer, "step", plateau=False)
-                if self.last:
-                    schedules.update(trainer, "epoch", plateau=False)
+                self._step_schedulers()
             if ends:
                 break
             progress.point = "batch_end"
@@ -240,6 +233,26 @@ class FitLoop:
             board.batch = batch = output = None
             self._after_batch(progress.batch_idx - 1)
         trainer.model.__dict__["_current_fx_name"] = None
+
+    def _fed(self, step: steps.Step) -> tuple[Callable[[], Any], list[Callable[[Any, int], Any]], steps.Step]:
+        """Return what gives a batch, what each goes through, and the step."""
+        if not steps.draws(self.trainer.model.training_step):
+            return self.fetch, feeding.preparing(self.trainer, "train"), step
+        drawn = feeding.Drawn(self.fetch, self.progress.batch_idx)
+        return drawn.itself, [], self._drawing(step, drawn)
+
+    def _finish_resumed_batch(self) -> None:
+        """A checkpoint that was made between a batch's hooks: do what was left of that batch."""
+        progress = self.progress
+        if progress.point in ("batch_end", "validated") and progress.batch_idx:
+            self._after_batch(progress.batch_idx - 1, validates=progress.point == "batch_end")
+
+    def _step_schedulers(self) -> None:
+        """Step those that look at no metric."""
+        if not self.accumulating():
+            schedules.update(self.trainer, "step", plateau=False)
+        if self.last:
+            schedules.update(self.trainer, "epoch", plateau=False)
 
     def _drawing(self, step: steps.Step, drawn: feeding.Drawn) -> steps.Step:
         """Return a step that draws its batches itself: each of them counts, and the last one ends the epoch."""

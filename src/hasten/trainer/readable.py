@@ -25,6 +25,18 @@ if TYPE_CHECKING:
     from hasten.trainer.stages import Metrics, Stage
 
 
+def _while(stage: str, doc: str) -> property:
+    """Return a property: whether a Trainer is in a stage. Scripts set it, too."""
+
+    def is_on(trainer: Readable) -> bool:
+        return trainer.stage.stage == stage
+
+    def switch(trainer: Readable, on: bool) -> None:
+        trainer.stage.stage = stage if on else None
+
+    return property(is_on, switch, doc=doc)
+
+
 class Readable:
     """The readable side of a Trainer. Nothing here changes a training, but for the few properties with setters."""
 
@@ -92,50 +104,11 @@ class Readable:
         """The stage, by the name that scripts know."""
         return self.stage
 
-    @property
-    def training(self) -> bool:
-        """Whether it trains."""
-        return self.stage.stage == "train"
-
-    @training.setter
-    def training(self, on: bool) -> None:
-        self.stage.stage = "train" if on else None
-
-    @property
-    def validating(self) -> bool:
-        """Whether it validates, within `fit` or by `validate`."""
-        return self.stage.stage == "validate"
-
-    @validating.setter
-    def validating(self, on: bool) -> None:
-        self.stage.stage = "validate" if on else None
-
-    @property
-    def testing(self) -> bool:
-        """Whether it tests."""
-        return self.stage.stage == "test"
-
-    @testing.setter
-    def testing(self, on: bool) -> None:
-        self.stage.stage = "test" if on else None
-
-    @property
-    def predicting(self) -> bool:
-        """Whether it predicts."""
-        return self.stage.stage == "predict"
-
-    @predicting.setter
-    def predicting(self, on: bool) -> None:
-        self.stage.stage = "predict" if on else None
-
-    @property
-    def sanity_checking(self) -> bool:
-        """Whether it tries the first validation batches, before training."""
-        return self.stage.stage == "sanity_check"
-
-    @sanity_checking.setter
-    def sanity_checking(self, on: bool) -> None:
-        self.stage.stage = "sanity_check" if on else None
+    training = _while("train", "Whether it trains.")
+    validating = _while("validate", "Whether it validates, within `fit` or by `validate`.")
+    testing = _while("test", "Whether it tests.")
+    predicting = _while("predict", "Whether it predicts.")
+    sanity_checking = _while("sanity_check", "Whether it tries the first validation batches, before training.")
 
     @property
     def evaluating(self) -> bool:

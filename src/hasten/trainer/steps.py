@@ -92,7 +92,6 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
     backward = backward_of(trainer, hooks)
     prepare = optimizing.prepare = preparation(trainer, hooks, optimizer)
     own_step = hooks.of_module("optimizer_step")
-    by_closure = own_step is None and needs_closure(optimizer)
     names = module.__dict__
     sync = engine.strategy.syncing()
     tensor = torch.Tensor
@@ -117,12 +116,27 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
             sync(last)
         if not last:
             return differentiate(batch, batch_idx, first)
-        if own_step is None and not by_closure:
-            outputs = differentiate(batch, batch_idx, first)
-            prepare()
-            optimizer.step()
-            progress.global_step += 1
-            return outputs
+        if with_closure is not None:
+            return with_closure(batch, batch_idx, first)
+        outputs = differentiate(batch, batch_idx, first)
+        prepare()
+        optimizer.step()
+        progress.global_step += 1
+        return outputs
+
+    by_closure = own_step is not None or needs_closure(optimizer)
+    with_closure = stepping_by_closure(trainer, differentiate, own_step) if by_closure else None
+    return step
+
+
+def stepping_by_closure(
+    trainer: Trainer, differentiate: Callable[[Any, int, bool], Any], own_step: Callable[..., Any] | None
+) -> Callable[[Any, int, bool], Any]:
+    """Return a window's last step where the optimizer, or the module's `optimizer_step`, calls the model itself."""
+    progress, optimizing, names = trainer.progress, trainer.engine.optimizing, trainer.model.__dict__
+    optimizer, prepare = optimizing.optimizers[0], optimizing.prepare
+
+    def step(batch: Any, batch_idx: int, first: bool) -> Any:
         kept: list[Any] = [None]
         done: list[bool] = []
 
@@ -131,8 +145,8 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
             names["_current_fx_name"] = "training_step"
             kept[0] = differentiate(batch, batch_idx, first or bool(done))
             done.append(True)
-            if by_closure:
-                prepare()  # else the optimizer that the module is given does it: a closure may be called on its own
+            if own_step is None:
+                prepare()  # else the optimizer that the module is given does it: it may call this on its own
             return scaled_loss(kept[0], trainer.config.accumulate_grad_batches)
 
         if own_step is not None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +16,7 @@ from hasten.trainer import checks, feeding, installing, session, steps
 from hasten.trainer.adapter import adapter
 from hasten.trainer.attachments import Attachments
 from hasten.trainer.checkpointing import Checkpointing
-from hasten.trainer.config import Config, FlagAttribute, documentation
+from hasten.trainer.config import Config, FlagAttribute, documentation, takes
 from hasten.trainer.engine import Engine
 from hasten.trainer.errors import NotAModuleError, refuse_class
 from hasten.trainer.loggers.base import Logger
@@ -34,22 +33,8 @@ if TYPE_CHECKING:
 Loaders = Any
 """A DataLoader, anything iterable, or lists and dicts of them."""
 
-_P = ParamSpec("_P")
-
 _BUILT = ("accelerator", "strategy", "callbacks", "logger", "profiler")
 """Flags whose name on a Trainer is what was built from them."""
-
-
-def _takes(config: Callable[_P, Any]) -> Callable[[Any], Callable[Concatenate[Trainer, _P], None]]:
-    """Give a Trainer's `__init__` the arguments of its Config, for type checkers and for `help`."""
-    flags = list(inspect.signature(config).parameters.values())
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-    def signed(init: Any) -> Callable[Concatenate[Trainer, _P], None]:
-        init.__signature__ = inspect.Signature([own, *flags])
-        return cast("Callable[Concatenate[Trainer, _P], None]", init)
-
-    return signed
 
 
 class Trainer(Readable):
@@ -71,7 +56,7 @@ class Trainer(Readable):
         >>> trainer.fit(model, train_loader, val_loader)
     """
 
-    @_takes(Config)
+    @takes(Config)
     def __init__(self, **flags: Any) -> None:
         refuse_unknown(flags, [flag.name for flag in fields(Config)])
         self.given = Config(**flags)
