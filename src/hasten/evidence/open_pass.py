@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hasten.evidence.schema import Phase
+from hasten.evidence.schema import Pass, Phase
 
 BLANK = (0.0,) * len(Phase)
 """Seconds by `Phase` of a step that has just begun."""
@@ -47,3 +47,26 @@ class OpenPass:
         self.stepped: set[int] = set()  # optimizers that stepped since its iterator was gone
         self.rests_for = 0  # steps, when the clock rests
         self.rest = 0  # of them not yet begun
+
+    def ended_at(self, at: float, origin: float) -> Pass:
+        """Return what is kept of it; times are on the run's clock, which stood at 0 at `origin`."""
+        start, first, opened = self.start - origin, self.first - origin, self.opened - origin
+        return Pass(self.loader, start, first, at - origin, self.batches, self.trained, opened)
+
+
+def first_step_so_far(inner: OpenPass, at: float) -> list[float]:
+    """Return the phases of a step that trained and is not over; nothing where none did.
+
+    Args:
+        inner: The pass that is worked on.
+        at: The time by the recorder's clock.
+    """
+    opened: OpenPass | None = inner
+    while opened is not None and not opened.phases[Phase.BACKWARD]:
+        opened = opened.outer
+    if opened is None:
+        return []
+    phases = list(opened.phases)
+    if inner.outer is opened and not inner.trained:
+        phases[Phase.VALIDATION] += at - inner.start
+    return phases if opened.step_start is None else adding_up(phases, at - opened.step_start)

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hasten.evidence.kept import KeptSteps
-from hasten.evidence.open_pass import BLANK, OpenPass, adding_up
+from hasten.evidence.open_pass import BLANK, OpenPass, adding_up, first_step_so_far
 from hasten.evidence.schema import Pass, Phase
+from hasten.evidence.step_marker import STALE_AFTER, StepMarker
 
-_STALE_AFTER = 50  # optimizer steps on one batch before its loader is taken to be over (a batch kept by hand)
 _KEPT = 20_000  # steps kept at the most
 _KEPT_RESTING = 1024  # the same where the clock may rest
 # What runs in every step does not look members up in an enum class.
@@ -73,8 +73,7 @@ class Recorder:
         self.current = self._loose
         self._open: dict[int, OpenPass] = {}
         self._beside: OpenPass | None = None  # the training pass that was interrupted to ask this one
-        self._marker: int | None = None
-        self._others = 0  # optimizer steps since the marker's last
+        self._marker = StepMarker()
         self._validation: Any = None  # sum of the losses since the last backward, on their device
         self._validated = 0
 
@@ -181,18 +180,7 @@ class Recorder:
         for key, opened in list(self._open.items()):
             if opened is over:
                 del self._open[key]
-        origin = self.origin
-        self.passes.append(
-            Pass(
-                over.loader,
-                over.start - origin,
-                over.first - origin,
-                at - origin,
-                over.batches,
-                over.trained,
-                over.opened - origin,
-            )
-        )
+        self.passes.append(over.ended_at(at, self.origin))
         if self.current is over:
             outer = over.outer
             goes_on = outer is not None and not outer.ended and outer.step_start is not None
@@ -236,7 +224,7 @@ class Recorder:
         if one is None:
             return
         if one is self._loose:
-            if self._is_marker(optimizer):
+            if self._marker.counts(optimizer):
                 if one.rest:
                     one.rest -= 1
                 else:
@@ -244,7 +232,7 @@ class Recorder:
                     one.step_start = self.now()
             return
         one.optimizer_steps += 1
-        if one.optimizer_steps > _STALE_AFTER * (one.rests_for - one.rest):
+        if one.optimizer_steps > STALE_AFTER * (one.rests_for - one.rest):
             self.wake()  # the loader is asked no more
 
     # -- parts of a step -----------------------------------------------------------------------------
@@ -293,27 +281,17 @@ class Recorder:
             gone = current.iterator() is None
             if gone and current.outer is not None and current.outer.step_start is not None:
                 self._fold(current, current.outer, end)
-            elif (gone and optimizer in current.stepped) or current.optimizer_steps > _STALE_AFTER:
+            elif (gone and optimizer in current.stepped) or current.optimizer_steps > STALE_AFTER:
                 self._end_pass(current, end)  # a batch that is kept and trained on again and again
             elif gone:
                 current.stepped.add(optimizer)
             return
-        if self._is_marker(optimizer):
+        if self._marker.counts(optimizer):
             self._loose_step(end)
-
-    def _is_marker(self, optimizer: int) -> bool:
-        """Whether this optimizer's steps are the run's: the first one's, until it steps no more."""
-        self._others += 1
-        if self._marker is None or self._others > _STALE_AFTER:
-            self._marker = optimizer
-        if self._marker != optimizer:
-            return False
-        self._others = 0
-        return True
 
     def stepped_by_hand(self) -> None:
         """A backward is over in a script without an optimizer, which changes its parameters itself."""
-        if self.current is self._loose and self._marker is None:
+        if self.current is self._loose and self._marker.optimizer is None:
             self._loose_step(self.now())
 
     def _loose_step(self, at: float) -> None:
@@ -327,7 +305,8 @@ class Recorder:
                 self.unfinished = list(loose.phases)  # nobody knows when it began: it is no step, but better than none
         loose.step_start = at
         loose.phases, loose.losses = list(BLANK), []
-        if self.may_rest and self.step_of == "optimizer" and self._marker is not None and self.kept.next > self.steps:
+        steps_count = self.step_of == "optimizer" and self._marker.optimizer is not None
+        if self.may_rest and steps_count and self.kept.next > self.steps:
             self._rest(loose)
 
     def roles(self) -> dict[int, str]:
@@ -411,21 +390,8 @@ class Recorder:
         if self._validated:
             self._flush_validation()
         if not self.steps:
-            self.unfinished = self._first_step_so_far(at) or self.unfinished
+            self.unfinished = first_step_so_far(self.current, at) or self.unfinished
         for opened in list(self._open.values()):
             if opened.step_start is not None and opened.trained:
                 opened.step_start = None  # a step cut short would be measured wrong
             self._end_pass(opened, at)
-
-    def _first_step_so_far(self, at: float) -> list[float]:
-        """Phases of a step that trained and is not over; nothing where none did."""
-        inner = self.current
-        opened: OpenPass | None = inner
-        while opened is not None and not opened.phases[Phase.BACKWARD]:
-            opened = opened.outer
-        if opened is None:
-            return []
-        phases = list(opened.phases)
-        if inner.outer is opened and not inner.trained:
-            phases[Phase.VALIDATION] += at - inner.start
-        return phases if opened.step_start is None else adding_up(phases, at - opened.step_start)
