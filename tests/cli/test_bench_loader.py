@@ -248,7 +248,7 @@ def test_a_dataset_that_fails_later(tmp_path: Path) -> None:
     done = bench(tmp_path, "--no-flame", "train.py", "late", seconds=1)
     assert done.code == 1
     said = "".join(done.out.split())
-    assert f"gives no batches: KeyError: 'no image 40' ({script}:{_line(script, '# late')})".replace(" ", "") in said
+    assert f"gives no batches: KeyError: 'no image 40' (train.py:{_line(script, '# late')})".replace(" ", "") in said
 
 
 def _line(script: Path, mark: str) -> int:

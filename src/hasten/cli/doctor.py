@@ -273,8 +273,10 @@ def _show(diagnosis: Diagnosis, evidence: Evidence | None, html: Path | None, js
     """Write what was asked for, and print the page."""
     from rich.console import Console
 
+    from hasten.doctor.relative_paths import with_relative_paths
     from hasten.doctor.views import terminal
 
+    diagnosis, evidence = with_relative_paths(diagnosis), with_relative_paths(evidence)
     if json is not None:
         diagnosis.write(json)
     if html is not None:

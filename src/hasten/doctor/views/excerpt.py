@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import tokenize
 from dataclasses import dataclass
 from datetime import datetime
@@ -37,6 +38,8 @@ def excerpt(file: str, line: int, created: str = "") -> Excerpt | None:
     if not file or line < 1 or "\0" in file:
         return None
     path = Path(file)
+    if not path.is_absolute() and not path.is_file():  # a library's, which is named from its package on
+        path = Path(sysconfig.get_path("purelib"), file)
     try:
         if path.suffix != ".py" or not path.is_file() or path.stat().st_size > _LARGEST:
             return None

@@ -13,6 +13,7 @@ import psutil
 from markupsafe import Markup
 
 from hasten.doctor.diagnose import diagnose
+from hasten.doctor.relative_paths import with_relative_paths
 from hasten.doctor.use import Sampler
 from hasten.doctor.verdict.diagnosis import Diagnosis
 from hasten.doctor.views import TEMPLATES, page
@@ -70,9 +71,9 @@ class Followed:
         with self._lock:
             if self._seen is None or time.monotonic() - self._seen[0] > _FRESH:
                 evidence, state = self._evidence()
-                diagnosis = diagnose(evidence)
+                diagnosis = with_relative_paths(diagnose(evidence))
                 diagnosis = dataclasses.replace(diagnosis, notes=(state, *diagnosis.notes))
-                self._seen = time.monotonic(), _inside(page.render(diagnosis, evidence)), diagnosis
+                self._seen = time.monotonic(), _inside(page.render(diagnosis, with_relative_paths(evidence))), diagnosis
             return self._seen
 
     def _evidence(self) -> tuple[Evidence, str]:
