@@ -12,11 +12,15 @@ from hasten.cli.script import training
 
 def bench_loader(
     ctx: typer.Context,
-    seconds: float = typer.Option(60.0, help="Seconds for the bench itself."),
-    patience: float = typer.Option(300.0, help="Seconds within which the script must begin to train."),
-    evidence: Path | None = typer.Option(None, help="Evidence of a training, to compare with what it took."),
-    json: Path | None = typer.Option(None, "--json", help="Write the diagnosis there."),
-    html: Path | None = typer.Option(None, "--html", help="Write a page there, with the flame graph of a worker."),
+    seconds: float = typer.Option(60.0, help="Seconds for the bench itself.", metavar="SECONDS"),
+    patience: float = typer.Option(300.0, help="In which the script must begin to train.", metavar="SECONDS"),
+    evidence: Path | None = typer.Option(
+        None, help="Evidence of a training, to compare with what it took.", metavar="FILE"
+    ),
+    json: Path | None = typer.Option(None, "--json", help="Write the diagnosis there.", metavar="FILE"),
+    html: Path | None = typer.Option(
+        None, "--html", help="Write a page there, with the flame graph of a worker.", metavar="FILE"
+    ),
     flame: bool = typer.Option(True, "--flame/--no-flame", help="Look into a worker with py-spy, if it is there."),
 ) -> None:
     """Measure the training loader alone: by number of workers, at epoch starts, stage by stage.

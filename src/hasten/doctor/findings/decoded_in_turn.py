@@ -74,5 +74,4 @@ class DecodedInTurn(Rule):
             place=loader.where,
             technique=ReadAhead.name,
             setting=toml_value(threads),
-            sources=cls.sources,
         )
