@@ -32,7 +32,7 @@ def test_files_below_the_working_folder_and_of_libraries(tmp_path: Path, monkeyp
     finding = Finding(
         "host_sync", f"at {tmp_path}/train.py:3 (from {torch}:7)", "", Severity.LOW, file=f"{tmp_path}/a/b.py"
     )
-    shown = with_relative_paths({"events": (Event("item", f"{tmp_path}/train.py:3"),), "found": [finding]})
+    shown = with_relative_paths({"events": (Event("item", f"{tmp_path}/train.py:3", 1),), "found": [finding]})
     assert shown["events"][0].where == "train.py:3"
     assert shown["found"][0].what == "at train.py:3 (from torch/nn/modules/linear.py:7)"
     assert shown["found"][0].file == "a/b.py"
