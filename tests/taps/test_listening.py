@@ -575,3 +575,29 @@ def test_validation_that_forgets_eval_is_told_by_its_loss(tmp_path: Path) -> Non
     )
     assert [one.loss for one in evidence.validations] == pytest.approx(said["losses"])
     assert all(step[Phase.FORWARD] > 0 and step[Phase.VALIDATION] > 0 for step in evidence.step_phases)
+
+
+def test_losses_inside_of_functional_transforms_are_no_validation(tmp_path: Path) -> None:
+    """Gradients of each sample after an epoch: the evidence could not be written."""
+    evidence, _ = heard(
+        tmp_path,
+        """
+model = nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def lost(parameters, x, y):
+    return nn.functional.cross_entropy(torch.func.functional_call(model, parameters, (x[None],)), y[None])
+for epoch in range(2):
+    for x, y in DataLoader(TensorDataset(torch.randn(24, 6), torch.randint(0, 3, (24,))), 8):
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad(); loss.backward(); optimizer.step(); told.append(loss.item())
+    model.eval()
+    each = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    gradients = torch.func.vmap(torch.func.grad(lost), in_dims=(None, 0, 0))(each, x, y)
+    with torch.no_grad():
+        told.append(nn.functional.cross_entropy(model(x), y).item())
+    print(gradients["weight"].norm().item())
+    model.train()
+tell()
+""",
+    )
+    assert len(evidence.validations) == 2

@@ -49,10 +49,12 @@ def _tap_losses(session: Session) -> None:
     import torch.nn.functional as functional
     from torch.compiler import is_compiling
 
+    transforming = torch._C._are_functorch_transforms_active  # `vmap(grad(...))`: such a loss has no number to keep
+
     def listening(plain: Any) -> Any:
         def loss(*args: Any, **kwargs: Any) -> Any:
             value = plain(*args, **kwargs)
-            if (session.validating or session.aside) and not is_compiling():
+            if (session.validating or session.aside) and not (is_compiling() or transforming()):
                 recorder = session.run.recorder
                 if recorder is not None and isinstance(value, torch.Tensor) and _validates(session, recorder, value):
                     recorder.validation_loss(value.detach().float().mean())
