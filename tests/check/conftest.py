@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import shutil
-import subprocess
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +18,7 @@ from hasten.plan import Setting
 from hasten.techniques import CATALOGUE
 from hasten.tuner.check import CheckOptions, config_of, ended
 from tests.check import planted
-from tests.techniques.conftest import fork_server  # noqa: F401 - a fixture
+from tests.taps.forks import run_in_fork
 
 Check = Callable[..., Checked]
 
@@ -34,7 +31,7 @@ def short() -> Iterator[Path]:
 
 
 @pytest.fixture
-def check(fork_server: subprocess.Popen[str], short: Path, monkeypatch: pytest.MonkeyPatch) -> Check:  # noqa: F811
+def check(short: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Check a script: `check(script, plan)`; `under_plan` is what runs in place of the script under a plan;
     `below` is a folder that the check's own lies in."""
     for technique in planted.TECHNIQUES:
@@ -52,7 +49,7 @@ def check(fork_server: subprocess.Popen[str], short: Path, monkeypatch: pytest.M
         count[0] += 1
         folder = short / below / str(count[0])
         folder.mkdir(parents=True)
-        runs = ForkedRuns(fork_server, folder, textwrap.dedent(script), options or CheckOptions(resume=resume))
+        runs = ForkedRuns(folder, textwrap.dedent(script), options or CheckOptions(resume=resume))
         if under_plan is not None:
             runs.under_plan = textwrap.dedent(under_plan)
         monkeypatch.chdir(folder)
@@ -66,8 +63,7 @@ def check(fork_server: subprocess.Popen[str], short: Path, monkeypatch: pytest.M
 class ForkedRuns:
     """Runs a script in forks, as `hasten.tuner.check.Processes` does in processes of its own."""
 
-    def __init__(self, server: subprocess.Popen[str], folder: Path, script: str, options: CheckOptions) -> None:
-        self.server = server
+    def __init__(self, folder: Path, script: str, options: CheckOptions) -> None:
         self.here = folder
         self.script = self.under_plan = script
         self.options = options
@@ -76,18 +72,9 @@ class ForkedRuns:
         config = config_of(plan, witness, folder, saved, ("train.py",), self.options)
         (self.here / "train.py").write_text(self.under_plan if plan else self.script)
         more = self.options.resume or () if saved is not None else ()
-        job = {
-            "script": str(self.here / "train.py"),
-            "arguments": list(more),
-            "folder": str(self.here),
-            "out": str(folder / "log"),
-            "err": str(folder / "log"),
-            "hasten": json.dumps(dataclasses.asdict(config)),
-        }
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
-        print(json.dumps(job), file=self.server.stdin, flush=True)
-        return ended(folder, int(self.server.stdout.readline()), plan, self.options.seconds)
+        log = folder / "log"
+        code = run_in_fork(self.here / "train.py", self.here, log, log, more, config)
+        return ended(folder, code, plan, self.options.seconds)
 
     def stop(self) -> None:
         """Nothing goes on in other threads."""

@@ -8,35 +8,54 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from hasten.evidence import Evidence, read_evidence
 from hasten.taps.config import RunConfig
 from tests.taps.scripts import PYTHON, Done, environment
 
-_SERVER = Path(__file__).parents[1] / "techniques" / "fork_server.py"
+_SERVER = Path(__file__).with_name("fork_server.py")
 _servers: list[subprocess.Popen[str]] = []  # at most one; it ends with this process
 
 
-def forked(folder: Path, *arguments: str, config: RunConfig | None = None) -> Done:
-    """What a script does by Python, or as `hasten run` starts it with this configuration."""
-    with tempfile.TemporaryDirectory() as told:
-        out, err = Path(told, "out"), Path(told, "err")
-        job = {
-            "script": str(folder / arguments[0]),
-            "arguments": arguments[1:],
-            "folder": str(folder),
-            "out": str(out),
-            "err": str(err),
-            "hasten": json.dumps(dataclasses.asdict(config)) if config is not None else "",
-        }
-        return Done(_answer(json.dumps(job)), out.read_text(), err.read_text())
+def forked(folder: Path, *arguments: str, config: RunConfig | None = None, before: str = "") -> Done:
+    """What a script does by Python, or as `hasten run` starts it with this configuration.
+
+    `before` is run first, as a `sitecustomize` would be.
+    """
+    with tempfile.TemporaryDirectory() as apart:
+        out, err = Path(apart, "out"), Path(apart, "err")
+        code = run_in_fork(folder / arguments[0], folder, out, err, arguments[1:], config, before)
+        return Done(code, out.read_text(), err.read_text())
 
 
-def listened_in_fork(folder: Path, *arguments: str) -> tuple[Done, Evidence]:
+def run_in_fork(
+    script: Path,
+    folder: Path,
+    out: Path,
+    err: Path,
+    arguments: Sequence[str] = (),
+    config: RunConfig | None = None,
+    before: str = "",
+) -> int:
+    """Run a script in a folder, its output in files; return its exit code, minus the signal that killed it."""
+    job = {
+        "script": str(script),
+        "arguments": list(arguments),
+        "folder": str(folder),
+        "out": str(out),
+        "err": str(err),
+        "hasten": json.dumps(dataclasses.asdict(config)) if config is not None else "",
+        "before": before,
+    }
+    return _answer(json.dumps(job))
+
+
+def listened_in_fork(folder: Path, *arguments: str, before: str = "") -> tuple[Done, Evidence]:
     """What a script does with hasten listening, and what it heard."""
     path = folder / "evidence.json"
-    done = forked(folder, *arguments, config=RunConfig(evidence=str(path), command=arguments))
+    done = forked(folder, *arguments, config=RunConfig(evidence=str(path), command=arguments), before=before)
     assert path.is_file(), done.err
     return done, read_evidence(path)
 

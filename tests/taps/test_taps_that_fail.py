@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.taps.forks import forked
-from tests.taps.scripts import LISTEN, environment, execute, hastened, listened, write
+from tests.taps.forks import forked, listened_in_fork
+from tests.taps.scripts import LISTEN, execute, hastened, write
 
 TRAIN = """
 import torch
@@ -34,10 +34,8 @@ OTHER_TORCHES = {
 
 @pytest.mark.parametrize("tap", OTHER_TORCHES)
 def test_a_tap_that_cannot_be_set(tmp_path: Path, tap: str) -> None:
-    write(tmp_path, "mine/sitecustomize.py", f"import sys\nif 'train.py' in sys.orig_argv:\n    {OTHER_TORCHES[tap]}")
     write(tmp_path, "train.py", TRAIN)
-    env = environment(PYTHONPATH=str(tmp_path / "mine"))
-    done, evidence = listened(tmp_path, "train.py", env=env)
+    done, evidence = listened_in_fork(tmp_path, "train.py", before=OTHER_TORCHES[tap])
     assert len(done.out.splitlines()) == 4
     assert (done.code, done.err) == (0, "")
     assert [line.partition(":")[0] for line in evidence.skipped] == [tap]
@@ -112,7 +110,7 @@ def test_things_a_tap_does_not_expect(tmp_path: Path) -> None:
     )
     expected = forked(tmp_path, "train.py")
     assert expected.code == 0, expected.err
-    done, evidence = listened(tmp_path, "train.py")
+    done, evidence = listened_in_fork(tmp_path, "train.py")
     assert done == expected
     assert evidence.ended == "finished"
 
@@ -140,7 +138,7 @@ def test_a_script_that_puts_its_own_functions_in_place(tmp_path: Path) -> None:
     )
     expected = forked(tmp_path, "train.py")
     assert expected.code == 0
-    done, evidence = listened(tmp_path, "train.py")
+    done, evidence = listened_in_fork(tmp_path, "train.py")
     assert done == expected
     assert len(evidence.step_start) == 4
 
@@ -152,7 +150,7 @@ def test_another_release_of_torchdata(tmp_path: Path) -> None:
     write(tmp_path, "torchdata/stateful_dataloader/stateful_dataloader.py", "OTHER = 1")
     text = TRAIN + "import torchdata.stateful_dataloader.stateful_dataloader as room; print(room.OTHER)"
     write(tmp_path, "train.py", text)
-    done, evidence = listened(tmp_path, "train.py")
+    done, evidence = listened_in_fork(tmp_path, "train.py")
     assert done == forked(tmp_path, "train.py")
     assert len(evidence.step_start) == 4
     assert any("StatefulDataLoader" in line for line in evidence.skipped)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-import json
-import os
-import signal
-import subprocess
-import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +15,7 @@ import pytest
 from hasten.evidence import Evidence, Flags, LoaderFacts, Machine, ModelFacts, OptimizerFacts, Probe, read_evidence
 from hasten.plan import Setting
 from hasten.taps.config import RunConfig
+from tests.taps.forks import run_in_fork
 
 CPU = Machine(
     cpu="Some CPU",
@@ -127,32 +122,11 @@ class Trained:
         return self.evidence.installed
 
 
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[subprocess.Popen[str]]:
-    """A process with torch imported, from which scripts are forked."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("HASTEN_", "PYTEST_", "COV_"))}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=env,
-        start_new_session=True,
-    )
-    assert server.stdout is not None
-    assert server.stdout.readline() == "ready\n"
-    yield server
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
-
-
 Train = Callable[..., Trained]
 
 
 @pytest.fixture
-def train(fork_server: subprocess.Popen[str], tmp_path: Path) -> Train:
+def train(tmp_path: Path) -> Train:
     """Run a script: by Python, or with a plan (`name=setting`) as `hasten run` does, by default with `--evidence`.
 
     The script leaves what is to be compared by `torch.save({...}, "left.pt")`.
@@ -169,22 +143,13 @@ def train(fork_server: subprocess.Popen[str], tmp_path: Path) -> Train:
         (folder / "train.py").write_text(textwrap.dedent(script))
         evidence = folder / "evidence.json"
         config = RunConfig(techniques=plan, evidence=str(evidence) if listen else "", command=("train.py",))
-        job = {
-            "script": str(folder / "train.py"),
-            "folder": str(folder),
-            "out": str(folder / "out"),
-            "err": str(folder / "err"),
-            "hasten": json.dumps(dataclasses.asdict(config)) if plan else "",
-        }
-        assert fork_server.stdin is not None
-        assert fork_server.stdout is not None
-        print(json.dumps(job), file=fork_server.stdin, flush=True)
-        code = int(fork_server.stdout.readline())
+        out, err = folder / "out", folder / "err"
+        code = run_in_fork(folder / "train.py", folder, out, err, config=config if plan else None)
         left = folder / "left.pt"
         return Trained(
             code,
-            (folder / "out").read_text(),
-            (folder / "err").read_text(),
+            out.read_text(),
+            err.read_text(),
             torch.load(left, weights_only=False) if left.exists() else {},
             read_evidence(evidence) if evidence.exists() else None,
         )

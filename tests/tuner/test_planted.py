@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,7 +15,7 @@ from hasten.tuner.parity import agreement_of, parity_of
 from hasten.tuner.proof import Answer
 from hasten.tuner.trial import Trial
 from tests.check.conftest import Check, check, short  # noqa: F401 - fixtures
-from tests.techniques.conftest import fork_server  # noqa: F401 - a fixture
+from tests.taps.forks import run_in_fork
 
 Pairs = Callable[..., list[tuple[Trial, Trial]]]
 
@@ -67,35 +64,26 @@ torch.manual_seed(1)""",
 
 
 @pytest.fixture
-def pairs(fork_server: subprocess.Popen[str], tmp_path: Path) -> Pairs:  # noqa: F811
+def pairs(tmp_path: Path) -> Pairs:
     """Run pairs of trials, one a seed: the script as it is, and under a plan."""
 
     def run(script: str, plan: Mapping[str, Setting], seeds: int, first: int = 0) -> list[tuple[Trial, Trial]]:
         (tmp_path / "train.py").write_text(script)
         seeds_of = range(first, first + seeds)
-        return [(one(fork_server, tmp_path, {}, seed), one(fork_server, tmp_path, plan, seed)) for seed in seeds_of]
+        return [(one(tmp_path, {}, seed), one(tmp_path, plan, seed)) for seed in seeds_of]
 
     return run
 
 
-def one(server: subprocess.Popen[str], here: Path, plan: Mapping[str, Setting], seed: int) -> Trial:
+def one(here: Path, plan: Mapping[str, Setting], seed: int) -> Trial:
     """Run a trial as `Trials` does, in a fork that knows the planted techniques."""
     folder = here / f"{'plan' if plan else 'plain'}-{seed}"
     folder.mkdir(exist_ok=True)
     options = TrialOptions(str(folder), batches=120, epochs=2, steps=240, seed=seed)
     config = RunConfig(dict(plan), str(folder / "evidence.json"), ("train.py",), options, quiet=True)
-    job = {
-        "script": str(here / "train.py"),
-        "folder": str(here),
-        "out": str(folder / "log"),
-        "err": str(folder / "log"),
-        "hasten": json.dumps(dataclasses.asdict(config)),
-    }
-    assert server.stdin is not None
-    assert server.stdout is not None
-    print(json.dumps(job), file=server.stdin, flush=True)
-    code = int(server.stdout.readline())
-    assert code == 0, (folder / "log").read_text()
+    log = folder / "log"
+    code = run_in_fork(here / "train.py", here, log, log, config=config)
+    assert code == 0, log.read_text()
     evidence = read_evidence(folder / "evidence.json")
     assert plan.keys() & HONEST.keys() <= evidence.installed.keys()
     return Trial(dict(plan), seed, "nan" if evidence.bad_losses else "ok", 1.0, evidence=evidence)

@@ -36,7 +36,8 @@ def _become(job: dict[str, Any]) -> None:
     sys.stdin = open(0)  # noqa: SIM115
     os.chdir(job["folder"])
     sys.path[0] = job["folder"]
-    sys.argv = [job["script"], *job.get("arguments", ())]
+    sys.argv = [job["script"], *job["arguments"]]
+    exec(job["before"], {})
     if job["hasten"]:
         os.environ["HASTEN_RUN"] = job["hasten"]
         from hasten.taps.boot import boot
