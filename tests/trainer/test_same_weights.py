@@ -104,6 +104,22 @@ def test_bf16_mixed_is_autocast():
     assert not torch.equal(found["0.weight"], by_hand(loader(shuffle=True), epochs=2)["0.weight"])
 
 
+def test_manual_optimization_under_bf16_mixed_is_autocast_too():
+    class Manual(Regression):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    context = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    expected = by_hand(loader(shuffle=True), epochs=2, context=context)
+    found = by_trainer(Manual(), loader(shuffle=True), max_epochs=2, precision="bf16-mixed")
+    assert_same(found, expected)
+
+
 @pytest.mark.parametrize(("precision", "dtype"), [("64-true", torch.float64), ("bf16-true", torch.bfloat16)])
 def test_true_precisions(precision, dtype):
     class Converted(DataLoader):

@@ -42,7 +42,10 @@ def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
             if engine.guest.is_leaving(error):
                 _left(trainer)
                 return None
+            explained = engine.strategy.explained(error)
             _failed(trainer, error)
+            if explained is not None:
+                raise explained from error
             if isinstance(error, KeyboardInterrupt) and not signals.is_interactive():
                 raise SystemExit(128 + signal.SIGINT) from error
             raise

@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from hasten.parallel import World, before_backward, manual_forward, wrap
+from hasten.errors import HastenError
+from hasten.parallel import World, before_backward, explained, manual_forward, wrap
 from hasten.trainer.adapter import adapter
 from hasten.trainer.errors import WrongValueError
 
@@ -54,6 +55,10 @@ class Strategy:
 
     def before_backward(self, loss: Any) -> None:
         """The module is about to differentiate by hand."""
+
+    def explained(self, error: BaseException) -> HastenError | None:
+        """Return what an error of torch's means to a person; None where it speaks for itself."""
+        return None
 
     def release(self) -> None:
         """The training is over."""
@@ -107,6 +112,10 @@ class DDP(Alone):
         """Have the reducer look at the graph of this loss."""
         if self._wrapped is not None:
             before_backward(self._wrapped, loss)
+
+    def explained(self, error: BaseException) -> HastenError | None:
+        """Return the error that names the parameters which take no part in a step, and the flag for that."""
+        return explained(self._wrapped, error) if self._wrapped is not None else None
 
     def release(self) -> None:
         """Let go of the model."""
