@@ -79,12 +79,6 @@ def test_a_script_that_fails_or_trains_nothing(tmp_path: Path, script: str, word
     assert not (tmp_path / "found.json").exists()
 
 
-def test_a_resume_that_reads_nothing_is_refused(tmp_path: Path) -> None:
-    done = check(tmp_path, "--resume", "--other", plan=plan_of(batched_fetch=True), script=training())
-    assert done.code == 2
-    assert "read nothing of what it had saved" in done.err
-
-
 @pytest.mark.timeout(120)
 def test_ctrl_c_ends_all_that_was_started(tmp_path: Path) -> None:
     write(tmp_path, "train.py", "import time\ntime.sleep(300)")

@@ -195,8 +195,9 @@ def test_what_changes_during_a_pass_ends_the_workers(train: Train, change: str) 
     """
     _, changed, said = compared(train, READS + middle)
     by_workers = [pid[0] for pid in changed["pids"]]
-    # A long list is looked at where the batch's samples stand: its element 9 is needed for batch 9.
-    assert by_workers[: by_workers.index(False)] == [True] * (9 if "long list" in change else 5)
+    # A long list is looked at where the batch's samples stand: its element 9 is needed for batch 9. The whole list is
+    # looked at earlier where that takes a hundredth of the time that went by, as on a crowded machine.
+    assert by_workers.index(False) in (range(5, 10) if "long list" in change else [5])
     assert not any(by_workers[10:])
     assert "changed during a pass" in said
 
