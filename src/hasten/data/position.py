@@ -158,6 +158,16 @@ class Position:
             state["workers"] = None
         return state
 
+    def batches_over(self, state: dict[str, Any]) -> int:
+        """Return how many batches of the open pass were consumed, counted in batches of the loader as it is now.
+
+        A hasten.data.DataLoader goes on with other numbers of ranks, and samples in a batch, than the state is of: 3
+        batches of 8 samples are 6 of 4.
+        """
+        if not state["open"] or state.get("way") != "own" or not has_own_place(self.loader):
+            return int(state["batches"])
+        return len(self.loader) - int(self.loader.batch_sampler.count(state["loader"]["samples"]))
+
     def resume(self, state: dict[str, Any]) -> Iterator[Any] | None:
         """Go on where `state_dict` was asked; restore the process-wide generators (`rng.restore`) afterwards.
 

@@ -150,6 +150,7 @@ class FitLoop:
         signals.stop_if_asked(trainer, together=True)
 
     def _begin_pass(self, source: sources.Combined, resumed: dict[str, Any] | None) -> None:
+        resumed = None if resumed is None else source.as_now(resumed)
         self.fetch = source.begin(self.engine.run, None if resumed is None else resumed["positions"])
         self.ahead = None
         if math.isinf(self.feed.total):

@@ -122,6 +122,25 @@ class Combined:
 
         return fetch
 
+    def as_now(self, resumed: dict[str, Any]) -> dict[str, Any]:
+        """Return a loop's state with its batches counted as the loaders make them now: of other sizes, on other ranks.
+
+        Raises:
+            HastenError: That number is not the same for all loaders that are drawn from together.
+        """
+        states = resumed["positions"]
+        if len(states) != len(self.positions):
+            return resumed  # `resume` says so
+        over = [position.batches_over(state) for position, state in zip(self.positions, states, strict=True)]
+        if over == [state["batches"] for state in states]:
+            return resumed
+        if not self.single:
+            raise HastenError(
+                "several training loaders cannot go on within an epoch with other batches or ranks than before",
+                "resume with as many ranks and samples in a batch, or from a checkpoint made between epochs",
+            )
+        return {**resumed, "positions": [{**states[0], "batches": over[0]}], "batch_idx": over[0]}
+
     def state_dict(self, batches: int) -> list[Any]:
         """Where a pass stands after so many batches."""
         drawn = [batches] if self.single else self._drawn
