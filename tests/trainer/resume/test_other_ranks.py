@@ -47,7 +47,8 @@ SCRIPT = """
                 accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
             )
             loader = DataLoader(Data(), batch_size, shuffle=True, seed=1)
-            trainer.fit(Net(phase), {"a": loader, "b": DataLoader(Data(), batch_size)} if "two" in sys.argv else loader, ckpt_path=before)
+            loaders = {"a": loader, "b": DataLoader(Data(), batch_size)} if "two" in sys.argv else loader
+            trainer.fit(Net(phase), loaders, ckpt_path=before)
             before = f"{phase}.ckpt"
 """
 
