@@ -307,3 +307,22 @@ def test_a_script_that_counts_its_batches_is_searched_on_in_further_processes(se
     assert done.ok, done.said
     assert done.out == {}
     assert done.names == {"helps"}
+
+
+def test_our_loader_counts_through_passes_that_are_cut_short(search: Search) -> None:
+    """50 batches of 100, and the same again: the script, and its loader's state, see one pass of 100."""
+    counts = """
+import hasten.data
+loader = hasten.data.DataLoader(TensorDataset(torch.randn(400, 4)), 4, shuffle=True, seed=1)
+for epoch in range(10 ** 6):
+    for number, (x,) in enumerate(loader, 1):
+        step(x)
+        state = loader.state_dict()
+        if (state["epoch"], state["samples"]) != (epoch, 4 * number):
+            raise ValueError(f"{state} after batch {number} of epoch {epoch}")
+"""
+    done = search(TRAIN + counts, ("helps",), 40.0)
+    assert done.ok, done.said
+    assert not done.out, done.out
+    assert done.found.blocks
+    assert not any("crashed" in line for line in done.said), done.said

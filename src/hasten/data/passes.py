@@ -60,6 +60,7 @@ class Counted:
             self._hasten_ledger.note(batch.faults)
             batch = batch.batch
         place.batches += 1
+        place.over = False  # a tune cuts a pass short, and goes on with it by another iterator
         return batch
 
 
