@@ -34,7 +34,7 @@ class Images(Dataset):
 
     def __getitem__(self, i):
         image = Image.open(f"images/{i % 8}.jpg").convert("RGB")
-        return torch.from_numpy(np.asarray(image).copy()).float()[:8, :8].flatten(), i % 10
+        return torch.from_numpy(np.asarray(image)[:8, :8].copy()).float().flatten(), i % 10
 
 def main():
     os.makedirs("images", exist_ok=True)
@@ -181,7 +181,7 @@ def test_it_says_what_was_found_in_one_line(images: Benched) -> None:
     assert re.search(
         r"(workers? gives? \d|No number of workers).*alone can feed [\d,]+ samples/s; decoding is \d+ %", said
     )
-    assert "The training took 800 samples/s with 0 workers and waited 60 % of its step for data" in said
+    assert "the training took 800 samples/s with 0 workers and waited 60 % of its step for data" in said
     assert "decoding (PIL)" in said
     assert "yours" in said
     assert "restarts its workers" in said
