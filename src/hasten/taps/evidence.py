@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import os
 from typing import Any
 
-from hasten.evidence import Evidence, Validation, this_machine
+from hasten.evidence import Evidence
+from hasten.evidence.recorded import recorded
 from hasten.evidence.recorder import Recorder
 from hasten.run import Run
 from hasten.switchboard import Switchboard
@@ -18,28 +17,13 @@ from hasten.techniques import CATALOGUE, build
 def gather(session: Session, recorder: Recorder, built: dict[str, Any]) -> Evidence:
     """Return what a recorder holds, which is closed, with what the script has `built` and what observers saw."""
     config, run = session.config, session.run
-    losses = tuple(recorder.kept.read_losses())
     return Evidence(
         command=config.command,
-        machine=this_machine(),
         **built,
-        **recorder.kept.fields(),
-        losses=losses,
-        bad_losses=sum(1 for loss in losses if loss is not None and not math.isfinite(loss)),
-        validations=tuple(
-            Validation(step, float(total) / count, count, at) for step, total, count, at in recorder.validations
-        ),
-        passes=tuple(recorder.passes),
-        steps=recorder.steps,
-        step_of=recorder.step_of,
+        **recorded(recorder),
         ended=session.ended or ("failed" if session.error else "finished"),
-        ended_at=recorder.now() - recorder.origin,
         error=session.error,
         installed={} if config.doctor is not None and config.doctor.tries else run.installed(),
-        peak_memory_bytes=_peak_memory(),
-        peak_gpu_bytes=_peak_gpu_memory(),
-        origin=recorder.origin,
-        pid=os.getpid(),
         rank=session.rank,
         stopped_at=session.stopped_at,
         unfinished=tuple(recorder.unfinished),
@@ -73,15 +57,3 @@ def run_of(config: RunConfig, recorder: Recorder | None) -> Run:
     if config.warm is None:
         return Run(build(config.techniques, CATALOGUE), recorder)
     return Switchboard([CATALOGUE[one.name](one.setting) for one in config.warm.candidates], recorder)
-
-
-def _peak_memory() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _peak_gpu_memory() -> int | None:
-    import torch
-
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else None

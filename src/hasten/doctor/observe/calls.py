@@ -43,7 +43,7 @@ def tap_calls(session: Session, log: EventLog) -> None:
 
     for owner in (torch.cuda, torch.cuda.memory):
         tap(owner, "empty_cache", lambda plain: _counted(plain, "empty_cache", log))
-    for owner in filter(None, (torch.cuda, getattr(torch, "accelerator", None))):
+    for owner in (torch.cuda, torch.accelerator):
         tap(owner, "synchronize", lambda plain: _counted(plain, "synchronize", log))
     tap(gc, "collect", lambda plain: _counted(plain, "gc_collect", log))
     for name in ("gradcheck", "gradgradcheck"):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
-import resource
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hasten.evidence import Evidence, Validation, this_machine
+from hasten.evidence import Evidence
 from hasten.evidence.live import LiveFile, live_path
+from hasten.evidence.recorded import recorded
 from hasten.evidence.recorder import Recorder
 from hasten.trainer.callbacks.shared import say
 from hasten.trainer.callbacks.step_clock import StepClock
@@ -71,28 +68,12 @@ class StepMonitor(StepClock):
 
     def _evidence(self, trainer: Any, recorder: Recorder, error: str) -> Evidence:
         recorder.close()
-        losses = tuple(recorder.kept.read_losses())
-        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         return Evidence(
             command=tuple(sys.argv),
-            machine=this_machine(),
             **self.built(trainer, recorder),
-            **recorder.kept.fields(),
-            losses=losses,
-            bad_losses=sum(1 for loss in losses if loss is not None and not math.isfinite(loss)),
-            validations=tuple(
-                Validation(step, float(total) / count, count, at) for step, total, count, at in recorder.validations
-            ),
-            passes=tuple(recorder.passes),
-            steps=recorder.steps,
-            step_of=recorder.step_of,
+            **recorded(recorder),
             ended="failed" if error else "finished",
-            ended_at=recorder.now() - recorder.origin,
             error=error,
             skipped=tuple(self.skipped),
-            origin=recorder.origin,
-            pid=os.getpid(),
             listened="trainer",
-            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            peak_gpu_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
         )
