@@ -14,7 +14,7 @@ from torch import nn
 from hasten.run import Run
 from hasten.techniques import CATALOGUE, Choices, Refusal, build
 from hasten.techniques.compute.fused_optimizer import FusedOptimizer
-from tests.techniques.conftest import OPTIMIZER, Train, close, evidence_of, identical, one_in_three
+from tests.techniques.conftest import OPTIMIZER, Train, close, evidence_of, identical
 
 TRAINING = """
     import torch
@@ -53,7 +53,7 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("case", one_in_three(FUSED))
+@pytest.mark.parametrize("case", FUSED)
 def test_the_same_training_to_rounding(train: Train, case: str) -> None:
     script = TRAINING.replace("SETUP", FUSED[case])
     plain, changed = train(script), train(script, fused_optimizer=True)
@@ -205,7 +205,7 @@ def _hostile(case: str) -> str:
     return script.replace('"kind":', '"extra": extra, "kind":')
 
 
-@pytest.mark.parametrize("case", one_in_three(HOSTILE))
+@pytest.mark.parametrize("case", HOSTILE)
 def test_what_the_kernel_cannot_read_goes_the_ordinary_way(train: Train, case: str) -> None:
     script = _hostile(case)
     plain, changed = train(script), train(script, fused_optimizer=True)

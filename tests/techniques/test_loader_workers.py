@@ -17,7 +17,7 @@ from hasten.taps.config import RunConfig, environment
 from hasten.techniques import CATALOGUE, Choices, Refusal
 from hasten.techniques.data.crossing import holds_open
 from hasten.techniques.data.loader_workers import LoaderWorkers
-from tests.techniques.conftest import CPU, LOADER, Train, evidence_of, one_in_three
+from tests.techniques.conftest import CPU, LOADER, Train, evidence_of
 
 TWO = {"num_workers": 2, "prefetch_factor": 3}
 SCRIPT = """
@@ -182,7 +182,7 @@ def test_what_changes_between_passes_is_seen(train: Train) -> None:
     assert said == "loader"
 
 
-@pytest.mark.parametrize("change", one_in_three(CHANGES))
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_during_a_pass_ends_the_workers(train: Train, change: str) -> None:
     middle = f"""
     loader = DataLoader(data, 1)
@@ -219,7 +219,7 @@ OF_ITS_OWN = {
 }
 
 
-@pytest.mark.parametrize("what", one_in_three(OF_ITS_OWN))
+@pytest.mark.parametrize("what", OF_ITS_OWN)
 def test_a_dataset_with_doings_of_its_own_is_read_by_the_training(train: Train, what: str) -> None:
     middle = f"""
     import numpy as np, threading
@@ -320,7 +320,7 @@ PASSES = {
 }
 
 
-@pytest.mark.parametrize("how", one_in_three(PASSES))
+@pytest.mark.parametrize("how", PASSES)
 def test_a_loader_may_be_passed_over_in_any_way(train: Train, how: str) -> None:
     compared(
         train, f"torch.manual_seed(0)\n    loader = DataLoader(Data(), 3, shuffle=True)\n    {PASSES[how].strip()}"

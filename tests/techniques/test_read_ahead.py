@@ -11,7 +11,7 @@ import pytest
 from hasten.evidence import Probe
 from hasten.techniques import Choices, Refusal
 from hasten.techniques.data.read_ahead import ReadAhead
-from tests.techniques.conftest import CPU, LOADER, Train, evidence_of, identical, one_in_three
+from tests.techniques.conftest import CPU, LOADER, Train, evidence_of, identical
 from tests.techniques.test_sample_cache import IMAGES
 
 # How many images threads made and the training took, in place of reading them itself.
@@ -65,14 +65,12 @@ torch.save(left, "left.pt")
 
 @pytest.mark.parametrize(
     "loader",
-    one_in_three(
-        [
-            "DataLoader(Images('more'), batch_size=4, shuffle=True)",
-            "DataLoader(Subset(Images('more'), list(range(39, 3, -1))), batch_size=5, drop_last=True)",
-            "DataLoader(Images('more'), 4, sampler=torch.utils.data.WeightedRandomSampler([1.0] * 40, 30))",
-            "DataLoader(Images('more'), 4, shuffle=True, generator=torch.Generator().manual_seed(3))",
-        ]
-    ),
+    [
+        "DataLoader(Images('more'), batch_size=4, shuffle=True)",
+        "DataLoader(Subset(Images('more'), list(range(39, 3, -1))), batch_size=5, drop_last=True)",
+        "DataLoader(Images('more'), 4, sampler=torch.utils.data.WeightedRandomSampler([1.0] * 40, 30))",
+        "DataLoader(Images('more'), 4, shuffle=True, generator=torch.Generator().manual_seed(3))",
+    ],
 )
 def test_batches_are_the_same_and_come_from_threads(train: Train, loader: str) -> None:
     taken, said = compared(train, f"fit([{loader}])")
@@ -91,7 +89,7 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("where", one_in_three(list(PATHS)))
+@pytest.mark.parametrize("where", list(PATHS))
 def test_where_a_dataset_keeps_its_paths_is_learnt(train: Train, where: str) -> None:
     keeps, asks = PATHS[where]
     script = f"""
@@ -122,7 +120,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("what", one_in_three(list(CHANGES)))
+@pytest.mark.parametrize("what", list(CHANGES))
 def test_what_changes_during_a_pass_is_seen(train: Train, what: str) -> None:
     script = f"""
     shade, left_out = 0, []
@@ -154,7 +152,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("what", one_in_three(list(DRAWS)))
+@pytest.mark.parametrize("what", list(DRAWS))
 def test_functions_that_do_more_than_read_are_left_alone(train: Train, what: str) -> None:
     script = f"""
     counts = [0]
