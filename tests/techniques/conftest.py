@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,20 +188,3 @@ def close(one: Any, other: Any, tolerance: float) -> bool:
     if isinstance(one, dict):
         return list(one) == list(other) and all(close(one[key], other[key], tolerance) for key in one)
     return torch.allclose(torch.as_tensor(one), torch.as_tensor(other), rtol=tolerance, atol=tolerance)
-
-
-def slow_but(fast: tuple[str, ...], cases: Iterable[str]) -> list[Any]:
-    """Cases to parametrize with: those in `fast` always run, the others with `MARK=slow`."""
-    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
-def one_in_three(cases: Iterable[str]) -> list[Any]:
-    """Cases to parametrize with, each some seconds long: every third always runs, the others with `MARK=slow`."""
-    cases = list(cases)
-    return slow_but(tuple(cases[::3]), cases)
-
-
-def one_in_seven(*cases: Iterable[str]) -> list[Any]:
-    """Like `one_in_three` for all combinations of some cases; those of each kind take turns."""
-    combined = list(itertools.product(*cases))
-    return [pytest.param(*case, marks=() if at % 7 == 0 else pytest.mark.slow) for at, case in enumerate(combined)]

@@ -89,7 +89,7 @@ def test_the_same_numbers_from_less_memory(precision: Any) -> None:
     assert run.skipped == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # inductor runs the C++ compiler
 @pytest.mark.skipif(not compiler(), reason="no C++ compiler")
 def test_a_model_that_is_compiled_afterwards() -> None:
     plain, _, _ = trained(drop=0.0)

@@ -174,15 +174,7 @@ def test_what_would_happen_twice_keeps_its_activations(train: Train, case: str) 
     assert said in changed.err
 
 
-FAST = ("notes of a function of its own", "python", "numpy's late", "own generator", "layer drop",
-        "draws before the backward",
-        "eval before the backward", "attribute switched",
-        "functional_call", "counters and lists", "statistics late", "input in place", "torch.func inside")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in THE_SAME]
-)
+@pytest.mark.parametrize("case", THE_SAME)
 def test_the_same_to_the_bit(train: Train, case: str) -> None:
     script = script_of(*THE_SAME[case])
     plain, changed = train(script), train(script, activation_checkpointing=True)
@@ -199,12 +191,7 @@ LOUD = {
 }
 
 
-QUIET = ("weights stepped", "hook set in between")  # compared when all is
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in QUIET else case for case in LOUD]
-)
+@pytest.mark.parametrize("case", LOUD)
 def test_what_cannot_be_put_back_is_an_error(train: Train, case: str) -> None:
     changed = train(script_of("h = F.gelu(h)", LOUD[case]), activation_checkpointing=True)
     assert changed.code == 1

@@ -136,12 +136,7 @@ THROUGH_EVAL = {
 }
 
 
-SLOW = ("twice", "late", "own graph", "by hand")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in THROUGH_EVAL]
-)
+@pytest.mark.parametrize("case", THROUGH_EVAL)
 def test_a_gradient_through_eval_mode_is_the_same(train: Train, case: str) -> None:
     script = TRAINING.replace("MIDDLE", THROUGH_EVAL[case].strip())
     plain, changed = train(script), train(script, no_grad_validation=True)

@@ -28,7 +28,6 @@ from tests.techniques.conftest import (
     close,
     evidence_of,
     identical,
-    one_in_three,
 )
 
 TRAINING = """
@@ -116,7 +115,7 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("case", one_in_three([*BODIES, *SETUPS]))
+@pytest.mark.parametrize("case", [*BODIES, *SETUPS])
 def test_loss_scaling_is_exact_and_invisible(train: Train, case: str) -> None:
     body = BODIES.get(case, BODIES["plain"])
     if case == "LBFGS":
@@ -249,7 +248,7 @@ def inside(case: str, double: bool) -> str:
     return functools.reduce(lambda made, name: made.replace(name, SHORT[name]), SHORT, script)
 
 
-@pytest.mark.parametrize("case", one_in_three(SEES_INSIDE))
+@pytest.mark.parametrize("case", SEES_INSIDE)
 def test_fp16_lets_go_where_scaled_gradients_would_be_seen(train: Train, case: str) -> None:
     plain, changed = train(inside(case, double=True)), train(inside(case, double=True), precision="16-mixed")
     assert plain.code == changed.code == 0, plain.err + changed.err

@@ -10,7 +10,7 @@ import pytest
 from hasten.evidence import LoaderFacts, Probe
 from hasten.techniques import Choices, Refusal
 from hasten.techniques.data.sample_cache import SampleCache, with_loader_function
-from tests.techniques.conftest import LOADER, Train, evidence_of, identical, one_in_three
+from tests.techniques.conftest import LOADER, Train, evidence_of, identical
 
 # As torchvision's ImageFolder, which is not installed here: a `loader` function, then random augmentation.
 IMAGES = """
@@ -141,10 +141,7 @@ CHANGES = [
 
 @pytest.mark.parametrize(
     ("change", "workers"),
-    [
-        pytest.param(change, "num_workers=0", marks=() if at % 3 == 0 else pytest.mark.slow)
-        for at, change in enumerate(CHANGES)
-    ]
+    [(change, "num_workers=0") for change in CHANGES]
     + [(CHANGES[0], "num_workers=1"), (CHANGES[0], "num_workers=1, persistent_workers=True")],
 )
 def test_a_dataset_changed_between_epochs_is_read_anew(train: Train, change: str, workers: str) -> None:
@@ -203,7 +200,7 @@ DOES = {
 }
 
 
-@pytest.mark.parametrize("what", one_in_three([*STALE, *DOES]))
+@pytest.mark.parametrize("what", [*STALE, *DOES])
 def test_a_sample_is_kept_only_while_all_it_was_made_of_stays(train: Train, what: str) -> None:
     """Also rarely: one sample of 200."""
     script = f"""

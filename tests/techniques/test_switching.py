@@ -10,7 +10,7 @@ import pytest
 
 from hasten.techniques import CATALOGUE, Effect
 from hasten.techniques.compute.compile import compiler
-from tests.techniques.conftest import Train, Trained, close, identical, slow_but
+from tests.techniques.conftest import Train, Trained, close, identical
 from tests.techniques.switched_training import script
 
 STEPS = 18  # six passes of three steps
@@ -107,9 +107,9 @@ def test_samples_that_draw_random_numbers_are_not_kept(train: Train, tmp_path: P
 
 
 @pytest.mark.skipif(not compiler(), reason="no C++ compiler")
-@pytest.mark.parametrize("backend", slow_but(("eager",), ("eager", "inductor")))
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_code_is_made_once(train: Train, tmp_path: Path, backend: str) -> None:
-    """By torch's own "eager" backend, which spares the C++ compiler, and (slow) by inductor."""
+    """By torch's own "eager" backend, which spares the C++ compiler, and by inductor, which runs it and is slow."""
     before = f"""
 plain = torch.compile
 if {backend == "eager"}:
