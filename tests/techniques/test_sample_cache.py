@@ -379,3 +379,13 @@ def test_why_it_lets_go_is_said_once_where_a_script_makes_a_dataset_for_each_epo
             for x in DataLoader(list(torch.arange(8.0)), 4): pass
     """
     assert train(script, sample_cache="samples").err.count("sample_cache") == 1
+
+
+def test_the_cache_adds_no_generator_to_what_a_checkpoint_holds_of_the_dataset(train: Train) -> None:
+    script = """
+    from hasten.data.position import Position
+    loader = DataLoader(Images("images"), batch_size=4)
+    for x, y in loader: pass
+    torch.save({"own": sorted(Position(loader).state_dict(0)["own"])}, "left.pt")
+    """
+    assert train(IMAGES + script, sample_cache="decoded").left == train(IMAGES + script).left

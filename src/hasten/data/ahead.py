@@ -32,6 +32,7 @@ _BATCHES = 2  # that are read ahead
 _MOST_BYTES = 1 << 30
 _IN_VAIN = 2  # batches that ask for nothing that was read: then the pass is read no further (a cache has it all)
 _MOST_HEARD = 10_000  # of a batch, or where the script asks for samples itself
+_lot = random.Random()  # of its own: the training's numbers stay. No attribute, else states of the dataset hold it
 _KEYS = (str, int, PurePath)
 
 
@@ -51,7 +52,6 @@ class ReadFunction:
         self.ways: list[Any] = []  # see Foresight
         self._let_go, self._count = let_go, threads
         self._pid = os.getpid()
-        self._lot = random.Random()  # of its own: the training's numbers stay
         self._pool: Threads | None = None
         self._ready: dict[Any, deque[Task]] = {}
         self._waiting: deque[Task] = deque()  # not given to a thread yet
@@ -74,7 +74,7 @@ class ReadFunction:
         if task is None or not self._may_give(task):
             return self.function(key)
         self._taken += 1
-        if self._taken <= _AUDITED or self._lot.random() * _LOT < 1:
+        if self._taken <= _AUDITED or _lot.random() * _LOT < 1:
             return self._audited(task)
         hear_again(task.files)
         return task.value

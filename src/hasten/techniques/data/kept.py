@@ -18,6 +18,7 @@ from hasten.data.sample_store import pack
 _AUDITED, _LOT = 16, 200  # kept samples that are made again and compared: the first, and one in so many by lot
 _WHOLE_LOOKS = 2  # samples after whose making everything is looked at
 _MISSING = SampleStore.MISSING
+_lot = random.Random()  # of its own: the training's numbers stay. No attribute, else states of the dataset hold it
 
 
 class Stale(Exception):  # noqa: N818 - no error: it says that a batch is to be made without the store
@@ -38,7 +39,6 @@ class Kept:
         self._roots = roots
         self._let_go = let_go
         self._hits = self._made = 0
-        self._lot = random.Random()  # of its own: the training's numbers stay
         self._over = False
         self._began()
         if why := self._why_not():
@@ -85,7 +85,7 @@ class Kept:
             return self._make(key, make, keep=found is _MISSING)
         hear_again(found[0])
         self._hits += 1
-        if self._hits <= _AUDITED or self._lot.random() * _LOT < 1:
+        if self._hits <= _AUDITED or _lot.random() * _LOT < 1:
             made = self._make(key, make, keep=False)
             if pack(made) != pack(found[1]):
                 self.end("the same index gave another sample than before")
@@ -102,7 +102,7 @@ class Kept:
 
     def _new_state(self) -> str:
         """A name for the state of things now, which no other process gives to another."""
-        return f"{time.time_ns()}-{self._lot.getrandbits(64)}-{os.getpid()}"
+        return f"{time.time_ns()}-{_lot.getrandbits(64)}-{os.getpid()}"
 
     def _why_not(self) -> str:
         return why_not_repeated(self._look)
