@@ -207,6 +207,12 @@ def test_ranks_of_the_environment_and_what_does_not_divide_is_said(monkeypatch):
 
 
 class Inside(Numbers):
+    def __init__(self, length):
+        super().__init__(length)
+        del (
+            self.gen
+        )  # torch 2.13 cannot send a Generator to a process that is spawned: its state's memory is gone by then
+
     def __getitem__(self, index):
         return get_worker_info().id, self.mark
 
