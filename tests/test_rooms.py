@@ -1,4 +1,4 @@
-"""What the import contract cannot say: where a name may stand, and which imports are for a type only."""
+"""What the import contract cannot say: where a name may stand, which imports are for a type only, how long code is."""
 
 from __future__ import annotations
 
@@ -41,6 +41,20 @@ def test_the_trainers_parts_import_the_trainer_for_its_type_only() -> None:
         for line in _imports_that_run(ast.parse(path.read_text()), "hasten.trainer.trainer")
     ]
     assert not running
+
+
+def test_no_file_is_longer_than_400_lines_and_no_function_than_60() -> None:
+    """Long ones are split by subject, not by size. A signature does not count: a command's options are its page."""
+    long = []
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text()
+        if text.count("\n") > 400:
+            long.append(str(path.relative_to(SOURCE)))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                if (node.end_lineno or 0) - node.body[0].lineno >= 60:
+                    long.append(f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}")
+    assert not long
 
 
 def _imports_that_run(node: ast.AST, wanted: str) -> Iterator[int]:
