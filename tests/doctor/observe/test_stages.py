@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -96,18 +97,19 @@ def listen(folder: Path, *arguments: str) -> tuple[Done, Evidence]:
     config = RunConfig(
         evidence=str(folder / "e.json"), quiet=True, doctor=DoctorOptions(0, 0.0, sample=False, observers=OBSERVERS)
     )
-    done = execute(sys.executable, *arguments, cwd=folder, env=environment(config, bare(TMPDIR=str(folder / "tmp"))))
+    # With a short path, as workers' sockets lie below it: that of a test under pytest-xdist is too long for them.
+    with tempfile.TemporaryDirectory(prefix="hs") as temporary:
+        done = execute(sys.executable, *arguments, cwd=folder, env=environment(config, bare(TMPDIR=temporary)))
+        assert os.listdir(temporary) == []  # nothing is left behind
     assert (folder / "e.json").is_file(), done.err
     return done, read_evidence(folder / "e.json")
 
 
 def heard(folder: Path, text: str) -> tuple[Done, Evidence]:
     """A training script, and what was heard of it."""
-    (folder / "tmp").mkdir()
     write(folder, "train.py", HEAD + text)
     done, evidence = listen(folder, "train.py")
     assert not [line for line in evidence.skipped if "stage" in line.lower()]
-    assert os.listdir(folder / "tmp") == []  # nothing is left behind
     return done, evidence
 
 
