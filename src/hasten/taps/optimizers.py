@@ -27,12 +27,17 @@ def install(session: Session) -> None:
 
 
 def _building(build: Any, session: Session) -> Any:
+    import torch
+
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         if session.run.recorder is not None:
             held = (lambda: self) if session.trial is not None else weakref.ref(self)  # a trial is short
             session.optimizers[id(self)] = (held, facts.caller())
         session.run.optimizer(self)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # Many scripts end with `destroy_process_group()`: when the evidence is put together there is none.
+            session.run.seen["distributed"] = torch.distributed.get_world_size()
 
     return __init__
 
