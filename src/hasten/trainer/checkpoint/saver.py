@@ -167,7 +167,9 @@ class Saver:
                     self._thread = None  # if it did begin, it sees that another works, and ends
                     alone = isinstance(error, RuntimeError) and "new thread" in str(error)
                     if not alone:  # a signal's handler raised it, as a DataLoader's does when a worker was killed
-                        interrupted = error
+                        # Thread.start forgets a thread that has begun already, and fails on that.
+                        hidden = error.__context__ if isinstance(error, KeyError) else None
+                        interrupted = hidden or error
         if alone:  # the interpreter is on its way out: work here
             self._work()
         if interrupted is not None:
