@@ -28,6 +28,7 @@ SETTINGS: dict[str, Any] = {
 }
 ELSEWHERE = {
     "allocator": "acts when a process starts: compared in processes of its own",
+    "read_ahead": "acts on folders of files: compared in `tests/techniques/test_read_ahead.py`",
     "pin_memory": "needs a GPU",
     "device_prefetch": "needs a GPU",
     "cudnn_benchmark": "needs a GPU",
