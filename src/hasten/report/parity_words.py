@@ -46,16 +46,25 @@ def _seen(checks: tuple[ParityCheck, ...]) -> str:
 
 
 def _least(checks: tuple[ParityCheck, ...]) -> str:
-    known = [check for check in checks if words.known(check.detectable)]
-    if len(known) == 1:
+    known = [check for check in checks if words.known(check.detectable) and not _equal(check)]
+    if not known:
+        return "any change"
+    if len(checks) == 1:
         return f"a change above {words.percent(known[0].detectable)}"
     each = " or ".join(f"{words.percent(check.detectable)} ({words.clean(check.what)})" for check in known)
     return f"a change above {each}"
 
 
+def _equal(check: ParityCheck) -> bool:
+    """Whether a quantity was the same in every pair, as the number of batches is."""
+    return bool(check.baseline) and check.baseline == check.plan
+
+
 def check(check: ParityCheck) -> str:
     """One parity check in a sentence, with what it can see."""
     pairs = words.count(min(len(check.baseline), len(check.plan)), "pair")
+    if _equal(check):
+        return f"{words.clean(check.what)}: equal in {pairs}"
     if words.known(check.detectable):
         sees = f"a change below {words.percent(check.detectable)} goes unseen"
     else:
@@ -121,7 +130,7 @@ def blind_spots(proof: Proof) -> list[str]:
         spots += [
             f"A change of the {words.clean(one.what)} by less than {words.percent(one.detectable)} can pass unseen."
             for one in proof.parity.checks
-            if words.known(one.detectable)
+            if words.known(one.detectable) and not _equal(one)
         ]
     if proof.curves.steps:
         spots.append(
