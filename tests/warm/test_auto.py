@@ -303,8 +303,8 @@ def test_a_run_that_goes_on_from_its_own_checkpoint_can_be_repeated(tmp_path: Pa
 
 
 def resumed(folder: Path, name: str, checkpoint: str, replay: bool = False) -> Done:
-    """Train 12 epochs on, from the checkpoint if there is one."""
+    """Train 40 epochs on, from the checkpoint if there is one: long enough to switch on a crowded machine too."""
     plan, schedule = folder / f"{name}.toml", folder / f"{name}.schedule"
-    auto = AutoOptions(str(plan), str(schedule), most_seconds=1.0, replay=replay)
+    auto = AutoOptions(str(plan), str(schedule), most_seconds=4.0, replay=replay)
     config = RunConfig(command=("train.py",), auto=auto)
-    return execute(PYTHON, "train.py", checkpoint, "12", cwd=folder, env=environment(config, bare()))
+    return execute(PYTHON, "train.py", checkpoint, "40", cwd=folder, env=environment(config, bare()))
