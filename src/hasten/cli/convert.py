@@ -22,14 +22,18 @@ def convert(
         metavar="SOURCE", help="A folder of images, a .csv, .jsonl or .tar file, or a dataset: data.py:train_set."
     ),
     out: Path = typer.Argument(metavar="FOLDER", help="Where the Parquet files go; new, empty, or half converted."),
-    kind: str = typer.Option("auto", help="images, csv, jsonl, webdataset or dataset; auto: by what is there."),
+    kind: str = typer.Option(
+        "auto", metavar="KIND", help="images, csv, jsonl, webdataset or dataset; auto: by what is there."
+    ),
     shuffle: bool = typer.Option(
         True, help="Write images and a dataset's samples in a random order, always the same one."
     ),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Leave bad records out and count them; else one ends it."),
     text: list[str] = typer.Option([], metavar="COLUMN", help="A CSV column that stays text; may be repeated."),
-    group_size: str = typer.Option("", help="Bytes of a row group (default: 16MiB, or a 32nd of small data)."),
-    file_size: str = typer.Option("256MiB", help="Bytes of a file."),
+    group_size: str = typer.Option(
+        "", metavar="SIZE", help="Bytes of a row group (default: 16MiB, or a 32nd of small data)."
+    ),
+    file_size: str = typer.Option("256MiB", metavar="SIZE", help="Bytes of a file."),
 ) -> None:
     """Convert data to Parquet that hasten.data.ParquetDataset shuffles and reads quickly.
 

@@ -13,7 +13,10 @@ from pathlib import Path
 
 from hasten.errors import HastenError
 
-_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+_ENDED = {
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
+}  # fmt: skip
+_UNKNOWN = "UNKNOWN"
 _LOOK = 2.0  # seconds between two questions about a job: squeue asks the cluster's one controller
 
 
@@ -176,12 +179,12 @@ def follow(number: int, log: Path, say: Callable[[str], None]) -> int:
     while True:
         state, code = state_of(number)
         heard = _tell_further(log, heard, say)
-        if state != before:
-            say(f"hasten: job {number} is {state.lower()}\n")
-            before = state
-        if state in _ENDED:
-            _tell_further(log, heard, say)
+        if state in _ENDED and state == before:  # one that is queued again passes through some of these for a moment
             return code
+        if state != before:
+            answers = "SLURM does not answer; asking again" if state == _UNKNOWN else f"it is {state.lower()}"
+            say(f"hasten: job {number}: {answers}\n")
+            before = state
         time.sleep(_LOOK)
 
 
@@ -199,12 +202,16 @@ def _tell_further(log: Path, heard: int, say: Callable[[str], None]) -> int:
 def state_of(number: int) -> tuple[str, int]:
     """A job's state in SLURM's word, and its exit code once it has ended (1 where SLURM knows none).
 
+    "UNKNOWN" while SLURM cannot be asked: its controller restarts, or is busy.
+
     Raises:
         HastenError: SLURM does not know the job.
     """
     ask = ["scontrol", "--oneliner", "show", "job", str(number)]
     done = subprocess.run(ask, check=False, capture_output=True, text=True)
     state = re.search(r"JobState=(\w+)", done.stdout)
+    if state is None and "Invalid job id" not in done.stderr:
+        return _UNKNOWN, 1
     if state is None:
         raise HastenError(f"SLURM does not know job {number} any more", "`sacct -j` may; its log says how it ended")
     code = re.search(r"ExitCode=(\d+):(\d+)", done.stdout)
