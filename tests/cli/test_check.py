@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from benchmarks.exact.trainings import training
 from hasten.child import family
 from hasten.plan import Plan
+from hasten.techniques.compute.compile import compiler
 from hasten.tuner.proof import Proof
 from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, write
 
@@ -193,3 +195,39 @@ def test_a_process_that_the_script_starts_is_not_taken_for_the_script(tmp_path: 
     done = check(tmp_path, plan=plan_of(set_to_none=True), script=_TRAINS_TWICE)
     assert done.code == 0, done.out + done.err
     assert "4 batches, 4 optimizer steps" in done.err
+
+
+@pytest.mark.slow  # compiles C++ for half a minute
+@pytest.mark.skipif(not compiler(), reason="torch.compile needs a C++ compiler")
+def test_a_check_takes_the_kernels_that_the_training_has(tmp_path: Path) -> None:
+    """They are made for the training's threads, and the check computes on one: it would make them all again."""
+    script = tmp_path / "train.py"
+    script.write_text("""
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.randn(512, 256)).square().mean().backward()
+    optimizer.step()
+""")
+    kept = tmp_path / "kernels"
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(kept), "OMP_NUM_THREADS": "2"}
+    plan = tmp_path / "hasten.toml"
+    Plan({"compile": "default"}).write(plan)
+    run = [sys.executable, "-m", "hasten", "run", "--any-machine", "--plan", str(plan), str(script)]
+    subprocess.run(run, cwd=tmp_path, env=env, check=True)
+    made = set(kept.glob("*/*.so"))
+    assert made
+    find = (
+        "import sys; from pathlib import Path; from hasten.tuner.check import CheckOptions, check\n"
+        f"command = [{str(script)!r}]\n"
+        "options = CheckOptions(threads=2, brief=True)\n"
+        "found = check([sys.executable, *command], command, {'compile': 'default'}, options, print)\n"
+        "assert found.ok, found\n"
+        "assert not found.runs[-1].note, found"
+    )
+    subprocess.run([sys.executable, "-c", find], cwd=tmp_path, env=env, check=True)
+    assert set(kept.glob("*/*.so")) == made
+    assert list((kept / "precompiled_headers").glob("*.gch"))

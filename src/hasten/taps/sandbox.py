@@ -14,6 +14,7 @@ import sys
 import tempfile
 from typing import Any
 
+from hasten.taps.after_import import after_import
 from hasten.taps.landlock import forbid_writing
 from hasten.taps.metadata import forbid_metadata
 from hasten.taps.overlaid import install
@@ -46,6 +47,7 @@ def confine(scratch: str, also: tuple[str, ...] = ()) -> None:
         TMPDIR=temporary, MLFLOW_TRACKING_URI=f"file://{scratch}/mlflow", HASTEN_TRIAL="1", **_QUIET_LOGGERS
     )
     tempfile.tempdir = temporary
+    after_import("torch._inductor.codecache", _keep_headers)
     _keep_sockets_short(temporary)
     caches = [
         os.environ["TORCHINDUCTOR_CACHE_DIR"],
@@ -64,6 +66,19 @@ def confine(scratch: str, also: tuple[str, ...] = ()) -> None:
     os.makedirs(root, exist_ok=True)
     unguarded = "; ".join(filter(None, (forbid_writing(free), forbid_metadata())))
     install(Overlay(root, free))
+
+
+def _keep_headers() -> None:
+    """Keep torch's compiled C++ headers beside the kernels.
+
+    torch looks for them below TMPDIR alone, which is each trial's own: each would compile them again, kernels kept or
+    not, which takes longer than most trials.
+    """
+    import torch._inductor.codecache as codecache
+
+    if hasattr(codecache, "_HEADER_DIR"):
+        folder = os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "precompiled_headers")
+        codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = folder, os.path.join(folder, "locks")
 
 
 def _keep_sockets_short(temporary: str) -> None:

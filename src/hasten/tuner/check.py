@@ -25,6 +25,7 @@ from hasten.plan import Setting
 from hasten.taps.config import RunConfig, TrialOptions, environment
 from hasten.techniques import CATALOGUE
 from hasten.techniques.base import build, overrides
+from hasten.techniques.compute.compile import KERNEL_THREADS
 
 _LAST_LINES = 12
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -41,6 +42,7 @@ class CheckOptions:
         resume: Further arguments with which the script goes on from what it saved; None: that is not checked.
         brief: Check the plan as a whole only, as tune does where its budget is short.
         until: Moment (`time.monotonic`) at which the check ends, whatever it has seen by then.
+        threads: On which the training computes; 0 where that is not known. The check itself computes on one.
     """
 
     batches: int = 6
@@ -49,6 +51,7 @@ class CheckOptions:
     resume: tuple[str, ...] | None = None
     brief: bool = False
     until: float = math.inf
+    threads: int = 0
 
 
 def check(
@@ -100,7 +103,8 @@ class Processes:
         config = config_of(plan, witness, folder, saved, self.command, self.options)
         assert config.trial is not None
         more = self.options.resume or () if saved is not None else ()
-        env = environment(config, {**os.environ, **_ONE_THREAD, "PYTHONHASHSEED": "0"})
+        kernels = {KERNEL_THREADS: str(plan.get("cpu_threads", self.options.threads))}
+        env = environment(config, {**os.environ, **_ONE_THREAD, **kernels, "PYTHONHASHSEED": "0"})
         with (folder / "log").open("wb") as log:
             child = start_logged([*self.arguments, *more], env, log)
             self._going.add(child)

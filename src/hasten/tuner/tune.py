@@ -268,6 +268,7 @@ class _Tune:
             seconds=60.0 + 6 * baseline.seconds,
             until=self.latest,
             brief=self.options.budget < _LONG,
+            threads=baseline.evidence.flags.threads if baseline.evidence is not None else 0,
         )
         found = self.found
         for _ in range(_CHECKS):

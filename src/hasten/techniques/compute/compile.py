@@ -18,6 +18,8 @@ from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource,
 from hasten.techniques.replaced import Replaced
 from hasten.techniques.switches import Switches
 
+KERNEL_THREADS = "HASTEN_KERNEL_THREADS"
+
 
 class Compile(Technique):
     """Compile outermost modules in place, so names in the state dict and the module's identity stay.
@@ -145,7 +147,7 @@ class Compile(Technique):
         # Random numbers from torch's own generator, as without compiling: else dropout draws other masks.
         self._look_at_all()
         mode = {} if self.setting == "default" else torch._inductor.list_mode_options(str(self.setting))
-        options: dict[str, Any] = {"options": {**mode, "fallback_random": True}}
+        options: dict[str, Any] = {"options": {**mode, "fallback_random": True, "cpp.threads": _threads()}}
         if type(model).forward.__module__.startswith("torch."):
             # torch.compile passes over torch's own files: of nn.Sequential, `model.compile()` compiles nothing.
             from torch._dynamo.external_utils import wrap_inline
@@ -213,6 +215,17 @@ def _line_of_create_graph(file: Path) -> int:
                 if not (isinstance(node.value, ast.Constant) and node.value.value is False):
                     return node.lineno
     return 0
+
+
+def _threads() -> int:
+    """Return for how many threads a CPU's kernels are made, which is part of their source.
+
+    `hasten check` computes on one thread, but takes the kernels that the training has: making others takes longer than
+    the whole check.
+    """
+    import torch
+
+    return int(os.environ.get(KERNEL_THREADS, "0")) or torch.get_num_threads()
 
 
 def kernel_cache() -> str:
