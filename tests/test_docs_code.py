@@ -41,6 +41,7 @@ def script(page: str, before: dict[int, str]) -> str:
         pytest.param("docs/checkpoints.md", {}, id="checkpoints"),
         pytest.param("docs/nn.md", {}, id="nn"),
         # Slow: these compile models, or tune while they train.
+        # slow: compiles C++, starts ranks, or trains the examples whole
         pytest.param("docs/setup.md", {1: TWO_MODELS}, id="setup", marks=pytest.mark.slow),
         pytest.param("docs/trainer.md", {}, id="trainer", marks=pytest.mark.slow),
         pytest.param("README.md", {0: DATA}, id="readme", marks=pytest.mark.slow),

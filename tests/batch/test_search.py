@@ -218,7 +218,7 @@ def test_a_script_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
         search(attempts_of("import torch\n1 / 0\n", tmp_path), 0, lambda line: None)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a process for each size
 def test_the_command_finds_and_writes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     line = [sys.executable, "-m", "hasten", "batch", "--json", "b.json", "train.py", "log"]

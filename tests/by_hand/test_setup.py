@@ -181,7 +181,7 @@ def test_channels_last_rounds_alike() -> None:
         torch.testing.assert_close(one.grad, 2 * other.grad)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # compiles C++
 def test_compiled_under_bf16_trains_as_uncompiled_with_the_same_dropout() -> None:
     plain = trained(*hasten.setup(*parts(), precision="bf16-mixed"))
     handed = hasten.setup(*parts(), precision="bf16-mixed", compile=True)

@@ -27,14 +27,14 @@ def test_each_pair_of_techniques_keeps_its_word(check: Check, row: Row) -> None:
     keeps_its_word(check, row)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a check for each technique and training
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("row", list(alone(SETTINGS)), ids=lambda row: next(iter(row.plan)))
 def test_each_technique_alone_keeps_its_word(check: Check, row: Row) -> None:
     keeps_its_word(check, row)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a check for each row of the covering array
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("row", [*covering(EAGER), *WITH_COMPILE], ids=lambda row: row.name)
 def test_each_pair_with_each_kind_of_training_keeps_its_word(check: Check, row: Row) -> None:

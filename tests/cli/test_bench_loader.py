@@ -209,6 +209,7 @@ def test_the_page_needs_nothing_from_elsewhere(images: Benched) -> None:
 @pytest.mark.parametrize(
     ("kind", "says", "mark"),
     [
+        # slow: a run each
         pytest.param("nothing", "without building a DataLoader", "", marks=pytest.mark.slow),
         ("early", "ended before its first training step: KeyError: 'no image at all'", "# early"),
         pytest.param("by hand", "without drawing from a DataLoader", "# by hand", marks=pytest.mark.slow),
@@ -294,7 +295,7 @@ def _running(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # spawned workers import torch anew
 @pytest.mark.parametrize(
     ("kind", "says", "counts"),
     [
@@ -310,7 +311,7 @@ def test_datasets_that_workers_cannot_share(tmp_path: Path, kind: str, says: str
     assert [rate["workers"] for rate in benched(tmp_path)["rates"]] == counts
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # spawned workers import torch anew
 def test_a_dataset_that_cannot_be_sent_to_a_worker(tmp_path: Path) -> None:
     script = write(tmp_path, "train.py", BAD)
     done = bench(tmp_path, "train.py", "lambda")
@@ -320,7 +321,7 @@ def test_a_dataset_that_cannot_be_sent_to_a_worker(tmp_path: Path) -> None:
     assert "keep lambdas and open files out of it" in done.err
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # two ranks of torchrun
 def test_of_several_ranks_one_measures(tmp_path: Path) -> None:
     write(tmp_path, "train.py", BAD)
     torchrun = str(Path(sys.executable).with_name("torchrun"))

@@ -127,7 +127,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a whole tune
 @pytest.mark.timeout(600)
 def test_tune_takes_back_what_does_not_keep_its_word(tmp_path: Path) -> None:
     """Faster by far, and its losses look alike: only the comparison of steps sees it."""
@@ -167,7 +167,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # two ranks, run twice
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("spoilt", [None, 1])
 def test_each_rank_is_compared_with_its_twin(tmp_path: Path, spoilt: int | None) -> None:
@@ -190,7 +190,7 @@ if len(sys.argv) == 1:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a check whose script starts a process
 def test_a_process_that_the_script_starts_is_not_taken_for_the_script(tmp_path: Path) -> None:
     done = check(tmp_path, plan=plan_of(set_to_none=True), script=_TRAINS_TWICE)
     assert done.code == 0, done.out + done.err

@@ -180,7 +180,7 @@ def test_what_it_writes_is_kept_apart_and_removed(examine: Callable[[str], Seen]
     assert names == {"train.py", "training.py", "d.json", "e.json"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # trains for as long as samples of the machine need
 def test_the_use_of_the_machine_is_on_the_evidences_clock(examine: Callable[[str], Seen]) -> None:
     use = examine("killed by -9").evidence.use
     assert use is not None
@@ -194,6 +194,7 @@ def test_the_use_of_the_machine_is_on_the_evidences_clock(examine: Callable[[str
     ("name", "code", "steps", "error"),
     [
         ("raises", 1, 29, "ValueError: no luck (*train.py:5)"),
+        # slow: a doctor's run for each way to end
         pytest.param("sys.exit(3)", 3, 39, "exit code 3", marks=pytest.mark.slow),
         pytest.param("os._exit(7)", 7, 39, "exit code 7", marks=pytest.mark.slow),
     ],
@@ -259,7 +260,7 @@ def test_a_training_in_a_forked_process_is_seen(examine: Callable[[str], Seen]) 
     _one_that_trains_in_a_child(examine("trains in a fork"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a doctor's run for each way to start a process
 @pytest.mark.parametrize("name", ["spawns", "subprocess"])
 def test_a_training_in_another_process_is_seen(tmp_path: Path, name: str) -> None:
     _one_that_trains_in_a_child(examined(tmp_path, name))
@@ -272,7 +273,7 @@ def _one_that_trains_in_a_child(seen: Seen) -> None:
     assert "Traceback" not in seen.done.err
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a doctor's run, whole
 def test_a_script_that_forks_is_not_disturbed(tmp_path: Path) -> None:
     seen = examined(tmp_path, "forks")
     assert seen.done.code == 0, seen.done.err
@@ -280,7 +281,7 @@ def test_a_script_that_forks_is_not_disturbed(tmp_path: Path) -> None:
     assert seen.diagnosis.steps == 60
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # compiles C++
 def test_a_compiled_training(tmp_path: Path) -> None:
     write(tmp_path, "training.py", TRAIN)
     write(tmp_path, "train.py", "from training import *\ntrain(10**9, compiled=True)")
@@ -291,7 +292,7 @@ def test_a_compiled_training(tmp_path: Path) -> None:
     assert diagnosis.pauses.first_step > 10 * diagnosis.median  # compilation
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # torchrun and its ranks import torch, one after the other
 def test_torchrun(tmp_path: Path) -> None:
     """All ranks end when rank 0 has enough, and the launcher does not call it a failure; a slow rank is waited for."""
     write(
@@ -328,7 +329,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert sum(diagnosis.phases.values()) == pytest.approx(diagnosis.step)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a doctor's run of two ranks
 def test_a_process_group_that_is_gone_at_the_end_is_not_forgotten(tmp_path: Path) -> None:
     write(
         tmp_path,
@@ -409,7 +410,7 @@ def test_ctrl_c_stops_the_script_and_says_what_was_seen(tmp_path: Path) -> None:
     assert diagnosis.verdict.resource != "untrained"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # waits for a script's own end
 def test_sigterm_to_doctor_is_passed_on(tmp_path: Path) -> None:
     code, _, diagnosis = _stopped(tmp_path, lambda process: process.terminate())
     assert code == 128 + signal.SIGTERM
@@ -417,7 +418,7 @@ def test_sigterm_to_doctor_is_passed_on(tmp_path: Path) -> None:
     assert diagnosis.ended == "stopped"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # waits for as long as a script may ignore a signal
 def test_a_second_ctrl_c_ends_a_script_that_ignores_the_first(tmp_path: Path) -> None:
     def twice(process: subprocess.Popen[str]) -> None:
         process.send_signal(signal.SIGINT)

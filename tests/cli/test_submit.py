@@ -207,7 +207,7 @@ def state(job: str) -> str:
 # The rest is slow: SLURM looks at its jobs every second or so, and each job imports torch.
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a job of a real SLURM
 def test_each_process_finds_what_torchrun_would_set(slurm: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORDS)
     words = ["--follow", "--nodes", "2", "--devices", "2", "--accelerator", "cpu", "--no-plan", "train.py", "--lr", "1"]
@@ -250,7 +250,7 @@ if trainer.global_rank == 0:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a real SLURM lets its time run out
 @pytest.mark.parametrize("how", ["time limit", "pre-empted"])
 def test_a_training_that_is_stopped_saves_is_queued_again_and_ends_the_same(
     how: str, slurm: Path, tmp_path: Path
@@ -279,7 +279,7 @@ def test_a_training_that_is_stopped_saves_is_queued_again_and_ends_the_same(
     assert all(torch.equal(ended[0][name], ended[1][name]) for name in ended[0])
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a real SLURM lets its time run out
 def test_another_script_runs_again_with_the_arguments_of_resume(slurm: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import sys, time\nprint(sys.argv[1:], flush=True)\ntime.sleep(60 * (len(sys.argv) == 1))"
@@ -292,7 +292,7 @@ def test_another_script_runs_again_with_the_arguments_of_resume(slurm: Path, tmp
     assert "['--resume', 'last.pt']" in log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # jobs of a real SLURM, queued again
 def test_a_rank_that_is_killed_ends_the_job_and_a_failure_is_run_again_as_often_as_asked(
     slurm: Path, tmp_path: Path
 ) -> None:
@@ -306,7 +306,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_a_failure_is_run_again_as_often_
     assert (tmp_path / f"train-{job}.log").read_text().count("hasten: the training failed with exit code") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a job of a real SLURM
 def test_a_job_that_its_user_cancels_is_not_queued_again(slurm: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\nprint('trains', flush=True)\ntime.sleep(100)")
     job = job_number(submit(tmp_path, "--accelerator", "cpu", "train.py"))

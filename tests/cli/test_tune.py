@@ -195,7 +195,7 @@ def test_it_finds_what_helps_and_leaves_what_harms(tuning: Tuning) -> None:
     tuning.leaves_nothing()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a whole tune
 def test_twenty_seconds_say_the_best_that_they_can(tuning: Tuning) -> None:
     done = tuning.tune(WAITS + "train(1000)", "--budget", "20s", *only("helps", "harms"))
     if done.code:  # on a machine so busy that the start alone takes longer, that is what is said
@@ -207,7 +207,7 @@ def test_twenty_seconds_say_the_best_that_they_can(tuning: Tuning) -> None:
     assert {one.name for one in tuning.proof().tried} <= {"helps", "harms"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a whole tune, and a run
 def test_tune_and_run(tuning: Tuning) -> None:
     """Samples that are dear to make are kept; `run` works under the plan."""
     names = only("sample_cache", "loader_workers", "batched_fetch", "cpu_threads", "set_to_none")
@@ -256,7 +256,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a whole tune of each kind
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
 def test_scripts_of_other_kinds(tuning: Tuning, other: tuple[str, bool]) -> None:
     """It finds what helps; where it could not in one process, it says what it did instead."""
@@ -273,7 +273,7 @@ def test_scripts_of_other_kinds(tuning: Tuning, other: tuple[str, bool]) -> None
     tuning.leaves_nothing()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a whole tune, a process a question
 def test_processes_of_their_own_when_asked(tuning: Tuning) -> None:
     done = tuning.tune(
         WAITS + "train(1000)", "--processes", "--budget", "100s", "--seeds", "1", *only("helps", "crashes_in_a_block")
@@ -289,7 +289,7 @@ def test_processes_of_their_own_when_asked(tuning: Tuning) -> None:
 # -- stopped -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a tune until something is chosen
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_once_something_is_chosen(tuning: Tuning, number: signal.Signals) -> None:
     """The best so far is kept and called not proven; what was not looked at is not known."""
@@ -312,7 +312,7 @@ def test_stopped_once_something_is_chosen(tuning: Tuning, number: signal.Signals
     tuning.leaves_nothing()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a tune until its later phases
 @pytest.mark.parametrize("line", ["best so far", "step by step", "fresh processes:"])
 def test_stopped_in_other_phases(tuning: Tuning, line: str) -> None:
     """In the search, in the check, and between pairs of fresh processes."""
@@ -328,7 +328,7 @@ def test_stopped_in_other_phases(tuning: Tuning, line: str) -> None:
     tuning.leaves_nothing()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # two whole tunes
 @pytest.mark.timeout(600)
 def test_the_next_tune_goes_on_from_what_the_last_one_learned(tuning: Tuning) -> None:
     write(tuning.folder, "train.py", WAITS + "train(1000)")
@@ -353,7 +353,7 @@ def test_the_next_tune_goes_on_from_what_the_last_one_learned(tuning: Tuning) ->
     assert "train.py changed: " in changed.err
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a tune until it trains
 @pytest.mark.timeout(300)
 def test_killed_it_leaves_nothing_behind(tuning: Tuning) -> None:
     with tuning.started(WAITS + "train(1000)", "--budget", "5m", *only("helps", "harms")) as process:

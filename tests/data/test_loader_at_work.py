@@ -103,7 +103,7 @@ print("WEIGHTS", model.weight.tolist())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a run under each technique
 def test_a_plan_changes_nothing_under_it(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -164,13 +164,13 @@ def killed(folder, runs):
     return [row for start in sorted(rows) for row in rows[start]]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # trainings of several ranks, killed and resumed
 def test_killed_trainings_go_on_with_other_ranks_and_workers(tmp_path):
     whole = [row for batch in DataLoader(Keyed(48), batch_size=2, shuffle=True, seed=6) for row in batch.tolist()]
     assert killed(tmp_path / "one", [(1, 2, 3), (2, 0, 2), (1, 0, -1)]) == whole
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fifty kills, with all numbers of ranks and workers
 @pytest.mark.timeout(1200)
 def test_killed_at_many_points_with_all_numbers_of_ranks_and_workers(tmp_path):
     whole = killed(tmp_path / "whole", [(1, 0, -1)])

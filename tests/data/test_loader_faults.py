@@ -138,7 +138,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # mounts a small /dev/shm for processes of its own
 def test_shared_memory_that_is_too_small_is_said():
     """With a /dev/shm of 3 MB and 4 batches of 1 MB at a time: warned of at the first, then the worker says it."""
     inside = 'mount -t tmpfs -o size=3m tmpfs /dev/shm && exec "$0" -c "$1" 1'

@@ -117,7 +117,7 @@ def test_a_stateful_loader_that_takes_snapshots_seldom():
     check(case, 1, (2, 5))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # many examples, each with worker processes
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_everything_with_workers(data):
@@ -176,7 +176,7 @@ def test_in_a_new_process_after_a_kill(case, stop, tmp_path):
     assert seen + rest == json.loads(json.dumps(plain(case, 3)))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # spawned workers import torch anew
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_workers_that_are_not_forked(method):
     case = {"dataset": "own_numpy", "sampler": "shuffle", "num_workers": 2, "multiprocessing_context": method}

@@ -65,7 +65,7 @@ def test_a_script_that_does_not_answer_is_ended_and_placed(tmp_path: Path, monke
     assert "when the time was up" in found.verdict.title
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # waits until a doctor's time is up
 def test_time_is_up_in_a_forked_child_that_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parent, which waits for it, leaves the evidence to it."""
     slow = TRAIN.replace("range(5)", "range(10**9)").replace("optimizer.step()", "optimizer.step(); time.sleep(0.2)")

@@ -55,7 +55,7 @@ def test_all_columns_are_of_equal_length_and_on_the_evidences_clock(used: tuple[
     assert use.gpus == ()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # trains for as long as py-spy's samples need
 def test_a_worker_is_told_from_the_process_that_trains(used: tuple[Use, float]) -> None:
     use, _ = used
     assert max(use.worker_count) == 1

@@ -33,7 +33,7 @@ RANKS = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # torchrun and its ranks import torch, one after the other
 @pytest.mark.parametrize("launcher", [["torchrun"], ["-m", "torch.distributed.run"]], ids=["torchrun", "-m"])
 def test_torchrun(tmp_path: Path, launcher: list[str]) -> None:
     write(tmp_path, "train.py", RANKS)
@@ -50,7 +50,7 @@ def test_torchrun(tmp_path: Path, launcher: list[str]) -> None:
     assert evidence.models[0].name == "DistributedDataParallel"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # torchrun and its ranks import torch, one after the other
 def test_a_rank_that_fails_fails_the_launch(tmp_path: Path) -> None:
     write(tmp_path, "train.py", RANKS)
     arguments = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29618", "train.py", "3"]
@@ -59,7 +59,7 @@ def test_a_rank_that_fails_fails_the_launch(tmp_path: Path) -> None:
     assert "exitcode: 3" in done.err.replace(" ", "").replace("exitcode:3", "exitcode: 3")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # spawned processes import torch anew
 def test_training_in_a_spawned_process_and_in_a_fork(tmp_path: Path) -> None:
     """torch.multiprocessing.spawn's child trains, the parent does not: the evidence is the child's."""
     write(

@@ -71,6 +71,7 @@ print("last loss", float(loss_of(model.eval()(data.tensors[0]), data.tensors[1])
 """
 
 
+# slow: thousands of steps; the first shows the thinning for both
 @pytest.fixture(scope="module", params=["loader", pytest.param("no loader", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Evidence, str, str]:
     folder: Path = tmp_path_factory.mktemp("long")

@@ -10,6 +10,7 @@ import pytest
 from hasten.evidence import Evidence
 from tests.taps.scripts import environment, listened, plain
 
+# slow: whole trainings by Lightning's, Accelerate's and Hugging Face's Trainer
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 HEAD = """

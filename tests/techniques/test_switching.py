@@ -107,6 +107,7 @@ def test_samples_that_draw_random_numbers_are_not_kept(train: Train, tmp_path: P
 
 
 @pytest.mark.skipif(not compiler(), reason="no C++ compiler")
+# slow: compiles C++
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_code_is_made_once(train: Train, tmp_path: Path, backend: str) -> None:
     """By torch's own "eager" backend, which spares the C++ compiler, and by inductor, which runs it and is slow."""

@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # Lightning's own run of each module beside ours
 @pytest.mark.timeout(400)
 def test_beside_lightning():
     pytest.importorskip("lightning_utilities")  # comes with Lightning; importing that itself would spoil this process

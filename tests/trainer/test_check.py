@@ -34,14 +34,14 @@ def test_each_pair_of_techniques_keeps_its_word(row: TrainerRow, tmp_path: Path)
     keeps_its_word(row, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a check for each row of the covering array
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("row", covering(EAGER), ids=lambda row: row.name)
 def test_each_pair_of_flags_keeps_its_word(row: TrainerRow, tmp_path: Path) -> None:
     keeps_its_word(row, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # compiles C++ for each technique
 @pytest.mark.timeout(900)
 def test_compile_beside_each_technique_keeps_its_word(tmp_path: Path) -> None:
     pairs = {pair for pair in pairs_of(list(TECHNIQUES)) if "compile" in pair}

@@ -154,7 +154,7 @@ def test_the_code_of_the_guide_runs(tmp_path):
     assert (tmp_path / "runs/digits/version_0/metrics.csv").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # each block of the guide starts processes
 def test_the_code_of_the_guide_that_starts_processes_runs(tmp_path):
     parts = blocks("trainer.md")
     alone = [part for part in parts if "__main__" in part]
@@ -180,7 +180,7 @@ def test_the_code_about_checkpoints_runs(tmp_path):
     assert "['net.bias', 'net.weight']" in run(tmp_path / "checkpoints.py", cwd=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # trains the example twice
 def test_the_example_trains_and_goes_on(tmp_path):
     script = EXAMPLES / "trainer_digits.py"
     run(script, "--epochs", "1", "--out", "out", cwd=tmp_path)
@@ -188,7 +188,7 @@ def test_the_example_trains_and_goes_on(tmp_path):
     assert "accuracy on new digits" in run(script, "--epochs", "1", "--out", "out", "--resume", cwd=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # imports Lightning in a process of its own
 def test_the_lightning_example_runs(tmp_path):
     pytest.importorskip("lightning.pytorch")
     assert "val_loss" in run(EXAMPLES / "lightning_module.py", cwd=tmp_path)

@@ -212,7 +212,7 @@ def test_channels_last_changes_little_and_leaves_the_layout_of_weights():
     assert module.net[0](torch.randn(2, 3, 8, 8)).is_contiguous()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # compiles C++
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compile_changes_little():
     def plain():

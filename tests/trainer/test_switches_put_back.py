@@ -160,6 +160,7 @@ def is_hastens(value: Any) -> bool:
 PLANS: dict[str, Any] = {**SETTINGS, "allocator": "glibc", "cudnn_benchmark": True}
 
 
+# slow: compiles C++
 SLOW = {"compile": pytest.mark.slow}
 EACH = [pytest.param(name, setting, marks=SLOW.get(name, ())) for name, setting in PLANS.items()]
 

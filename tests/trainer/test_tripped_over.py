@@ -252,6 +252,7 @@ def pictures():
     )
 
 
+# slow: compiles C++
 @pytest.mark.parametrize("flag", ["channels_last", pytest.param("compile", marks=pytest.mark.slow)])
 def test_a_model_that_was_changed_is_changed_before_the_first_resumed_step(trainer, tmp_path, flag):
     def trained(steps, path=None):

@@ -99,7 +99,7 @@ def test_an_honest_plan_holds(pairs: Pairs) -> None:
     assert {compared.what for compared in found.checks} == {"training loss", "validation loss", "batches a pass"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # many pairs of trainings
 @pytest.mark.parametrize("first", range(0, 30, 3))
 def test_an_honest_plan_is_never_refused(pairs: Pairs, first: int) -> None:
     made = pairs(WHOLE, HONEST, 3, first)
@@ -108,6 +108,7 @@ def test_an_honest_plan_is_never_refused(pairs: Pairs, first: int) -> None:
 
 
 @pytest.mark.timeout(300)
+# slow: many pairs of trainings
 @pytest.mark.parametrize("model", ["convolutions", pytest.param("attention", marks=pytest.mark.slow)])
 def test_an_honest_plan_agrees_on_the_same_batches(check: Check, model: str) -> None:  # noqa: F811
     found = check(training(model), HONEST)

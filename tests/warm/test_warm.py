@@ -125,7 +125,7 @@ def test_what_helps_is_chosen_what_harms_is_not(search: Search) -> None:
     assert max(estimates[2].helps, estimates[3].helps) < 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a search to the end of its time
 def test_where_nothing_helps_nothing_is_chosen(search: Search) -> None:
     done = search(TRAIN + "train(10 ** 6)", ("harms", "rounds_and_harms"))
     assert done.ok
@@ -147,6 +147,7 @@ TROUBLE = {
 
 
 @pytest.mark.parametrize("name", [
+    # slow: a search in several processes each
     pytest.param(name, marks=() if name == "cannot_be_switched_on" else pytest.mark.slow) for name in TROUBLE
 ])  # fmt: skip
 def test_what_breaks_is_off_for_good_and_the_rest_is_found(
@@ -191,7 +192,7 @@ def test_a_cache_that_the_training_is_too_short_to_fill_is_asked_once(
     assert done.names == {"helps"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # waits until a search's time is out
 def test_a_process_whose_time_is_out_is_ended(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sooner than it would count as hung; nothing is blamed that may have been slow, nor chosen that was never seen."""
     monkeypatch.setattr(module, "_OVERTIME", 1.0)
@@ -200,7 +201,7 @@ def test_a_process_whose_time_is_out_is_ended(search: Search, monkeypatch: pytes
     assert (done.out, done.names) == ({}, set())
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # three processes of a search
 def test_two_that_break_are_both_found(search: Search) -> None:
     done = search(TRAIN + "train(10 ** 6)", ("crashes_in_a_block", "helps", "turns_to_nan", "helps_little"), 300.0)
     assert done.ok, done.said
@@ -259,6 +260,7 @@ thread.join()
 
 
 @pytest.mark.parametrize("script", [
+    # slow: a search each
     pytest.param(text, id=name, marks=() if name == "two optimizers" else pytest.mark.slow)
     for name, text in SCRIPTS.items()
 ])  # fmt: skip
@@ -291,6 +293,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("script", [
+    # slow: a search each
     pytest.param(text, id=name, marks=() if "forks" in name else pytest.mark.slow) for name, text in ENDS.items()
 ])  # fmt: skip
 def test_what_cannot_be_tuned_in_one_process_is_known(search: Search, script: str) -> None:
@@ -299,7 +302,7 @@ def test_what_cannot_be_tuned_in_one_process_is_known(search: Search, script: st
     assert done.out == {}, "nothing is blamed for it"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # several processes of a search
 def test_a_script_that_counts_its_batches_is_searched_on_in_further_processes(search: Search) -> None:
     """Its epoch has 100 batches and it says so; whole epochs, and another process once it has ended."""
     counts = "for _ in range(3):\n    for i, (x,) in enumerate(loader): step(x)\n    assert i == 99"

@@ -106,7 +106,7 @@ def test_a_healthy_training_has_no_findings() -> None:
     assert not examined("healthy.py")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a doctor's run, whole
 def test_tensors_in_memory_get_no_workers() -> None:
     """They are fetched one by one: that is their illness."""
     found = examined("in_memory.py")
@@ -114,7 +114,7 @@ def test_tensors_in_memory_get_no_workers() -> None:
     assert "workers_zero" not in found
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a doctor's run, whole
 def test_workers_of_short_epochs_should_stay() -> None:
     """From the second epoch on, the time in iter() is theirs."""
     found = examined("short_epochs.py")
@@ -122,7 +122,7 @@ def test_workers_of_short_epochs_should_stay() -> None:
     assert found["workers_recreated"]["worth"] > 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a doctor's run of two ranks
 @pytest.mark.parametrize("finding", ["accumulation_syncs", "unused_parameters"])
 def test_replicas_that_exchange_too_much_are_found(finding: str) -> None:
     """Three of four exchanges are for nothing, and every parameter is used."""

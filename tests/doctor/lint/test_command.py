@@ -208,7 +208,7 @@ def test_comments_silence_findings_of_a_run_too(tmp_path: Path) -> None:
     assert silenced([finding("host_sync", 3), *kept]) == kept
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # reads every file of the standard library
 def test_no_file_of_python_is_too_strange(tmp_path: Path) -> None:
     """torch's own sources, the standard library's tests, and this project: no crash, and mends that parse."""
     import torch

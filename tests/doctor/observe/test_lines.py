@@ -127,6 +127,7 @@ for x, y in loader:
     ("freeze", "strays"),
     [
         ("", ("0.0", "0.2")),
+        # slow: a doctor's run each; the others show the same place of the code
         pytest.param("backbone.requires_grad_(False)", (), marks=pytest.mark.slow),
         ("backbone[0].requires_grad_(False)", ("0.2",)),
         pytest.param("model = torch.compile(model, backend='eager')", ("0.0", "0.2"), marks=pytest.mark.slow),

@@ -238,7 +238,7 @@ print(sorted((m.co_name, str(m.recompile_reason)) for m in get_compilation_metri
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # compiles C++
 def test_a_compiled_model(tmp_path: Path) -> None:
     """It is not compiled once more, nor in other pieces; what torch.compile says of itself is kept."""
     done, evidence = sampled(tmp_path, COMPILED)
@@ -260,7 +260,7 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     assert first.calls == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # compiles C++
 def test_a_model_that_is_compiled_while_it_is_looked_into(tmp_path: Path) -> None:
     """The hooks are gone before torch.compile looks at it; what is compiled first, and how, is as without hasten."""
     text = COMPILED.replace('torch.compile(Model(), backend="eager")', "Model()").replace(

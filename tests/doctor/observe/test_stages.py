@@ -179,7 +179,7 @@ def test_only_workers_pass_batches_on(ill: dict[str, Stages]) -> None:
     assert ill["own"].copies == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a process for each kind of loader, with and without us
 def test_every_kind_of_loader_gives_what_it_gives_without_us(tmp_path: Path) -> None:
     """Same batches, same random numbers, same types of files; and after the samples nothing hangs any more."""
     done, evidence = heard(
@@ -275,7 +275,7 @@ train(DataLoader(Bad(), 8))
     assert "no sample 20" in evidence.error
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # spawned workers import torch anew
 def test_workers_that_are_not_forked(tmp_path: Path) -> None:
     done, evidence = heard(
         tmp_path,

@@ -40,7 +40,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # two ranks for each callback
 def test_ranks_agree(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(root=str(Path(__file__).parents[3])))

@@ -57,6 +57,7 @@ def killed(nursery, spec, hook, nth, **options):
 QUICK = ("workers that stay", "accumulation", "plateau", "average", "fp16", "by hand", "stream", "two loaders")
 
 
+# slow: a training killed at each of its steps; the quick ones are run always
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in TRAININGS])
 def test_after_any_step(nursery, tmp_path, uninterrupted, name):
     spec = {**TRAININGS[name], "root": str(tmp_path / "run"), "checkpoints": [STEPS], "ckpt_path": "last"}
@@ -83,7 +84,9 @@ ONCE_IN_A_WHILE = ("before any validation", "validation's last batch", "validati
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in ONCE_IN_A_WHILE else ()) for n in MOMENTS]
+    # slow: trainings from two checkpoints each, at moments next to ones that are tried always
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in ONCE_IN_A_WHILE else ()) for n in MOMENTS],
 )
 def test_checkpoints_made_by_hand(nursery, tmp_path, name):
     hook, nth, more = MOMENTS[name]
@@ -155,6 +158,7 @@ def test_a_checkpoint_made_after_fit_and_more_epochs(nursery, tmp_path):
     assert_same(whole, nursery.outcome({**spec, "ckpt_path": str(saved)}))
 
 
+# slow: the same at later steps
 @pytest.mark.parametrize("steps", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in (15, 22))])
 @pytest.mark.parametrize("how", ["checkpoint", "after fit"])
 def test_max_steps_and_then_more(nursery, tmp_path, steps, how):
@@ -167,7 +171,7 @@ def test_max_steps_and_then_more(nursery, tmp_path, steps, how):
     assert_same(whole, nursery.outcome({**spec, "ckpt_path": path}))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a training killed after each of its steps
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_after_every_step(nursery, tmp_path, uninterrupted, name):
@@ -178,7 +182,7 @@ def test_after_every_step(nursery, tmp_path, uninterrupted, name):
         assert_same(uninterrupted(name), nursery.outcome({**spec, "ckpt_path": str(path)}), path.name)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # many trainings, each killed and resumed
 @pytest.mark.timeout(900)
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())

@@ -66,6 +66,7 @@ def train(folder, phases, *more):
     "phases",
     [
         [(1, 8, 3), (2, 8, 4), (1, 4, -1)],
+        # slow: several trainings of several ranks each
         pytest.param([(2, 4, 3), (1, 16, 4), (2, 8, -1)], marks=pytest.mark.slow),
         pytest.param([(1, 8, 3), (2, 8, -1)], marks=pytest.mark.slow),
         pytest.param([(2, 8, 3), (1, 8, -1)], marks=pytest.mark.slow),
@@ -85,7 +86,7 @@ def test_every_sample_of_an_epoch_comes_once_whoever_goes_on(tmp_path, phases):
     assert (tmp_path / "schedule").read_text() == "2"  # both epochs came to their end
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # two ranks, started twice
 def test_several_loaders_are_refused_within_an_epoch(tmp_path):
     done = train(tmp_path, [(1, 8, 3), (1, 4, -1)], "two")
     assert done.returncode

@@ -38,6 +38,7 @@ PLACES = [
     [
         *((*PLACES[i], TERM) for i in (0, 2, 3)),
         (*PLACES[3], INT),
+        # slow: places next to one that is tried always
         *(pytest.param(*PLACES[i], TERM, marks=pytest.mark.slow) for i in (1, 4, 5, 6)),
     ],
 )
@@ -147,6 +148,7 @@ class Ranks:
         return self.process.returncode, said
 
 
+# slow: two ranks, killed and resumed
 @pytest.mark.parametrize(
     ("rank", "number", "every"), [(1, TERM, 4), (0, INT, 1), pytest.param(0, TERM, 1, marks=pytest.mark.slow)]
 )
@@ -162,7 +164,7 @@ def test_ranks_stop_together(tmp_path, rank, number, every):
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # two ranks, killed and resumed
 def test_ranks_go_on_exactly(tmp_path):
     whole, ranks = Ranks(tmp_path / "whole"), Ranks(tmp_path / "stopped")
     assert whole.start(40).ended()[0] == 0
