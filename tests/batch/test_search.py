@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from hasten import HastenError
-from hasten.batch.attempt import Attempt, Attempts, value_of, with_argument
+from hasten.batch.attempt import Attempt, Attempts, value_of
 from hasten.batch.search import Found, Line, line_through, search
 from hasten.batch.words import as_json, lines, rate_factor, rule, split
 from hasten.cli.size import size_in_bytes
 from hasten.evidence import Evidence
+from hasten.tuner.command_line import with_argument
 from tests.techniques.conftest import LOADER, evidence_of
 
 MB = 10**6

@@ -19,13 +19,13 @@ from hasten.child import Child
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, Phase, read_evidence
 from hasten.taps.config import DoctorOptions, RunConfig, TrialOptions, environment
-from hasten.tuner.trial import last_lines
+from hasten.tuner.command_line import with_argument
+from hasten.tuner.trial import MEMORY_WORDS, last_lines
 
 _POLL = 0.02  # seconds between two looks at a process's memory
 # Blocks above 1 MiB go back to the kernel at once. glibc keeps freed ones below 32 MiB by default, where they lie in
 # pieces: examples/tabular_mlp.py at batch 13312 takes 1243 MB, at 16384 (whose blocks are above that) 606 MB.
 _LEAN = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-_OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "annot allocate memory", "can't allocate memory")
 
 
 @dataclass(frozen=True)
@@ -128,19 +128,6 @@ class Attempts:
         return attempt
 
 
-def with_argument(arguments: Sequence[str], name: str, size: int) -> list[str]:
-    """Return a command line whose argument has another value; it is added where it is missing."""
-    changed = list(arguments)
-    for place, word in enumerate(changed):
-        if word == name and place + 1 < len(changed):
-            changed[place + 1] = str(size)
-            return changed
-        if word.startswith(f"{name}="):
-            changed[place] = f"{name}={size}"
-            return changed
-    return [*changed, name, str(size)]
-
-
 def value_of(arguments: Sequence[str], name: str) -> int:
     """Return the value of an argument in a command line; 0 where it is not there."""
     for place, word in enumerate(arguments):
@@ -159,7 +146,7 @@ def _judged(size: int, code: int | None, over: bool, peak: int, workers: int, fo
     error = (evidence.error if evidence else "") or last
     if over:
         return Attempt(size, "out of memory", peak, reason="ended at the limit")
-    if code == -9 or any(word in error for word in _OUT_OF_MEMORY):
+    if code == -9 or any(word in error for word in MEMORY_WORDS):
         return Attempt(size, "out of memory", peak, reason=error or "killed by the kernel")
     if code is None:
         return Attempt(size, "timeout", peak, reason="it took too long")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from hasten.batch.search import Found
+from hasten.techniques.convergence import rates
 
 SCHEMA = "hasten-batch/1"
-_ADAPTIVE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Lion", "Adafactor")
 
 
 def as_json(found: Found, command: tuple[str, ...]) -> dict[str, Any]:
@@ -46,13 +45,12 @@ def split(found: Found) -> dict[str, int]:
 
 def is_adaptive(found: Found) -> bool:
     """Whether an optimizer divides by the size of gradients, as Adam does."""
-    return any(name.startswith(_ADAPTIVE) for name in found.verified.optimizers)
+    return rates.is_adaptive(found.verified.optimizers)
 
 
 def rate_factor(found: Found) -> float:
     """Return what the learning rate is multiplied by for the batch at which throughput saturates."""
-    times = found.saturated / found.own
-    return round(math.sqrt(times) if is_adaptive(found) else times, 2)
+    return round(rates.rate_factor(found.saturated / found.own, is_adaptive(found)), 2)
 
 
 def rule(found: Found) -> str:

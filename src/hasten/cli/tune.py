@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from hasten.cli.script import training
 from hasten.errors import HastenError
 from hasten.files import check_target, is_page, write_whole
 from hasten.plan import DEFAULT_NAME, Plan, did_you_mean
-from hasten.techniques import CATALOGUE, Effect
+from hasten.techniques import CATALOGUE
 
 if TYPE_CHECKING:
     from hasten.tuner.proof import Block, Proof
@@ -27,15 +26,32 @@ _UNITS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 
 def tune(
     ctx: typer.Context,
-    budget: str = typer.Option("3m", help="Time for all of it: 300, 90s, 5m, 1h.", metavar="TIME"),
+    budget: str = typer.Option(
+        "3m", help="Time for all of it: 300, 90s, 5m, 1h (with --target: no bound but --runs).", metavar="TIME"
+    ),
     out: Path = typer.Option(
         Path(DEFAULT_NAME), help="Where the plan goes; the report goes beside it.", metavar="FILE"
     ),
     seeds: int = typer.Option(
-        5, min=1, help="Pairs of fresh processes at the most, each under a seed of its own.", metavar="N"
+        5,
+        min=1,
+        help="Pairs of fresh processes at the most, each under a seed of its own (with --target: 3).",
+        metavar="N",
     ),
     allow: list[str] = typer.Option(
-        [], help="`trajectory`: also try what changes the optimisation path.", metavar="WHAT"
+        [], help="`trajectory`: look for another optimisation path that reaches --target sooner.", metavar="WHAT"
+    ),
+    target: str = typer.Option(
+        "", help="The quality to reach, as the script prints it: 'val_loss<=1.88'.", metavar="NAME<=VALUE"
+    ),
+    target_line: str = typer.Option("", help="Only printed lines that hold this text tell of it.", metavar="TEXT"),
+    vary: list[str] = typer.Option(
+        [],
+        help="With --target: values of an argument of the script's, '--lr=1e-3,3e-3' (may be repeated).",
+        metavar="ARG=VALUES",
+    ),
+    runs: float = typer.Option(
+        10.0, min=1.0, help="With --target: cost of all, in whole runs of the script as it is.", metavar="N"
     ),
     only: list[str] = typer.Option([], help="Try this technique only (may be repeated).", metavar="NAME"),
     order: int = typer.Option(
@@ -46,10 +62,14 @@ def tune(
 ) -> None:
     """Find what makes a training faster without spoiling its result; write a plan and a proof.
 
-    Ctrl-C keeps the best so far (exit code 130).
+    With --allow trajectory --target: find the script's own arguments with which it reaches a quality soonest, by whole
+    runs. Ctrl-C keeps the best so far (exit code 130).
 
     Example: hasten tune --budget 5m train.py --epochs 90
+
+    Example: hasten tune --allow trajectory --target "val_loss<=1.88" train.py --epochs 10
     """
+    from hasten.cli.target import check_words, tune_to_target
     from hasten.tuner.store import FOLDER
     from hasten.tuner.tune import TuneOptions
     from hasten.tuner.tune import tune as tune_training
@@ -60,10 +80,17 @@ def tune(
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: trials end, the best so far is kept
+    asked = frozenset(name for name in ctx.params if _is_asked(ctx, name))
+    check_words(_allowed(allow), target, asked)
+    if target:
+        within = _seconds(budget) if "budget" in asked else None
+        fresh = seeds if "seeds" in asked else 3
+        tune_to_target(arguments, command, target, target_line, vary, runs, fresh, within, out)
+        return
     apart = out.exists() and not out.is_file()  # a pipe, /dev/stdout: nothing is kept beside it
     store = None if no_memory or apart else out.parent / FOLDER
     only_these = frozenset(map(_technique, only))
-    options = TuneOptions(_seconds(budget), seeds, _allowed(allow), only_these, order, processes, store)
+    options = TuneOptions(_seconds(budget), seeds, only_these, order, processes, store)
     _writable(out)
     tuned = _shown(options.budget, lambda say, on_block: tune_training(arguments, command, options, say, on_block))
     _leave(tuned.plan, tuned.proof, out)
@@ -112,6 +139,12 @@ def _backup_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.bak")
 
 
+def _is_asked(ctx: typer.Context, name: str) -> bool:
+    """Whether a person gave an option, which else has its default."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
@@ -123,10 +156,6 @@ def _allowed(words: list[str]) -> bool:
     for word in words:
         if word != "trajectory":
             raise HastenError(f"--allow {word}: unknown", did_you_mean(word, ("trajectory",)) or "it takes: trajectory")
-    if words and not any(technique.effect is Effect.TRAJECTORY for technique in CATALOGUE.values()):
-        print(
-            "hasten: --allow trajectory has no effect: no technique in the catalogue is of that kind", file=sys.stderr
-        )
     return bool(words)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hasten.tuner.timing import Timing
 
-_EPOCHS = re.compile(
+EPOCHS = re.compile(
     r"^(?:--?|\+)?(?:trainer\.|train\.|training\.)?(?:num|n|max|nb|total)?[-_]?(?:train[-_])?epochs?$|^-e$"
 )
 _ASSUMED_SECONDS = 600.0
@@ -28,7 +28,7 @@ def epochs_named(command: Sequence[str]) -> tuple[int, str] | None:
     words = list(command)
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
-        if _EPOCHS.match(name) and (value := value if equals else following).isdecimal():
+        if EPOCHS.match(name) and (value := value if equals else following).isdecimal():
             return int(value), f"{name} {value}"
     return None
 

@@ -28,7 +28,7 @@ _POLL = 0.25
 _LAST_LINES = 12
 _ENOUGH = 20  # steps after which a refused file is the end of a trial, not its failure
 _REFUSED = ("No such file or directory", "Permission denied")
-_MEMORY_WORDS = ("OutOfMemoryError", "MemoryError", "out of memory", "annot allocate memory", "can't allocate memory")
+MEMORY_WORDS = ("OutOfMemoryError", "MemoryError", "out of memory", "annot allocate memory", "can't allocate memory")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _outcome(code: int | None, evidence: Evidence | None, said: str, seconds: fl
     if code is None and not (evidence and evidence.ended == "complete"):
         return "timeout", f"not done after {seconds:.0f} s"
     error = evidence.error if evidence else ""
-    if code == -signal.SIGKILL or any(word in error + last for word in _MEMORY_WORDS):
+    if code == -signal.SIGKILL or any(word in error + last for word in MEMORY_WORDS):
         return "out of memory", error or last or "killed by the kernel"
     if evidence is not None and evidence.bad_losses:
         return "nan", f"{evidence.bad_losses} losses were NaN or infinite"

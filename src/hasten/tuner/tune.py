@@ -56,7 +56,6 @@ class TuneOptions:
     Attributes:
         budget: Seconds for all of it.
         seeds: Pairs of fresh processes at the most, each under a seed of its own.
-        allow_trajectory: Also try techniques that change the optimisation path.
         only: Names of the techniques to try; empty for all.
         order: Seed of the search's own draws; another one asks in another order.
         processes: Ask with a process of its own for each question, as for scripts that cannot be tuned warm.
@@ -65,7 +64,6 @@ class TuneOptions:
 
     budget: float = 180.0
     seeds: int = 5
-    allow_trajectory: bool = False
     only: frozenset[str] = frozenset()
     order: int = 0
     processes: bool = False
@@ -165,7 +163,7 @@ class _Tune:
     def _applicable(self, baseline: Trial, warm: bool) -> Applicable:
         assert baseline.evidence is not None
         options = self.options
-        asked = applicable(baseline.evidence, only=options.only, trajectory=options.allow_trajectory, warm=warm)
+        asked = applicable(baseline.evidence, only=options.only, warm=warm)
         return dataclasses.replace(asked, candidates=applied(asked.candidates, self.recalled))
 
     def _recall(self, baseline: Trial) -> None:

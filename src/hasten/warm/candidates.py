@@ -43,15 +43,12 @@ class Applicable:
     skipped: tuple[Skipped, ...]
 
 
-def applicable(
-    evidence: Evidence, *, only: frozenset[str] = frozenset(), trajectory: bool = False, warm: bool = True
-) -> Applicable:
+def applicable(evidence: Evidence, *, only: frozenset[str] = frozenset(), warm: bool = True) -> Applicable:
     """Ask every technique of the catalogue.
 
     Args:
         evidence: Of the script as it is, with datasets asked what repeats itself.
         only: Names of the techniques to try; empty for all.
-        trajectory: Whether what changes the optimisation path may be tried.
         warm: Whether techniques must be switched while the training runs.
     """
     shares = shares_of(evidence)
@@ -61,8 +58,8 @@ def applicable(
     for name, technique in CATALOGUE.items():
         if only and name not in only:
             skipped.append(Skipped(name, "not among those that --only names"))
-        elif technique.effect is Effect.TRAJECTORY and not trajectory:
-            skipped.append(Skipped(name, "changes the optimisation path; tried only with --allow trajectory"))
+        elif technique.effect is Effect.TRAJECTORY:
+            skipped.append(Skipped(name, "changes the optimisation path: judged with --allow trajectory --target"))
         elif isinstance(answer := technique.settings(evidence), Refusal):
             skipped.append(Skipped(name, answer.reason))
         elif technique.relieves is Resource.DATA and shares[Resource.DATA] < _LITTLE:

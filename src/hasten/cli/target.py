@@ -1,0 +1,108 @@
+"""`hasten tune --allow trajectory --target ...`: the script's arguments with which it reaches a quality soonest."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from hasten import messages
+from hasten.errors import HastenError
+from hasten.files import check_target, is_page, write_whole
+from hasten.plan import DEFAULT_NAME, Plan
+
+TARGET_NAME = "hasten-target.toml"
+
+
+_WITH_TARGET = ("target_line", "vary", "runs")
+_WITHOUT = ("only", "order", "processes", "no_memory")
+
+
+def check_words(trajectory: bool, target: str, asked: frozenset[str]) -> None:
+    """Refuse what goes without its counterpart.
+
+    Args:
+        trajectory: Whether `--allow trajectory` was given.
+        target: What `--target` said; "" for nothing.
+        asked: Names of the options that were given.
+
+    Raises:
+        HastenError: One is missing, or has no meaning here.
+    """
+    if target and not trajectory:
+        raise HastenError(
+            "--target without --allow trajectory",
+            "a target is for what changes the optimisation path: add --allow trajectory, or leave --target out",
+        )
+    if trajectory and not target:
+        raise HastenError(
+            "--allow trajectory needs a target: what changes the optimisation path is judged by the time to a quality",
+            'name it as the script prints it: --target "val_loss<=1.88"',
+        )
+    if alone := [name for name in (_WITHOUT if target else _WITH_TARGET) if name in asked]:
+        option = f"--{alone[0].replace('_', '-')}"
+        if target:
+            raise HastenError(f"{option} means nothing with --target", "leave it out: whole runs are compared there")
+        raise HastenError(f"{option} means something with --target only", "add --allow trajectory --target NAME<=VALUE")
+
+
+def tune_to_target(
+    arguments: list[str],
+    command: list[str],
+    target: str,
+    line: str,
+    vary: Sequence[str],
+    runs: float,
+    seeds: int,
+    budget: float | None,
+    out: Path,
+) -> None:
+    """Search, write report and figures, and say what was found.
+
+    Args:
+        arguments: Of the process that runs the training.
+        command: The training's own command line.
+        target: As the person wrote it.
+        line: A text that printed lines must hold to count.
+        vary: As the person wrote them.
+        runs: Cost at the most, in whole runs.
+        seeds: Fresh seeds.
+        budget: Seconds at the most.
+        out: Where a plan would go; the report goes beside it.
+    """
+    from hasten.child import remove_when_gone
+    from hasten.report import target_page
+    from hasten.target import words
+    from hasten.target.found import is_found
+    from hasten.target.goal import parse_goal
+    from hasten.target.search import TargetOptions, search
+    from hasten.target.whole import WholeRuns
+
+    goal = parse_goal(target)
+    out = out.with_name(TARGET_NAME) if out.name == DEFAULT_NAME else out  # never the plan that `hasten run` takes
+    figures, page = out.with_suffix(".json"), out.with_suffix(".html")
+    fix = "name another file with --out FILE"
+    check_target(out, "the plan", None, fix)
+    check_target(figures, "the figures", is_found, fix)
+    check_target(page, "the report", is_page, fix)
+    start = time.monotonic()
+
+    def say(text: str) -> None:
+        messages.tell(f"hasten {time.monotonic() - start:5.0f}s  {text}")
+
+    with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as scratch:
+        remove_when_gone(scratch)
+        whole = WholeRuns(arguments, tuple(command), Path(scratch), goal, line)
+        found = search(whole, TargetOptions(vary, runs, seeds, budget), say)
+    if found.plan:
+        if out.is_file():
+            write_whole(out.with_name(f"{out.name}.bak"), out.read_bytes())
+        Plan(found.plan, made={"command": words.command_line(found, out.name), "target": str(goal)}).write(out)
+    found.write(figures)
+    target_page.write(found, page, out.name if found.plan else "")
+    typer.echo("\n".join(words.lines(found, str(out) if found.plan else "", f"report: {page}")))
+    if found.interrupted:
+        raise typer.Exit(130)

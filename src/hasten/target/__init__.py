@@ -1,0 +1,1 @@
+"""`hasten tune --allow trajectory --target ...`: the arguments that bring a training to a quality soonest."""

@@ -1,0 +1,176 @@
+"""A script's own arguments: which set the rate, the batch size and the length, and a command line with others.
+
+They are known from the command line itself, and from the parser (argparse, and what is built on it, as
+HfArgumentParser), which a first run tells of with the values that it had.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hasten.errors import HastenError
+from hasten.plan import did_you_mean
+from hasten.tuner.command_line import with_argument
+from hasten.tuner.length import EPOCHS
+
+_INSIDE = r"^(?:--?|\+{1,2})?(?:[a-z_]+\.)*"  # `--`, and where Hydra keeps it: `optim.lr`, `+trainer.max_epochs`
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_RATE = re.compile(_INSIDE + r"(?:(?:base|max|peak|init|initial)[-_])?(?:lr|learning[-_]?rate)(?:[-_](?:max|init))?$")
+_BATCH = re.compile(_INSIDE + r"(?:per[-_]device[-_])?(?:train[-_])?(?:batch[-_]?size|bs|bsz)$|^-b$")
+_STEPS = re.compile(
+    _INSIDE + r"(?:max|num|n|total|train)?[-_]?(?:train(?:ing)?[-_])?(?:iter(?:ation)?s|steps|itrs|updates)$"
+)
+_FOLLOW = re.compile(
+    _INSIDE + r"(?:num[-_])?(?:lr[-_])?(?:warm[-_]?up|decay|cooldown|anneal)[-_](?:iter(?:ation)?s|steps)$"
+)
+_PART = re.compile(
+    _INSIDE + r"(?:(?:lr[-_])?(?:warm[-_]?up|decay|cooldown|anneal)[-_]epochs|(?:lr[-_])?step[-_]size|lr[-_]drop)$"
+)
+_LOOKS = re.compile(
+    _INSIDE + r"(?:eval|val|validation|evaluation)[-_](?:interval|steps|every|iter(?:ation)?s[-_]every)$"
+)
+
+
+class Role(StrEnum):
+    """What an argument sets, as its name says."""
+
+    RATE = "rate"
+    BATCH = "batch"
+    EPOCHS = "epochs"
+    STEPS = "steps"  # the length, in steps
+    FOLLOWS = "follows"  # counted in steps, a part of the schedule: warm-up, decay
+    PARTS = "parts"  # the same, counted in epochs
+    LOOKS = "looks"  # steps between two looks at the quality
+
+
+_ROLES = (
+    (Role.RATE, _RATE), (Role.BATCH, _BATCH), (Role.PARTS, _PART), (Role.EPOCHS, EPOCHS), (Role.FOLLOWS, _FOLLOW),
+    (Role.LOOKS, _LOOKS), (Role.STEPS, _STEPS),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a script.
+
+    Attributes:
+        name: As a command line spells it: `--lr`, `optim.lr`.
+        value: What it is in the script's own run, as text.
+        given: Whether it stands on the command line.
+    """
+
+    name: str
+    value: str
+    given: bool = True
+
+    @property
+    def number(self) -> float:
+        """Its value; NaN where that is no number above zero."""
+        number = float(self.value) if _NUMBER.fullmatch(self.value) else math.nan
+        return number if number > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a training, by role.
+
+    Attributes:
+        command: The training's own command line.
+        of: Role -> argument, of those that are there and have a number.
+        every: All arguments by name.
+    """
+
+    command: tuple[str, ...]
+    of: Mapping[Role, Argument] = field(default_factory=dict)
+    every: Mapping[str, Argument] = field(default_factory=dict)
+
+    @property
+    def length(self) -> Argument | None:
+        """The argument that sets how long the script trains."""
+        both = [self.of[role] for role in (Role.EPOCHS, Role.STEPS) if role in self.of]
+        return next((one for one in both if one.given), both[0] if both else None)
+
+    def all_of(self, role: Role) -> list[Argument]:
+        """Return the arguments of a role of which a script may have several (warm-up and decay)."""
+        return [one for one in self.every.values() if role_of(one.name) is role and not math.isnan(one.number)]
+
+
+def arguments_of(command: Sequence[str], parsed: Iterable[tuple[Sequence[str], str]] = ()) -> Arguments:
+    """Return a training's arguments.
+
+    Args:
+        command: Its own command line.
+        parsed: What its parser told: the spellings of an option, and its value in the script's own run.
+    """
+    every = {argument.name: argument for argument in _written(command)}
+    for options, value in parsed:
+        long = max(options, key=len)
+        if not any(option in every for option in options):
+            every[long] = Argument(long, value, given=False)
+    of: dict[Role, Argument] = {}
+    for argument in every.values():
+        role = role_of(argument.name)
+        if role is None or math.isnan(argument.number):
+            continue
+        if role not in of or (argument.given and not of[role].given):
+            of[role] = argument
+    return Arguments(tuple(command), of, every)
+
+
+def role_of(name: str) -> Role | None:
+    """Return what an argument of this name sets; None where the name does not say."""
+    return next((role for role, pattern in _ROLES if pattern.search(name.lower())), None)
+
+
+def _written(command: Sequence[str]) -> list[Argument]:
+    """Return what stands on a command line as `--name value`, `--name=value` or `name=value`."""
+    found = []
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if equals and re.fullmatch(r"(?:--?|\+{1,2})?[A-Za-z][\w.-]*", name):
+            found.append(Argument(name, value))
+        elif (
+            re.fullmatch(r"--?[A-Za-z][\w-]*", word) and following and not re.fullmatch(r"-{1,2}[A-Za-z].*", following)
+        ):
+            found.append(Argument(word, following))
+    return found
+
+
+def with_arguments(command: Sequence[str], changes: Mapping[str, str]) -> list[str]:
+    """Return a command line whose arguments have other values; what is not on it is added at its end."""
+    changed = list(command)
+    for name, value in changes.items():
+        changed = with_argument(changed, name, value)
+    return changed
+
+
+def varied(texts: Sequence[str], arguments: Arguments) -> dict[str, list[str]]:
+    """Read what a person wants varied: `--lr=1e-3,3e-3`.
+
+    Raises:
+        HastenError: It is not of that form, or the script is known to have no such argument.
+    """
+    wanted: dict[str, list[str]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        several = list(dict.fromkeys(filter(None, (value.strip() for value in values.split(",")))))
+        if not (equals and name.strip() and several):
+            raise HastenError(f"--vary {text!r}: not NAME=VALUE,VALUE", 'write --vary "--lr=1e-3,3e-3"')
+        if name in wanted:
+            raise HastenError(f"--vary names {name} twice", f'give all its values at once: --vary "{name}=..."')
+        wanted[name] = several
+    known = arguments.every
+    for name in wanted:
+        if name.startswith("-") and any(not one.given for one in known.values()) and name not in known:
+            hint = did_you_mean(name, list(known)) or f"it has {', '.join(sorted(known))}"
+            raise HastenError(f"--vary {name}: the script has no such argument", hint)
+    return wanted
+
+
+def shown(number: float) -> str:
+    """Return a number as a person writes it on a command line."""
+    return f"{number:.3g}" if number < 1000 or number != int(number) else str(int(number))

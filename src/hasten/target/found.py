@@ -1,0 +1,151 @@
+"""What a search for the time to a goal found, as plain data; written to `hasten-target.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hasten import files
+from hasten.evidence.interval import middle_of
+from hasten.target.goal import Goal
+from hasten.target.whole import WholeRun
+from hasten.tuner.places import without_paths
+from hasten.tuner.proof import Answer, Ratio
+
+SCHEMA = "hasten-target/1"
+_ENOUGH = 3  # pairs of fresh seeds behind a claim
+
+
+@dataclass(frozen=True)
+class SeedPair:
+    """The script as it is and the winner under the same seed, which the search had not seen.
+
+    Attributes:
+        seed: Shift of the script's seeds.
+        plain: Seconds until the script as it is reached the goal; None: it never did, in `plain_seconds`.
+        plain_seconds: How long it ran; it is stopped where it has reached the goal.
+        winner: Seconds until the winner reached it.
+        winner_seconds: How long the winner's whole run takes.
+    """
+
+    seed: int
+    plain: float | None
+    plain_seconds: float
+    winner: float
+    winner_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times sooner the winner is; at least so many times where the script as it is never got there."""
+        return (self.plain if self.plain is not None else self.plain_seconds) / self.winner
+
+
+@dataclass(frozen=True)
+class Found:
+    """Everything one search measured.
+
+    Attributes:
+        understood: Which number of the script is the quality, in words.
+        example: A line with it.
+        runs: All runs, in order.
+        winner: Of `runs`, the one that is offered; None: nothing was found.
+        command: The training's own command line.
+        offered: The winner's command line.
+        plan: The winner's techniques.
+        pairs: On fresh seeds.
+        cost: Seconds of all runs.
+        untried: What there was no time for, a sentence each.
+        notes: What else there is to say.
+        interrupted: Ctrl-C ended it.
+    """
+
+    goal: Goal
+    understood: str
+    example: str
+    runs: tuple[WholeRun, ...]
+    winner: WholeRun | None
+    command: tuple[str, ...]
+    offered: tuple[str, ...]
+    plan: dict[str, Any]
+    pairs: tuple[SeedPair, ...]
+    cost: float
+    has_length: bool
+    created: str = ""
+    hasten: str = ""
+    untried: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    interrupted: bool = False
+    schema: str = field(default=SCHEMA)
+
+    @property
+    def first(self) -> WholeRun:
+        """The script as it is, with its own seeds."""
+        return self.runs[0]
+
+    @property
+    def ratio(self) -> Ratio | None:
+        """How many times sooner the goal is reached, on fresh seeds, with its interval; None without a pair."""
+        return ratio_of(self.pairs)
+
+    @property
+    def proven(self) -> Answer:
+        """Whether the winner reaches the goal sooner: shown by three pairs, refuted, or not known."""
+        ratio = self.ratio
+        if ratio is None or len(self.pairs) < _ENOUGH:
+            return Answer.NOT_KNOWN
+        return Answer.HOLDS if ratio.low > 1 else Answer.DOES_NOT if ratio.high < 1 else Answer.NOT_KNOWN
+
+    @property
+    def pays_after(self) -> int | None:
+        """Trainings after which the search has paid for itself, by what a whole run saves; None: never."""
+        if self.winner is None or not self.pairs:
+            return None
+        saved = self.first.seconds - sum(pair.winner_seconds for pair in self.pairs) / len(self.pairs)
+        return math.ceil(self.cost / saved) if saved > 0 else None
+
+    def to_json(self) -> str:
+        """Return the text of `hasten-target.json`; paths are relative to the working folder."""
+        data = dataclasses.asdict(without_paths(self))
+        ratio = self.ratio
+        data |= {
+            "ratio": None if ratio is None else dataclasses.asdict(ratio),
+            "proven": str(self.proven),
+            "winner": None if self.winner is None else self.runs.index(self.winner),
+            "pays_after_trainings": self.pays_after,
+        }
+        return json.dumps(_finite(data), indent=1, allow_nan=False) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Write it, whole or not at all."""
+        files.write_own(path, self.to_json(), "the figures", is_found, "name another file with --out")
+
+
+is_found = files.json_of(SCHEMA)
+
+
+def ratio_of(pairs: Sequence[SeedPair]) -> Ratio | None:
+    """Return how many times sooner the winners of pairs are: the geometric mean, with Student's t interval.
+
+    One pair has no interval: it is from nothing to anything.
+    """
+    if not pairs:
+        return None
+    logs = [math.log(pair.ratio) for pair in pairs]
+    middle = middle_of(logs)
+    if middle is None:
+        return Ratio(math.exp(logs[0]), 0.0, math.inf)
+    return Ratio(*map(math.exp, middle))
+
+
+def _finite(value: Any) -> Any:
+    """Return plain data without NaN and infinity, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,336 @@
+"""The search: the script as it is, candidates in successive halving, shorter trainings of what won, fresh seeds."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import hasten
+from hasten.errors import HastenError
+from hasten.target.arguments import varied, with_arguments
+from hasten.target.candidates import asked_for, at_length, lengths_of, proposed
+from hasten.target.found import Found, SeedPair
+from hasten.target.goal import Goal
+from hasten.target.plain import Plain, run_plain
+from hasten.target.whole import Candidate, WholeRun, WholeRuns, time_to
+
+_KEPT = 3  # of so many candidates one goes on to the next length
+_SLACK, _START = 1.1, 1.0  # times, and seconds for a start, beyond what the script as it is takes
+_SHORTER = 2  # times that the winner is made shorter
+_FINALISTS = 3  # tried on fresh seeds, one after the other, until one reaches the goal on all
+_GAIN = 0.97  # of the script's own time, below which something is sooner
+_AS_SOON = 1.05  # up to which something that ends earlier counts as no later
+_USUAL_GAIN = 1.4
+_DEAD = ("crashed", "out of memory", "nothing reported")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """What a person may ask of a search.
+
+    Attributes:
+        vary: `NAME=VALUE,VALUE` each; empty: the script's rate and batch arguments, if it has any.
+        runs: Cost of all at the most, in whole runs of the script as it is.
+        seeds: Fresh seeds on which the winner is confirmed.
+        budget: Seconds for all at the most; None: as `runs` has it.
+    """
+
+    vary: Sequence[str] = ()
+    runs: float = 10.0
+    seeds: int = 3
+    budget: float | None = None
+
+
+@dataclass
+class _Length:
+    """What is known of one length of training.
+
+    Attributes:
+        share: Of the script's own length.
+        goal: What a candidate must reach here: the goal of all, or what the script as it is reaches, if that is less.
+        seconds: Until the script as it is reached it.
+    """
+
+    share: float
+    goal: Goal
+    seconds: float
+
+
+def search(runs: WholeRuns, options: TargetOptions, say: Say) -> Found:
+    """Find the arguments with which a training reaches a goal soonest.
+
+    Args:
+        runs: Runs the training.
+        options: What a person asks.
+        say: Receives progress, a line each.
+
+    Raises:
+        HastenError: The script fails by itself, reports no such quality or never reaches the goal, or there is nothing
+            to vary.
+        KeyboardInterrupt: Ctrl-C, before anything was known.
+    """
+    if options.budget is not None:
+        runs.deadline = time.monotonic() + options.budget
+    say(f"running the script as it is, whole; all together will cost {options.runs:g} such runs at the most")
+    searching = _Search(runs, options, say, run_plain(runs, say))
+    try:
+        searching.run()
+    except KeyboardInterrupt:
+        searching.interrupted = True
+        say("stopped; keeping the best so far")
+    return searching.found()
+
+
+class _Search:
+    """One search as it goes on."""
+
+    def __init__(self, runs: WholeRuns, options: TargetOptions, say: Say, plain: Plain) -> None:
+        self.runs, self.options, self.say, self.plain = runs, options, say, plain
+        self.wanted = varied(options.vary, plain.arguments)
+        self.interrupted = False
+        self.finalists: list[WholeRun] = []
+        self.winner: WholeRun | None = None
+        self.pairs: list[SeedPair] = []
+        self.fresh: dict[int, WholeRun] = {}  # the script as it is, by seed
+        self.origin: dict[int, Candidate] = {}  # id of a run (all are kept) -> its candidate, for the whole length
+        self.untried: list[str] = []
+        self.notes: list[str] = []
+
+    def run(self) -> None:
+        """Search; what is known by then stays where Ctrl-C ends it."""
+        candidates = self._candidates()
+        seconds, most = self.plain.run.seconds, self.options.runs
+        pays = math.ceil(most / (1 - 1 / _USUAL_GAIN))
+        self.say(
+            f"one run takes {seconds:.1f} s, all together {most * seconds / 60:.1f} min at the most: "
+            f"at {_USUAL_GAIN}x that pays after {pays} trainings"
+        )
+        if self.plain.to_goal == self.plain.run.readings[0].seconds:
+            self.notes.append("the script as it is reaches the target with its first reading: a harder one says more")
+        self._halve(candidates)
+        self._shorten()
+        self._confirm()
+
+    def _candidates(self) -> list[Candidate]:
+        plain = self.plain
+        if self.wanted:
+            return asked_for(self.wanted, plain.arguments)
+        seen = [f"{role} {one.name} {one.value}" for role, one in plain.arguments.of.items()]
+        self.say(f"arguments: {', '.join(seen) or 'none that set a rate, a batch or a length'}")
+        found = proposed(plain.arguments, plain.adaptive)
+        if not found and plain.arguments.length is None:
+            known = sorted(name for name in plain.arguments.every if name.startswith("-"))
+            raise HastenError(
+                "the script has no argument for its learning rate, its batch size or its length that hasten knows"
+                + (f" among {', '.join(known)}" if known else ""),
+                'name one with values: --vary "--lr=1e-3,3e-3"',
+            )
+        return found
+
+    # -- cost ------------------------------------------------------------------------------------------------
+
+    @property
+    def _spent(self) -> float:
+        return sum(run.seconds for run in self.runs.done)
+
+    def _affords(self, seconds: float, aside: float = 0.0) -> bool:
+        """Whether a run of so many seconds stays within what all may cost, with some put aside."""
+        left = self.options.runs * self.plain.run.seconds - self._spent
+        if self.runs.deadline is not None:
+            left = min(left, self.runs.deadline - time.monotonic())
+        return seconds + aside <= left
+
+    def _aside(self) -> float:
+        """Seconds that fresh seeds will take, both sides."""
+        winner = min((run.seconds for run in self.finalists), default=self.plain.to_goal / 2)
+        return self.options.seeds * (self.plain.to_goal + winner)
+
+    def _useless(self, seconds: float) -> float:
+        """Return the seconds after which a run is of no use, where another took so many."""
+        return _SLACK * seconds + _START
+
+    # -- successive halving ----------------------------------------------------------------------------------
+
+    def _halve(self, candidates: list[Candidate]) -> None:
+        """Run candidates for a part of the length, the script as it is among them, and the best for longer."""
+        alive = candidates
+        for share in lengths_of(self.plain.arguments, self.wanted):
+            length = self._length(share)
+            if length is None:
+                break
+            ran = []
+            for number, candidate in enumerate(alive):
+                if not self._affords(self._useless(length.seconds), self._aside()):
+                    self._not_tried(alive[number:])
+                    break
+                ran.append(self._try(candidate, length.share, "halving", length.goal, self._useless(length.seconds)))
+            if self.finalists or (alive and not ran):
+                return
+            ran.sort(key=lambda run: self._rank(run, length))
+            alive = [self.origin[id(run)] for run in ran[: max(1, math.ceil(len(ran) / _KEPT))] if _lived(run)]
+
+    def _length(self, share: float) -> _Length | None:
+        """Run the script as it is at this length; None where there is no time for that, or it fails there."""
+        goal = self.runs.goal
+        if share == 1.0:
+            return _Length(1.0, goal, self.plain.to_goal)
+        if not self._affords(share * self.plain.run.seconds, self._aside()):
+            self.untried.append(f"{share:.0%} of the length: it would have cost more than --runs or --budget allow")
+            return None
+        plain = self._try(Candidate(), share, "halving", goal, None)
+        best = goal.best(reading.value for reading in plain.readings)
+        if best is None:
+            self.notes.append(f"at {share:.0%} of its length the script as it is reports nothing")
+            return _Length(1.0, goal, self.plain.to_goal)
+        easier = goal.easier(best)
+        seconds = time_to(easier, plain.readings)
+        assert seconds is not None
+        return _Length(share, easier, seconds)
+
+    def _try(self, candidate: Candidate, share: float, part: str, goal: Goal, most: float | None) -> WholeRun:
+        """Run a candidate for a share of the length, with the script's own seeds."""
+        run = self.runs.run(at_length(candidate, self.plain.arguments, share), share, 0, part, goal, most)
+        self.origin[id(run)] = candidate
+        self._told(run)
+        self._consider(run)
+        return run
+
+    def _rank(self, run: WholeRun, length: _Length) -> tuple[float, float]:
+        """The sooner a run reached what the script as it is reaches at this length, the better; then by its best."""
+        seconds = time_to(length.goal, run.readings)
+        best = self.runs.goal.best(reading.value for reading in run.readings)
+        worth = math.inf if best is None else best if self.runs.goal.falls else -best
+        return (math.inf if seconds is None or not _lived(run) else seconds, worth)
+
+    def _not_tried(self, left: list[Candidate]) -> None:
+        self.untried += [f"{candidate}: it would have cost more than --runs or --budget allow" for candidate in left]
+
+    def _consider(self, run: WholeRun) -> None:
+        """Note a run that reached the goal, came to its end and was sooner than the script as it is, or shorter."""
+        if run.to_goal is None or not run.whole:
+            return
+        has_length = self.plain.arguments.length is not None
+        sooner = run.to_goal < _GAIN * self.plain.to_goal
+        shorter = (
+            has_length and run.seconds < _GAIN * self.plain.run.seconds and run.to_goal < _AS_SOON * self.plain.to_goal
+        )
+        if sooner or shorter:
+            self.finalists.append(run)
+            # What ends soonest: an unchanged script trains to its end, whenever it has reached the goal.
+            self.finalists.sort(key=lambda one: one.seconds if has_length else one.to_goal or math.inf)
+
+    def _told(self, run: WholeRun) -> None:
+        goal = self.runs.goal
+        best = goal.best(reading.value for reading in run.readings)
+        seed = f", seed {run.seed}" if run.seed else ""
+        what = f"{run.candidate}{seed}"
+        if run.to_goal is not None:
+            self.say(f"{what}: {goal} after {run.to_goal:.1f} s of {run.seconds:.1f} s")
+        else:
+            reason = f" ({run.reason})" if run.reason else ""
+            at = f", {goal.name} {best:g}" if best is not None else ""
+            self.say(f"{what}: {run.outcome}{reason} in {run.seconds:.1f} s{at}")
+
+    # -- shorter ---------------------------------------------------------------------------------------------
+
+    def _shorten(self) -> None:
+        """Make the best training as short as its own curve says it may be."""
+        length = self.plain.arguments.length
+        if length is None or length.name in self.wanted:
+            return
+        for _ in range(_SHORTER):
+            best = self.finalists[0] if self.finalists else self.plain.run
+            candidate, share = self.origin.get(id(best), Candidate()), best.share * (best.to_goal or 0.0) / best.seconds
+            shorter = at_length(candidate, self.plain.arguments, share)
+            if shorter == best.candidate or not self._affords(best.seconds, self._aside()):
+                return
+            self._try(candidate, share, "shorter", self.runs.goal, self._useless(best.seconds))
+            if not self.finalists or self.finalists[0] is best:
+                return
+
+    # -- fresh seeds -----------------------------------------------------------------------------------------
+
+    def _confirm(self) -> None:
+        """Run the best, and the script as it is, on seeds that the search has not seen; a miss is the end of it."""
+        for finalist in self.finalists[:_FINALISTS]:
+            self.pairs = []
+            missed = self._confirmed(finalist)
+            if not missed:
+                self.winner = finalist
+                return
+            self.notes.append(f"{finalist.candidate}: {missed}")
+            self.say(f"{finalist.candidate}: {missed}")
+        self.pairs = []
+
+    def _confirmed(self, finalist: WholeRun) -> str:
+        """Why a finalist is not the winner; "" if it is, also where there was no time to see."""
+        for seed in range(1, self.options.seeds + 1):
+            if not self._affords(finalist.seconds + (0.0 if seed in self.fresh else self.plain.to_goal)):
+                self.untried.append(
+                    f"fresh seeds from {seed} on: they would have cost more than --runs or --budget allow"
+                )
+                return ""
+            if seed % 2:
+                self._plain_of(seed)
+            most = max(2 * finalist.seconds, self.plain.to_goal)
+            run = self.runs.run(finalist.candidate, finalist.share, seed, "fresh seeds", self.runs.goal, most)
+            self._told(run)
+            if self._out_of_time():
+                return ""
+            if run.to_goal is None:
+                return f"missed the target on a fresh seed ({run.outcome})"
+            plain = self._plain_of(seed)
+            if plain.to_goal is not None or (_lived(plain) and not self._out_of_time()):
+                self.pairs.append(SeedPair(seed, plain.to_goal, plain.seconds, run.to_goal, run.seconds))
+        return ""
+
+    def _plain_of(self, seed: int) -> WholeRun:
+        """Run the script as it is on a seed, until it has reached the goal; once."""
+        if seed not in self.fresh:
+            self.fresh[seed] = self.runs.run(Candidate(), 1.0, seed, "fresh seeds", self.runs.goal, None, stop=True)
+            self._told(self.fresh[seed])
+            if self.fresh[seed].to_goal is None and not self._out_of_time():
+                outcome = self.fresh[seed].outcome
+                self.notes.append(f"under seed {seed} the script as it is did not reach the target: {outcome}")
+        return self.fresh[seed]
+
+    def _out_of_time(self) -> bool:
+        return self.runs.deadline is not None and time.monotonic() >= self.runs.deadline
+
+    # -- the result ------------------------------------------------------------------------------------------
+
+    def found(self) -> Found:
+        """Return what is known by now."""
+        runs = self.runs
+        winner = self.winner or (self.finalists[0] if self.finalists and self.interrupted else None)
+        offered = with_arguments(runs.command, winner.candidate.arguments) if winner is not None else runs.command
+        if self.interrupted:
+            self.notes.append("stopped by Ctrl-C: this is the best found until then")
+        return Found(
+            goal=runs.goal,
+            understood=str(self.plain.kind),
+            example=self.plain.example,
+            runs=tuple(runs.done),
+            winner=winner,
+            command=runs.command,
+            offered=tuple(offered),
+            plan=dict(winner.candidate.plan) if winner is not None else {},
+            pairs=tuple(self.pairs),
+            cost=self._spent,
+            has_length=self.plain.arguments.length is not None,
+            created=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            hasten=hasten.__version__,
+            untried=tuple(self.untried),
+            notes=tuple(self.notes),
+            interrupted=self.interrupted,
+        )
+
+
+def _lived(run: WholeRun) -> bool:
+    """Whether a run came to report anything: one that crashed has no result."""
+    return run.outcome not in _DEAD

@@ -1,0 +1,123 @@
+"""What a search for the time to a goal found, in words: for the terminal and the page."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+
+from hasten.target.found import Found, SeedPair
+from hasten.target.whole import WholeRun
+from hasten.tuner.proof import Answer
+
+
+def title(found: Found) -> str:
+    """Return the result in a few words."""
+    ratio = found.ratio
+    if found.winner is None:
+        return "nothing found that reaches the target sooner"
+    if ratio is None:
+        return f"{_ratio_of_search(found):.1f}x sooner to {found.goal} in the search, not confirmed"
+    if found.proven is Answer.HOLDS:
+        return f"{ratio.ratio:.1f}x sooner to {found.goal}, proven"
+    if ratio.ratio >= 1.05:
+        return f"{ratio.ratio:.1f}x sooner to {found.goal}, not proven"
+    return f"no sooner to {found.goal}, but the run ends there"
+
+
+def detail(found: Found) -> str:
+    """Return what the title rests on."""
+    ratio = found.ratio
+    if found.winner is None:
+        return "the script's own arguments are the best that was found"
+    if ratio is None:
+        return "there was no run on fresh seeds: what was chosen among several looks better than it is"
+    pairs = f"{len(found.pairs)} fresh seed{'s' * (len(found.pairs) != 1)}"
+    if len(found.pairs) == 1:
+        return f"{pairs}, the script as it is and the other in turn: one pair has no interval"
+    least = ", at least" if any(pair.plain is None for pair in found.pairs) else ""
+    return f"{pairs}, both sides in turn; 95 % interval {ratio.low:.2f} to {ratio.high:.2f}{least}"
+
+
+def figures(found: Found) -> list[tuple[str, str, str]]:
+    """Return rows of what was measured: label, the script as it is, the winner."""
+    first, winner = found.first, found.winner
+    if winner is None:
+        return []
+    rows = [("seconds to the target, in the search", _seconds(first.to_goal), _seconds(winner.to_goal))]
+    rows += [(f"seconds to the target, seed {one.seed}", _plain(one), _seconds(one.winner)) for one in found.pairs]
+    mean = sum(one.winner_seconds for one in found.pairs) / len(found.pairs) if found.pairs else winner.seconds
+    rows.append(("seconds of the whole run", _seconds(first.seconds), _seconds(mean)))
+    return rows
+
+
+def advice(found: Found) -> list[str]:
+    """Return what to know before one uses it."""
+    said = []
+    if found.winner is not None and not found.has_length:
+        said.append("the script has no argument for its length that hasten knows: it trains on, as long as before")
+    if found.winner is not None:
+        said.append(
+            "another optimisation path: what else the training is for (other metrics, later epochs) was not looked at"
+        )
+    if (pays := found.pays_after) is not None:
+        said.append(f"the search took {found.cost:.0f} s of runs, which is saved after {pays} trainings")
+    return said
+
+
+def command_line(found: Found, plan: str = "") -> str:
+    """Return the line to run the training with.
+
+    Args:
+        found: What was found.
+        plan: The plan's file, where the winner has techniques.
+    """
+    words = list(found.offered)
+    if plan:
+        return shlex.join(["hasten", "run", "--plan", plan, *words])
+    return shlex.join(["python", *words] if words[0] == "-m" or words[0].endswith(".py") else words)
+
+
+def row(run: WholeRun, found: Found) -> tuple[str, str, str, str, str]:
+    """Return a run as a row: part, what it was run with, outcome, seconds, best value."""
+    best = found.goal.best(reading.value for reading in run.readings)
+    seed = f", seed {run.seed}" if run.seed else ""
+    outcome = f"after {run.to_goal:.1f} s" if run.to_goal is not None else run.outcome
+    return run.part, f"{run.candidate}{seed}", outcome, f"{run.seconds:.1f} s", "" if best is None else f"{best:g}"
+
+
+def lines(found: Found, plan: str = "", page: str = "") -> list[str]:
+    """Return the result for a terminal."""
+    shown = [title(found), f"  {detail(found)}", "", f"  quality: {found.understood}; as in: {found.example}"]
+    if found.winner is not None:
+        table = [("", "as it is", "found"), *figures(found)]
+        widths = [max(len(line[column]) for line in table) for column in range(3)]
+        shown += ["", *(f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in table)]
+        shown += ["", "  run it with:", f"    {command_line(found, plan)}"]
+    runs = [row(run, found) for run in found.runs]
+    widths = [max(len(line[column]) for line in runs) for column in range(5)]
+    shown += ["", "  runs:"]
+    shown += [
+        f"    {'  '.join(f'{cell:<{width}}' for cell, width in zip(line, widths, strict=True))}".rstrip()
+        for line in runs
+    ]
+    shown += _listed("not tried:", found.untried) + _listed("notes:", (*advice(found), *found.notes))
+    return [*shown, "", f"  {page}"] if page else shown
+
+
+def _listed(heading: str, texts: Sequence[str]) -> list[str]:
+    return ["", f"  {heading}", *(f"    {text}" for text in texts)] if texts else []
+
+
+def _ratio_of_search(found: Found) -> float:
+    assert found.winner is not None
+    before, after = found.first.to_goal, found.winner.to_goal
+    return before / after if before is not None and after else math.nan
+
+
+def _seconds(seconds: float | None) -> str:
+    return "never" if seconds is None else f"{seconds:.1f} s"
+
+
+def _plain(pair: SeedPair) -> str:
+    return _seconds(pair.plain) if pair.plain is not None else f"not in {pair.plain_seconds:.1f} s"

@@ -1,0 +1,21 @@
+"""A training's command line with other values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def with_argument(arguments: Sequence[str], name: str, value: str | int) -> list[str]:
+    """Return a command line whose argument has another value; it is added where it is missing.
+
+    `--lr 0.1`, `--lr=0.1` and Hydra's `optim.lr=0.1` are known; of two the last counts, as for argparse.
+    """
+    changed = list(arguments)
+    for place in range(len(changed) - 1, -1, -1):
+        if changed[place] == name and place + 1 < len(changed):
+            changed[place + 1] = str(value)
+            return changed
+        if changed[place].startswith(f"{name}="):
+            changed[place] = f"{name}={value}"
+            return changed
+    return [*changed, name, str(value)] if name.startswith("-") else [*changed, f"{name}={value}"]
