@@ -23,6 +23,7 @@ _SHORTER = 2  # times that the winner is made shorter
 _FINALISTS = 3  # tried on fresh seeds, one after the other, until one reaches the goal on all
 _GAIN = 0.97  # of the script's own time, below which something is sooner
 _AS_SOON = 1.05  # up to which something that ends earlier counts as no later
+_BUSY = 1.2  # times what a longer run took, which no shorter one takes on a machine that does nothing else
 _USUAL_GAIN = 1.4
 _DEAD = ("crashed", "out of memory", "nothing reported")
 
@@ -183,6 +184,11 @@ class _Search:
             self.untried.append(f"{share:.0%} of the length: it would have cost more than --runs or --budget allow")
             return None
         plain = self._try(Candidate(), share, "halving", goal, None)
+        if plain.whole and plain.seconds > _BUSY * self.plain.run.seconds:
+            self.notes.append(
+                f"the machine was not quiet: {share:.0%} of the script's length took {plain.seconds:.1f} s, all of it "
+                f"{self.plain.run.seconds:.1f} s before; times of this search say little"
+            )
         best = goal.best(reading.value for reading in plain.readings)
         if best is None:
             self.notes.append(f"at {share:.0%} of its length the script as it is reports nothing")
