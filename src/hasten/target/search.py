@@ -19,8 +19,9 @@ from hasten.target.whole import Candidate, WholeRun, WholeRuns, time_to
 
 _KEPT = 3  # of so many candidates one goes on to the next length
 _SLACK, _START = 1.1, 1.0  # times, and seconds for a start, beyond what the script as it is takes
+_LONGER = 1.5  # times what was too short on a fresh seed
 _SHORTER = 2  # times that the winner is made shorter
-_FINALISTS = 3  # tried on fresh seeds, one after the other, until one reaches the goal on all
+_FINALISTS = 4  # tried on fresh seeds, one after the other, until one reaches the goal on all
 _GAIN = 0.97  # of the script's own time, below which something is sooner
 _AS_SOON = 1.05  # up to which something that ends earlier counts as no later
 _BUSY = 1.2  # times what a longer run took, which no shorter one takes on a machine that does nothing else
@@ -159,8 +160,8 @@ class _Search:
 
     def _halve(self, candidates: list[Candidate]) -> None:
         """Run candidates for a part of the length, the script as it is among them, and the best for longer."""
-        alive = candidates
-        for share in lengths_of(self.plain.arguments, self.wanted):
+        alive, lengths = candidates, lengths_of(self.plain.arguments, self.wanted)
+        for share, longer in zip(lengths, [*lengths[1:], math.nan], strict=True):
             length = self._length(share)
             if length is None:
                 break
@@ -170,10 +171,17 @@ class _Search:
                     self._not_tried(alive[number:])
                     break
                 ran.append(self._try(candidate, length.share, "halving", length.goal, self._useless(length.seconds)))
-            if self.finalists or (alive and not ran):
+            if alive and not ran:
                 return
             ran.sort(key=lambda run: self._rank(run, length))
-            alive = [self.origin[id(run)] for run in ran[: max(1, math.ceil(len(ran) / _KEPT))] if _lived(run)]
+            kept = ran[: max(1, math.ceil(len(ran) / _KEPT))]
+            alive = [self.origin[id(run)] for run in kept if _lived(run) and self._may_win(run, longer / share)]
+            if self.finalists and not alive:
+                return
+
+    def _may_win(self, run: WholeRun, times: float) -> bool:
+        """Whether a run may be the best when it is so many times as long: one with a large batch is soon at its end."""
+        return not run.reached and (not self.finalists or times * run.seconds < self.finalists[0].seconds)
 
     def _length(self, share: float) -> _Length | None:
         """Run the script as it is at this length; None where there is no time for that, or it fails there."""
@@ -199,8 +207,11 @@ class _Search:
         return _Length(share, easier, seconds)
 
     def _try(self, candidate: Candidate, share: float, part: str, goal: Goal, most: float | None) -> WholeRun:
-        """Run a candidate for a share of the length, with the script's own seeds."""
-        run = self.runs.run(at_length(candidate, self.plain.arguments, share), share, 0, part, goal, most)
+        """Run a candidate for a share of the length, with the script's own seeds; one that ran to its end, once."""
+        shorter = at_length(candidate, self.plain.arguments, share)
+        if (known := next((run for run in self.runs.done if run.whole and run.candidate == shorter), None)) is not None:
+            return known
+        run = self.runs.run(shorter, share, 0, part, goal, most)
         self.origin[id(run)] = candidate
         self._told(run)
         self._consider(run)
@@ -263,7 +274,12 @@ class _Search:
 
     def _confirm(self) -> None:
         """Run the best, and the script as it is, on seeds that the search has not seen; a miss is the end of it."""
-        for finalist in self.finalists[:_FINALISTS]:
+        asked: list[WholeRun] = []
+        while len(asked) < _FINALISTS:
+            finalist = next((run for run in self.finalists if run not in asked), None)
+            if finalist is None:
+                break
+            asked.append(finalist)
             self.pairs = []
             missed = self._confirmed(finalist)
             if not missed:
@@ -271,7 +287,15 @@ class _Search:
                 return
             self.notes.append(f"{finalist.candidate}: {missed}")
             self.say(f"{finalist.candidate}: {missed}")
+            self._lengthen(finalist)
         self.pairs = []
+
+    def _lengthen(self, run: WholeRun) -> None:
+        """Have what was too short on another seed run for half as long again."""
+        share = min(1.0, _LONGER * run.share)
+        if self.plain.arguments.length is not None and run.share < 1 and self._affords(_LONGER * run.seconds):
+            most = self._useless(_LONGER * run.seconds)
+            self._try(self.origin[id(run)], share, "longer", self.runs.goal, most)
 
     def _confirmed(self, finalist: WholeRun) -> str:
         """Why a finalist is not the winner; "" if it is, also where there was no time to see."""

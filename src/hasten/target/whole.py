@@ -61,7 +61,7 @@ class WholeRun:
         candidate: What it was run with.
         share: Of the script's own length, from 0 to 1.
         seed: Shift of the script's seeds.
-        part: "first", "halving", "shorter" or "fresh seeds".
+        part: "first", "halving", "shorter", "longer" or "fresh seeds".
         outcome: "reached", "missed", "slower" (stopped: it took longer than it could to be of use), "crashed", "out of
             memory", "nothing reported".
         seconds: How long it ran.
