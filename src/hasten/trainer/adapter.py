@@ -100,9 +100,13 @@ class Adapter:
         """Return the callback that shows the model beside these progress bars; None: hasten's own."""
         return None
 
-    def strategy_name(self, strategy: Any) -> str:
-        """Return hasten's name for a strategy object; "" where it has none."""
-        return ""
+    def strategy(self, strategy: Any) -> tuple[str, dict[str, Any]] | None:
+        """Return what a strategy object comes to: "auto", "ddp" or "fsdp", and its options; None where hasten has none.
+
+        Raises:
+            HastenError: hasten has it, but not one of its options.
+        """
+        return None
 
     def guest(self, trainer: Trainer) -> Guest:
         """Return what this run needs."""

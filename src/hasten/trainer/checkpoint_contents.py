@@ -12,12 +12,16 @@ if TYPE_CHECKING:
 def contents(trainer: Trainer, begun: float, weights_only: bool = False) -> dict[str, Any]:
     """Return all that a checkpoint holds, under keys that other tools know where there are such.
 
+    Every process calls this. Where a model is in parts (FSDP), rank 0 gets whole tensors, the others tensors without
+    memory in their place.
+
     Args:
         trainer: Whose training it is.
         begun: When its `fit` began.
         weights_only: Leave out what is only needed to go on.
     """
     engine = trainer.engine
+    strategy, keep = engine.strategy, trainer.is_global_zero
     module = trainer.model
     if module is None:
         raise AttributeError(
@@ -26,16 +30,17 @@ def contents(trainer: Trainer, begun: float, weights_only: bool = False) -> dict
     state: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        "state_dict": module.state_dict(),
+        "state_dict": strategy.whole(module.state_dict(), keep),
         "loops": _loops(trainer, begun),
     }
     if not weights_only:
         state["callbacks"] = _callback_states(trainer)
-        state["optimizer_states"] = [optimizer.state_dict() for optimizer in engine.optimizing.optimizers]
+        state["optimizer_states"] = [strategy.optimizer_state(one, keep) for one in engine.optimizing.optimizers]
         state["lr_schedulers"] = [config.scheduler.state_dict() for config in engine.optimizing.schedulers]
         more = {
             "techniques": {one.name: kept for one in engine.run.techniques if (kept := one.state_dict())},
             "metrics": dict(trainer.callback_metrics),
+            "strategy": strategy.state_dict(),
         }
         state.update({key: kept for key, kept in more.items() if kept})
     for owner in (trainer.datamodule, module):
@@ -54,7 +59,8 @@ def contents(trainer: Trainer, begun: float, weights_only: bool = False) -> dict
     for own in (hooks.of_datamodule("on_save_checkpoint"), hooks.of_module("on_save_checkpoint")):
         if own is not None:
             own(state)
-    return state
+    whole: dict[str, Any] = strategy.whole(state, keep)  # also what callbacks added: averages of weights
+    return whole
 
 
 def _loops(trainer: Trainer, begun: float) -> dict[str, Any]:

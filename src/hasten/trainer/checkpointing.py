@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -233,7 +234,7 @@ class Checkpointing:
                 own(state)
         if (own := hooks.of_module("on_load_checkpoint")) is not None:
             own(state)
-        module.load_state_dict(state["state_dict"], strict=module.strict_loading)
+        trainer.engine.strategy.load_model(module, state["state_dict"], module.strict_loading)
         if trainer.stage.fn != "fit" and not trainer.engine.guest.loads_callbacks:
             return
         for hook in hooks.of_callbacks("on_load_checkpoint"):
@@ -270,9 +271,11 @@ class Checkpointing:
             return None
         engine, progress = trainer.engine, trainer.progress
         schedulers = [config.scheduler for config in engine.optimizing.schedulers]
-        self._restore_all("optimizers", engine.optimizing.optimizers, state["optimizer_states"])
+        optimizers = engine.optimizing.optimizers
+        self._restore_all("optimizers", optimizers, state["optimizer_states"], engine.strategy.load_optimizer)
+        engine.strategy.load_state_dict(state.get("strategy") or {})
         if schedulers:  # a callback that brings its own (stochastic weight averaging) takes the module's away before
-            self._restore_all("schedulers", schedulers, state.get("lr_schedulers", []))
+            self._restore_all("schedulers", schedulers, state.get("lr_schedulers", []), _load)
         for technique in engine.run.techniques:
             technique.load_state_dict((state.get("techniques") or {}).get(technique.name, {}))
         progress.global_step = state["global_step"]
@@ -292,7 +295,7 @@ class Checkpointing:
         self._check_epochs(progress.epochs_processed)
         return resumed
 
-    def _restore_all(self, what: str, owners: list[Any], states: list[Any]) -> None:
+    def _restore_all(self, what: str, owners: list[Any], states: list[Any], load: Callable[[Any, Any], None]) -> None:
         if len(owners) != len(states):
             raise self._trainer.misconfigured(
                 f"{self.path} has the states of {len(states)} {what}, configure_optimizers gave {len(owners)}",
@@ -300,7 +303,7 @@ class Checkpointing:
             )
         for owner, kept in zip(owners, states, strict=True):
             self._check_same(owner, kept)
-            owner.load_state_dict(kept)
+            load(owner, kept)
 
     def _check_same(self, owner: Any, kept: Any) -> None:
         """An optimizer of another class would take the state, and fail in the first step; a new rate would be lost."""
@@ -360,6 +363,10 @@ class Checkpointing:
         self.save(path)
         self.io.wait()
         return path
+
+
+def _load(owner: Any, state: Any) -> None:
+    owner.load_state_dict(state)
 
 
 class NoCheckpointError(HastenError, FileNotFoundError):

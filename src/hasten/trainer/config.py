@@ -62,7 +62,8 @@ class Config:
     strategy: Any = _flag(
         "auto",
         WHERE,
-        '`"ddp"`, `"ddp_find_unused_parameters_true"`, `"ddp_fork"`, `"ddp_spawn"`; see [devices](#devices)',
+        '`"ddp"`, `"ddp_find_unused_parameters_true"`, `"ddp_fork"`, `"ddp_spawn"`, `"fsdp"`, or an object of'
+        " `hasten.strategies`; see [strategies](strategies.md)",
         values.strategy,
     )
     num_nodes: int = _flag(1, WHERE, "machines; more than one is started by torchrun or srun", values.whole(1))

@@ -18,7 +18,7 @@ from hasten.trainer.logged import Board, NoBoard
 from hasten.trainer.module import Module
 from hasten.trainer.outermost import found_in
 from hasten.trainer.precision import precision_named
-from hasten.trainer.strategy import strategy_named
+from hasten.trainer.strategies import strategy_named
 
 if TYPE_CHECKING:
     from hasten.trainer.config import Config

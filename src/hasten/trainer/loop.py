@@ -373,7 +373,9 @@ class FitLoop:
         within = progress.point in ("batch", "batch_end", "validated", "between")
         source = self.feed.source
         pending: dict[str, Any] = {}
-        if (within and self.accumulating()) or not trainer.model.automatic_optimization:  # who steps by hand may gather
+        if within and self.accumulating():
+            pending = self.engine.strategy.accumulated(trainer.model)
+        elif not trainer.model.automatic_optimization:  # who steps by hand may gather
             named = trainer.model.named_parameters()
             pending = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
         return {

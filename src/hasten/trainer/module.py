@@ -277,11 +277,10 @@ class Module(ModuleHooks, torch.nn.Module):
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip this optimizer's gradients; default: by the Trainer's flags."""
-        from hasten.trainer.optimizing import clip
-
         trainer = self.trainer
         value = trainer.config.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
-        clip(optimizer, value, gradient_clip_algorithm or trainer.config.gradient_clip_algorithm or "norm")
+        algorithm = gradient_clip_algorithm or trainer.config.gradient_clip_algorithm or "norm"
+        trainer.engine.strategy.clip(optimizer, value, algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""

@@ -11,6 +11,7 @@ import torch
 from hasten import messages
 from hasten.data import rng
 from hasten.parallel import guard, open_world
+from hasten.parallel.sharded import share_of
 from hasten.trainer import attachments, checks, evaluate, feeding, setting_up, signals, spawned
 from hasten.trainer.loop import FitLoop
 from hasten.trainer.profiling import measures
@@ -167,7 +168,7 @@ def _stage(trainer: Trainer, fn: str, resumed: dict[str, Any] | None, **options:
     feed = engine.feeds[kind]
     if not sum(feed.limits):
         return []
-    with evaluate.without_gradients(trainer.config.inference_mode):
+    with evaluate.without_gradients(trainer.config.inference_mode and engine.strategy.inference_mode):
         if fn == "predict":
             return evaluate.predict(trainer, engine.hooks, feed.source, feed.limits, options["return_predictions"])
         board = engine.board = engine.new_board(training=False)
@@ -203,7 +204,7 @@ def train(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
     loop = engine.loop = FitLoop(trainer, engine.hooks, resumed)
     parameters = dict(trainer.model.named_parameters())
     for name, gradient in (resumed or {"gradients": {}})["gradients"].items():
-        parameters[name].grad = gradient.to(parameters[name].device)
+        parameters[name].grad = share_of(gradient.to(parameters[name].device), parameters[name])
     engine.board = loop.board
     if trainer.validates_this_epoch and engine.feeds["val"].source is None:
         feeding.setup(trainer, "val")

@@ -62,11 +62,12 @@ def to_device(trainer: Trainer) -> None:
         trainer.say("sync_batchnorm=True is of no use here: there is one process", once=True)
     elif config.sync_batchnorm:
         engine.model = model = sync_batchnorm(model, engine.world)
-    model.to(trainer.device)
+    engine.strategy.to_device(model, trainer.device)
     for technique in run.techniques:
         prepare = getattr(technique, "prepare", None)
         if prepare is not None:
             prepare(model)
+    engine.strategy.prepare(model, engine.world, engine.precision)
 
 
 def optimizers(trainer: Trainer) -> None:
@@ -82,6 +83,7 @@ def optimizers(trainer: Trainer) -> None:
     )
     for optimizer in optimizing.optimizers:
         engine.run.optimizer(optimizer)
+    engine.strategy.optimizers(optimizing.optimizers, engine.world)
     before = hooks.of("on_before_optimizer_step")
     counted = [CountedOptimizer(optimizer, trainer, before) for optimizer in optimizing.optimizers]
     optimizing.counted = engine.guest.optimizers(counted)

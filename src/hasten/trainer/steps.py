@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten.trainer.errors import misconfigured
-from hasten.trainer.optimizing import clip
 from hasten.trainer.profiling import measures, profiled
 
 if TYPE_CHECKING:
@@ -36,6 +35,8 @@ def called(trainer: Trainer, name: str, method: Callable[..., Any]) -> Callable[
         strategy = engine.strategy
         step = strategy.training_step if module.automatic_optimization else strategy.manual_step
         method = step(method)
+    else:
+        method = engine.strategy.evaluation_step(method)
     if measures(trainer.profiler):
         method = profiled(trainer.profiler, f"[Strategy]{engine.strategy.label}Strategy.{name}", method)
     if run.acting("forward"):
@@ -168,7 +169,7 @@ def preparation(trainer: Trainer, hooks: Hooks, optimizer: Any) -> Callable[[], 
     """Return what comes between backward and step: hooks, then clipping."""
     before_step = hooks.of("on_before_optimizer_step")
     own_clipping = hooks.of_module("configure_gradient_clipping")
-    clips = bool(trainer.config.gradient_clip_val)
+    clips, clip = bool(trainer.config.gradient_clip_val), trainer.engine.strategy.clip
 
     def prepare() -> None:
         for hook in before_step:

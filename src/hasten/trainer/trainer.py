@@ -72,6 +72,7 @@ class Trainer(Readable):
         if "precision" in self.installed:
             self.config = replace(self.config, precision=self.installed["precision"])
         self.engine = Engine(self, self.config, techniques.run)
+        self.engine.strategy.check(self.installed, self.config.plan)
         attachments = Attachments(self.given, self.config)
         self._loggers: list[Any] = attachments.loggers()
         self.profiler = attachments.profiler()

@@ -14,7 +14,7 @@ from typing import Any
 from hasten.plan import Plan
 from hasten.trainer.errors import WrongValueError, misconfigured
 from hasten.trainer.precision import PRECISIONS
-from hasten.trainer.strategy import strategy_named
+from hasten.trainer.strategies import Strategy, strategy_named
 
 Check = Callable[[str, Any], Any]
 
@@ -222,9 +222,10 @@ def accelerator(name: str, value: Any) -> Any:
     return value
 
 
-def strategy(name: str, value: Any) -> str:
-    """`strategy`: its name; an object of another framework's is named by what it does."""
-    return strategy_named(value).name
+def strategy(name: str, value: Any) -> str | Strategy:
+    """`strategy`: its name, or an object; one of another framework's becomes hasten's."""
+    found = strategy_named(value)
+    return value if isinstance(value, str) else found
 
 
 def seed(name: str, value: Any) -> int | None:

@@ -69,7 +69,7 @@ class Then:
         self._long: list[tuple[Any, int]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._watched: list[tuple[str, Any, int, int]] = []
+        self._watched: list[tuple[str, Any, int, int | None]] = []
         self._changing: list[tuple[int, list[Any]]] = []
         self._names: list[tuple[OuterName, Any]] = []
         self._generators: list[Any] = []
@@ -103,9 +103,11 @@ class Then:
                 self._note(value, 0, name)
         if parameters := own["_parameters"]:
             self._containers.append((parameters, parameters.copy()))
+            # FSDP puts whole parameters together for the forward and again for the backward, at other addresses.
+            moves = own.get("_is_fsdp_managed_module", False)
             for name, parameter in parameters.items():
                 if parameter is not None:
-                    self._watch(name, parameter)
+                    self._watch(name, parameter, moves)
         if buffers := own["_buffers"]:
             self._take_buffers(module, buffers)
         if modules := own["_modules"]:
@@ -135,11 +137,12 @@ class Then:
             versions = [(buffer, buffer._version) for buffer in buffers.values() if buffer is not None]
             self._changing.append((id(module), versions))
 
-    def _watch(self, name: str, tensor: Any) -> None:
-        """Note a tensor that must not change between the forward and its repetition."""
+    def _watch(self, name: str, tensor: Any, moves: bool = False) -> None:
+        """Note a tensor that must not change between the forward and its repetition, nor lie elsewhere."""
         if tensor.layout is not torch.strided or nn.parameter.is_lazy(tensor):
             raise CannotRepeatError(f"{name} is a {type(tensor).__name__} ({tensor.layout})")
-        self._watched.append((name, _without_graph(tensor), tensor._version, tensor.data_ptr()))
+        address = None if moves else tensor.data_ptr()
+        self._watched.append((name, _without_graph(tensor), tensor._version, address))
         self.storages.add(tensor.untyped_storage().data_ptr())
 
     def _apart(self, value: Any) -> Any:
@@ -232,7 +235,7 @@ class Then:
     def changed(self) -> str:
         """Name a parameter, buffer or input that was changed since; "" for none."""
         for name, tensor, version, address in self._watched:
-            if tensor._version != version or tensor.data_ptr() != address:
+            if tensor._version != version or (address is not None and tensor.data_ptr() != address):
                 return name
         return ""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hasten.errors import HastenError
+from hasten.parallel.sharded import local, share_of
 from hasten.trainer.callbacks.base import Callback
 
 _RAW = "current_model_state"  # the key that other trainers' averages use, too
@@ -81,7 +82,7 @@ class EMA(Callback):
         if self._loaded is not None:
             self._begin(module)
             for name, average in self._average.items():
-                average.copy_(self._loaded[name])
+                local(average).copy_(local(share_of(self._loaded[name], average)))
             self._loaded = None
         elif trainer.global_step == 0:
             self._average, self.updates = {}, 0
@@ -107,8 +108,8 @@ class EMA(Callback):
             parameter = parameters[name]
             key = average.device, parameter.dtype
             averages, weights, _ = groups.setdefault(key, ([], [], parameter.dtype == average.dtype))
-            averages.append(average)
-            weights.append(parameter)
+            averages.append(local(average))  # of a sharded model each process averages its part
+            weights.append(local(parameter))
         self._groups = list(groups.values())
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -163,11 +164,11 @@ class EMA(Callback):
         if self._average and not self._kept:
             weights = self._weights(module)
             self._kept = [weight.clone() for weight in weights]
-            torch._foreach_copy_(weights, list(self._average.values()))
+            torch._foreach_copy_([*map(local, weights)], [*map(local, self._average.values())])
 
     def _swap_out(self, module: Any) -> None:
         if self._kept:
-            torch._foreach_copy_(self._weights(module), self._kept)
+            torch._foreach_copy_([*map(local, self._weights(module))], [*map(local, self._kept)])
             self._kept = []
 
     def _evaluates(self, trainer: Any) -> bool:
@@ -238,7 +239,9 @@ class EMA(Callback):
         trained = [name for name, p in module.named_parameters() if p.requires_grad and p.is_floating_point()]
         self._loaded = {name: averaged[name] for name in trained}
         checkpoint["state_dict"] = checkpoint[_RAW]
-        module.load_state_dict(checkpoint[_RAW])  # also where the averaged ones were loaded already
+        trainer.engine.strategy.load_model(
+            module, checkpoint[_RAW], True
+        )  # also where the averaged ones were loaded already
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -9,6 +9,7 @@ import torch
 
 from hasten import messages
 from hasten.errors import HastenError
+from hasten.parallel.sharded import local
 from hasten.trainer.callbacks.base import Callback
 from hasten.trainer.callbacks.buffers import BufferCopies
 from hasten.trainer.callbacks.shared import alike, finite, non_finite_flag, say
@@ -270,6 +271,6 @@ def _bad_names(module: torch.nn.Module, of_gradients: bool) -> str:
     bad = []
     for name, parameter in module.named_parameters():
         tensor = parameter.grad if of_gradients else parameter
-        if tensor is not None and tensor.is_floating_point() and not torch.isfinite(tensor.detach()).all():
+        if tensor is not None and tensor.is_floating_point() and not torch.isfinite(local(tensor)).all():
             bad.append(name)
     return ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")

@@ -10,6 +10,7 @@ import torch
 
 from hasten import messages
 from hasten.errors import HastenError
+from hasten.parallel.sharded import local
 
 
 def say(trainer: Any, message: str) -> None:
@@ -54,18 +55,21 @@ def spoilt_weights(module: torch.nn.Module) -> list[str]:
 
     Only parameters that are trained are asked: a frozen table of attention masks may well hold infinities.
     """
-    trained = {n: p for n, p in module.named_parameters() if p.requires_grad and p.layout == torch.strided}
+    trained = {n: local(p) for n, p in module.named_parameters() if p.requires_grad and p.layout == torch.strided}
     if all(finite(group) for group in alike(trained.values())):
         return []
-    return [name for name, p in trained.items() if not torch.isfinite(p.detach()).all()]
+    return [name for name, p in trained.items() if not torch.isfinite(p).all()]
 
 
 def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Dense floating-point tensors grouped by device and dtype, as `torch._foreach` functions want them."""
+    """Dense floating-point tensors grouped by device and dtype, as `torch._foreach` functions want them.
+
+    Of a sharded one this rank's part: ranks agree on what they find.
+    """
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
+    for tensor in map(local, tensors):
         if tensor.is_floating_point() and tensor.numel() and tensor.layout == torch.strided:
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(groups.values())
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.errors import HastenError
 from hasten.trainer.adapter import Adapter, Guest
-from hasten.trainer.lightning import names
+from hasten.trainer.lightning import names, strategies
 from hasten.trainer.lightning.bar import BarProgress
 from hasten.trainer.lightning.face import Face
 from hasten.trainer.lightning.loading import teach_loading as teach_loading
@@ -70,9 +70,9 @@ class Lightning(Adapter):
         """Return its summary of a model."""
         return names.default_summary(bars)
 
-    def strategy_name(self, strategy: Any) -> str:
-        """Return hasten's name for one of its strategy objects."""
-        return names.strategy_name(strategy)
+    def strategy(self, strategy: Any) -> tuple[str, dict[str, Any]] | None:
+        """Return what one of its strategy objects comes to here."""
+        return strategies.strategy(strategy)
 
     def guest(self, trainer: Trainer) -> Guest:
         """Return the face that modules, callbacks and datamodules of Lightning read; nothing where there are none."""

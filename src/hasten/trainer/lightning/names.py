@@ -101,16 +101,3 @@ def default_summary(bars: list[Any]) -> Any:
 def uploads(logger: Any) -> bool:
     """Whether a logger of Lightning takes each checkpoint away as soon as it is there."""
     return bool(getattr(logger, "_log_model", False) or getattr(logger, "_log_model_checkpoints", False))
-
-
-def strategy_name(given: Any) -> str:
-    """hasten's name for a strategy object of Lightning's; "" where it has none."""
-    kind = type(given).__name__
-    if kind == "SingleDeviceStrategy":
-        return "auto"
-    if kind != "DDPStrategy":
-        return ""
-    start = getattr(given, "_start_method", "popen")
-    name = {"popen": "ddp", "spawn": "ddp_spawn", "fork": "ddp_fork", "forkserver": "ddp_spawn"}[start]
-    unused = getattr(given, "_ddp_kwargs", {}).get("find_unused_parameters")
-    return f"{name}_find_unused_parameters_true" if unused else name

@@ -12,7 +12,6 @@ import torch
 from hasten.trainer import setting_up
 from hasten.trainer.lightning import tuning
 from hasten.trainer.lightning.names import packages
-from hasten.trainer.optimizing import clip
 from hasten.trainer.steps import CountedOptimizer, after, prepared
 
 if TYPE_CHECKING:
@@ -166,7 +165,8 @@ class Precision(Part):
 
     def clip_gradients(self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = None) -> None:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        clip(optimizer, clip_val, str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm"))
+        algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm")
+        self._trainer.engine.strategy.clip(optimizer, clip_val, algorithm)
 
 
 def precision_of(trainer: Trainer) -> Precision:

@@ -1,0 +1,165 @@
+"""ZeRO stage 1: each rank keeps the optimizer state of its share of the parameters, and steps only those."""
+
+from __future__ import annotations
+
+import heapq
+import weakref
+from typing import Any
+
+import torch
+
+from hasten.errors import HastenError
+from hasten.parallel.world import World
+
+
+class ShardedStates:
+    """Shares one optimizer's work and state among the ranks, in place: the optimizer stays the script's own object.
+
+    Before its step, gradients of other ranks' parameters are taken away, so torch neither updates these nor makes
+    state for them; behind it, each rank sends what it updated. The result is that of the whole optimizer, to the bit,
+    for optimizers that treat each parameter by itself. (torch's ZeroRedundancyOptimizer is built in the optimizer's
+    place: schedulers, parameter groups and fused kernels of the one that `configure_optimizers` gave would be lost.)
+
+    Args:
+        optimizer: Of torch.optim; its gradients are the same on all ranks when it steps.
+        world: Of more than one rank.
+
+    Raises:
+        HastenError: The optimizer looks at several parameters together.
+    """
+
+    def __init__(self, optimizer: Any, world: World) -> None:
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+            raise HastenError(
+                f"shard_optimizer=True: {kind} looks at several parameters together, or is none of torch's.",
+                "Use an optimizer that updates each parameter by itself, such as AdamW, or leave the option out.",
+            )
+        self._world = world
+        self._optimizer = weakref.proxy(optimizer)
+        self.owner = self._shares()
+        self._taken: list[tuple[Any, Any]] = []
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._behind),
+        ]
+
+    def release(self) -> None:
+        """Let the optimizer step all parameters again; it has the states of this rank's only."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _parameters(self) -> list[Any]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _shares(self) -> list[int]:
+        """Return the rank that each parameter belongs to: the largest first, each to who has least so far."""
+        parameters = self._parameters()
+        owner = [0] * len(parameters)
+        loads = [(0, rank) for rank in range(self._world.size)]
+        for at in sorted(range(len(parameters)), key=lambda at: -parameters[at].numel()):
+            load, rank = heapq.heappop(loads)
+            owner[at] = rank
+            heapq.heappush(loads, (load + parameters[at].numel(), rank))
+        return owner
+
+    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Take the gradients of other ranks' parameters away: now, or behind the closure that makes them."""
+        self._taken = []
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._take(optimizer)
+            return None
+
+        def closed() -> Any:
+            loss = closure()
+            self._take(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": closed}
+
+    def _take(self, optimizer: Any) -> None:
+        parameters = self._parameters()
+        if len(parameters) != len(self.owner):  # a group was added: a layer that is unfrozen late
+            if any(optimizer.state[p] for p in parameters if p in optimizer.state):
+                raise HastenError(
+                    "shard_optimizer=True: a parameter group was added after the first step.",
+                    "Give configure_optimizers all groups, the late ones with lr=0, or leave the option out.",
+                )
+            self.owner = self._shares()
+        self._taken += [
+            (parameter, parameter.grad)
+            for parameter, rank in zip(parameters, self.owner, strict=True)
+            if rank != self._world.rank and parameter.grad is not None
+        ]
+        for parameter, _ in self._taken:
+            parameter.grad = None
+
+    def _behind(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Give the gradients back, and send what was updated: one message a rank and kind of number."""
+        import torch.distributed as dist
+
+        for parameter, gradient in self._taken:
+            parameter.grad = gradient
+        self._taken = []
+        kinds: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        for parameter, rank in zip(self._parameters(), self.owner, strict=True):
+            if parameter.grad is not None:
+                kinds.setdefault((rank, parameter.dtype), []).append(parameter.detach())
+        for (rank, _), tensors in sorted(kinds.items(), key=lambda kind: (kind[0][0], str(kind[0][1]))):
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            dist.broadcast(flat, rank)
+            if rank != self._world.rank:
+                for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole optimizer's state on rank 0, its own part elsewhere; a collective."""
+        import torch.distributed as dist
+
+        world, own = self._world, self._optimizer.state_dict()
+        states: dict[int, Any] = own["state"]
+        gathered: list[Any] = [None] * world.size
+        dist.all_gather_object(gathered, {at: _shapes(state) for at, state in states.items()})
+        for rank, shapes in enumerate(gathered[1:], start=1):
+            for at, names in shapes.items():
+                if world.rank == 0:
+                    states[at] = {name: self._received(kept, rank) for name, kept in names.items()}
+                elif world.rank == rank:
+                    for value in states[at].values():
+                        if isinstance(value, torch.Tensor):
+                            dist.send(self._sent(value), 0)
+        if world.rank == 0:
+            own["state"] = dict(sorted(states.items()))
+        return own  # type: ignore[no-any-return]
+
+    def _received(self, kept: Any, rank: int) -> Any:
+        import torch.distributed as dist
+
+        if not isinstance(kept, _Shape):
+            return kept
+        there = self._sent(torch.empty(kept.shape, dtype=kept.dtype))
+        dist.recv(there, rank)
+        return there.cpu()
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a state on the host, or where the ranks can send it from."""
+        return tensor.detach().cpu().to(self._world._wire(torch.empty(0))).contiguous()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take this rank's part of a whole optimizer's state."""
+        own = {at: kept for at, kept in state["state"].items() if self.owner[at] == self._world.rank}
+        self._optimizer.load_state_dict({**state, "state": own})
+
+
+class _Shape:
+    """Stands for a tensor that is sent behind it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+
+def _shapes(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: _Shape(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}

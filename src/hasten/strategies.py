@@ -1,0 +1,6 @@
+"""Strategies, at the place where people look for them: `from hasten.strategies import FSDPStrategy`."""
+
+from hasten.trainer.strategies import DDPStrategy as DDPStrategy
+from hasten.trainer.strategies import FSDPStrategy as FSDPStrategy
+
+__all__ = ["DDPStrategy", "FSDPStrategy"]

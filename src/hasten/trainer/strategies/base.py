@@ -1,0 +1,130 @@
+"""Strategy: on which processes a training runs, what they exchange, and what each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.errors import HastenError
+from hasten.parallel import World
+from hasten.trainer.optimizing import clip
+from hasten.trainer.precision import Precision
+
+if TYPE_CHECKING:
+    from hasten.plan import Setting
+
+Forward = Callable[..., Any]
+
+
+class Strategy:
+    """One process, which exchanges nothing with others.
+
+    What a strategy overrides, the Trainer calls once at set-up, at checkpoints, or as the step itself; what it leaves
+    alone costs nothing.
+
+    Attributes:
+        name: As the flag `strategy` has it.
+        collective: What `hasten.parallel.open_world` is asked for.
+        starts_here: How processes are started from this one, in `fit` itself ("ddp_fork", ...); "" where they are
+            not: a launcher, or the script run again, makes them.
+        label: What it is called in a profile.
+        inference_mode: Whether evaluations may run under `torch.inference_mode`.
+    """
+
+    name = "auto"
+    collective = "auto"
+    starts_here = ""
+    label = "SingleDevice"
+    inference_mode = True
+
+    def within(self, world: World) -> Strategy:
+        """Return what to do in a world that is open: where several processes are, they must exchange gradients."""
+        return self
+
+    def check(self, techniques: Mapping[str, Setting], plan: Any = None) -> None:
+        """Raise for techniques that cannot work beside it.
+
+        Args:
+            techniques: Those that are installed, with their settings.
+            plan: The flag `plan`.
+        """
+
+    # -- set-up ----------------------------------------------------------------------------------------
+
+    def to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Bring a module to its device."""
+        model.to(device)
+
+    def prepare(self, model: Any, world: World, precision: Precision) -> None:
+        """Change a module that is about to be run, in its precision; no optimizer knows its parameters yet."""
+
+    def optimizers(self, optimizers: list[Any], world: World) -> None:
+        """The optimizers were built."""
+
+    def wrap(self, model: Any, world: World) -> None:
+        """Make a model, which lies on its device, ready for training."""
+
+    # -- the step --------------------------------------------------------------------------------------
+
+    def training_step(self, method: Forward) -> Forward:
+        """Return the module's `training_step` as it is to be called where the Trainer optimizes."""
+        return method
+
+    def manual_step(self, method: Forward) -> Forward:
+        """Return the module's `training_step` as it is to be called where the module optimizes."""
+        return method
+
+    def evaluation_step(self, method: Forward) -> Forward:
+        """Return a step of validation, test or prediction as it is to be called."""
+        return method
+
+    def syncing(self) -> Callable[[bool], None] | None:
+        """Return what says before a step whether its gradients are exchanged; None where that is never asked."""
+        return None
+
+    def before_backward(self, loss: Any) -> None:
+        """The module is about to differentiate by hand."""
+
+    def clip(self, optimizer: Any, value: float | None, algorithm: str = "norm") -> None:
+        """Clip an optimizer's gradients, by the norm over all of them or value by value."""
+        clip(optimizer, value, algorithm)
+
+    # -- checkpoints: each is called on all ranks --------------------------------------------------------
+
+    def whole(self, state: Any, keep: bool) -> Any:
+        """Return a state with what the ranks share among them put together, where `keep` is true."""
+        return state
+
+    def optimizer_state(self, optimizer: Any, keep: bool) -> dict[str, Any]:
+        """Return the whole state of an optimizer, as one process would have it, where `keep` is true."""
+        return optimizer.state_dict()  # type: ignore[no-any-return]
+
+    def load_optimizer(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Give an optimizer its state from a whole one."""
+        optimizer.load_state_dict(state)
+
+    def load_model(self, model: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+        """Give a module its weights from whole ones."""
+        model.load_state_dict(state, strict=strict)
+
+    def accumulated(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the gradients that an accumulation window has gathered so far, by the parameters' names."""
+        return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it keeps from step to step, for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what another of its kind kept; {} where a training went without."""
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def explained(self, error: BaseException) -> HastenError | None:
+        """Return what an error of torch's means to a person; None where it speaks for itself."""
+        return None
+
+    def release(self) -> None:
+        """The training is over."""

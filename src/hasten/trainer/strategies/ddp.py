@@ -1,0 +1,224 @@
+"""DDP: each process has the whole model and a part of each batch; gradients are averaged while the backward runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from hasten.errors import HastenError
+from hasten.parallel import World, before_backward, explained, manual_forward, wrap
+from hasten.parallel.compression import KINDS, PowerSGD, compress
+from hasten.parallel.zero import ShardedStates
+from hasten.trainer.errors import ContradictionError, WrongValueError
+from hasten.trainer.strategies.base import Forward, Strategy
+
+STARTS = ("ddp_fork", "ddp_notebook", "ddp_spawn")
+"""Strategies that start processes from this one."""
+
+
+@dataclass
+class DDPStrategy(Strategy):
+    """Several processes by torch's DistributedDataParallel; on one process it does nothing.
+
+    Gradients are averaged while the backward runs, once in an accumulation window.
+
+    Args:
+        find_unused_parameters: Some parameters take no part in some steps; costs a walk of the graph each step.
+        static_graph: Each step uses the same parameters in the same way; allows reentrant checkpointing.
+        gradient_as_bucket_view: Gradients live in the buffers that are sent: saves their memory once.
+        bucket_cap_mb: Size of those buffers, in MiB; None: torch's 25.
+        gradient_compression: "bf16" or "fp16": half the bytes; "powersgd": far fewer, and another path of training
+            (see `hasten.parallel.compression`). None: none.
+        powersgd_rank: Columns of PowerSGD's matrices.
+        powersgd_start: Optimizer steps before PowerSGD begins.
+        shard_optimizer: ZeRO stage 1: each process keeps the optimizer state of its share of the parameters, and
+            sends what it updated. The result is the same.
+        ddp_comm_hook: A communication hook of torch's in place of `gradient_compression`.
+        ddp_comm_state: What that hook gets.
+        start: "ddp_fork", "ddp_notebook" or "ddp_spawn": processes are started within `fit`; "ddp": the script is run
+            again, or a launcher has started it several times.
+
+    Raises:
+        HastenError: An option is out of its range, or two contradict each other.
+    """
+
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = True
+    bucket_cap_mb: float | None = None
+    gradient_compression: str | None = None
+    powersgd_rank: int = 2
+    powersgd_start: int = 100
+    shard_optimizer: bool = False
+    ddp_comm_hook: Any = None
+    ddp_comm_state: Any = None
+    start: str = "ddp"
+
+    collective = "ddp"
+
+    def __post_init__(self) -> None:
+        if self.start not in ("ddp", *STARTS):
+            raise WrongValueError(f"DDPStrategy(start={self.start!r})", f"there are: ddp, {', '.join(STARTS)}")
+        if self.gradient_compression not in (None, *KINDS):
+            raise WrongValueError(
+                f"DDPStrategy(gradient_compression={self.gradient_compression!r})", f"there are: {', '.join(KINDS)}"
+            )
+        for name, least in (("powersgd_rank", 1), ("powersgd_start", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise WrongValueError(f"DDPStrategy({name}={value!r}) must be a whole number of at least {least}")
+        if self.ddp_comm_hook is not None and self.gradient_compression is not None:
+            raise ContradictionError(
+                "DDPStrategy has both ddp_comm_hook and gradient_compression: one of them exchanges gradients",
+                "leave one of them out",
+            )
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise WrongValueError(f"DDPStrategy(bucket_cap_mb={self.bucket_cap_mb!r}) must be more than 0")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """As the flag has it."""
+        return self.start + ("_find_unused_parameters_true" if self.find_unused_parameters else "")
+
+    @property
+    def starts_here(self) -> str:  # type: ignore[override]
+        """How processes are started within `fit`; "" where they are not."""
+        return "" if self.start == "ddp" else self.start
+
+    def within(self, world: World) -> Strategy:
+        """Return the strategy at work; alone, nothing is exchanged."""
+        return self if world.size == 1 else DDP(self)
+
+    def check(self, techniques: Mapping[str, Any], plan: Any = None) -> None:
+        """Refuse fp16 gradients that a loss scaler has made large."""
+        if self.gradient_compression == "fp16" and techniques.get("precision") == "16-mixed":
+            raise ContradictionError(
+                'gradient_compression="fp16" beside precision="16-mixed": gradients that the scaler made large overflow'
+                " on their way",
+                'use gradient_compression="bf16"',
+            )
+        if self.gradient_compression == "powersgd" and techniques.get("precision") == "16-mixed":
+            raise ContradictionError(
+                'gradient_compression="powersgd" beside precision="16-mixed": what it carries over to the next step is'
+                " of another scale there",
+                'use precision="bf16-mixed"',
+            )
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that DistributedDataParallel takes."""
+        names = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def __repr__(self) -> str:
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"DDPStrategy({', '.join(given)})"
+
+
+class DDP(Strategy):
+    """DDPStrategy where several processes are."""
+
+    collective = "ddp"
+    label = "DDP"
+
+    def __init__(self, given: DDPStrategy) -> None:
+        self.given = given
+        self.name = given.name
+        self._world = World()
+        self._wrapped: Any = None
+        self._power: PowerSGD | None = None
+        self._sharded: dict[int, ShardedStates] = {}
+
+    def within(self, world: World) -> Strategy:
+        """Return itself: the world stays as it is."""
+        return self
+
+    def optimizers(self, optimizers: list[Any], world: World) -> None:
+        """Share the optimizers' states, if asked to."""
+        self._world = world
+        if self.given.shard_optimizer:
+            self._sharded = {id(optimizer): ShardedStates(optimizer, world) for optimizer in optimizers}
+
+    def wrap(self, model: Any, world: World) -> None:
+        """Give rank 0's parameters to all, and listen to the gradients."""
+        given, self._world = self.given, world
+        self._wrapped = wrap(model, model.training_step, world, **given.options())
+        if given.gradient_compression is not None:
+            kind, rank, start = given.gradient_compression, given.powersgd_rank, given.powersgd_start
+            self._power = compress(self._wrapped, kind, world, rank, start)
+        elif given.ddp_comm_hook is not None:
+            self._wrapped.register_comm_hook(given.ddp_comm_state, given.ddp_comm_hook)
+
+    def training_step(self, method: Forward) -> Forward:
+        """Return the step behind DDP."""
+        return self._wrapped  # type: ignore[no-any-return]
+
+    def manual_step(self, method: Forward) -> Forward:
+        """Return the step, whose backward is announced by `before_backward`."""
+        return functools.partial(manual_forward, self._wrapped)
+
+    def syncing(self) -> Callable[[bool], None]:
+        """Return the switch: while gradients are only accumulated, they are not exchanged."""
+        wrapped = self._wrapped
+        # A static graph is learned in the first backward, which must exchange gradients: torch ends in an internal
+        # error otherwise. An exchange more changes nothing: the mean of a mean.
+        learning = [self.given.static_graph]
+
+        def sync(on: bool) -> None:
+            wrapped.require_backward_grad_sync = on
+
+        def sync_at_first(on: bool) -> None:
+            wrapped.require_backward_grad_sync = on or learning[0]
+            learning[0] = False
+
+        return sync_at_first if self.given.static_graph else sync
+
+    def before_backward(self, loss: Any) -> None:
+        """Have the reducer look at the graph of this loss."""
+        if self._wrapped is not None:
+            before_backward(self._wrapped, loss)
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: Any, keep: bool) -> dict[str, Any]:
+        """Return its state, gathered where it is shared."""
+        sharded = self._sharded.get(id(optimizer))
+        return optimizer.state_dict() if sharded is None else sharded.state_dict()
+
+    def load_optimizer(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Give it its state, or its share."""
+        sharded = self._sharded.get(id(optimizer))
+        (optimizer if sharded is None else sharded).load_state_dict(state)
+
+    def accumulated(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the mean of what the ranks have gathered, which the window's end would make of it."""
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        has = self._world.reduce(torch.tensor([p.grad is not None for _, p in named], dtype=torch.uint8), "max")
+        zero = torch.zeros_like
+        return {
+            name: self._world.mean(zero(p) if p.grad is None else p.grad)
+            for (name, p), somewhere in zip(named, has.tolist(), strict=True)
+            if somewhere
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what PowerSGD carries from step to step."""
+        return {} if self._power is None else {"powersgd": self._power.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with it."""
+        if self._power is not None and "powersgd" in state:
+            self._power.load_state_dict(state["powersgd"])
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def explained(self, error: BaseException) -> HastenError | None:
+        """Return the error that names the parameters which take no part in a step, and the flag for that."""
+        return explained(self._wrapped, error) if self._wrapped is not None else None
+
+    def release(self) -> None:
+        """Let go of the model."""
+        self._wrapped = None

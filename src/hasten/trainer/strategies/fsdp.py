@@ -1,0 +1,295 @@
+"""FSDP: each process has a part of the model, of its gradients and optimizer states, and of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.errors import HastenError
+from hasten.parallel import World
+from hasten.parallel.fsdp import Buffers, Root, accumulated, clip_norm, clip_value, shard, units_in
+from hasten.parallel.sharded import is_sharded, local, share_of, whole
+from hasten.techniques.memory.activation_checkpointing import named, repeated
+from hasten.trainer.batches import mapped
+from hasten.trainer.errors import ContradictionError, WrongValueError
+from hasten.trainer.precision import Precision
+from hasten.trainer.steps import loss_of
+from hasten.trainer.strategies.base import Forward, Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+_REFUSED = {
+    "compile": "compiled models and FSDP's hooks were not tried together yet",
+    "channels_last": "FSDP shards parameters that are contiguous in memory only",
+    "fused_optimizer": "its kernels read whole parameters; torch's own take sharded ones: AdamW(..., fused=True)",
+}
+
+
+@dataclass
+class FSDPStrategy(Strategy):
+    """Several processes by torch's `fully_shard` (FSDP2); on one process it does nothing.
+
+    Each process keeps a part of every parameter, its gradient and its optimizer state. A unit's parameters are put
+    together for its forward and again for its backward. Checkpoints are gathered: an ordinary file, from which one
+    process, DDP, or FSDP on any number of processes goes on.
+
+    `configure_model` may call `fully_shard` itself; what it leaves is sharded with the root.
+
+    Args:
+        blocks: Class names of the units ("Block" or "EncoderLayer,DecoderLayer"), or classes. None: entries of
+            ModuleList and Sequential that come at least twice and have layers inside. What is in no unit is one more.
+        reshard_after_forward: Whether units are let go between forward and backward. None: all but the root, which
+            the backward begins with. False: more memory, less traffic (ZeRO-2).
+        mp_policy: A `torch.distributed.fsdp.MixedPrecisionPolicy`; None: parameters travel as they are, and gradients
+            are averaged in float32. `precision="bf16-mixed"` is autocast, as on one process.
+
+    Raises:
+        HastenError: `blocks` is neither.
+    """
+
+    blocks: str | type | Sequence[str | type] | None = None
+    reshard_after_forward: bool | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
+
+    name = "fsdp"
+    collective = "ddp"
+
+    def __post_init__(self) -> None:
+        given: Any = () if self.blocks is None else self.blocks
+        several = [given] if isinstance(given, str | type) else list(given) if isinstance(given, Iterable) else [given]
+        names = [one.__name__ if isinstance(one, type) else one for one in several]
+        parts = [part.strip() for name in names if isinstance(name, str) for part in name.split(",")]
+        wrong = len(parts) < len(names) or not all(part.isidentifier() for part in parts)
+        if wrong or (self.blocks is not None and not parts):
+            raise WrongValueError(
+                f"FSDPStrategy(blocks={self.blocks!r})", 'give classes, or their names: "Block,DecoderLayer"'
+            )
+        self.names = parts
+
+    def within(self, world: World) -> Strategy:
+        """Return the strategy at work; alone, nothing is sharded."""
+        return self if world.size == 1 else FSDP(self)
+
+    def check(self, techniques: Mapping[str, Any], plan: Any = None) -> None:
+        """Refuse what sharded parameters do not take part in."""
+        for name, why in _REFUSED.items():
+            if name in techniques:
+                raise ContradictionError(f'{name} and strategy="fsdp" do not go together: {why}', f"leave {name} out")
+        if techniques.get("precision") == "16-mixed":
+            raise ContradictionError(
+                'precision="16-mixed" and strategy="fsdp" do not go together: each process sees only a part of the'
+                " gradients, and would scale its loss on its own",
+                'use precision="bf16-mixed"',
+            )
+        if plan == "auto":
+            raise ContradictionError(
+                'plan="auto" and strategy="fsdp" do not go together: its techniques were not tried on sharded models',
+                "give the flags themselves",
+            )
+
+
+class FSDP(Strategy):
+    """FSDPStrategy where several processes are."""
+
+    name = "fsdp"
+    collective = "ddp"
+    label = "FSDP"
+    inference_mode = False  # what it puts together there could not be trained with later
+
+    def __init__(self, given: FSDPStrategy) -> None:
+        self.given = given
+        self._world = World()
+        self._root: Root | None = None
+        self._buffers: Buffers | None = None
+
+    def within(self, world: World) -> Strategy:
+        """Return itself: the world stays as it is."""
+        return self
+
+    # -- set-up ----------------------------------------------------------------------------------------
+
+    def to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Leave it where it is: units go to the device one by one, when they are sharded."""
+
+    def prepare(self, model: Any, world: World, precision: Precision) -> None:
+        """Shard the model, if that has not been done."""
+        if not getattr(model, "automatic_optimization", True):
+            raise HastenError(
+                'strategy="fsdp" with manual optimization: gradients of what lies outside of the units would not be'
+                " averaged",
+                'use automatic optimization, or strategy="ddp"',
+            )
+        self._world = world
+        self._root = shard(model, self._blocks(model), world, self._policy(precision), self.given.reshard_after_forward)
+        self._buffers = Buffers(model)
+
+    def _blocks(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        if units_in(model):  # sharded by `configure_model`, or by a run before
+            return []
+        if not self.given.names:
+            return repeated(model)
+        if not (found := named(model, self.given.names)):
+            raise HastenError(
+                f"FSDPStrategy(blocks=...): the model has no {' or '.join(self.given.names)}",
+                f"it has: {', '.join(sorted({type(part).__name__ for part in model.modules()}))}",
+            )
+        return found
+
+    def _policy(self, precision: Precision) -> MixedPrecisionPolicy:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        if self.given.mp_policy is not None:
+            return self.given.mp_policy
+        # Many ranks' gradients are added in float32 where parameters have 16 bits.
+        wide = torch.float32 if precision.parameters in (torch.bfloat16, torch.float16) else None
+        return MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False)
+
+    def optimizers(self, optimizers: list[Any], world: World) -> None:
+        """Refuse those that lay all parameters out in one row."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise HastenError(
+                    'LBFGS and strategy="fsdp" do not go together: it looks at all parameters in one piece',
+                    'use another optimizer, or strategy="ddp"',
+                )
+
+    # -- the step --------------------------------------------------------------------------------------
+
+    def training_step(self, method: Forward) -> Forward:
+        """Return the step between FSDP's hooks."""
+        root, buffers = self._root, self._buffers
+        assert root is not None
+        assert buffers is not None
+        send = buffers.send if buffers else None
+
+        def step(*args: Any) -> Any:
+            if send is not None:
+                send()
+            output = root(method, *args)
+            if output is None or loss_of(output) is None:
+                raise HastenError(
+                    f'training_step returned no loss on rank {self._world.rank}: under strategy="fsdp" all ranks'
+                    " differentiate in each batch, or they wait for each other",
+                    "return a loss of 0 times the outputs, or use batches that are never skipped",
+                )
+            return output
+
+        return step
+
+    def evaluation_step(self, method: Forward) -> Forward:
+        """Return the step between FSDP's hooks; what it leaves whole is let go, since no backward does it."""
+        root = self._root
+        assert root is not None
+        units: list[Any] = units_in(root)
+
+        def step(*args: Any) -> Any:
+            try:
+                return root(method, *args)
+            finally:
+                for unit in units:
+                    unit.reshard()
+
+        return step
+
+    def syncing(self) -> Callable[[bool], None]:
+        """Return the switch: while gradients are only accumulated, they are not exchanged."""
+        root = self._root
+        state = [True]
+
+        def sync(on: bool) -> None:
+            if state[0] is not on:  # it walks over all modules
+                state[0] = on
+                root.set_requires_gradient_sync(on)  # type: ignore[union-attr, operator]
+
+        sync(True)
+        return sync
+
+    def clip(self, optimizer: Any, value: float | None, algorithm: str = "norm") -> None:
+        """Clip by the norm over all ranks' parts."""
+        if value:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            (clip_value if str(algorithm).endswith("value") else clip_norm)(parameters, value)
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def whole(self, state: Any, keep: bool) -> Any:
+        """Gather what is sharded; other values stay the same objects, tied weights stay one tensor."""
+        seen: dict[Any, tuple[Any, torch.Tensor]] = {}
+
+        def gathered(tensor: torch.Tensor) -> torch.Tensor:
+            if not is_sharded(tensor):
+                return tensor
+            # Told by its memory, as on the other ranks: also where this rank's part has no elements, and no address.
+            memory: Any = local(tensor).untyped_storage()
+            key = memory._cdata, tensor.storage_offset(), tensor.shape
+            if key not in seen:
+                seen[key] = tensor, whole(tensor, keep)
+            return seen[key][1]
+
+        return mapped(state, torch.Tensor, gathered)
+
+    def optimizer_state(self, optimizer: Any, keep: bool) -> dict[str, Any]:
+        """Return the state with its tensors gathered."""
+        return self.whole(optimizer.state_dict(), keep)  # type: ignore[no-any-return]
+
+    def load_optimizer(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Give it its part of a whole state.
+
+        Raises:
+            HastenError: A tensor of the state is not laid out as its parameter is.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        shares: dict[Any, Any] = {}
+        for at, kept in state["state"].items():
+            like = parameters[at] if at < len(parameters) else None
+            shares[at] = {name: self._share(name, value, like, optimizer) for name, value in kept.items()}
+        optimizer.load_state_dict({**state, "state": shares})
+
+    def _share(self, name: str, value: Any, like: Any, optimizer: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim() or like is None or not is_sharded(like):
+            return value
+        if value.shape != like.shape:
+            raise HastenError(
+                f"{type(optimizer).__name__} keeps {name} of shape {tuple(value.shape)} for a parameter of shape"
+                f' {tuple(like.shape)}: strategy="fsdp" cannot share that among ranks',
+                "use an optimizer whose state has the parameters' shapes, such as AdamW",
+            )
+        return share_of(value, like)
+
+    def load_model(self, model: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+        """Give a module its weights, or its parts of them where it is sharded already."""
+        own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        shares = {
+            name: share_of(value, own[name]) if name in own and isinstance(value, torch.Tensor) else value
+            for name, value in state.items()
+        }
+        model.load_state_dict(shares, strict=strict)
+
+    def accumulated(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the mean of what the ranks have gathered, which the window's end would make of it."""
+        return accumulated(model, self._world)
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def explained(self, error: BaseException) -> HastenError | None:
+        """Return what to do where parameters are used while they are in parts, or differ in type."""
+        text = str(error)
+        if "mixed torch.Tensor and DTensor" in text:
+            return HastenError(
+                "Under strategy='fsdp' the model was called outside of its steps, where its parameters are in parts.",
+                "Call it in training_step, validation_step, test_step or predict_step only.",
+            )
+        if "uniform original parameter dtype" in text:
+            return HastenError(
+                "Under strategy='fsdp' the trained parameters of one unit must be of one type.",
+                "Convert them (precision='bf16-true' converts all), or freeze those of other types.",
+            )
+        return None
+
+    def release(self) -> None:
+        """Let go of the model, which stays sharded."""
+        self._root = self._buffers = None

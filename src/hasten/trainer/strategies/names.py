@@ -1,0 +1,54 @@
+"""The strategies by their names, and those that are given as objects."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+from hasten.trainer.adapter import adapter
+from hasten.trainer.errors import WrongValueError
+from hasten.trainer.strategies.base import Strategy
+from hasten.trainer.strategies.ddp import STARTS, DDPStrategy
+from hasten.trainer.strategies.fsdp import FSDPStrategy
+
+NAMES = ("auto", "ddp", "ddp_find_unused_parameters_true", *STARTS, "fsdp")
+
+
+class Auto(Strategy):
+    """Alone where there is one process, DDP where there are several."""
+
+    def within(self, world: Any) -> Strategy:
+        """Return what several processes need."""
+        return self if world.size == 1 else DDPStrategy().within(world)
+
+
+_KINDS: dict[str, type[Strategy]] = {"auto": Auto, "ddp": DDPStrategy, "fsdp": FSDPStrategy}
+
+
+def strategy_named(given: Any) -> Strategy:
+    """Return the strategy of a name, a strategy as it is, or what an object of another framework's stands for.
+
+    Raises:
+        HastenError: There is none.
+    """
+    if isinstance(given, Strategy):
+        return given
+    if not isinstance(given, str):
+        found = None if isinstance(given, type) else adapter().strategy(given)
+        if found is None:
+            what = f"{given.__name__}, a class," if isinstance(given, type) else f"{type(given).__name__}(...)"
+            objects = "or an object of hasten.strategies"
+            raise WrongValueError(f"strategy={what} is none of hasten's", f"there are: {', '.join(NAMES)}; {objects}")
+        kind, options = found
+        return _KINDS[kind](**options)
+    if given == "auto":
+        return Auto()
+    if given == "fsdp":
+        return FSDPStrategy()
+    parts = re.fullmatch(r"(ddp(?:_spawn|_fork|_notebook)?)(_find_unused_parameters_(?:true|false))?", given)
+    if parts is None:
+        close = difflib.get_close_matches(given, NAMES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(NAMES)}"
+        raise WrongValueError(f"You selected an invalid strategy name: `strategy={given!r}`", hint)
+    return DDPStrategy(start=parts[1], find_unused_parameters=(parts[2] or "").endswith("true"))
