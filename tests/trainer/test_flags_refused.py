@@ -114,7 +114,7 @@ def test_what_old_flags_are_answered_with_exists():
         "precision": ("17", "fp8", "bf16_mixed", 128),
         "accelerator": ("tpu", "mps", "gpus", None),
         "devices": (0, "0", [], -3, "two", 1.5),
-        "strategy": ("dpp", "fsdp", 3),
+        "strategy": ("dpp", "deepspeed", 3),
         "profiler": ("advanced", "simpel"),
         "checkpoint_format": ("pickle",),
         "seed": (-1, 2**32, "x", 1.5),

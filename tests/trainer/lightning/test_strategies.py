@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import MixedPrecision
 
@@ -12,6 +11,9 @@ import hasten
 from hasten import strategies
 from tests.trainer.trainings import quiet
 
+lightning = pytest.importorskip("lightning.pytorch.strategies")
+DDPStrategy, FSDPStrategy = lightning.DDPStrategy, lightning.FSDPStrategy
+SingleDeviceStrategy = lightning.SingleDeviceStrategy
 Block = torch.nn.TransformerEncoderLayer
 
 
