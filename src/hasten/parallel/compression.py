@@ -33,7 +33,7 @@ def compress(ddp: DistributedDataParallel, kind: str, world: World, rank: int = 
     # Lambdas: torch compares a hook's annotations, which are texts in this file, with its classes.
     if kind == "powersgd":
         power = PowerSGD(ddp.module, world, rank, start)
-        ddp.register_comm_hook(power, lambda state, bucket: _powersgd(state, bucket))
+        ddp.register_comm_hook(power, lambda state, bucket: _powersgd(state, bucket))  # noqa: PLW0108
         return power
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
     ddp.register_comm_hook(world, lambda state, bucket: _in_16_bits(state, dtype, bucket))
