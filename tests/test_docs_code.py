@@ -40,6 +40,7 @@ def script(page: str, before: dict[int, str]) -> str:
     [
         pytest.param("docs/checkpoints.md", {}, id="checkpoints"),
         pytest.param("docs/nn.md", {}, id="nn"),
+        pytest.param("docs/batch.md", {}, id="batch"),
         # Slow: these compile models, or tune while they train.
         # slow: compiles C++, starts ranks, or trains the examples whole
         pytest.param("docs/setup.md", {1: TWO_MODELS}, id="setup", marks=pytest.mark.slow),

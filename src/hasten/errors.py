@@ -20,6 +20,26 @@ class HastenError(Exception):
         return f"{self.message}\n  {self.fix}" if self.fix else self.message
 
 
+OUT_OF_MEMORY = (
+    "OutOfMemoryError",
+    "MemoryError",
+    "out of memory",
+    "annot allocate memory",
+    "can't allocate memory",
+    "_STATUS_ALLOC_FAILED",
+)
+"""What errors say when memory has run out: torch's allocators for GPUs and CPUs, Python, cuBLAS and cuDNN."""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it was raised from, says that memory has run out."""
+    while error is not None:
+        if any(word in f"{type(error).__name__}: {error}" for word in OUT_OF_MEMORY):
+            return True
+        error = error.__cause__
+    return False
+
+
 _REFUSED_WORDS = ("ermission", "No such file", "CalledProcessError", "EOF")
 
 

@@ -360,6 +360,12 @@ def accumulate_grad_batches(tmp_path):
 
 
 @effect
+def microbatch(tmp_path):
+    assert fitted(microbatch=4).count("train") == 2 * 4 + 3  # and a look at a few samples and their halves
+    assert fitted(microbatch=4).trainer.global_step == 4
+
+
+@effect
 def gradient_clip_val(tmp_path):
     class Norms(Regression):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):

@@ -16,11 +16,11 @@ import psutil
 
 from hasten.batch.inside import VARIABLE
 from hasten.child import Child
-from hasten.errors import HastenError
+from hasten.errors import OUT_OF_MEMORY, HastenError
 from hasten.evidence import Evidence, Phase, read_evidence
 from hasten.taps.config import DoctorOptions, RunConfig, TrialOptions, environment
 from hasten.tuner.command_line import with_argument
-from hasten.tuner.trial import MEMORY_WORDS, last_lines
+from hasten.tuner.trial import last_lines
 
 _POLL = 0.02  # seconds between two looks at a process's memory
 # Blocks above 1 MiB go back to the kernel at once. glibc keeps freed ones below 32 MiB by default, where they lie in
@@ -115,7 +115,7 @@ class Attempts:
                 child = Child(arguments, env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             except OSError as error:
                 raise HastenError(f"cannot start {arguments[0]}: {error}") from None
-            guard = _Guard(child.pid, free_bytes() if self.on_gpu else self.limit)
+            guard = Guard(child.pid, free_bytes() if self.on_gpu else self.limit)
             try:
                 code = child.wait(self.timeout)
             finally:
@@ -126,6 +126,32 @@ class Attempts:
             self.done.append(attempt)
         shutil.rmtree(folder, ignore_errors=True)
         return attempt
+
+    def own_size(self, first: Attempt, argument_value: int) -> tuple[int, int]:
+        """Return the script's own batch size, and the samples of its training loader.
+
+        Args:
+            first: The attempt with it.
+            argument_value: What the script's own argument says; 0: the loader knows.
+
+        Raises:
+            HastenError: Nobody can tell.
+        """
+        loader = first.evidence.train_loader if first.evidence is not None else None
+        samples = loader.samples if loader is not None and loader.samples else 0
+        if argument_value:
+            return argument_value, samples
+        if loader is None:
+            raise HastenError(
+                "the script trains without a DataLoader, so its batch size is not seen",
+                "name its own argument, with the value: hasten batch --argument --batch-size train.py --batch-size 16",
+            )
+        if not loader.batch_size:
+            raise HastenError(
+                f"the training loader ({loader.where}) has a batch sampler of its own, or no batch size",
+                "name the script's own argument: hasten batch --argument --batch-size train.py --batch-size 16",
+            )
+        return loader.batch_size, samples
 
 
 def value_of(arguments: Sequence[str], name: str) -> int:
@@ -146,7 +172,7 @@ def _judged(size: int, code: int | None, over: bool, peak: int, workers: int, fo
     error = (evidence.error if evidence else "") or last
     if over:
         return Attempt(size, "out of memory", peak, reason="ended at the limit")
-    if code == -9 or any(word in error for word in MEMORY_WORDS):
+    if code == -9 or any(word in error for word in OUT_OF_MEMORY):
         return Attempt(size, "out of memory", peak, reason=error or "killed by the kernel")
     if code is None:
         return Attempt(size, "timeout", peak, reason="it took too long")
@@ -177,17 +203,22 @@ def _step_seconds(evidence: Evidence) -> float:
     return statistics.median(sum(step) - step[Phase.VALIDATION] - step[Phase.CHECKPOINT] for step in steps)
 
 
-class _Guard:
-    """Watches a process tree's memory from outside, and ends it above the limit as the kernel would."""
+class Guard:
+    """Watches a process tree's memory from outside, and ends it above the limit as the kernel would.
 
-    def __init__(self, pid: int, limit: int) -> None:
+    Args:
+        pid: The process.
+        limit: Bytes; None only watches.
+    """
+
+    def __init__(self, pid: int, limit: int | None) -> None:
         self._peak = self._workers = 0
         self.over = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, args=(pid, limit), daemon=True)
         self._thread.start()
 
-    def _watch(self, pid: int, limit: int) -> None:
+    def _watch(self, pid: int, limit: int | None) -> None:
         while not self._stopped.wait(_POLL):
             try:
                 root = psutil.Process(pid)
@@ -199,7 +230,7 @@ class _Guard:
             except psutil.Error:
                 continue
             self._peak, self._workers = max(self._peak, total), max(self._workers, of_workers)
-            if total > limit:
+            if limit is not None and total > limit:
                 self.over = True
                 for one in [*workers, root]:
                     try:

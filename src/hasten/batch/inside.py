@@ -45,9 +45,7 @@ class _Memory:
     def training_begins(self) -> None:
         """Count the peak from here; a script that makes its data may have needed more before."""
         self._before = peak_bytes()
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:  # a kernel without it: then the peak is that of the whole process
+        if not reset_peak():  # then the peak is that of the whole process
             self._before = 0
 
     def facts(self) -> dict[str, Any]:
@@ -56,21 +54,26 @@ class _Memory:
 
         gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         modules = [module for watch in self._session.run.models.values() if (module := watch.module()) is not None]
-        parameters = {id(one): one for module in modules for one in module.parameters()}
         optimizers = [one for held, _ in self._session.optimizers.values() if (one := held()) is not None]
-        state = [part for one in optimizers for values in one.state.values() for part in values.values()]
         figures = {
             "device": "cuda" if gpu else "cpu",
             "device_bytes": torch.cuda.get_device_properties().total_memory if gpu else 0,
             "peak": torch.cuda.max_memory_reserved() if gpu else peak_bytes(),
             "before": 0 if gpu else self._before,
-            "parameters": sum(map(_bytes, parameters.values())),
-            "gradients": sum(_bytes(one) for one in parameters.values() if one.requires_grad),
-            "optimizer": sum(_bytes(part) for part in state if isinstance(part, torch.Tensor)),
+            **counted(modules, optimizers),
             "optimizers": [type(one).__name__ for one in optimizers],
         }
         self._result.write_text(json.dumps(figures))
         return {}
+
+
+def reset_peak() -> bool:
+    """Count `peak_bytes` from here; False where the kernel cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def peak_bytes() -> int:
@@ -79,6 +82,19 @@ def peak_bytes() -> int:
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def counted(modules: list[Any], optimizers: list[Any]) -> dict[str, int]:
+    """Return the bytes of parameters, of gradients once they are there, and of the optimizers' state."""
+    import torch
+
+    parameters = {id(one): one for module in modules for one in module.parameters()}.values()
+    state = [part for one in optimizers for values in one.state.values() for part in values.values()]
+    return {
+        "parameters": sum(map(_bytes, parameters)),
+        "gradients": sum(_bytes(one) for one in parameters if one.requires_grad),
+        "optimizer": sum(_bytes(part) for part in state if isinstance(part, torch.Tensor)),
+    }
 
 
 def _bytes(tensor: Any) -> int:
@@ -101,14 +117,14 @@ def _tap_loaders(former: int, size: int) -> None:
             build(self, *args, **kwargs)
             return
         build(self, **{**options, "batch_size": size})
-        longest = _longest(self.dataset, size)
-        if longest and type(self.batch_sampler).__name__ == "BatchSampler":
-            self.__dict__["batch_sampler"] = _LongestFirst(self.batch_sampler, longest)
+        first = longest(self.dataset, size)
+        if first and type(self.batch_sampler).__name__ == "BatchSampler":
+            self.__dict__["batch_sampler"] = LongestFirst(self.batch_sampler, first)
 
     DataLoader.__init__ = __init__  # type: ignore[method-assign]
 
 
-def _longest(dataset: Any, size: int) -> list[int]:
+def longest(dataset: Any, size: int) -> list[int]:
     """Return the indices of the longest samples, a batch of them; [] where all are of one size, or nobody knows.
 
     Sentences that are padded to the longest of their batch: the batch that needs most memory may come once an epoch.
@@ -141,7 +157,7 @@ def _length(sample: Any) -> int:
     return len(sample) if isinstance(sample, str | bytes) else 1
 
 
-class _LongestFirst:
+class LongestFirst:
     """A batch sampler that gives the longest samples first."""
 
     def __init__(self, sampler: Any, longest: list[int]) -> None:

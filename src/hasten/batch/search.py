@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from hasten.batch.attempt import Attempt, Attempts
+from hasten.batch.attempt import Attempt
 from hasten.errors import HastenError
 
 _STEP = 4  # one attempt's size to the next
@@ -13,6 +14,28 @@ _MOST = 6  # attempts before the one that verifies
 _GREW = 0.25  # of the fixed part: from here on a line through two attempts is known well enough
 _SPARE = 0.05  # of the limit stays free: so far off may a prediction be
 _SATURATED = 0.95  # of the best rate
+
+
+class Trials(Protocol):
+    """Makes attempts of one training: `Attempts`, or who trains in this process.
+
+    Attributes:
+        limit: Bytes of memory that the training may have.
+        on_gpu: Whether it trains on a GPU.
+        done: The attempts so far.
+    """
+
+    limit: int
+    on_gpu: bool
+    done: list[Attempt]
+
+    def run(self, size: int = 0, former: int = 0, lean: bool = False) -> Attempt:
+        """Train some steps, as `Attempts.run` does."""
+        ...
+
+    def own_size(self, first: Attempt, argument_value: int) -> tuple[int, int]:
+        """Return the training's own batch size, and samples in its dataset (0: nobody knows)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -70,19 +93,24 @@ class Found:
     attempts: list[Attempt] = field(default_factory=list)
 
 
-def search(attempts: Attempts, argument_value: int, say: Callable[[str], None]) -> Found:
+def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) -> Found:
     """Try larger and larger batches, predict the largest that fits, and verify it by an attempt.
+
+    Args:
+        attempts: Makes them.
+        argument_value: The training's own batch size, where it is an argument; 0: what its loader says.
+        say: Gets a line for each attempt.
 
     Raises:
         HastenError: The script cannot be asked, or does not fit with its own batch size.
     """
-    say("trying the script's own batch size")
+    say("trying the training's own batch size")
     first = attempts.run()
     _check_first(first, attempts)
     attempts.on_gpu = first.device == "cuda"
     if attempts.on_gpu:
         attempts.limit = min(attempts.limit, first.device_bytes)
-    own, samples = _own_size(first, argument_value)
+    own, samples = attempts.own_size(first, argument_value)
     first = attempts.done[0] = Attempt(**{**vars(first), "size": own})
     tried, most = [first], samples or 1 << 40
     size = own
@@ -110,21 +138,21 @@ def search(attempts: Attempts, argument_value: int, say: Callable[[str], None]) 
     return Found(own, attempts.limit, samples, line, verified.size, verified, bound, saturated, attempts.done)
 
 
-def _run(attempts: Attempts, size: int, own: int, say: Callable[[str], None]) -> Attempt:
+def _run(attempts: Trials, size: int, own: int, say: Callable[[str], None]) -> Attempt:
     attempt = attempts.run(size, own)
     said = f"{attempt.peak / 1e9:.2f} GB, {attempt.rate:,.0f} samples/s" if attempt.outcome == "ok" else attempt.outcome
     say(f"batch {size}: {said}")
     return attempt
 
 
-def _closer(attempts: Attempts, first: Attempt, tried: list[Attempt], say: Callable[[str], None]) -> list[Attempt]:
+def _closer(attempts: Trials, first: Attempt, tried: list[Attempt], say: Callable[[str], None]) -> list[Attempt]:
     """Where four times as many did not fit: twice as many, or half."""
     for size in (2 * first.size, first.size // 2):
         if size >= 1 and (attempt := _run(attempts, size, first.size, say)).outcome == "ok":
             return sorted([*tried, attempt], key=lambda one: one.size)
     raise HastenError(
         f"only batch {first.size} ran: nothing can be said of other sizes",
-        "the script may depend on its batch size (`view(batch_size, ...)`, a state of that size)",
+        "the training may depend on its batch size (`view(batch_size, ...)`, a state of that size)",
     )
 
 
@@ -134,7 +162,7 @@ def _largest(line: Line, limit: int, most: int) -> tuple[int, str]:
 
 
 def _verified(
-    attempts: Attempts, tried: list[Attempt], largest: int, own: int, bound: str, say: Callable[[str], None]
+    attempts: Trials, tried: list[Attempt], largest: int, own: int, bound: str, say: Callable[[str], None]
 ) -> tuple[Attempt, str]:
     """Return an attempt that ran with room to spare, at the largest size or below; else the script's own."""
     room = attempts.limit * (1 - _SPARE)
@@ -153,7 +181,7 @@ def _verified(
     return safe[-1], bound
 
 
-def _check_first(first: Attempt, attempts: Attempts) -> None:
+def _check_first(first: Attempt, attempts: Trials) -> None:
     if first.outcome == "out of memory":
         raise HastenError(
             f"the training does not fit into {attempts.limit / 1e9:.2f} GB with its own batch size ({first.reason})",
@@ -161,22 +189,3 @@ def _check_first(first: Attempt, attempts: Attempts) -> None:
         )
     if first.outcome != "ok":
         raise HastenError(f"the script did not train in a trial: {first.reason}", "hasten doctor shows why")
-
-
-def _own_size(first: Attempt, argument_value: int) -> tuple[int, int]:
-    """Return the script's own batch size, and the samples of its training loader."""
-    loader = first.evidence.train_loader if first.evidence is not None else None
-    samples = loader.samples if loader is not None and loader.samples else 0
-    if argument_value:
-        return argument_value, samples
-    if loader is None:
-        raise HastenError(
-            "the script trains without a DataLoader, so its batch size is not seen",
-            "name its own argument, with the value: hasten batch --argument --batch-size train.py --batch-size 16",
-        )
-    if not loader.batch_size:
-        raise HastenError(
-            f"the training loader ({loader.where}) has a batch sampler of its own, or no batch size",
-            "name the script's own argument: hasten batch --argument --batch-size train.py --batch-size 16",
-        )
-    return loader.batch_size, samples

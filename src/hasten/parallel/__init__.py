@@ -1,6 +1,15 @@
 """Several processes that train together, on this machine or, started by torchrun or srun, on many."""
 
-from hasten.parallel.ddp import Step, before_backward, explained, manual_forward, set_sync, sync_batchnorm, wrap
+from hasten.parallel.ddp import (
+    Exchange,
+    Step,
+    before_backward,
+    explained,
+    manual_forward,
+    set_sync,
+    sync_batchnorm,
+    wrap,
+)
 from hasten.parallel.devices import Devices, choose_devices
 from hasten.parallel.launch import ending, forward, guard, open_world
 from hasten.parallel.place import Place, find_place
@@ -10,6 +19,7 @@ from hasten.parallel.world import World
 
 __all__ = [
     "Devices",
+    "Exchange",
     "Place",
     "Step",
     "World",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,6 +82,104 @@ def set_sync(ddp: DistributedDataParallel, sync: bool) -> None:
     What `ddp.no_sync()` does, without entering a context each step.
     """
     ddp.require_backward_grad_sync = sync
+
+
+class Exchange:
+    """What ranks exchange in a step whose backward runs in parts, each of which may fail and be done again.
+
+    DistributedDataParallel averages gradients within a backward; a rank that fails in one leaves the others waiting. So
+    here parts exchange nothing, and `average` does it once all ranks are through.
+
+    Args:
+        ddp: The wrapped model.
+        world: Its ranks.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, world: World) -> None:
+        self._ddp, self._world = ddp, world
+        self._parameters = [one for one in ddp.module.parameters() if one.requires_grad]
+        self._wanted = self._sends_buffers = False
+
+    def begin(self) -> None:
+        """Let the parts that follow exchange nothing but buffers, with the first forward, as ever."""
+        self._wanted = self._ddp.require_backward_grad_sync
+        self._sends_buffers = self._ddp.require_forward_param_sync
+        self._ddp.require_backward_grad_sync = False
+
+    def again(self) -> None:
+        """Begin once more: the next forward exchanges what the first one did."""
+        self._ddp.require_forward_param_sync = self._sends_buffers
+
+    def last(self) -> None:
+        """The next backward is the step's last one: it averages the gradients, if the step is one that does."""
+        self._ddp.require_backward_grad_sync = self._wanted
+
+    @contextlib.contextmanager
+    def nothing(self) -> Iterator[None]:
+        """Forwards under this exchange nothing at all."""
+        ddp = self._ddp
+        before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
+        try:
+            yield
+        finally:
+            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
+
+    def agree(self, number: int) -> tuple[int, list[bool]]:
+        """Return the least of all ranks' numbers, and which parameters have a gradient on any rank."""
+        have = [-int(one.grad is not None) for one in self._parameters]
+        least = self._world.reduce(torch.tensor([number, *have]), "min").tolist()
+        return int(least[0]), [bool(one) for one in least[1:]]
+
+    def end(self, have: list[bool]) -> None:
+        """All ranks are through: average the gradients, if the step is one that does."""
+        self._ddp.require_backward_grad_sync = self._wanted
+        if not self._wanted:
+            return
+        self._ddp.require_forward_param_sync = True
+        gradients = []
+        for parameter, any_rank in zip(self._parameters, have, strict=True):
+            if not any_rank:
+                continue
+            if parameter.grad is None:  # it took no part here, as under find_unused_parameters
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        average(gradients, self._world)
+
+
+_AT_ONCE = 25 * 2**20  # bytes sent in one go, as DistributedDataParallel does
+
+
+def average(gradients: list[torch.Tensor], world: World) -> None:
+    """Average gradients over the ranks, in place.
+
+    Raises:
+        HastenError: One is sparse.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.is_sparse:
+            raise HastenError("sparse gradients of several ranks cannot be averaged here", "use dense embeddings")
+        groups.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for group in groups.values():
+        bucket: list[torch.Tensor] = []
+        held = 0
+        for place, gradient in enumerate(group):
+            bucket.append(gradient)
+            held += gradient.nbytes
+            if held >= _AT_ONCE or place == len(group) - 1:
+                _average_together(bucket, world)
+                bucket, held = [], 0
+
+
+def _average_together(bucket: list[torch.Tensor], world: World) -> None:
+    import torch.distributed as dist
+
+    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+    flat.mul_(1.0 / world.size)  # before the sum, as DistributedDataParallel does: the same bits
+    dist.all_reduce(flat)
+    for gradient, averaged in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+        gradient.copy_(averaged.view_as(gradient))
 
 
 def manual_forward(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:

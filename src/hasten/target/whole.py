@@ -19,6 +19,7 @@ from typing import Any
 
 from hasten import files
 from hasten.child import Child, how_it_ended, start_logged
+from hasten.errors import OUT_OF_MEMORY
 from hasten.messages import is_terminal
 from hasten.plan import Setting
 from hasten.taps.config import DoctorOptions, RunConfig, TrialOptions, environment
@@ -26,7 +27,7 @@ from hasten.target.arguments import with_arguments
 from hasten.target.goal import Goal
 from hasten.target.inside import VARIABLE
 from hasten.target.readings import LOGGED, PRINTED, Kind, Reading, Readings, Tail
-from hasten.tuner.trial import MEMORY_WORDS, last_lines
+from hasten.tuner.trial import last_lines
 
 _LOOK = 0.05  # seconds between two looks at what was printed
 _NEVER = 1 << 62  # batches, epochs and steps that bound nothing
@@ -216,7 +217,7 @@ def _outcome(code: int | None, late: bool, to_goal: float | None, heard: bool, l
     last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
     if code is None:
         return ("slower", "stopped: it took too long") if late else ("reached", "stopped there")
-    if code == -signal.SIGKILL or (code and any(word in log for word in MEMORY_WORDS)):
+    if code == -signal.SIGKILL or (code and any(word in log for word in OUT_OF_MEMORY)):
         return "out of memory", last or "killed by the kernel"
     if code:
         return "crashed", f"{how_it_ended(code)}: {last}" if last else how_it_ended(code)

@@ -87,18 +87,30 @@ def check(trainer: Trainer, fn: str) -> None:
                 " `training_step`: with several optimizers set self.automatic_optimization = False and step them in it"
             )
         if not trainer.model.automatic_optimization:
-            if trainer.config.gradient_clip_val:
-                raise trainer.misconfigured(
-                    "Automatic gradient clipping is not supported for manual optimization:"
-                    f" gradient_clip_val={trainer.config.gradient_clip_val} would do nothing",
-                    "call self.clip_gradients(optimizer, ...) in training_step",
-                )
-            if trainer.config.accumulate_grad_batches != 1:
-                raise trainer.misconfigured(
-                    "Automatic gradient accumulation is not supported for manual optimization:"
-                    f" accumulate_grad_batches={trainer.config.accumulate_grad_batches} would do nothing",
-                    "step the optimizer every so many batches yourself",
-                )
+            _check_manual(trainer)
+
+
+def _check_manual(trainer: Trainer) -> None:
+    """Refuse flags about optimizing where the module does that itself."""
+    config = trainer.config
+    if config.gradient_clip_val:
+        raise trainer.misconfigured(
+            "Automatic gradient clipping is not supported for manual optimization:"
+            f" gradient_clip_val={config.gradient_clip_val} would do nothing",
+            "call self.clip_gradients(optimizer, ...) in training_step",
+        )
+    if config.accumulate_grad_batches != 1:
+        raise trainer.misconfigured(
+            "Automatic gradient accumulation is not supported for manual optimization:"
+            f" accumulate_grad_batches={config.accumulate_grad_batches} would do nothing",
+            "step the optimizer every so many batches yourself",
+        )
+    if config.microbatch is not None:
+        raise trainer.misconfigured(
+            f"microbatch={config.microbatch!r} is not supported for manual optimization: training_step differentiates"
+            " its batch itself",
+            "split the batch there; or let the Trainer optimize",
+        )
 
 
 def _check_validation(trainer: Trainer, module: str) -> None:

@@ -143,6 +143,13 @@ class Config:
     accumulate_grad_batches: Any = _flag(
         1, OPTIMIZATION, "step after so many batches; or a schedule by epoch, `{0: 8, 4: 1}`", values.accumulation
     )
+    microbatch: int | str | None = _flag(
+        None,
+        OPTIMIZATION,
+        "compute a batch in parts of so many samples, and step once: the gradient of the whole batch in less memory."
+        ' `"auto"`: whole batches, [halved where memory runs out](#batches-in-parts)',
+        values.microbatch,
+    )
     gradient_clip_val: int | float | None = _flag(
         None, OPTIMIZATION, "largest gradient norm, or value; None: nothing is clipped", values.clip_value
     )

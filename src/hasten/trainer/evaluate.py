@@ -71,7 +71,7 @@ class _Running:
 
     def __init__(self, trainer: Trainer, hooks: Hooks, source: Combined, stage: str) -> None:
         self._trainer, self._hooks, self._source, self._stage = trainer, hooks, source, stage
-        self._draws = steps.draws(getattr(trainer.model, f"{stage}_step"))
+        self._draws = feeding.draws(getattr(trainer.model, f"{stage}_step"))
         one_at_a_time = source.mode == "sequential" and len(source.leaves) > 1
         self.several = one_at_a_time and (stage == "predict" or not self._draws)
         if not self._draws:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -147,6 +148,11 @@ def _set_val_check(trainer: Trainer) -> None:
             f"The number of training batches ({total:g}) is smaller than the logging interval"
             f" log_every_n_steps={config.log_every_n_steps}: the loggers may never get a step's values"
         )
+
+
+def draws(method: Any) -> bool:
+    """Return whether a step draws its batches itself, from the `dataloader_iter` that it takes."""
+    return "dataloader_iter" in inspect.signature(method).parameters
 
 
 class Drawn:

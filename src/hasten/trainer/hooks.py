@@ -73,6 +73,14 @@ class ModuleHooks:
         """The batch, on the device."""
         return batch
 
+    def split_batch(self, batch: Any, size: int) -> list[Any]:
+        """Return a batch in parts of `size` samples; asked with the flag `microbatch`. Default: by first dimension."""
+        raise NotImplementedError
+
+    def loss_terms(self, batch: Any) -> int:
+        """Return what the loss of a batch is a mean over; asked with the flag `microbatch`. Default: samples."""
+        raise NotImplementedError
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add to a checkpoint that is about to be written."""
 

@@ -14,6 +14,7 @@ from hasten.data import rng
 from hasten.trainer import feeding, schedules, signals, sources, steps
 from hasten.trainer.ahead import Ahead, nothing_left
 from hasten.trainer.logged import Board
+from hasten.trainer.outputs import manual_outputs_of, outputs_of
 
 if TYPE_CHECKING:
     from hasten.trainer.hooks import Hooks
@@ -109,7 +110,7 @@ class FitLoop:
         try:
             self._batches(step)
         except StopIteration:  # of a step that draws its batches itself, and more than there are
-            if not steps.draws(trainer.model.training_step):
+            if not feeding.draws(trainer.model.training_step):
                 raise
             self.last = True
         if not progress.batch_idx and self.ahead is not None and not progress.should_stop:
@@ -184,7 +185,7 @@ class FitLoop:
         look = progress.batch_idx  # the next batch at which those that look only now and then do
         total = self.feed.total
         automatic = trainer.model.automatic_optimization
-        outputs_of = steps.outputs_of if automatic else steps.manual_outputs_of
+        given_to_hooks = outputs_of if automatic else manual_outputs_of
         scheduled = automatic and bool(engine.optimizing.schedulers)
         run_step = engine.first_step(step)
         self.may_validate = trainer.validates_this_epoch
@@ -225,7 +226,7 @@ class FitLoop:
             over = progress.should_stop or progress.global_step == trainer.config.max_steps
             looks = over or last or batch_idx >= look
             if on_end or (looks and now_and_then):
-                outputs = None if batch is None else outputs_of(output, every)
+                outputs = None if batch is None else given_to_hooks(output, every)
                 if looks:
                     look = _tell_now_and_then(now_and_then, outputs, batch, batch_idx)
                 for hook in on_end:
@@ -237,7 +238,7 @@ class FitLoop:
 
     def _fed(self, step: steps.Step) -> tuple[Callable[[], Any], list[Callable[[Any, int], Any]], steps.Step]:
         """Return what gives a batch, what each goes through, and the step."""
-        if not steps.draws(self.trainer.model.training_step):
+        if not feeding.draws(self.trainer.model.training_step):
             return self.fetch, feeding.preparing(self.trainer, "train"), step
         drawn = feeding.Drawn(self.fetch, self.progress.batch_idx)
         return drawn.itself, [], self._drawing(step, drawn)

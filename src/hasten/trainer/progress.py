@@ -23,6 +23,8 @@ class Progress:
         point: How far the current batch or epoch is ("epoch_start", "batch", "batch_end", "validated", "between",
             "epoch_end"): where a checkpoint saved now goes on.
         evaluated_batches: Batches of the evaluation that runs, or was the last.
+        microbatch: Samples that are computed at a time, as `microbatch="auto"` found; None: whole batches. Saved where
+            it is known.
         batches_seen: Evaluation batches by run and kind ("fit_validate"), then by loader: the x-axis of what is logged
             in evaluations.
         should_stop: Whether somebody wants the training to end after this batch. Not saved: it is a wish of this run.
@@ -36,20 +38,24 @@ class Progress:
     batch_idx: int = 0
     point: str = "epoch_start"
     evaluated_batches: int = 0
+    microbatch: int | None = None
     batches_seen: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     should_stop: bool = False
 
     def begin_fit(self) -> None:
         """Stand at the beginning of the next epoch, whatever the fit before left within one."""
         self.epochs_processed, self.batch_idx, self.point = self.current_epoch, 0, "epoch_start"
+        self.microbatch = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters that a checkpoint has beside `epoch` and `global_step`."""
-        return {name: getattr(self, name) for name in _SAVED}
+        found = {} if self.microbatch is None else {"microbatch": self.microbatch}
+        return {name: getattr(self, name) for name in _SAVED} | found
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on after the epochs and batches of a checkpoint; where in its epoch that was says `enter_epoch`."""
         self.begin_fit()
+        self.microbatch = saved.get("microbatch")
         for name in ("current_epoch", "epochs_processed", "total_batches", "logged_steps"):
             setattr(self, name, saved[name])
         self.batches_seen["fit_validate"] = Counter(dict(saved["validated"]))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.trainer.errors import misconfigured
+from hasten.trainer.microbatch import in_parts
+from hasten.trainer.outputs import loss_of, scaled_loss
 from hasten.trainer.profiling import measures, profiled
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 Step = Callable[[Any, int, bool, bool], Any]
 """`(batch, batch_idx, first, last)` of an accumulation window -> what training_step gave."""
+
+Differentiate = Callable[[Any, int, bool], Any]
+"""`(batch, batch_idx, first)` of an accumulation window -> what training_step gave; gradients are there."""
 
 
 def takes_batch_idx(method: Any) -> bool:
@@ -47,11 +51,6 @@ def called(trainer: Trainer, name: str, method: Callable[..., Any]) -> Callable[
         wrapped = run.wrapped("forward", plain)
         return lambda *args: wrapped(module, args, {})
     return method
-
-
-def draws(method: Any) -> bool:
-    """Return whether a step draws its batches itself, from the `dataloader_iter` that it takes."""
-    return "dataloader_iter" in inspect.signature(method).parameters
 
 
 class Window:
@@ -97,7 +96,7 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
     sync = engine.strategy.syncing()
     tensor = torch.Tensor
 
-    def differentiate(batch: Any, batch_idx: int, first: bool) -> Any:
+    def whole(batch: Any, batch_idx: int, first: bool) -> Any:
         output = training_step(batch, batch_idx)
         loss = output if isinstance(output, tensor) else loss_of(output)
         every = trainer.config.accumulate_grad_batches
@@ -110,6 +109,10 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
         if loss is not None:
             backward(loss)
         return output
+
+    differentiate: Differentiate = whole
+    if trainer.config.microbatch is not None:
+        differentiate = in_parts(trainer, hooks, training_step, clear, backward)
 
     def step(batch: Any, batch_idx: int, first: bool, last: bool) -> Any:
         names["_current_fx_name"] = "training_step"
@@ -131,7 +134,7 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
 
 
 def stepping_by_closure(
-    trainer: Trainer, differentiate: Callable[[Any, int, bool], Any], own_step: Callable[..., Any] | None
+    trainer: Trainer, differentiate: Differentiate, own_step: Callable[..., Any] | None
 ) -> Callable[[Any, int, bool], Any]:
     """Return a window's last step where the optimizer, or the module's `optimizer_step`, calls the model itself."""
     progress, optimizing, names = trainer.progress, trainer.engine.optimizing, trainer.model.__dict__
@@ -213,46 +216,6 @@ def needs_closure(optimizer: Any) -> bool:
     """Whether an optimizer evaluates the model itself: LBFGS, and those by others, which may."""
     kind = type(optimizer)
     return isinstance(optimizer, torch.optim.LBFGS) or not kind.__module__.startswith("torch.optim")
-
-
-def loss_of(output: Any) -> Any:
-    """The loss in what training_step gave; None skips the batch.
-
-    Raises:
-        HastenError: It is neither a tensor, nor a dict with "loss", nor None.
-    """
-    if output is None or isinstance(output, torch.Tensor):
-        return output
-    if isinstance(output, Mapping) and "loss" in output:
-        return output["loss"]
-    if isinstance(output, Mapping):
-        raise misconfigured("when training_step returns a dict, the 'loss' key needs to be present")
-    raise misconfigured(
-        f"training_step gave a {type(output).__name__}: it must return a Tensor, a dict, or None (to skip the batch)"
-    )
-
-
-def scaled_loss(output: Any, every: int) -> Any:
-    """The loss as it was differentiated."""
-    loss = loss_of(output)
-    return loss if loss is None or every == 1 else loss / every
-
-
-def outputs_of(output: Any, every: int) -> dict[str, Any]:
-    """What hooks get: the loss as it was differentiated, without its graph, and what else training_step gave."""
-    loss = scaled_loss(output, every)
-    if loss is None:
-        return {}
-    if not isinstance(output, Mapping):
-        return {"loss": loss.detach()}
-    return {"loss": loss.detach(), **{key: value for key, value in output.items() if key != "loss"}}
-
-
-def manual_outputs_of(output: Any, every: int) -> dict[str, Any]:
-    """What hooks get in manual optimization: all that training_step gave, without graphs."""
-    if isinstance(output, Mapping):
-        return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in output.items()}
-    return {} if output is None else {"loss": output.detach()}
 
 
 def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.trainer import checks, feeding, installing, session, steps
+from hasten.trainer import asked, checks, feeding, installing, session, steps
 from hasten.trainer.adapter import adapter
 from hasten.trainer.attachments import Attachments
 from hasten.trainer.checkpointing import Checkpointing
 from hasten.trainer.config import Config, FlagAttribute, documentation, takes
 from hasten.trainer.engine import Engine
-from hasten.trainer.errors import NotAModuleError, refuse_class
+from hasten.trainer.errors import refuse_class
 from hasten.trainer.loggers.base import Logger
 from hasten.trainer.loss_module import LossModule
 from hasten.trainer.old_flags import refuse_unknown
@@ -28,6 +28,7 @@ from hasten.trainer.seeding import seed_everything as seed_everything
 from hasten.trainer.stages import Metrics, Stage
 
 if TYPE_CHECKING:
+    from hasten.batch.result import BatchSizes
     from hasten.check.checked import Checked
 
 Loaders = Any
@@ -167,6 +168,39 @@ class Trainer(Readable):
         }
         return check(self, fit, batches, epochs, resume)
 
+    def find_batch_size(
+        self,
+        model: Any,
+        train_dataloaders: Loaders = None,
+        val_dataloaders: Loaders = None,
+        datamodule: Any = None,
+        *,
+        loss: Callable[..., torch.Tensor] | None = None,
+        optimizer: Any = None,
+        memory: int | None = None,
+        timeout: float = 60.0,
+    ) -> BatchSizes:
+        """Find the largest batch that is safe, where throughput saturates, and what memory goes to.
+
+        Copies of the module train some steps and validate, three times over, with larger and larger batches, the
+        longest samples first. Module, optimizer, loaders and random states are afterwards as they were, to the bit.
+
+        Args:
+            model: As for `fit`; so are the loaders, `datamodule`, `loss` and `optimizer`.
+            memory: Bytes that this process, or the GPU, may have in all; default: nine tenths of what is free.
+            timeout: Seconds after which one attempt is ended.
+
+        Returns:
+            `.largest`, `.saturated`, `.rates`, `.peaks` and `.memory`; `print` shows them.
+
+        Raises:
+            HastenError: The batch size cannot be changed, the module not copied, or the own batch size does not fit.
+        """
+        from hasten.trainer.finding import find
+
+        fit = {"model": model, "datamodule": datamodule, "loss": loss, "optimizer": optimizer}
+        return find(self, fit, train_dataloaders, val_dataloaders, memory, timeout)
+
     def validate(
         self,
         model: Any = None,
@@ -189,7 +223,7 @@ class Trainer(Readable):
         Returns:
             What was logged, a dict for each loader.
         """
-        path = self._weights(model, ckpt_path)
+        path = asked.weights_of(self, model, ckpt_path)
         self._attach(model, "validate", dataloaders, datamodule, val=dataloaders)
         return session.run(self, "validate", path, verbose=verbose)  # type: ignore[no-any-return]
 
@@ -203,7 +237,7 @@ class Trainer(Readable):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run `test_step` over the test loaders; arguments as for `validate`."""
-        path = self._weights(model, ckpt_path)
+        path = asked.weights_of(self, model, ckpt_path)
         self._attach(model, "test", dataloaders, datamodule, test=dataloaders)
         return session.run(self, "test", path, verbose=verbose)  # type: ignore[no-any-return]
 
@@ -221,7 +255,7 @@ class Trainer(Readable):
         Returns:
             Its outputs on the host, by batch; with several loaders a list for each; None if not `return_predictions`.
         """
-        path = self._weights(model, ckpt_path)
+        path = asked.weights_of(self, model, ckpt_path)
         self._attach(model, "predict", dataloaders, datamodule, predict=dataloaders)
         keep = True if return_predictions is None else return_predictions
         return session.run(self, "predict", path, return_predictions=keep)  # type: ignore[no-any-return]
@@ -329,7 +363,7 @@ class Trainer(Readable):
             )
         refuse_class(f"{fn}(model)", model)
         refuse_class("datamodule", datamodule)
-        model = self._module(fn, model)
+        model = asked.module_of(self, fn, model)
         if datamodule is None and hasattr(first, "train_dataloader") and hasattr(first, "prepare_data"):
             datamodule, loaders = first, dict.fromkeys(loaders)
         if datamodule is not None and any(loader is not None for loader in loaders.values()):
@@ -339,34 +373,6 @@ class Trainer(Readable):
             for line in self._remarks:
                 self.say(line, once=True)
         self.engine.attach(model, datamodule, loaders, fn == "fit")
-
-    def _module(self, fn: str, model: Any) -> Any:
-        """Return the module that a run is of."""
-        last = self.model
-        model = last if model is None or (isinstance(last, LossModule) and model is last.net) else model
-        kinds = adapter().kinds_of_module
-        if model is None:
-            raise TypeError(f"`Trainer.{fn}()` requires a {kinds}: none was given, and none was trained before")
-        model = getattr(model, "_orig_mod", model)  # what torch.compile(module) gave
-        if not isinstance(model, torch.nn.Module) or not hasattr(model, "training_step"):
-            raise NotAModuleError(
-                f"`Trainer.{fn}()`: model must be a {kinds}, got `{type(model).__name__}`",
-                "for a plain nn.Module: fit(model, loader, loss=torch.nn.functional.cross_entropy)",
-            )
-        return model
-
-    def _weights(self, model: Any, path: str | Path | None) -> str | None:
-        """Return the checkpoint whose weights an evaluation takes."""
-        if path is not None or model is not None:
-            return self.checkpointing.find(path, "evaluate")
-        saved = [callback for callback in self.checkpoint_callbacks if getattr(callback, "best_model_path", "")]
-        if not saved or self.fast_dev_run:
-            return None
-        self.warn(
-            "no model and no ckpt_path were given: The best model of the previous `fit` call will be used. Say"
-            ' ckpt_path="best" if that is meant, or give the model'
-        )
-        return self.checkpointing.find("best")
 
     # -- what only other frameworks read ---------------------------------------------------------------
 

@@ -76,6 +76,15 @@ def accumulation(name: str, value: Any) -> int | dict[int, int]:
     return dict(value)
 
 
+def microbatch(name: str, value: Any) -> int | str | None:
+    """`microbatch`: a number of samples, or "auto"."""
+    if value in (None, "auto"):
+        return value  # type: ignore[no-any-return]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise misconfigured(f'`{name}` should be an int >= 1 or "auto", not {value!r}', "it counts samples")
+    return value
+
+
 class ClipAlgorithm(StrEnum):
     """Ways to clip gradients."""
 

@@ -17,7 +17,7 @@ from typing import IO
 import psutil
 
 from hasten.child import Child, how_it_ended, start_logged
-from hasten.errors import HastenError
+from hasten.errors import OUT_OF_MEMORY, HastenError
 from hasten.evidence import Evidence, read_evidence
 from hasten.messages import is_terminal
 from hasten.plan import Setting
@@ -28,7 +28,6 @@ _POLL = 0.25
 _LAST_LINES = 12
 _ENOUGH = 20  # steps after which a refused file is the end of a trial, not its failure
 _REFUSED = ("No such file or directory", "Permission denied")
-MEMORY_WORDS = ("OutOfMemoryError", "MemoryError", "out of memory", "annot allocate memory", "can't allocate memory")
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def _outcome(code: int | None, evidence: Evidence | None, said: str, seconds: fl
     if code is None and not (evidence and evidence.ended == "complete"):
         return "timeout", f"not done after {seconds:.0f} s"
     error = evidence.error if evidence else ""
-    if code == -signal.SIGKILL or any(word in error + last for word in MEMORY_WORDS):
+    if code == -signal.SIGKILL or any(word in error + last for word in OUT_OF_MEMORY):
         return "out of memory", error or last or "killed by the kernel"
     if evidence is not None and evidence.bad_losses:
         return "nan", f"{evidence.bad_losses} losses were NaN or infinite"

@@ -8,7 +8,8 @@ from hasten.doctor.figures.storage import is_network
 from hasten.doctor.verdict.diagnosis import Verdict
 from hasten.doctor.verdict.loader import loader_verdict
 from hasten.doctor.verdict.steady_use import SteadyUse, steady_use
-from hasten.doctor.verdict.untrained import OUT_OF_MEMORY, caveats, out_of_memory, stands_still, stuck, untrained
+from hasten.doctor.verdict.untrained import caveats, out_of_memory, stands_still, stuck, untrained
+from hasten.errors import OUT_OF_MEMORY
 from hasten.evidence import PHASES, Evidence, LoaderFacts, Stages
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import waits_for_gpu

@@ -6,7 +6,6 @@ from hasten.doctor.verdict.diagnosis import Verdict
 from hasten.doctor.verdict.steady_use import SteadyUse
 from hasten.evidence import Evidence, Phase, split_place
 
-OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "annot allocate memory", "can't allocate memory")
 _CROWDED = 0.6  # share of the cores that is busy, from which others are in the way
 _FEW = 10  # steady steps below which an answer is a rough one
 

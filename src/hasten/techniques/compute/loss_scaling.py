@@ -161,6 +161,14 @@ class LossScaler:
             self.leave(str(state["gone"]))
             self._in_flight = False
 
+    def counted(self) -> tuple[Any, ...]:
+        """Return what backwards change here, for `recount`."""
+        return self._overflows, self._adapted, self._unasked, self.scale, self._clean_steps
+
+    def recount(self, counted: tuple[Any, ...]) -> None:
+        """Go back to what `counted` gave: the backwards since are done again."""
+        self._overflows, self._adapted, self._unasked, self.scale, self._clean_steps = counted
+
     def resume(self) -> None:
         """Scale again behind a pause; call it between two steps."""
         self.paused, self._unasked = False, 0

@@ -272,6 +272,15 @@ class Precision(Technique):
 
         return scaled
 
+    def counted(self) -> tuple[Any, ...]:
+        """With fp16: what backwards count of overflows, for `recount`."""
+        return () if self._scaler is None else self._scaler.counted()
+
+    def recount(self, counted: tuple[Any, ...]) -> None:
+        """With fp16: forget the backwards since `counted`, which are done again."""
+        if self._scaler is not None:
+            self._scaler.recount(counted)
+
     def state_dict(self) -> dict[str, Any]:
         """With fp16: the scale, and for how many steps it has held."""
         return {} if self._scaler is None else self._scaler.state_dict()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten.errors import HastenError
-from hasten.parallel import World
+from hasten.parallel import Exchange, World
 from hasten.trainer.optimizing import clip
 from hasten.trainer.precision import Precision
 
@@ -82,6 +82,17 @@ class Strategy:
 
     def syncing(self) -> Callable[[bool], None] | None:
         """Return what says before a step whether its gradients are exchanged; None where that is never asked."""
+        return None
+
+    def exchange(self, tries: bool) -> Exchange | None:
+        """Return what a step that runs in parts exchanges with other processes; None where there are none.
+
+        Args:
+            tries: Whether a process may fail in a part, and all of them do the step again.
+
+        Raises:
+            HastenError: Steps cannot run in parts, or not again.
+        """
         return None
 
     def before_backward(self, loss: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hasten.errors import HastenError
-from hasten.parallel import World, before_backward, explained, manual_forward, wrap
+from hasten.parallel import Exchange, World, before_backward, explained, manual_forward, wrap
 from hasten.parallel.compression import KINDS, PowerSGD, compress
 from hasten.parallel.zero import ShardedStates
 from hasten.trainer.errors import ContradictionError, WrongValueError
@@ -175,6 +175,21 @@ class DDP(Strategy):
             learning[0] = False
 
         return sync_at_first if self.given.static_graph else sync
+
+    def exchange(self, tries: bool) -> Exchange:
+        """Return what the parts of a step exchange, and when."""
+        if self.given.static_graph:
+            raise ContradictionError(
+                "microbatch and static_graph=True: a static graph is learned in a backward that exchanges gradients,"
+                " and only the last part's does",
+                "leave static_graph out",
+            )
+        if tries and (self.given.gradient_compression or self.given.ddp_comm_hook is not None):
+            raise ContradictionError(
+                'microbatch="auto" exchanges gradients itself, once all ranks are through: whole, and past hooks',
+                "give microbatch a number, or leave them out",
+            )
+        return Exchange(self._wrapped, self._world)
 
     def before_backward(self, loss: Any) -> None:
         """Have the reducer look at the graph of this loss."""

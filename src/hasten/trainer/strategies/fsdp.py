@@ -15,8 +15,8 @@ from hasten.parallel.sharded import is_sharded, local, share_of, whole
 from hasten.techniques.memory.activation_checkpointing import named, repeated
 from hasten.trainer.batches import mapped
 from hasten.trainer.errors import ContradictionError, WrongValueError
+from hasten.trainer.outputs import loss_of
 from hasten.trainer.precision import Precision
-from hasten.trainer.steps import loss_of
 from hasten.trainer.strategies.base import Forward, Strategy
 
 if TYPE_CHECKING:
@@ -194,6 +194,13 @@ class FSDP(Strategy):
                     unit.reshard()
 
         return step
+
+    def exchange(self, tries: bool) -> None:
+        """Refuse steps in parts: each part would exchange, and ranks may have different numbers of them."""
+        raise ContradictionError(
+            'microbatch and strategy="fsdp": ranks exchange parameters in each part, some have more parts than others',
+            'use accumulate_grad_batches with a smaller batch_size, or strategy="ddp"',
+        )
 
     def syncing(self) -> Callable[[bool], None]:
         """Return the switch: while gradients are only accumulated, they are not exchanged."""

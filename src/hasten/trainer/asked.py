@@ -1,0 +1,45 @@
+"""What a person's call of a Trainer is of: which module, with which weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.trainer.adapter import adapter
+from hasten.trainer.errors import NotAModuleError
+from hasten.trainer.loss_module import LossModule
+
+if TYPE_CHECKING:
+    from hasten.trainer.trainer import Trainer
+
+
+def module_of(trainer: Trainer, fn: str, model: Any) -> Any:
+    """Return the module that a run is of."""
+    last = trainer.model
+    model = last if model is None or (isinstance(last, LossModule) and model is last.net) else model
+    kinds = adapter().kinds_of_module
+    if model is None:
+        raise TypeError(f"`Trainer.{fn}()` requires a {kinds}: none was given, and none was trained before")
+    model = getattr(model, "_orig_mod", model)  # what torch.compile(module) gave
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "training_step"):
+        raise NotAModuleError(
+            f"`Trainer.{fn}()`: model must be a {kinds}, got `{type(model).__name__}`",
+            "for a plain nn.Module: fit(model, loader, loss=torch.nn.functional.cross_entropy)",
+        )
+    return model
+
+
+def weights_of(trainer: Trainer, model: Any, path: str | Path | None) -> str | None:
+    """Return the checkpoint whose weights an evaluation takes."""
+    if path is not None or model is not None:
+        return trainer.checkpointing.find(path, "evaluate")
+    saved = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "best_model_path", "")]
+    if not saved or trainer.fast_dev_run:
+        return None
+    trainer.warn(
+        "no model and no ckpt_path were given: The best model of the previous `fit` call will be used. Say"
+        ' ckpt_path="best" if that is meant, or give the model'
+    )
+    return trainer.checkpointing.find("best")

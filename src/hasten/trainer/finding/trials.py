@@ -1,0 +1,275 @@
+"""`Trainer.find_batch_size`: attempts in this process, on copies, for the search of `hasten batch`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import gc
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.batch.attempt import Attempt, Guard, free_bytes
+from hasten.batch.inside import counted, peak_bytes, reset_peak
+from hasten.batch.result import BatchSizes
+from hasten.batch.search import search
+from hasten.data import rng
+from hasten.errors import HastenError, is_out_of_memory
+from hasten.parallel import find_place
+from hasten.trainer.errors import misconfigured
+from hasten.trainer.finding.clock import BATCHES, PASSES, Clock
+from hasten.trainer.finding.resizing import Hook, Resizing
+from hasten.trainer.hooks import overridden
+
+if TYPE_CHECKING:
+    from hasten.trainer.trainer import Trainer
+
+_HOOKS = {"train": "train_dataloader", "val": "val_dataloader"}
+_TRIED: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "profiler": None,
+    "fast_dev_run": False,
+    "overfit_batches": 0.0,
+    "barebones": False,
+    "num_sanity_val_steps": 0,
+    "max_steps": -1,
+    "min_steps": None,
+    "min_epochs": None,
+    "max_time": None,
+    "limit_train_batches": BATCHES,
+    "val_check_interval": None,
+    "check_val_every_n_epoch": 1,
+    "max_epochs": PASSES,
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "auto",
+    "seed": None,
+}
+
+
+def find(trainer: Trainer, fit: dict[str, Any], train: Any, val: Any, memory: int | None, timeout: float) -> BatchSizes:
+    """Find the largest safe batch; see `Trainer.find_batch_size`."""
+    if (place := find_place()) is not None and place.size > 1:
+        raise HastenError(
+            "find_batch_size trains in one process, and this is one of several",
+            "call it in a process of its own; each rank then takes a batch of that size",
+        )
+    if trainer.stage.status == "running":
+        raise misconfigured(f"find_batch_size() is called while {trainer.stage.fn}() runs", "call it before")
+    trials = _Trials(trainer, fit, {"train": train, "val": val}, memory, timeout)
+    before = rng.state()
+    try:
+        return BatchSizes(search(trials, 0, trainer.say))
+    finally:
+        trials.resizing.restore()
+        rng.restore(before)
+
+
+class _Trials:
+    """Makes attempts of a fit, on copies; what `hasten.batch.search` asks of it is there.
+
+    Args:
+        trainer: Whose flags, techniques and precision are tried. Callbacks and loggers take no part.
+        fit: What `fit` is given, but for loaders.
+        loaders: "train" and "val", where they are given.
+        memory: Bytes; None: what is free.
+        timeout: Seconds of an attempt.
+    """
+
+    def __init__(
+        self, trainer: Trainer, fit: dict[str, Any], loaders: dict[str, Any], memory: int | None, timeout: float
+    ) -> None:
+        self._trainer, self._fit, self._timeout = trainer, fit, timeout
+        first = loaders["train"]
+        if fit["datamodule"] is None and hasattr(first, "train_dataloader") and hasattr(first, "prepare_data"):
+            self._fit, loaders = {**fit, "datamodule": first}, dict.fromkeys(loaders)
+        self._loaders = loaders
+        self._device = trainer.device
+        self.on_gpu = self._device.type == "cuda"
+        self.done: list[Attempt] = []
+        self.resizing = Resizing()
+        self._resident = _resident(fit["model"], self._device)
+        self.limit = memory or self._free()
+
+    def _free(self) -> int:
+        if self.on_gpu:
+            free, _ = torch.cuda.mem_get_info(self._device)
+            return free + torch.cuda.memory_reserved(self._device)
+        return free_bytes() + _status("VmRSS")
+
+    def own_size(self, first: Attempt, argument_value: int) -> tuple[int, int]:
+        """Return the training loader's batch size, and samples in its dataset (0: nobody knows)."""
+        if not self.resizing.own:
+            raise HastenError(
+                "the training loader is no DataLoader, so its batch size cannot be changed",
+                "give a DataLoader; or use `hasten batch --argument` on the script",
+            )
+        return self.resizing.own, self.resizing.samples
+
+    def run(self, size: int = 0, former: int = 0, lean: bool = False) -> Attempt:
+        """Fit a copy for some steps, and validate, three times over.
+
+        Args:
+            size: Samples in a batch; 0: as the training loader has it.
+            former: The loader's own.
+            lean: Without a process of its own nothing can be told to the C library: the attempt that was made stands.
+        """
+        if lean:
+            return next(one for one in self.done if one.size == size)
+        attempt = self._attempt(size)
+        if not self.done and attempt.outcome == "out of memory":
+            raise HastenError(
+                f"the training does not fit into {self.limit / 1e9:.2f} GB with its own batch size ({attempt.reason})",
+                "allow more memory, or make the model or the batch size smaller",
+            )
+        self.done.append(attempt)
+        return attempt
+
+    # -- an attempt ------------------------------------------------------------------------------------
+
+    def _attempt(self, size: int) -> Attempt:
+        reason = ""
+        self._give_back()
+        guard = Guard(os.getpid(), None)
+        clock = Clock(self._timeout)
+        parts: dict[str, int] = {}
+        names: tuple[str, ...] = ()
+        try:
+            with tempfile.TemporaryDirectory(prefix="hasten-") as folder, self._limited():
+                fit = self._copied(size)
+                trainer = self._tried(clock, folder)
+                trainer.fit(**fit)
+                parts = counted([trainer.model], trainer.optimizers)
+                names = tuple(type(one).__name__ for one in trainer.optimizers)
+        except Exception as error:
+            out = is_out_of_memory(error)
+            if not out and not self.done:
+                raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            outcome = "out of memory" if out else "failed"
+        else:
+            outcome = "ok" if clock.seconds else "timeout"
+        finally:
+            fit = trainer = None  # type: ignore[assignment]
+            _, workers = guard.stop()
+        peak = torch.cuda.max_memory_reserved(self._device) if self.on_gpu else peak_bytes() + workers
+        total = torch.cuda.get_device_properties(self._device).total_memory if self.on_gpu else 0
+        self._give_back()
+        return Attempt(
+            size,
+            outcome,
+            max(0, peak - self._resident),
+            seconds=clock.seconds,
+            reason=reason,
+            split=parts,
+            optimizers=names,
+            device=self._device.type,
+            device_bytes=total,
+        )
+
+    def _give_back(self) -> None:
+        """Have an attempt begin with the memory that a fit begins with, and count its peak from there."""
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+        reset_peak()
+
+    @contextlib.contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Let the allocator fail at the limit, on a CPU: else the kernel would end this process."""
+        if self.on_gpu or sys.platform != "linux":
+            yield
+            return
+        import resource
+
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        room = self.limit + self._resident - _status("VmRSS")
+        allowed = _status("VmData") + max(0, room)
+        most = allowed if before[1] == resource.RLIM_INFINITY else min(allowed, before[1])
+        resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+
+    def _tried(self, clock: Clock, folder: str) -> Any:
+        given = self._trainer.given
+        flags = {flag.name: getattr(given, flag.name) for flag in fields(given)} | _TRIED
+        flags |= {"callbacks": [clock], "default_root_dir": folder}
+        flags["limit_val_batches"] = 0 if given.limit_val_batches == 0 else 2
+        if flags["plan"] == "auto":
+            flags["plan"] = None
+        if flags["microbatch"] == "auto":
+            flags["microbatch"] = None  # it would have every size fit
+        trainer = type(self._trainer)(**flags)
+        trainer.say = trainer.warn = _nothing  # type: ignore[method-assign]
+        return trainer
+
+    def _copied(self, size: int) -> dict[str, Any]:
+        """Return what `fit` is given: a copy of the module, with its optimizer, and loaders of another batch size."""
+        fit, model = dict(self._fit), self._fit["model"]
+        model = fit["model"] = getattr(model, "_orig_mod", model)
+        held = vars(model).pop("_trainer", None) if isinstance(model, torch.nn.Module) else None
+        try:
+            copied = copy.deepcopy({name: fit[name] for name in ("model", "loss", "optimizer")})
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise HastenError(
+                f"the module cannot be copied, so it cannot be tried without a change: {type(error).__name__}: {error}",
+                "use `hasten batch` on the script",
+            ) from error
+        finally:
+            if held is not None:
+                vars(model)["_trainer"] = held
+        fit.update(copied)
+        if fit["datamodule"] is not None:
+            fit["datamodule"] = copy.copy(fit["datamodule"])
+        if hasattr(fit["model"], "configure_callbacks"):
+            object.__setattr__(fit["model"], "configure_callbacks", list)  # they write files, stop early
+        for kind, hook in _HOOKS.items():
+            given = self._loaders[kind]
+            if given is not None:
+                fit[f"{kind}_dataloaders"] = self.resizing.loaders(given, size, kind)
+                continue
+            for what, owner in (("datamodule", fit["datamodule"]), ("module", fit["model"])):
+                if owner is not None and overridden(owner, hook, *self._trainer.engine.bases(what)):
+                    object.__setattr__(owner, hook, Hook(self.resizing.loaders, getattr(owner, hook), size, kind))
+        return fit
+
+
+def _resident(model: Any, device: torch.device) -> int:
+    """Return the bytes of a module that lies on the device before its copies do: they are no part of a fit."""
+    if not isinstance(model, torch.nn.Module):
+        return 0
+    held = {id(one): one for one in [*model.parameters(), *model.buffers()] if one.device.type == device.type}
+    return sum(one.numel() * one.element_size() for one in held.values())
+
+
+def _status(name: str) -> int:
+    """Return a figure of this process's memory, in bytes; 0 where the system has none."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Say nothing: a trial's words are not the training's."""

@@ -1,0 +1,271 @@
+"""The forward and backward of one batch, in parts; with "auto" in smaller ones where memory runs out."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hasten.errors import HastenError, is_out_of_memory
+from hasten.trainer.batches import tensors
+from hasten.trainer.errors import misconfigured
+from hasten.trainer.logged import Board
+from hasten.trainer.microbatch.before import Before, free_memory, versions
+from hasten.trainer.microbatch.joined import Log, output_of, without_graph
+from hasten.trainer.microbatch.means import wrong
+from hasten.trainer.microbatch.refusals import refuse
+from hasten.trainer.microbatch.splitting import samples_in, split
+from hasten.trainer.outputs import loss_of
+
+if TYPE_CHECKING:
+    from hasten.trainer.hooks import Hooks
+    from hasten.trainer.trainer import Trainer
+
+Called = Callable[..., Any]
+
+_THROUGH = 1 << 40  # what a rank says that is through with its batch: more samples than there are
+
+
+def in_parts(trainer: Trainer, hooks: Hooks, training_step: Called, clear: Called, backward: Called) -> Called:
+    """Return `(batch, batch_idx, first)` -> what training_step gives for all; gradients are those of the whole batch.
+
+    Args:
+        trainer: Its flag `microbatch` says how.
+        hooks: Among them the module's `split_batch` and `loss_terms`.
+        training_step: `(batch, batch_idx)` -> a loss that is a mean over the batch.
+        clear: `(batch_idx)`, which drops gradients at the start of a window.
+        backward: `(loss)`, which differentiates.
+
+    Raises:
+        HastenError: Parts would not come to the gradient of the whole.
+    """
+    refuse(trainer)
+    parts = _Parts(trainer, hooks, training_step, clear, backward)
+    return _Tried(trainer, parts) if parts.tries else parts.fixed
+
+
+class _Parts:
+    """Runs a batch in parts.
+
+    Args:
+        As for `in_parts`.
+    """
+
+    def __init__(self, trainer: Trainer, hooks: Hooks, training_step: Called, clear: Called, backward: Called) -> None:
+        self.tries = trainer.config.microbatch == "auto"  # and exchanges gradients when all ranks are through
+        self.exchange = trainer.engine.strategy.exchange(self.tries)
+        self.clear = clear
+        self.step = training_step
+        self._trainer, self._backward = trainer, backward
+        own_split, own_terms = hooks.of_module("split_batch"), hooks.of_module("loss_terms")
+        self._split: Called = own_split or split
+        self._terms: Called = own_terms or _samples
+        self._counts_terms = own_split is not None and own_terms is not None
+        self._before = Before(trainer.model, trainer.engine.optimizing.optimizers[0], trainer.engine.run.techniques)
+        self._checked = False
+
+    def fixed(self, batch: Any, batch_idx: int, first: bool) -> Any:
+        """Differentiate in parts of so many samples as the flag says."""
+        parts = self.of(batch, self._size())
+        self._begin(batch_idx, first)
+        if not self._checked and len(parts) > 1:
+            self.check(batch)
+        if self.exchange is not None:
+            self.exchange.begin()
+        if len(parts) == 1:
+            return self.run(parts, batch_idx)
+        with Log(self.board) as log:
+            output = self.run(parts, batch_idx, log)
+        log.done()
+        return output
+
+    @property
+    def board(self) -> Board:
+        """Where values are logged."""
+        board = self._trainer.engine.board
+        assert board is not None
+        return board
+
+    def count(self, batch: Any) -> int:
+        """Return how many samples a batch has; where its own `split_batch` alone can tell, at most so many."""
+        return samples_in(batch) or (int(self._terms(batch)) if self._counts_terms else 0)
+
+    def of(self, batch: Any, size: int) -> list[tuple[Any, float]]:
+        """Return the parts of a batch, and how much the loss of each counts; those that do not count are left out."""
+        parts = list(self._split(batch, size))
+        if len(parts) == 1:
+            return [(batch, 1.0)]
+        return [(part, share) for part, share in zip(parts, self._shares(parts), strict=True) if share]
+
+    def _begin(self, batch_idx: int, first: bool) -> None:
+        if first and not self._trainer.engine.optimizing.skips_backward:
+            self.clear(batch_idx)
+
+    def keep(self, batch_idx: int, first: bool) -> Before:
+        """Begin a batch, and return what it stands on."""
+        self._begin(batch_idx, first)
+        self._before.take()
+        return self._before
+
+    def run(self, parts: list[tuple[Any, float]], batch_idx: int, log: Log | None = None) -> Any:
+        """Run the parts, one after the other; what training_step would give for all of them together."""
+        outputs = []
+        for place, (part, share) in enumerate(parts):
+            if log is not None:
+                log.begin_part(share)
+            if self.exchange is not None and place == len(parts) - 1 and not self.tries:
+                self.exchange.last()
+            output = self._differentiate(part, share, batch_idx)
+            if len(parts) == 1:
+                return output
+            outputs.append(without_graph(output))
+        losses = [loss_of(output) for output in outputs]
+        if all(loss is None for loss in losses):
+            return None
+        if any(loss is None for loss in losses):
+            raise misconfigured(
+                "training_step gave None for some parts of a batch and a loss for others: microbatch cannot tell what"
+                " the whole batch would have given",
+                "return None for a whole batch only, in on_train_batch_start or the loader",
+            )
+        return output_of(outputs, [samples_in(part) for part, _ in parts], [share for _, share in parts])
+
+    def _differentiate(self, part: Any, share: float, batch_idx: int) -> Any:
+        trainer = self._trainer
+        trainer.model.__dict__["_current_fx_name"] = "training_step"
+        output = self.step(part, batch_idx)
+        loss = loss_of(output)
+        if loss is None or trainer.engine.optimizing.skips_backward:
+            return output
+        every = trainer.config.accumulate_grad_batches
+        loss = loss if every == 1 else loss / every
+        self._backward(loss if share == 1.0 else loss * share)
+        return output
+
+    def _shares(self, parts: list[Any]) -> list[float]:
+        """Return how much each part's loss counts: by the terms that it is a mean over."""
+        terms = [float(self._terms(part)) for part in parts]
+        total = math.fsum(terms)
+        return [one / total for one in terms] if total else [1.0 / len(parts)] * len(parts)
+
+    def check(self, batch: Any) -> None:
+        """Look once whether parts add up: compare the loss of a few samples with that of their halves.
+
+        Raises:
+            HastenError: They do not.
+        """
+        self._checked = True
+        # What is compiled would be compiled again for these two shapes.
+        found = "" if "compile" in self._trainer.installed else self._wrong(batch)
+        if found:
+            raise misconfigured(
+                f"microbatch: {found}",
+                "return a mean over the samples; over something else (tokens that are not padding), define"
+                " loss_terms(self, batch) in the module: how many terms the mean of this batch is over. A loss that"
+                " compares the samples of a batch (contrastive) cannot be computed in parts",
+            )
+
+    def _wrong(self, batch: Any) -> str:
+        few = self._split(batch, max(2, min(self.count(batch), self._size())))[0]
+        halves = list(self._split(few, math.ceil(self.count(few) / 2)))
+        if len(halves) < 2:
+            return ""
+        self._before.take()
+        try:
+            with Log(self.board), self.exchange.nothing() if self.exchange is not None else contextlib.nullcontext():
+                return wrong(self._trainer, self._before, self.step, few, halves, self._shares(halves))
+        finally:
+            self._before.put_back()
+
+    def _size(self) -> int:
+        flag = self._trainer.config.microbatch
+        return flag if isinstance(flag, int) else self._trainer.progress.microbatch or 2
+
+
+def _samples(part: Any) -> int:
+    """Return over how many terms the loss of a part is a mean, where nobody says otherwise: its samples."""
+    count = samples_in(part)
+    if not count:
+        raise misconfigured(
+            f"microbatch cannot tell how many samples a {type(part).__name__} has",
+            "define loss_terms(self, batch) in the module: over how many terms the loss of this batch is a mean",
+        )
+    return count
+
+
+class _Tried:
+    """Runs whole batches, or parts as large as memory allowed so far, and halves them where it runs out.
+
+    Ranks agree after each try, before anything but buffers is exchanged: all of them are through, or all try again.
+    """
+
+    def __init__(self, trainer: Trainer, parts: _Parts) -> None:
+        self._trainer, self._parts = trainer, parts
+
+    def __call__(self, batch: Any, batch_idx: int, first: bool) -> Any:
+        parts, progress = self._parts, self._trainer.progress
+        before = parts.keep(batch_idx, first)
+        exchange = parts.exchange
+        if exchange is not None:
+            exchange.begin()
+        while True:
+            size = min(progress.microbatch or _THROUGH, parts.count(batch) or _THROUGH)
+            log = Log(parts.board)
+            output, error = self._try(batch, batch_idx, size, log)
+            agreed, have = self._agree(_THROUGH if error is None else size // 2 + size % 2 if size > 1 else 0)
+            if agreed == _THROUGH:
+                if exchange is not None:
+                    exchange.end(have)
+                before.drop()
+                log.done()
+                return output
+            if agreed == 0:
+                raise HastenError(
+                    f"memory runs out with a single sample at a time{'' if error is None else f': {error}'}",
+                    'activation_checkpointing=True or precision="bf16-mixed" need less; so does a smaller model',
+                )
+            output = None
+            free_memory()
+            before.put_back()
+            if exchange is not None:
+                exchange.again()
+            self._go_on_with(agreed, batch)
+
+    def _try(self, batch: Any, batch_idx: int, size: int, log: Log) -> tuple[Any, str | None]:
+        """Return what training_step gave, and None; or what was said where memory ran out.
+
+        The error itself is let go here, and with its frames the activations that they hold.
+        """
+        before = versions(tensors(batch))
+        try:
+            parts = [(batch, 1.0)] if size >= self._parts.count(batch) else self._parts.of(batch, size)
+            with log:
+                return self._parts.run(parts, batch_idx, log), None
+        except HastenError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if not self._parts.count(batch):
+                split(batch, 1)  # raises: nobody knows how many samples there are
+            if versions(tensors(batch)) != before:
+                raise HastenError(
+                    "memory ran out, and training_step had changed its batch in place by then, so that it cannot be"
+                    " tried again with fewer samples",
+                    "write x = x / 255 in place of x /= 255; or give microbatch a number",
+                ) from error
+            return None, str(error).splitlines()[0] if str(error) else type(error).__name__
+
+    def _agree(self, proposal: int) -> tuple[int, list[bool]]:
+        exchange = self._parts.exchange
+        return (proposal, []) if exchange is None else exchange.agree(proposal)
+
+    def _go_on_with(self, size: int, batch: Any) -> None:
+        """Compute fewer samples at a time from here on, if that comes to the same."""
+        trainer = self._trainer
+        first = trainer.progress.microbatch is None
+        trainer.progress.microbatch = size
+        trainer.say(f'microbatch="auto": memory ran out; {size} samples are computed at a time from here on')
+        if first:
+            self._parts.check(batch)

@@ -1,0 +1,95 @@
+"""Splits a batch into parts of so many samples each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from hasten.trainer.batches import MOVABLE, mapped, tensors
+from hasten.trainer.errors import misconfigured
+
+_BY_HAND = "define split_batch(self, batch, size) in the module: it returns the parts, in order"
+
+
+def samples_in(batch: Any) -> int:
+    """Return how many samples a batch has: rows of its first tensor that has any, or entries of a list of texts.
+
+    0 where nobody knows.
+    """
+    for tensor in tensors(batch):
+        if tensor.dim():
+            return len(tensor)
+    return len(batch) if isinstance(batch, list | tuple) else 0
+
+
+def split(batch: Any, size: int) -> list[Any]:
+    """Return a batch in parts of `size` samples; the last has what is left.
+
+    Tensors and arrays are cut along their first dimension (views: nothing is copied), in nested lists, tuples, dicts
+    and dataclasses. So are lists with an entry a sample: texts, or the dicts of a detector's targets. Numbers, texts
+    and tensors of no dimension go to each part as they are.
+
+    Args:
+        batch: Any structure that a loader gives; one with no more than `size` samples is its own only part.
+        size: Samples of a part.
+
+    Raises:
+        HastenError: Something in the batch has no row for each sample, or is nothing that can be cut.
+    """
+    count = samples_in(batch)
+    if not count:
+        raise misconfigured(f"microbatch cannot tell how many samples a {type(batch).__name__} has", _BY_HAND)
+    if count <= size:
+        return [batch]
+    leaves = _Leaves(batch, count)
+    return [mapped(batch, leaves, _Cut(count, start, start + size)) for start in range(0, count, size)]
+
+
+class _Leaves:
+    """What is cut as a whole, or cannot be; `isinstance` asks it, so that `mapped` goes into everything else."""
+
+    def __init__(self, batch: Any, count: int) -> None:
+        self._batch, self._count = batch, count
+
+    def __instancecheck__(self, part: Any) -> bool:
+        if isinstance(part, torch.Tensor | numpy.ndarray | PackedSequence):
+            return True
+        if isinstance(part, list | tuple) and not hasattr(part, "_fields"):
+            return self._has_entry_a_sample(part)
+        return isinstance(part, MOVABLE) and not isinstance(part, Mapping) and not dataclasses.is_dataclass(part)
+
+    def _has_entry_a_sample(self, part: list[Any] | tuple[Any, ...]) -> bool:
+        """Whether a list has an entry for each sample, rather than a column: texts, or boxes, as many as there are.
+
+        `[x, y]` of two samples is columns: each has two rows. So is a batch itself, but for one of texts alone.
+        """
+        if len(part) != self._count:
+            return False
+        rows = [len(tensor) if tensor.dim() else 0 for tensor in tensors(part)]
+        return not rows or (part is not self._batch and any(one != self._count for one in rows))
+
+
+class _Cut:
+    """Cuts leaves of one part."""
+
+    def __init__(self, count: int, start: int, stop: int) -> None:
+        self._count, self._start, self._stop = count, start, stop
+
+    def __call__(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor | numpy.ndarray):
+            if not leaf.ndim:
+                return leaf
+            if len(leaf) != self._count:
+                raise misconfigured(
+                    f"microbatch cannot split this batch: it has {self._count} samples by its first tensor, and in it"
+                    f" is a tensor of shape {tuple(leaf.shape)}",
+                    _BY_HAND,
+                )
+        elif not isinstance(leaf, list | tuple) or isinstance(leaf, PackedSequence):
+            raise misconfigured(f"microbatch cannot split a {type(leaf).__name__}", _BY_HAND)
+        return leaf[self._start : self._stop]
