@@ -125,7 +125,9 @@ def test_ranks_read_row_groups_of_their_own(folder, monkeypatch):
     for own, groups in zip(data, read, strict=True):
         plain = own._read
         monkeypatch.setattr(
-            own, "_read", lambda group, plain=plain, groups=groups: (groups.append(group), plain(group))[1]
+            own,
+            "_read",
+            lambda group, *coming, plain=plain, groups=groups: (groups.append(group), plain(group, *coming))[1],
         )
     for rank in range(2):
         ids_of(DataLoader(data[rank], batch_size=6, shuffle=True, rank=rank, world_size=2))
@@ -203,6 +205,24 @@ def test_a_damaged_image_is_named_or_left_out(tmp_path, workers):
     assert not {5, 7} & set(flat(batches))
 
 
+@pytest.mark.filterwarnings("ignore:.*failed")
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "workers": "process"}])
+def test_a_damaged_row_group_is_named_or_left_out(tmp_path, workers):
+    path = write(tmp_path, rows=40, group=10)
+    spot = pq.read_metadata(path).row_group(2).column(0)
+    with path.open("r+b") as file:
+        file.seek(min(spot.dictionary_page_offset or spot.data_page_offset, spot.data_page_offset))
+        file.write(b"\xff" * 16)
+    data = ParquetDataset(path, ["id"])
+    with pytest.raises(HastenError, match=r"cannot read .*a.parquet, row group 2: ") as caught:
+        ids_of(DataLoader(data, batch_size=8, **workers))
+    assert "one of the samples 16, 17" in str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    loader = DataLoader(data, batch_size=8, on_error="skip", **workers)
+    assert flat(ids_of(loader)) == [*range(20), *range(30, 40)]
+    assert [fault.index for fault in loader.faults] == list(range(20, 30))
+    assert loader.faults[3].where == f"{path}, row group 2, row 3 of it"
+
+
 def test_the_limit_of_pixels_holds(tmp_path, monkeypatch):
     data = ParquetDataset(write(tmp_path, rows=1, p=[jpeg(1, size=(40, 40))]), ["id"], images=["p"])
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 700)
@@ -225,7 +245,7 @@ def test_a_transform_gets_whole_batches(folder):
     [
         ({"paths": "nowhere/*.parquet"}, "no Parquet file at nowhere"),
         ({"paths": []}, "no path"),
-        ({"paths": "s3://bucket/a.parquet"}, "is a URL"),
+        ({"paths": "nonsense://bucket/a.parquet"}, "cannot be read"),
         ({"columns": ["z"]}, "a.parquet has no column 'z'"),
         ({"images": ["x"]}, "'x' is float: images are columns of bytes"),
         ({"stack": {"both": ["id", "x"]}}, "columns of one type of number, not float, int64"),

@@ -8,15 +8,28 @@ if TYPE_CHECKING:
     from hasten.data.loader import DataLoader
     from hasten.data.making import Fault, SampleError
     from hasten.data.parquet import ParquetDataset
+    from hasten.data.remote.options import Remote, RemoteError
     from hasten.data.sample_keys import SampleRng, sample_rng
     from hasten.data.sample_store import SampleStore
 
-__all__ = ["DataLoader", "Fault", "ParquetDataset", "SampleError", "SampleRng", "SampleStore", "sample_rng"]
+__all__ = [
+    "DataLoader",
+    "Fault",
+    "ParquetDataset",
+    "Remote",
+    "RemoteError",
+    "SampleError",
+    "SampleRng",
+    "SampleStore",
+    "sample_rng",
+]
 
 _ROOMS = {
     "DataLoader": "loader",
     "Fault": "making",
     "ParquetDataset": "parquet",
+    "Remote": "remote.options",
+    "RemoteError": "remote.options",
     "SampleError": "making",
     "SampleRng": "sample_keys",
     "SampleStore": "sample_store",

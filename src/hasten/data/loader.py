@@ -256,7 +256,9 @@ def _order(dataset: Any, shuffle: bool, sampler: Sampler[int] | None) -> tuple[C
         return _Drawn(sampler), len(sampler), type(sampler).__name__  # type: ignore[arg-type]
     if shuffle and hasattr(dataset, "order"):  # it knows which samples lie together
         return dataset.order, len(dataset), "shuffled"
-    return _Shuffled(len(dataset)) if shuffle else _in_order, len(dataset), "shuffled" if shuffle else "in order"
+    if shuffle:
+        return _Shuffled(len(dataset)), len(dataset), "shuffled"
+    return getattr(dataset, "order_in_files", _in_order), len(dataset), "in order"
 
 
 def _in_order(seed: int, epoch: int) -> Order:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from hasten.data.parquet_columns import parts_of
+from hasten.data.parquet_files import files_of, together
 from hasten.data.parquet_images import ImageError
-from hasten.data.parquet_order import LaneOrder
+from hasten.data.parquet_order import FileOrder, LaneOrder
 from hasten.data.permutation import Indices
+from hasten.data.remote.ahead import Ahead
+from hasten.data.remote.files import Coming, RemoteFile
+from hasten.data.remote.options import Remote
 from hasten.errors import HastenError
 
 _BUDGET = 256 << 20  # bytes of row groups that are open at a time, as far as `window` is not given
 _MOST = 16
+_FILTERING = 8  # row groups whose rows are looked through at a time
 
 
 class _Group:
@@ -44,7 +47,8 @@ class ParquetDataset(Dataset[dict[str, Any]]):
     `window` row groups at a time, each once, and rows of all of them are mixed; workers are threads unless asked.
 
     Args:
-        paths: A file, a folder of `*.parquet`, a pattern, or a list of them; read in sorted order.
+        paths: A file, a folder of `*.parquet`, a pattern, or a list of them; read in sorted order. Also URLs
+            (https, s3, gs and what else fsspec reads; a folder there ends in "/").
         columns: Which ones; None: all.
         images: Columns of encoded images (bytes, or Hugging Face's {bytes, path}) that are decoded.
         stack: New name -> columns of one type that become one 2-D tensor.
@@ -54,6 +58,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         window: Row groups open at a time in a shuffled epoch, and so how far rows are mixed; None: up to 16 within
             256 MB. The same for all ranks; where these divide it, each reads row groups of its own.
         transform: Called with each batch. Draw from `hasten.data.sample_rng()`.
+        remote: How URLs are read: time-outs, retries, keys, the cache on disk. See `hasten.data.Remote`.
 
     Example:
         >>> data = ParquetDataset("train/*.parquet", columns=["image", "label"], images=["image"])
@@ -72,17 +77,16 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         filters: Any = None,
         window: int | None = None,
         transform: Callable[[dict[str, Any]], Any] | None = None,
+        remote: Remote | None = None,
     ) -> None:
         if ragged not in ("pad", "packed"):
             raise HastenError(f"ragged={ragged!r} must be 'pad' or 'packed'")
         if window is not None and window < 1:
             raise HastenError(f"window={window} must be at least 1")
         stack = {title: list(names) for title, names in (stack or {}).items()}
-        self.files = _files(paths)
+        self.files, self._reader = files_of(paths, remote)
         self.transform = transform
-        self._metadata = [_metadata(file) for file in self.files]
-        self._stamps = [_stamp(file) for file in self.files]
-        schema = self._metadata[0].schema.to_arrow_schema()
+        schema = self.files[0].metadata.schema.to_arrow_schema()
         self.columns = list(schema.names if columns is None else columns)
         self._check_types(schema, [*self.columns, *images, *(name for names in stack.values() for name in names)])
         wanted = dict.fromkeys([*self.columns, *images, *(name for names in stack.values() for name in names)])
@@ -96,7 +100,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
             raise HastenError(f"nothing to read in {self.files[0]}{' and others' * (len(self.files) > 1)}: {why}")
         self.window = window or self._own_window()
         self.fingerprint = repr(
-            ([(file.name, stamp[0]) for file, stamp in zip(self.files, self._stamps, strict=True)],
+            ([(file.name, file.size) for file in self.files],
              self._names, self._sizes.tolist(), self.window, repr(filters))
         )  # fmt: skip
         self._reset()
@@ -105,9 +109,13 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         self._open: OrderedDict[int, _Loading] = OrderedDict()
         self._lock = threading.Lock()
         self._process = os.getpid()
+        self._ahead: Ahead | None = None
+        if self._reader is not None:
+            self._reader.forget()
+            self._ahead = Ahead(self._begin, self._reader.remote.ahead)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_lock")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_lock", "_ahead")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -125,7 +133,16 @@ class ParquetDataset(Dataset[dict[str, Any]]):
 
     def order(self, seed: int, epoch: int) -> LaneOrder:
         """Return the shuffled order of an epoch."""
-        return LaneOrder(self._sizes, self.window, seed, epoch)
+        return LaneOrder(self._sizes, self.window, seed, epoch, self._follow)
+
+    def order_in_files(self, seed: int, epoch: int) -> Callable[[Indices], Indices]:
+        """Return the order of an epoch that is not shuffled."""
+        return FileOrder(self._sizes, self._follow)
+
+    def _follow(self, groups: list[int]) -> None:
+        """Learn in which order a pass opens row groups."""
+        if self._ahead is not None and self._process == os.getpid():
+            self._ahead.follow(groups)
 
     def read_batch(self, indices: Sequence[int]) -> Any:
         """Return the batch of these rows."""
@@ -136,7 +153,10 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         where = np.asarray(indices, np.int64)
         numbers = np.searchsorted(self._ends, where, side="right")
         places, rows, groups = [], [], []
-        for number in np.unique(numbers).tolist():
+        needed: list[int] = np.unique(numbers).tolist()
+        for count, number in enumerate(needed):
+            if self._ahead is not None and count % self.window == 0:
+                self._prepare(needed[count : count + self.window])  # all on their way before the first is waited for
             place = np.flatnonzero(numbers == number)
             group = self._groups[number]
             inside = where[place] - (self._ends[number] - group.rows)
@@ -165,44 +185,52 @@ class ParquetDataset(Dataset[dict[str, Any]]):
 
     def _loaded(self, number: int) -> list[Any]:
         """A row group's arrays: read once by the first thread that needs them, and kept while the window is there."""
-        if self._process != os.getpid():  # forked: another thread may have held the lock
-            self._reset()
-        with self._lock:
-            loading = self._open.get(number)
-            if loading is None:
-                loading = self._open[number] = _Loading()
-                while len(self._open) > 2 * self.window + 1:
-                    self._open.popitem(last=False)
-            else:
-                self._open.move_to_end(number)
+        (loading,) = self._prepare([number])
         with loading.lock:
             if loading.arrays is None:
-                loading.arrays = self._read(self._groups[number])
+                coming, loading.coming = loading.coming, None  # where it fails, the next try fetches anew
+                loading.arrays = self._read(self._groups[number], coming)
         return loading.arrays
 
-    def _read(self, group: _Group) -> list[Any]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+    def _prepare(self, numbers: list[int]) -> list[_Loading]:
+        """Have a place for row groups that are needed, and those from afar on their way."""
+        if self._process != os.getpid():  # forked: another thread may have held the lock
+            self._reset()
+        found = []
+        with self._lock:
+            for number in numbers:
+                loading = self._open.get(number)
+                if loading is None:
+                    loading = self._open[number] = _Loading()
+                    if self._ahead is not None:
+                        loading.coming = self._ahead.take(number, self._open.__contains__)
+                    while len(self._open) > 2 * self.window + 1:
+                        self._open.popitem(last=False)
+                else:
+                    self._open.move_to_end(number)
+                found.append(loading)
+        return found
 
+    def _begin(self, number: int) -> Coming | None:
+        """Have a row group fetched, if its file is not on a local disk."""
+        group = self._groups[number]
         file = self.files[group.file]
-        where = f"{file}, row group {group.number}"
-        if _stamp(file) != self._stamps[group.file]:
-            raise HastenError(
-                f"{file} was changed or replaced while it is read", "begin again with the files as they are"
-            )
-        try:
-            with pq.ParquetFile(file, metadata=self._metadata[group.file]) as opened:
-                table = opened.read_row_group(group.number, columns=self._names, use_threads=False)
-        except (OSError, pa.ArrowException) as error:
-            raise HastenError(f"cannot read {where}: {error}", "the file may be damaged; write it again") from error
+        return file.begin(group.number, self._names) if isinstance(file, RemoteFile) else None
+
+    def _read(self, group: _Group, coming: Coming | None = None) -> list[Any]:
+        file = self.files[group.file]
+        if isinstance(file, RemoteFile):
+            table = file.read(group.number, self._names, coming)
+        else:
+            table = file.read(group.number, self._names)
         if group.kept is not None:
             table = table.take(group.kept)
-        return [part.load(table, where) for part in self._parts]
+        return [part.load(table, f"{file}, row group {group.number}") for part in self._parts]
 
     def _check_types(self, schema: Any, names: list[str]) -> None:
         """Raise where a file lacks a column, or has it with another type than the first file."""
-        for file, metadata in zip(self.files, self._metadata, strict=True):
-            own = schema if metadata is self._metadata[0] else metadata.schema.to_arrow_schema()
+        for number, file in enumerate(self.files):
+            own = schema if number == 0 else file.metadata.schema.to_arrow_schema()
             for name in names:
                 if name not in own.names:
                     raise HastenError(f"{file} has no column {name!r}", f"it has {', '.join(map(repr, own.names))}")
@@ -214,98 +242,64 @@ class ParquetDataset(Dataset[dict[str, Any]]):
                     )
 
     def _kept_groups(self, filters: Any) -> list[_Group]:
-        counts = [[data.row_group(number).num_rows for number in range(data.num_row_groups)] for data in self._metadata]
+        counts = [
+            [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
+            for file in self.files
+        ]
         if filters is None:
             return [_Group(file, n, rows) for file, own in enumerate(counts) for n, rows in enumerate(own) if rows]
         import pyarrow as pa
         import pyarrow.dataset as ds
         import pyarrow.parquet as pq
-        from pyarrow.fs import LocalFileSystem
+
+        def kept(found: tuple[int, int, list[str]]) -> _Group:
+            file, number, names = found
+            table = self.files[file].read(number, names)
+            return _Group(file, number, counts[file][number], _passing(table, condition))
 
         try:
             condition = filters if isinstance(filters, ds.Expression) else pq.filters_to_expression(filters)
-            groups = []
-            for file, path in enumerate(self.files):
-                fragment = ds.ParquetFileFormat().make_fragment(str(path), filesystem=LocalFileSystem())
+            possible = []
+            for number, file in enumerate(self.files):
+                footer = pa.BufferOutputStream()
+                file.metadata.write_metadata_file(footer)  # statistics are all that is needed to leave out row groups
+                fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(footer.getvalue()))
                 for part in fragment.split_by_row_group(filter=condition):
-                    number = part.row_groups[0].id
-                    kept = _conditional(part, condition, counts[file][number])
-                    if len(kept):
-                        groups.append(_Group(file, number, counts[file][number], kept))
+                    names = [name for name in part.physical_schema.names if name in str(condition)]
+                    possible.append((number, part.row_groups[0].id, names))
+            return [group for group in together(kept, possible, _FILTERING) if group.rows]
         except (pa.ArrowException, ValueError, TypeError) as error:
             raise HastenError(f"filters={filters!r} cannot be applied: {error}") from error
-        return groups
 
     def _own_window(self) -> int:
         """As many groups as fit the budget, by what their footers say of their size; the same on all ranks."""
         sizes = [
             sum(group.column(number).total_uncompressed_size for number in range(group.num_columns)
                 if group.column(number).path_in_schema.split(".")[0] in self._names)
-            for data in self._metadata for group in map(data.row_group, range(data.num_row_groups))
+            for file in self.files for group in map(file.metadata.row_group, range(file.metadata.num_row_groups))
         ]  # fmt: skip
         return int(max(2, min(_MOST, _BUDGET // max(1, *sizes, 1))))
 
 
 class _Loading:
-    """A row group's arrays, once they are read."""
+    """A row group's arrays, once they are read; before that, from afar, its bytes on their way."""
 
-    __slots__ = ("arrays", "lock")
+    __slots__ = ("arrays", "coming", "lock")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.arrays: list[Any] | None = None
+        self.coming: Coming | None = None
 
 
-def _conditional(part: Any, condition: Any, rows: int) -> Indices:
-    """The numbers of a row group's rows that pass."""
+def _passing(table: Any, condition: Any) -> Indices:
+    """The numbers of the rows that pass."""
     import pyarrow as pa
 
-    names = [name for name in part.physical_schema.names if name in str(condition)]
-    table = part.to_table(columns=names).append_column("_hasten_row", pa.array(np.arange(rows)))
-    kept: Indices = table.filter(condition).column("_hasten_row").to_numpy()
+    kept: Indices = (
+        table.append_column("_hasten_row", pa.array(np.arange(table.num_rows)))
+        .filter(condition)
+        .column("_hasten_row")
+        .to_numpy()
+    )
     return kept
-
-
-def _files(paths: Any) -> list[Path]:
-    """The files that are meant, sorted within each thing that was given."""
-    files: list[Path] = []
-    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        text = os.fspath(path)
-        if "://" in text:
-            raise HastenError(
-                f"{text} is a URL: ParquetDataset reads local files", "copy the files to a local disk first"
-            )
-        if Path(text).is_dir():
-            here = sorted(Path(text).glob("*.parquet"))
-        else:
-            here = [Path(text)] if Path(text).exists() else sorted(map(Path, glob.glob(text, recursive=True)))  # noqa: PTH207
-        if not here:
-            raise HastenError(f"no Parquet file at {text}", "give a file, a folder with *.parquet, or a pattern")
-        files += here
-    if not files:
-        raise HastenError("ParquetDataset was given no path")
-    return files
-
-
-def _metadata(file: Path) -> Any:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise HastenError(
-            "ParquetDataset needs pyarrow, which is not installed", "pip install 'hasten[data]'"
-        ) from None
-    try:
-        return pq.read_metadata(file)
-    except (OSError, pa.ArrowException) as error:
-        raise HastenError(
-            f"cannot read {file} as Parquet: {error}", "check the file, and that you may read it"
-        ) from None
-
-
-def _stamp(file: Path) -> tuple[int, int]:
-    try:
-        stat = file.stat()
-    except OSError as error:
-        raise HastenError(f"{file} cannot be read any more: {error.strerror}") from None
-    return stat.st_size, stat.st_mtime_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -21,9 +22,13 @@ class LaneOrder:
         lanes: How many groups are open at a time.
         seed: Of the order.
         epoch: Of the order.
+        follow: Told the groups in the order in which they are opened, when the first positions are asked for.
     """
 
-    def __init__(self, sizes: Indices, lanes: int, seed: int, epoch: int) -> None:
+    def __init__(
+        self, sizes: Indices, lanes: int, seed: int, epoch: int, follow: Callable[[list[int]], None] | None = None
+    ) -> None:
+        self._follow = follow
         self._numbers = (seed, epoch)
         self._sizes = sizes
         self._starts = np.concatenate([[0], np.cumsum(sizes)])[:-1]
@@ -37,6 +42,9 @@ class LaneOrder:
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the rows at these positions."""
+        if self._follow is not None and len(positions):
+            self._follow(self.opened(positions))
+            self._follow = None
         places = self._lane_starts[positions % self._lanes] + positions // self._lanes
         slots = np.searchsorted(self._ends, places, side="right")
         groups = self._groups[slots]
@@ -47,6 +55,28 @@ class LaneOrder:
             rows[here] = self._order_in(group)(offsets[here]) + self._starts[group]
         return rows
 
+    def opened(self, positions: Indices) -> list[int]:
+        """Return the groups that are opened by who reads on from these positions, in that order.
+
+        Args:
+            positions: The first ones of a pass. A rank that takes every second one never comes to every second lane.
+        """
+        first = int(positions[0])
+        found: list[tuple[int, int]] = []
+        for lane in np.unique(positions % self._lanes).tolist():
+            begin = int(self._lane_starts[lane])
+            end = int(self._lane_starts[lane + 1]) if lane + 1 < self._lanes else int(self._ends[-1])
+            done = max(0, -(-(first - lane) // self._lanes))  # rows of this lane that lie before the first position
+            slot = int(np.searchsorted(self._ends, begin + done, side="right"))
+            while slot < len(self._groups):
+                group = int(self._groups[slot])
+                place = max(int(self._ends[slot] - self._sizes[group]), begin + done)
+                if place >= end:
+                    break
+                found.append(((place - begin) * self._lanes + lane, group))
+                slot += 1
+        return [group for _, group in sorted(found)]
+
     def _order_in(self, group: int) -> Permutation:
         order = self._inside.get(group)
         if order is None:
@@ -54,3 +84,24 @@ class LaneOrder:
             if len(self._inside) > 2 * self._lanes + 2:
                 self._inside.popitem(last=False)
         return order
+
+
+class FileOrder:
+    """Rows as they lie in the files.
+
+    Args:
+        sizes: Rows of each group.
+        follow: Told the groups in the order in which they are opened, when the first positions are asked for.
+    """
+
+    def __init__(self, sizes: Indices, follow: Callable[[list[int]], None]) -> None:
+        self._ends = np.cumsum(sizes)
+        self._follow: Callable[[list[int]], None] | None = follow
+
+    def __call__(self, positions: Indices) -> Indices:
+        """Return the rows at these positions: the same numbers."""
+        if self._follow is not None and len(positions):
+            first = int(np.searchsorted(self._ends, int(positions[0]), side="right"))
+            self._follow(list(range(first, len(self._ends))))
+            self._follow = None
+        return positions

@@ -1,0 +1,222 @@
+"""A Parquet file from afar: its footer read once, and row groups of which only the needed ranges are fetched."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from hasten.data.remote.cache import RangeCache, cache_for
+from hasten.data.remote.options import Remote, RemoteError
+from hasten.data.remote.pool import Pool
+from hasten.data.remote.ranges import Span, merged, requests, spans_of
+from hasten.data.remote.stores import TAIL, Stamp, Store, shown
+from hasten.data.remote.web import WebStore
+from hasten.errors import HastenError
+
+_END = 8  # bytes behind the footer: its length, and the mark
+_WEB = ("http", "https")
+
+
+class Reader:
+    """Fetches ranges by a few threads, through the cache; shared by all files of a data set.
+
+    Args:
+        remote: How to read.
+    """
+
+    def __init__(self, remote: Remote) -> None:
+        self.remote = remote
+        self.cache: RangeCache = cache_for(remote)
+        self._stores: dict[str, Store] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Start threads anew when they are needed: in a copy, or a process that was forked."""
+        self._starting = threading.Lock()
+        self._pool: Pool | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_starting", "_pool")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.forget()
+
+    def pool(self) -> Pool:
+        """Return the threads."""
+        with self._starting:
+            if self._pool is None:
+                self._pool = Pool(self.remote.connections)
+            return self._pool
+
+    def store(self, url: str) -> Store:
+        """Return what a URL is read from."""
+        protocol = url.partition("://")[0].lower()
+        if protocol not in self._stores:
+            self._stores[protocol] = (WebStore if protocol in _WEB else Store)(protocol, self.remote)
+        return self._stores[protocol]
+
+    def bytes_of(self, url: str, stamp: Stamp, span: Span) -> bytes | memoryview:
+        """Return bytes of a file, from the cache or by a request.
+
+        Raises:
+            RemoteError: They cannot be read, or the file was changed.
+        """
+        key = f"{url}\n{stamp.size}\n{stamp.mark}\n{span[0]}\n{span[1]}"
+        # Without a mark another file of the same size could not be told from this one.
+        kept = self.cache if stamp.mark else None
+        if kept is None:
+            return self.store(url).fetched(url, stamp, *span)
+        found = kept.get(key)
+        if found is None:
+            with kept.alone(key, self.remote.timeout):
+                found = kept.get(key)  # another process has fetched it meanwhile
+                if found is None:
+                    data = self.store(url).fetched(url, stamp, *span)
+                    kept.put(key, data)
+                    return data
+        return found
+
+
+class Coming:
+    """The bytes of a row group's columns, on their way.
+
+    Args:
+        file: Whose.
+        group: Number of the row group.
+        columns: Names.
+    """
+
+    def __init__(self, file: RemoteFile, group: int, columns: Iterable[str]) -> None:
+        spans = requests(merged(spans_of(file.metadata, group, columns)))
+        self.size = sum(end - start for start, end in spans)
+        reader = file.reader
+        self._parts: list[tuple[Span, Future[Any]]] = [
+            (span, reader.pool().submit(reader.bytes_of, file.url, file.stamp, span)) for span in spans
+        ]
+
+    def drop(self) -> None:
+        """Fetch no more of it."""
+        for _, future in self._parts:
+            future.cancel()
+
+    def parts(self) -> list[tuple[Span, Any]]:
+        """Wait for the bytes.
+
+        Raises:
+            RemoteError: They cannot be read.
+        """
+        try:
+            return [(span, future.result()) for span, future in self._parts]
+        except BaseException:
+            self.drop()
+            raise
+
+
+class RemoteFile:
+    """A Parquet file at a URL.
+
+    Args:
+        url: Of the file.
+        reader: Fetches its bytes.
+
+    Raises:
+        HastenError: It cannot be read, or is no Parquet file.
+    """
+
+    def __init__(self, url: str, reader: Reader) -> None:
+        self.url = url
+        self.name = unquote(urlsplit(url).path.rpartition("/")[2])
+        self.reader = reader
+        self.stamp, tail = reader.store(url).opened(url)
+        self.size = self.stamp.size
+        self.metadata = self._footer(tail)
+
+    def __str__(self) -> str:
+        return shown(self.url)
+
+    def begin(self, group: int, columns: Iterable[str]) -> Coming:
+        """Have a row group's columns fetched."""
+        return Coming(self, group, columns)
+
+    def read(self, group: int, columns: list[str], coming: Coming | None = None) -> Any:
+        """Return a row group's columns as a pyarrow Table.
+
+        Args:
+            group: Its number.
+            columns: Names.
+            coming: What `begin` returned, if it was called.
+
+        Raises:
+            HastenError: It cannot be read, was changed, or is damaged.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        parts = (coming or self.begin(group, columns)).parts()
+        try:
+            with pq.ParquetFile(_Parts(self, parts), metadata=self.metadata) as opened:
+                return opened.read_row_group(group, columns=columns, use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise HastenError(
+                f"cannot read {self}, row group {group}: {error}", "the file may be damaged; write it again"
+            ) from error
+
+    def _footer(self, tail: bytes) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        size = self.size
+        if size > _END and not tail:
+            tail = bytes(self.reader.bytes_of(self.url, self.stamp, (max(0, size - TAIL), size)))
+        length = int.from_bytes(tail[-_END:-4], "little") + _END
+        if tail[-4:] != b"PAR1" or length > size:
+            raise RemoteError(f"cannot read {self} as Parquet: it has no footer", "check the URL: what is there?")
+        missing = length - len(tail)
+        if missing > 0:
+            start = size - length
+            tail = bytes(self.reader.bytes_of(self.url, self.stamp, (start, start + missing))) + tail
+        try:
+            return pq.read_metadata(pa.BufferReader(tail[-length:]))
+        except (OSError, pa.ArrowException) as error:
+            raise RemoteError(f"cannot read {self} as Parquet: {error}", "check the URL, and the file there") from None
+
+
+class _Parts(io.RawIOBase):
+    """A file of which only some parts are here, as pyarrow reads it; what it asks for besides is fetched."""
+
+    def __init__(self, file: RemoteFile, parts: list[tuple[Span, Any]]) -> None:
+        self._file = file
+        self._parts = parts
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        start = self._at
+        end = self._file.size if size < 0 else min(start + size, self._file.size)
+        self._at = max(start, end)
+        found = []
+        for (first, after), data in self._parts:  # in order; a column may lie across two of them
+            if first <= start < after and start < end:
+                upto = min(after, end)
+                found.append(memoryview(data)[start - first : upto - first])
+                start = upto
+        if start < end:  # beyond the columns: old writers left their sizes wrong by a few bytes
+            found.append(memoryview(self._file.reader.bytes_of(self._file.url, self._file.stamp, (start, end))))
+        return bytes(found[0]) if len(found) == 1 else b"".join(found)

@@ -1,0 +1,48 @@
+"""Threads that fetch: daemons, so that Ctrl-C does not wait for a server that hangs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+_Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
+
+class Pool:
+    """A few threads and what they are asked to do, in order.
+
+    Args:
+        threads: How many.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        for number in range(threads):
+            threading.Thread(target=_run, args=(self._work,), name=f"hasten-fetch-{number}", daemon=True).start()
+        weakref.finalize(self, _end, self._work, threads).atexit = False
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Have a thread call this; its result, or what it raises, is the future's."""
+        future: Future[Any] = Future()
+        self._work.put((future, call, args))
+        return future
+
+
+def _end(work: queue.SimpleQueue[_Work | None], threads: int) -> None:
+    for _ in range(threads):
+        work.put(None)
+
+
+def _run(work: queue.SimpleQueue[_Work | None]) -> None:
+    while (item := work.get()) is not None:
+        future, call, args = item
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call(*args))
+            except BaseException as error:  # raised where the result is asked for
+                future.set_exception(error)
+        del item, future, call, args  # else the last result lives until the next work comes

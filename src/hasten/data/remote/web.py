@@ -1,0 +1,133 @@
+"""Files on web servers: each answer is checked for its range, its length and the version of the file."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from typing import Any
+
+from hasten.data.remote.options import RemoteError
+from hasten.data.remote.stores import SLOWEST, TAIL, Stamp, Store, changed, gone, refused, shown
+from hasten.data.remote.tries import PassingError
+
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\s*")
+_PASSING = (408, 425, 429)  # and all of 500 and more: not yet, too often, out of order
+_NO_SUFFIX = (200, 400, 416, 501)  # what servers answer that do not know "the last N bytes"
+
+
+class WebStore(Store):
+    """Files of http and https, by fsspec's session of aiohttp."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the person's own, and proxies and passwords of the environment, as curl takes them."""
+        own = super().options()
+        return {**own, "client_kwargs": {"trust_env": True, **own.get("client_kwargs", {})}}
+
+    def opened(self, url: str) -> tuple[Stamp, bytes]:
+        """Return which version is there, and the file's last bytes: one request asks for both.
+
+        HEAD is not asked for: URLs signed for GET refuse it.
+
+        Raises:
+            RemoteError: It cannot be read, or the server gives no ranges.
+        """
+        status, headers, body = self.tried(url, lambda: self._ask(url, f"-{TAIL}", TAIL))
+        if status in _NO_SUFFIX:
+            status, headers, body = self.tried(url, lambda: self._ask(url, "0-0", 1))
+            body = b""
+        part = _RANGE.fullmatch(headers.get("Content-Range", ""))
+        if status == 416:
+            raise RemoteError(f"{shown(url)} is empty", "check the file: a Parquet file has a footer")
+        if status != 206 or part is None:
+            raise RemoteError(
+                f"the server of {shown(url)} gives whole files only: it answered {status} when asked for a range",
+                "serve the files by one that gives ranges (nginx, Apache, an object store), or copy them here",
+            )
+        return Stamp(int(part[3]), _mark(headers)), body
+
+    def _fetched(self, url: str, stamp: Stamp, start: int, end: int) -> bytes:
+        status, headers, body = self._ask(url, f"{start}-{end - 1}", end - start)
+        if status in (412, 416):
+            raise changed(url, stamp)
+        part = _RANGE.fullmatch(headers.get("Content-Range", ""))
+        if status != 206 or part is None:
+            raise PassingError(f"the server answered {status} without the range that was asked for")
+        now = Stamp(int(part[3]), _mark(headers))
+        if now != stamp:
+            raise changed(url, stamp, now)
+        if (int(part[1]), int(part[2]) + 1) != (start, end) or len(body) != end - start:
+            raise PassingError(f"bytes {part[1]}-{part[2]} came ({len(body):,}), in place of {start}-{end - 1}")
+        return body
+
+    def listed(self, url: str) -> list[str]:
+        """Return the files that a pattern or folder means, sorted, by the links of the folder's page.
+
+        Raises:
+            RemoteError: There is no such page, or the pattern names more than one folder.
+        """
+        folder, _, pattern = (url if "*" in url or "[" in url else url.rstrip("/") + "/*.parquet").rpartition("/")
+        if "*" in folder:
+            raise RemoteError(
+                f"{shown(url)} names several folders, and a web server lists one at a time",
+                "give a pattern of the files' names alone, or a list of URLs",
+            )
+        links: list[str] = self.tried(url, lambda: self.called("ls", f"{folder}/", detail=False, seconds=60))
+        return sorted(link for link in links if fnmatch.fnmatchcase(link.partition("?")[0].rpartition("/")[2], pattern))
+
+    def _ask(self, url: str, span: str, most: int) -> tuple[int, Any, bytes]:
+        """Ask for a range once; return status, headers and, of a range, the body.
+
+        Raises:
+            PassingError: No answer, or one that may pass.
+            RemoteError: One that will not.
+        """
+        import aiohttp
+        from fsspec.asyn import sync
+
+        try:
+            system = self.system()
+            status, headers, body, reason = sync(system.loop, self._answer, system, url, span, most)
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+            raise RemoteError(f"{shown(url)} is no URL that can be read: {error}", "check it") from None
+        except aiohttp.TooManyRedirects:
+            raise RemoteError(f"{shown(url)} cannot be read: it leads in a circle", "check the URL") from None
+        except aiohttp.ClientConnectorError as error:
+            raise PassingError(f"no connection ({error})", unknown=True) from error
+        except TimeoutError as error:
+            raise PassingError(f"the server was silent for {self.remote.timeout:g} s, or too slow") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise PassingError(f"the answer was cut short ({type(error).__name__}: {error})") from error
+        if status in (404, 410):
+            raise gone(url)
+        if status in (401, 403, 407):
+            raise refused(url, f"the server answered {status} {reason}")
+        if status in _PASSING or (status >= 500 and status != 501):
+            raise PassingError(f"the server answered {status} {reason}", _seconds(headers.get("Retry-After", "")))
+        if status >= 400 and status not in (400, 412, 416, 501):
+            raise RemoteError(f"{shown(url)} cannot be read: the server answered {status} {reason}", "check the URL")
+        return status, headers, body
+
+    async def _answer(self, system: Any, url: str, span: str, most: int) -> tuple[int, Any, bytes, str]:
+        import aiohttp
+
+        limit = self.remote.timeout
+        session = await system.set_session()
+        options = dict(system.kwargs)
+        # A packed answer would have other bytes than the file at the same places.
+        headers = {**options.pop("headers", {}), "Range": f"bytes={span}", "Accept-Encoding": "identity"}
+        options["timeout"] = aiohttp.ClientTimeout(total=limit + most / SLOWEST, sock_connect=limit, sock_read=limit)
+        async with session.get(system.encode_url(url), headers=headers, **options) as answer:
+            if answer.status == 206:
+                body = await answer.read()
+            else:  # a whole file, perhaps of many gigabytes, or words about an error
+                body = b""
+                answer.close()
+            return answer.status, answer.headers, body, answer.reason or ""
+
+
+def _mark(headers: Any) -> str:
+    return str(headers.get("ETag") or headers.get("Last-Modified") or "")
+
+
+def _seconds(text: str) -> float:
+    return float(text) if text.isdigit() else 0.0  # or a date, which no store sends
