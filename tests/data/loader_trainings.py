@@ -3,9 +3,11 @@
 # ruff: noqa: NPY002 - datasets of people draw from the global generators
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import signal
+import tempfile
 import time
 
 import numpy as np
@@ -62,12 +64,23 @@ class Faulty(Numbers):
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.what == "hang":
                 stuck_here()
+            if self.what == "bus":
+                cut_short()
             raise OSError(f"sample {index} is damaged")
         return super().__getitem__(index)
 
 
 def stuck_here():
     time.sleep(3600)
+
+
+def cut_short():
+    """Read a mapped file that is shorter by now: what a full /dev/shm does to a worker, too."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(1 << 16)
+        with mmap.mmap(file.fileno(), 1 << 16) as mapped:
+            file.truncate(0)
+            return mapped[5]
 
 
 class Large(Numbers):

@@ -93,6 +93,12 @@ def test_a_worker_that_is_killed_is_named_with_its_sample():
     assert "memory is short" in str(caught.value)
 
 
+def test_a_worker_with_a_bus_error_is_named_with_its_sample_and_what_shared_memory_has():
+    with pytest.raises(RuntimeError, match="sample 9 of Faulty, of batch 4") as caught:
+        indices(DataLoader(Faulty(12, bad=[9], what="bus"), batch_size=2, num_workers=2))
+    assert "a bus error: shared memory is full, or a mapped file was cut short. /dev/shm has" in str(caught.value)
+
+
 def test_a_worker_that_is_killed_is_no_error_in_the_middle_of_a_step():
     iterator = iter(DataLoader(Faulty(12, bad=[]), batch_size=2, num_workers=1))
     next(iterator)

@@ -15,7 +15,9 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from hasten.data.elastic import KeyedBatch
+from hasten.data.first_batches import KeyedPart, Packed
 from hasten.data.permutation import key_of, keys_of
+from hasten.data.remote.options import RemoteError
 from hasten.data.sample_keys import Reseed, draws_nothing
 from hasten.errors import HastenError
 from hasten.messages import warn
@@ -41,6 +43,7 @@ class Fault:
         error: Type and message of what it raised.
         stack: Where.
         substitute: Index of the sample that came in its place; None: none did.
+        where: File, row group and row of a ParquetDataset; "" of others.
     """
 
     index: int
@@ -48,6 +51,7 @@ class Fault:
     error: str
     stack: str
     substitute: int | None = None
+    where: str = ""
 
 
 class Ledger:
@@ -104,6 +108,7 @@ class Source(Dataset[Any]):
         self.dataset = dataset
         self.on_error = on_error
         self.faults: list[Fault] = []  # of the batch that is being made
+        self.partial = False  # whether they are a part of a batch
         self.worker: int | None = None
         self._beat = np.zeros(4, np.int64) if beat is None else beat
         self.whole = getattr(dataset, "read_batch", None)  # a ParquetDataset: batches are read, not collated
@@ -137,7 +142,8 @@ class Source(Dataset[Any]):
                 return [self._whole(self.whole, batch)]
             many = getattr(self.dataset, "__getitems__", None)
             samples = self._together(many, batch) if many is not None else self._each(batch)
-            if not samples:
+            self.partial = isinstance(batch, KeyedPart)
+            if not samples and not self.partial:
                 raise SampleError(f"all {len(batch)} samples of {self._where(batch)} failed: {self.faults[0].stack}")
             self.begins(COLLATING, batch.number)
         except BaseException:
@@ -153,8 +159,8 @@ class Source(Dataset[Any]):
         try:
             return list(many(list(batch)))
         except Exception as error:
-            if self.on_error == "raise":
-                error.add_note(self._note(f"one of the samples {_few(batch)}", batch))
+            if self.on_error == "raise" or isinstance(error, RemoteError):
+                error.add_note(self._note(f"one of the samples {_few(batch)}", batch, error))
                 raise
         return self._each(batch)
 
@@ -166,8 +172,8 @@ class Source(Dataset[Any]):
         try:
             return read(batch)
         except Exception as error:
-            if self.on_error == "raise":
-                error.add_note(self._note(f"one of the samples {_few(batch)}", batch))
+            if self.on_error == "raise" or isinstance(error, RemoteError):
+                error.add_note(self._note(f"one of the samples {_few(batch)}", batch, error))
                 raise
         good: list[int] = []
         for index in batch:
@@ -175,6 +181,8 @@ class Source(Dataset[Any]):
                 self.dataset[index]
                 good.append(index)
             except Exception as error:
+                if isinstance(error, RemoteError):  # the server's fault: one sample after the other would be tried
+                    raise
                 self._replace(index, error, batch, [])
                 other = self.faults[-1].substitute
                 good += [] if other is None else [other]
@@ -195,8 +203,8 @@ class Source(Dataset[Any]):
             try:
                 samples.append(dataset[index])
             except Exception as error:
-                if self.on_error == "raise":
-                    error.add_note(self._note(f"sample {index}", batch))
+                if self.on_error == "raise" or isinstance(error, RemoteError):
+                    error.add_note(self._note(f"sample {index}", batch, error))
                     raise
                 self._replace(index, error, batch, samples)
         return samples
@@ -217,18 +225,23 @@ class Source(Dataset[Any]):
                 except Exception as again:
                     last = again
             else:
-                last.add_note(self._note(f"sample {index}, and {_TRIES} others tried in its place,", batch))
+                last.add_note(self._note(f"sample {index}, and {_TRIES} others tried in its place,", batch, last))
                 raise last
-        self.faults.append(Fault(index, batch.epoch, what, stack, other))
+        where = getattr(self.dataset, "where", None) if self.whole is not None else None
+        place = "" if where is None else where(index)
+        self.faults.append(Fault(index, batch.epoch, what, stack, other, place))
 
     def _where(self, batch: KeyedBatch) -> str:
         worker = "" if self.worker is None else f", worker {self.worker}"
         return f"batch {batch.number} of epoch {batch.epoch}{worker}"
 
-    def _note(self, which: str, batch: KeyedBatch) -> str:
+    def _note(self, which: str, batch: KeyedBatch, error: Exception) -> str:
+        said = f"hasten: {which} of {type(self.dataset).__name__} failed ({self._where(batch)})"
+        if isinstance(error, RemoteError):
+            return said
         return (
-            f"hasten: {which} of {type(self.dataset).__name__} failed ({self._where(batch)}); "
-            'DataLoader(on_error="skip") leaves such samples out, on_error="substitute" takes others in their place'
+            f'{said}; DataLoader(on_error="skip") leaves such samples out, on_error="substitute" takes others in their '
+            "place"
         )
 
 
@@ -250,6 +263,8 @@ class Collate:
     def __call__(self, samples: Any) -> Any:
         source = self.source
         try:
+            if source.partial:
+                return Packed(samples, source.faults)
             batch = samples[0] if source.whole is not None else self.collate(samples)
             if self.shares:
                 _share(batch)

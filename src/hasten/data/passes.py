@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import shutil
@@ -21,11 +22,13 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from hasten.child import die_with_parent
 from hasten.data.deaths import RaisedWhereWaited
-from hasten.data.making import COLLATING, IDLE, Collate, Made, Source, shm_free, shm_text
+from hasten.data.first_batches import Cut, Packed, in_memory_order, splits
+from hasten.data.making import COLLATING, IDLE, Collate, Made, SampleError, Source, shm_free, shm_text
 from hasten.data.sample_keys import unmoved
 from hasten.messages import warn
 
@@ -95,6 +98,9 @@ class Start:
     def __call__(self, worker: int) -> None:
         if self._follows:
             die_with_parent()
+        # What the training holds stays shared: a collection that walks over it would copy it page by page (Energon's
+        # PR 40). Frozen here and not before the fork, so that the training itself collects as ever.
+        gc.freeze()
         beat = np.frombuffer(self._beats, np.int64).reshape(-1, _FIELDS)[worker]
         info: Any = get_worker_info()
         source = self._source if info is None else info.dataset
@@ -124,6 +130,8 @@ class Processes(Counted, RaisedWhereWaited, _MultiProcessingDataLoaderIter):
         self._hasten_named: set[tuple[int, int, int]] = set()
         self._hasten_measured = False
         self._hasten_dataset = type(loader.dataset).__name__
+        self._hasten_first = loader.num_workers if splits(loader) else 0
+        self._hasten_collate = loader.collate_fn
         source = Source(loader.dataset, loader.collate_fn, loader.on_error, shared=True)
         start = Start(loader.worker_init_fn, source, beats, self._hasten_stacks)
         collate = Collate(loader.collate_fn, source, shares=True)
@@ -133,10 +141,45 @@ class Processes(Counted, RaisedWhereWaited, _MultiProcessingDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._hasten_count(loader)
+        self._hasten_cut = Cut(self._hasten_first)
+        self._hasten_over = 0  # parts on their way of a batch of which another part failed
         super()._reset(loader, first_iter)
 
+    def _next_index(self) -> Any:
+        return self._hasten_cut.next(super()._next_index)
+
     def _hasten_made(self) -> Any:
-        return _MultiProcessingDataLoaderIter._next_data(self)
+        while self._hasten_over:
+            self._hasten_over -= 1
+            with contextlib.suppress(Exception):  # the batch's first failure was raised
+                _MultiProcessingDataLoaderIter._next_data(self)
+        count = self._hasten_cut.parts()
+        if count == 1:
+            return _MultiProcessingDataLoaderIter._next_data(self)
+        parts: list[Packed] = []
+        try:
+            while len(parts) < count:
+                parts.append(_MultiProcessingDataLoaderIter._next_data(self))
+        except BaseException:
+            self._hasten_over = count - len(parts) - 1
+            raise
+        return self._hasten_joined(parts)
+
+    def _hasten_joined(self, parts: list[Packed]) -> Any:
+        """The batch that workers made in parts."""
+        samples = [sample for part in parts for sample in part.samples()]
+        faults = [fault for part in parts for fault in part.faults]
+        if not samples:
+            place = f"batch {self._hasten_place.batches} of epoch {self._hasten_place.epoch}"
+            raise SampleError(f"all {len(faults)} samples of {place} failed: {faults[0].stack}")
+        try:
+            batch = in_memory_order(self._hasten_collate(samples))
+        except Exception as error:
+            error.add_note(f"hasten: while {len(samples)} samples of {self._hasten_dataset} were collated")
+            raise
+        if self._pin_memory:
+            batch = pin_memory(batch)
+        return Made(batch, faults) if faults else batch
 
     def _next_data(self) -> Any:
         batch = super()._next_data()
