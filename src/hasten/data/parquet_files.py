@@ -92,6 +92,10 @@ def files_of(paths: Any, remote: Remote | None) -> tuple[list[LocalFile | Remote
         raise HastenError(
             "ParquetDataset needs pyarrow, which is not installed", "pip install 'hasten[data]'"
         ) from None
+    if remote is not None and not isinstance(remote, Remote):
+        raise HastenError(
+            f"remote={remote!r} must be a hasten.data.Remote", "remote=Remote(cache_dir=..., timeout=...)"
+        )
     reader: Reader | None = None
     found: list[Path | str] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:

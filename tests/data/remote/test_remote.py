@@ -228,6 +228,17 @@ def test_what_cannot_be_read_is_refused_before_training(folder, server, remote, 
         ParquetDataset("s3://bucket/a.parquet", remote=remote)
     with pytest.raises(HastenError, match="retries=-1"):
         Remote(retries=-1)
+    with pytest.raises(HastenError, match=r"must be a hasten.data.Remote"):
+        ParquetDataset(f"{server.url}/a.parquet", remote={"retries": 1})
+
+
+def test_workers_that_are_forked_leave_the_parents_connections_alone(folder, server, remote):
+    data = afar(server, Remote(cache_size=0, timeout=60))
+    begun = iter(DataLoader(data, batch_size=50))
+    rows = rows_of([next(begun)])
+    processes = DataLoader(data, batch_size=200, num_workers=2, workers="process")
+    assert rows_of(processes) == rows_of(DataLoader(near(folder), batch_size=200))
+    assert rows + rows_of(begun) == rows_of(DataLoader(near(folder), batch_size=50))
 
 
 def test_a_server_that_is_not_there_is_said_soon(remote):

@@ -16,6 +16,7 @@ from hasten.errors import HastenError
 TAIL = 16 << 10  # bytes of a file's end that are asked for first: most footers are shorter
 SLOWEST = 64 << 10  # bytes a second below which an attempt is given up
 _MARKS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
+_inherited: list[Any] = []  # file systems of the process that this one was forked from
 _INSTALL = {
     "http": "pip install 'hasten[remote]'",
     "https": "pip install 'hasten[remote]'",
@@ -99,6 +100,8 @@ class Store:
     def system(self) -> Any:
         """Return fsspec's file system, this process's own: its connections and thread do not outlive a fork."""
         if self._process != os.getpid():
+            # Not let go of: to close connections here would take them from the epoll that the parent waits by.
+            _inherited.append(self._system)
             _forget_thread()
             self._reset()
         with self._lock:
@@ -120,8 +123,14 @@ class Store:
             raise HastenError(f"{self.protocol}:// cannot be read: {error}", fix) from None
 
     def options(self) -> dict[str, Any]:
-        """Return what the file system is made with."""
-        return dict(self.remote.storage_options)
+        """Return what the file system is made with: the person's own, and what keeps it from trying again by itself.
+
+        botocore draws its pauses from Python's own random numbers, which are the training's.
+        """
+        own = dict(self.remote.storage_options)
+        if self.protocol in ("s3", "s3a"):
+            own["config_kwargs"] = {"retries": {"total_max_attempts": 1}, **own.get("config_kwargs", {})}
+        return own
 
     def tried(self, url: str, attempt: Callable[[], Any]) -> Any:
         """Return what `attempt` returns, at last.
