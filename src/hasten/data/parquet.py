@@ -6,6 +6,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -84,9 +85,10 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         if window is not None and window < 1:
             raise HastenError(f"window={window} must be at least 1")
         stack = {title: list(names) for title, names in (stack or {}).items()}
-        self.files, self._reader = files_of(paths, remote)
+        self._files, self._reader = files_of(paths, remote)
+        self.files: list[Path | str] = [file.place for file in self._files]
         self.transform = transform
-        schema = self.files[0].metadata.schema.to_arrow_schema()
+        schema = self._files[0].metadata.schema.to_arrow_schema()
         self.columns = list(schema.names if columns is None else columns)
         self._check_types(schema, [*self.columns, *images, *(name for names in stack.values() for name in names)])
         wanted = dict.fromkeys([*self.columns, *images, *(name for names in stack.values() for name in names)])
@@ -97,10 +99,10 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         self._ends = np.cumsum(self._sizes)
         if not len(self):
             why = f"no row passes filters={filters}" if filters is not None else "their files have no rows"
-            raise HastenError(f"nothing to read in {self.files[0]}{' and others' * (len(self.files) > 1)}: {why}")
+            raise HastenError(f"nothing to read in {self._files[0]}{' and others' * (len(self._files) > 1)}: {why}")
         self.window = window or self._own_window()
         self.fingerprint = repr(
-            ([(file.name, file.size) for file in self.files],
+            ([(file.name, file.size) for file in self._files],
              self._names, self._sizes.tolist(), self.window, repr(filters))
         )  # fmt: skip
         self._reset()
@@ -181,7 +183,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         group = self._groups[number]
         inside = index - int(self._ends[number] - group.rows)
         row = inside if group.kept is None else int(group.kept[inside])
-        return f"{self.files[group.file]}, row group {group.number}, row {row} of it"
+        return f"{self._files[group.file]}, row group {group.number}, row {row} of it"
 
     def _loaded(self, number: int) -> list[Any]:
         """A row group's arrays: read once by the first thread that needs them, and kept while the window is there."""
@@ -214,11 +216,11 @@ class ParquetDataset(Dataset[dict[str, Any]]):
     def _begin(self, number: int) -> Coming | None:
         """Have a row group fetched, if its file is not on a local disk."""
         group = self._groups[number]
-        file = self.files[group.file]
+        file = self._files[group.file]
         return file.begin(group.number, self._names) if isinstance(file, RemoteFile) else None
 
     def _read(self, group: _Group, coming: Coming | None = None) -> list[Any]:
-        file = self.files[group.file]
+        file = self._files[group.file]
         if isinstance(file, RemoteFile):
             table = file.read(group.number, self._names, coming)
         else:
@@ -229,14 +231,14 @@ class ParquetDataset(Dataset[dict[str, Any]]):
 
     def _check_types(self, schema: Any, names: list[str]) -> None:
         """Raise where a file lacks a column, or has it with another type than the first file."""
-        for number, file in enumerate(self.files):
+        for number, file in enumerate(self._files):
             own = schema if number == 0 else file.metadata.schema.to_arrow_schema()
             for name in names:
                 if name not in own.names:
                     raise HastenError(f"{file} has no column {name!r}", f"it has {', '.join(map(repr, own.names))}")
                 if own.field(name).type != schema.field(name).type:
                     raise HastenError(
-                        f"column {name!r} is {schema.field(name).type} in {self.files[0]} and {own.field(name).type} "
+                        f"column {name!r} is {schema.field(name).type} in {self._files[0]} and {own.field(name).type} "
                         f"in {file}",
                         "write the files with one schema",
                     )
@@ -244,7 +246,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
     def _kept_groups(self, filters: Any) -> list[_Group]:
         counts = [
             [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
-            for file in self.files
+            for file in self._files
         ]
         if filters is None:
             return [_Group(file, n, rows) for file, own in enumerate(counts) for n, rows in enumerate(own) if rows]
@@ -254,13 +256,13 @@ class ParquetDataset(Dataset[dict[str, Any]]):
 
         def kept(found: tuple[int, int, list[str]]) -> _Group:
             file, number, names = found
-            table = self.files[file].read(number, names)
+            table = self._files[file].read(number, names)
             return _Group(file, number, counts[file][number], _passing(table, condition))
 
         try:
             condition = filters if isinstance(filters, ds.Expression) else pq.filters_to_expression(filters)
             possible = []
-            for number, file in enumerate(self.files):
+            for number, file in enumerate(self._files):
                 footer = pa.BufferOutputStream()
                 file.metadata.write_metadata_file(footer)  # statistics are all that is needed to leave out row groups
                 fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(footer.getvalue()))
@@ -276,7 +278,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         sizes = [
             sum(group.column(number).total_uncompressed_size for number in range(group.num_columns)
                 if group.column(number).path_in_schema.split(".")[0] in self._names)
-            for file in self.files for group in map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            for file in self._files for group in map(file.metadata.row_group, range(file.metadata.num_row_groups))
         ]  # fmt: skip
         return int(max(2, min(_MOST, _BUDGET // max(1, *sizes, 1))))
 

@@ -33,7 +33,7 @@ class LocalFile:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        self.path = path
+        self.path = self.place = path
         self.name = path.name
         try:
             self.metadata = pq.read_metadata(path)

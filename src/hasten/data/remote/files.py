@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -111,6 +111,9 @@ class Coming:
             RemoteError: They cannot be read.
         """
         try:
+            for _, future in self._parts:
+                while not future.done():
+                    wait([future], 1.0)  # in turns: a Ctrl-C that another thread of the process got is heard here
             return [(span, future.result()) for span, future in self._parts]
         except BaseException:
             self.drop()
@@ -129,7 +132,7 @@ class RemoteFile:
     """
 
     def __init__(self, url: str, reader: Reader) -> None:
-        self.url = url
+        self.url = self.place = url
         self.name = unquote(urlsplit(url).path.rpartition("/")[2])
         self.reader = reader
         self.stamp, tail = reader.store(url).opened(url)
