@@ -15,7 +15,7 @@ from hasten.evidence.live import is_live, live_path
 from hasten.evidence.schema import is_evidence
 from hasten.files import check_target, mark_of
 from hasten.plan import DEFAULT_NAME, Plan
-from hasten.taps.config import RunConfig, environment
+from hasten.taps.config import RankOptions, RunConfig, environment
 from hasten.techniques import check, remarks
 from hasten.warm.auto_files import AUTO_NAME
 from hasten.warm.options import AutoOptions
@@ -59,6 +59,22 @@ def launch_quickly(words: list[str]) -> None:
 
 def launch(command: list[str], how: How) -> None:
     """Check everything, set the environment, and replace this process by the training's."""
+    arguments, env = prepared(command, how)
+    sys.stdout.flush()
+    os.execve(arguments[0], arguments, env)
+
+
+def prepared(command: list[str], how: How, ranks: RankOptions | None = None) -> tuple[list[str], dict[str, str]]:
+    """Check everything; return the training's command and environment.
+
+    Args:
+        command: The training's own command line.
+        how: The options of `hasten run`.
+        ranks: How the script is carried to several devices; None: it is not.
+
+    Raises:
+        HastenError: Anything about them is wrong.
+    """
     arguments = process_arguments(command)
     auto = _auto_of(command, how) if how.auto or how.replay else None
     chosen = Plan() if how.no_plan or auto else Plan.read(how.plan)
@@ -79,11 +95,10 @@ def launch(command: list[str], how: How) -> None:
         former=mark_of(evidence) if evidence else "",
         auto=auto,
         live=str(live_path(evidence.absolute())) if evidence else "",
+        ranks=ranks,
     )
-    listens = bool(config.techniques or config.evidence or config.auto)
-    env = environment(config, dict(os.environ)) if listens else dict(os.environ)
-    sys.stdout.flush()
-    os.execve(arguments[0], arguments, env)
+    listens = bool(config.techniques or config.evidence or config.auto or config.ranks)
+    return arguments, environment(config, dict(os.environ)) if listens else dict(os.environ)
 
 
 def _auto_of(command: list[str], how: How) -> AutoOptions:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from hasten.cli.devices import Devices, spread
 from hasten.cli.launch import How, launch
 from hasten.cli.script import training
 from hasten.plan import DEFAULT_NAME
@@ -26,11 +27,26 @@ def run(
         None, help="Switch at the same steps as the --auto run with this schedule.", metavar="FILE"
     ),
     quiet: bool = typer.Option(False, "--quiet", help="Print nothing of hasten's own."),
+    devices: str = typer.Option(
+        "", help="Carry a script for one device to N: a process each; or all, or GPUs by index, 0,2.", metavar="N"
+    ),
+    accelerator: str = typer.Option("auto", help="With --devices: gpu, cpu, or auto.", metavar="gpu|cpu"),
+    batch: str = typer.Option(
+        "global",
+        help="With --devices: global, they share each of the script's batches; per-device, each takes one of its own.",
+        metavar="global|per-device",
+    ),
+    nodes: int = typer.Option(1, min=1, help="With --devices: machines; run the same command on each.", metavar="N"),
+    rdzv_endpoint: str = typer.Option("", help="With --nodes: where they meet, as torchrun's.", metavar="HOST:PORT"),
+    rdzv_conf: str = typer.Option("", help="With --nodes: further settings, as torchrun's.", metavar="KEY=VALUE,..."),
 ) -> None:
     """Run a training under a plan; everything about it is as if Python ran it.
 
     Examples: hasten run train.py --epochs 90; hasten run --auto train.py; hasten run --plan other.toml -m pkg.train;
-    hasten run torchrun --nproc-per-node 2 train.py.
+    hasten run --devices 4 train.py; hasten run torchrun --nproc-per-node 2 train.py (written for several already).
     """
     how = How(plan, no_plan, evidence, any_machine, quiet, auto, out, replay)
+    wide = Devices(devices, accelerator, batch, nodes, rdzv_endpoint, rdzv_conf)
+    if wide.wanted():
+        raise typer.Exit(spread(training(ctx), how, wide))
     launch(training(ctx), how)

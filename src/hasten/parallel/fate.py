@@ -69,7 +69,7 @@ def verdict(children: Sequence[RankProcess], size: int) -> HastenError | None:
     ended = [child for child in children if child.code() is not None]
     alive = [child for child in children if child.code() is None]
     if guilty := [child for child in ended if _guilty(child)]:
-        return _error(guilty[0], size, _how_it_ended(guilty[0].code() or 0))
+        return _error(guilty[0], size, how_it_ended(guilty[0].code() or 0))
     if stopped := [child for child in alive if _stopped(child.pid)]:
         return _error(stopped[0], size, f"is stopped (process {stopped[0].pid}, by SIGSTOP or a debugger)")
     if early := [child for child in ended if child.code() == 0]:
@@ -77,7 +77,7 @@ def verdict(children: Sequence[RankProcess], size: int) -> HastenError | None:
     if ended and alive:  # those that ended had waited in vain for this one
         return _error(alive[0], size, f"does not answer (process {alive[0].pid})")
     if ended:
-        return _error(ended[0], size, _how_it_ended(ended[0].code() or 0))
+        return _error(ended[0], size, how_it_ended(ended[0].code() or 0))
     return None
 
 
@@ -116,7 +116,8 @@ def _stopped(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in {"T", "t"}
 
 
-def _how_it_ended(code: int) -> str:
+def how_it_ended(code: int) -> str:
+    """Say how a process with this exit code ended (-N: by signal N)."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

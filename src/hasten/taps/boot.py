@@ -30,12 +30,23 @@ def boot() -> None:
     if config.doctor is not None:
         _note_an_early_end(f"{config.evidence}.error")
     hide_our_frames()
+    if config.ranks is not None:
+        from hasten.taps.rank_start import begin
+
+        config = begin(config, config.ranks)
     import_without_collections()
 
     def start() -> None:
         from hasten.taps.session import ProcessSession
 
-        ProcessSession.start(config)
+        try:
+            ProcessSession.start(config)
+        except Exception as error:
+            if config.ranks is None:
+                raise
+            # Without its taps each rank would train by itself, and all of them write the same files.
+            messages.tell(f"hasten: a rank cannot be set up, so it ends: {error!r}")
+            os._exit(1)
 
     after_import("torch", start)
 

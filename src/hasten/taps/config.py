@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,6 +95,32 @@ class DoctorOptions:
 
 
 @dataclass(frozen=True)
+class RankOptions:
+    """How a script that was written for one device is carried to several, one process each.
+
+    Attributes:
+        launcher: Process id of the launcher on this machine: its children are the ranks.
+        folder: Where ranks leave what the launcher shall tell, and what ranks other than 0 write.
+        batch: "global": ranks share each of the script's batches; "per-device": each takes one of its own.
+        gpus: By local rank, what CUDA_VISIBLE_DEVICES shall be; (): the script trains on the CPU.
+    """
+
+    launcher: int
+    folder: str
+    batch: str = "global"
+    gpus: tuple[str, ...] = ()
+
+    def is_rank(self) -> bool:
+        """Whether this process is a rank, and not something that a rank has started."""
+        return os.getppid() == self.launcher and "RANK" in os.environ
+
+    def seed(self) -> int:
+        """A seed that is the same on all ranks, and another one in another run."""
+        words = (os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
+        return zlib.crc32(":".join(words).encode())
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """The plan to install, and what to leave behind.
 
@@ -103,6 +130,7 @@ class RunConfig:
         witness: How `hasten check` looks at the training; None: it does not.
         warm: How techniques are tried while the training runs; None: they are not, `techniques` are on throughout.
         auto: How the run itself is tuned while it goes on; None: it is not.
+        ranks: How the script is carried to several devices; None: it is not.
     """
 
     techniques: dict[str, Setting] = field(default_factory=dict)
@@ -116,13 +144,14 @@ class RunConfig:
     warm: WarmOptions | None = None
     auto: AutoOptions | None = None
     former: str = ""
+    ranks: RankOptions | None = None
 
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
         """Read what `environment` put into the variable."""
         data = json.loads(text)
         trial, doctor, witness = data.pop("trial"), data.pop("doctor"), data.pop("witness", None)
-        warm, auto = data.pop("warm", None), data.pop("auto", None)
+        warm, auto, ranks = data.pop("warm", None), data.pop("auto", None), data.pop("ranks", None)
         data["command"] = tuple(data["command"])
         return cls(
             **data,
@@ -131,6 +160,7 @@ class RunConfig:
             witness=WitnessOptions(**witness) if witness else None,
             warm=WarmOptions.from_json(warm) if warm else None,
             auto=AutoOptions(**auto) if auto else None,
+            ranks=RankOptions(**{**ranks, "gpus": tuple(ranks["gpus"])}) if ranks else None,
         )
 
 

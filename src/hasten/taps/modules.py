@@ -20,7 +20,8 @@ _inside = False  # whether an outermost module's forward is going on
 def install(session: Session) -> None:
     """Set the taps, if anything wants them."""
     run = session.run
-    if run.recorder is not None or run.acting("forward") or run.acting("model"):
+    carries = session.config.ranks is not None
+    if carries or run.recorder is not None or run.acting("forward") or run.acting("model"):
         _tap_forward(session)
     if run.recorder is not None or run.acting("backward"):
         _tap_backward(session)
@@ -35,7 +36,7 @@ def _tap_forward(session: Session) -> None:
     plain = Module.__call__
     outermost = _outermost(session, plain, torch)
     recorder = session.run.recorder
-    acts = session.run.acting("forward") or session.run.acting("model")
+    acts = session.run.acting("forward") or session.run.acting("model") or session.config.ranks is not None
     resting = recorder if recorder is not None and recorder.may_rest and not acts else None
     grad_enabled = torch.is_grad_enabled
 
@@ -94,6 +95,9 @@ class _WatchedModules:
         except Exception as error:  # a module like no other: it is left alone
             run.skip(f"tap {type(module).__name__}", error)
             watch = None
+        for told in self._session.on_model:
+            if next(module.parameters(), None) is not None:
+                told(module)
         self.watches[id(module)] = watch
         weakref.finalize(module, self._forget, id(module)).atexit = False
         return watch

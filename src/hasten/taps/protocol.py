@@ -63,6 +63,7 @@ class Session(Protocol):
         observers: What doctor listens with.
         on_batch: Called with a loader's number and a batch it gave; each returns how many batches to skip before the
             next call.
+        on_model: Called with each outermost module before its first forward; what they raise ends the run.
         on_backward: Called after each backward with its tensors, further arguments and keywords.
         on_zeroed: Called when an optimizer sets gradients to zero.
         unscaled: id of a loss scaled by the script's GradScaler -> the loss itself.
@@ -91,6 +92,7 @@ class Session(Protocol):
     trained_loaders: set[int]
     observers: list[Observer]
     on_batch: list[Callable[[int, Any], int]]
+    on_model: list[Callable[[Any], None]]
     on_backward: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], None]]
     on_zeroed: Callable[[], None] | None
     unscaled: dict[int, Tensor | None]

@@ -23,6 +23,7 @@ from hasten.techniques.compute.compile import kernel_cache
 from hasten.techniques.data.crossing import LONGEST_FOLDER
 
 unguarded = ""  # why the kernel's guards are not behind the sandbox, if they are not
+overlay: Overlay | None = None  # of this process, once it is confined
 
 # Loggers that would send a trial's numbers to a server, or write by native code, are asked to keep still.
 _QUIET_LOGGERS = {
@@ -37,7 +38,7 @@ _CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "NUMBA_
 
 def confine(scratch: str, also: tuple[str, ...] = ()) -> None:
     """Send everything this process and its children write to `scratch`; folders in `also` may be written to as well."""
-    global unguarded
+    global overlay, unguarded
     home = os.path.expanduser("~")
     temporary = os.path.join(scratch, "tmp")
     os.makedirs(temporary, exist_ok=True)
@@ -65,7 +66,8 @@ def confine(scratch: str, also: tuple[str, ...] = ()) -> None:
     root = os.path.join(scratch, "files")
     os.makedirs(root, exist_ok=True)
     unguarded = "; ".join(filter(None, (forbid_writing(free), forbid_metadata())))
-    install(Overlay(root, free))
+    overlay = Overlay(root, free)
+    install(overlay)
 
 
 def _keep_headers() -> None:

@@ -69,6 +69,7 @@ class ProcessSession(Session):
         self.built = Built(self)
         self.observers: list[Observer] = []
         self.on_batch: list[Callable[[int, Any], int]] = []
+        self.on_model: list[Callable[[Any], None]] = []
         self.on_backward: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], None]] = []
         self.on_zeroed: Callable[[], None] | None = None
         self.unscaled: dict[int, Tensor | None] = {}
@@ -104,6 +105,10 @@ class ProcessSession(Session):
                 session.run.skipped.append(f"the kernel's guard behind the sandbox: {sandbox.unguarded}")
         session.run.process()
         session._tap(data, modules, optimizers, results)
+        if config.ranks is not None:  # over those of the others; what fails here must not be skipped
+            from hasten.taps import ranks
+
+            ranks.install(session)
         if config.doctor is not None:
             session._observe()
         if config.witness is not None:

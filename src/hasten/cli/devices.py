@@ -1,0 +1,116 @@
+"""`hasten run --devices`: a script that was written for one device, on several."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from hasten.cli.command import process_arguments
+from hasten.cli.launch import How, prepared
+from hasten.errors import HastenError
+from hasten.evidence import this_machine
+from hasten.plan import DEFAULT_NAME
+from hasten.taps.config import RankOptions
+
+_BATCHES = ("global", "per-device")
+_LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "srun", "mpirun"}
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The options of `hasten run` that say how wide a training runs, as they were typed."""
+
+    devices: str
+    accelerator: str
+    batch: str
+    nodes: int
+    rdzv_endpoint: str
+    rdzv_conf: str
+
+    def wanted(self) -> bool:
+        """Whether the training runs on several devices, or an option was given that asks for it."""
+        return self != Devices("", "auto", "global", 1, "", "")
+
+    def check(self) -> None:
+        """Check what can be checked without torch.
+
+        Raises:
+            HastenError: An option is not understood, or lacks another.
+        """
+        if not self.devices:
+            raise HastenError("--devices is missing", "say on how many devices of each machine: --devices 4")
+        if self.accelerator not in {"auto", "cpu", "gpu", "cuda"}:
+            raise HastenError(f"--accelerator {self.accelerator}: not known", "say gpu or cpu")
+        if self.batch not in _BATCHES:
+            raise HastenError(f"--batch {self.batch}: not known", f"say {' or '.join(_BATCHES)}")
+        if self.nodes > 1 and not re.fullmatch(r"\S+:\d+", self.rdzv_endpoint):
+            raise HastenError(
+                f"--nodes {self.nodes} needs --rdzv-endpoint HOST:PORT",
+                "name one of the machines, and a port that is free there: --rdzv-endpoint node1:29500",
+            )
+        if self.nodes == 1 and self.rdzv_endpoint:
+            raise HastenError(
+                "--rdzv-endpoint is for --nodes 2 and more", "leave it out: one machine finds its own port"
+            )
+        self.conf()
+
+    def conf(self) -> dict[str, str]:
+        """The settings of the rendezvous, by name."""
+        pairs = [pair.partition("=") for pair in self.rdzv_conf.split(",") if pair]
+        if wrong := [name for name, equals, _ in pairs if not equals]:
+            raise HastenError(f"--rdzv-conf {self.rdzv_conf}: {wrong[0]} has no value", "write is_host=1,timeout=300")
+        return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def spread(command: list[str], how: How, wide: Devices) -> int:
+    """Run the training on several devices; return its exit code.
+
+    Raises:
+        HastenError: Options that are wrong or exclude each other, a script that cannot be carried, or a rank failed.
+    """
+    wide.check()
+    if how.auto or how.replay:
+        raise HastenError(
+            "--auto and --replay search in one process: they exclude --devices",
+            "find the plan on one device, and run it with --devices and --plan",
+        )
+    if command and Path(command[0]).name in _LAUNCHERS:
+        raise HastenError(f"{command[0]} starts processes itself", f"leave out --devices, or {command[0]}")
+    if process_arguments(command)[0] != sys.executable:
+        raise HastenError(
+            f"{command[0]} is not a Python script, and --devices carries those", "name the script itself, or -m MODULE"
+        )
+    if how.plan == Path(DEFAULT_NAME) and not how.plan.exists():
+        how = dataclasses.replace(how, no_plan=True)  # --devices is wanted, whether there is a plan or not
+    folder = tempfile.mkdtemp(prefix="hasten-ranks-")
+    try:
+        return _run(command, how, wide, RankOptions(os.getpid(), folder, wide.batch))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(command: list[str], how: How, wide: Devices, options: RankOptions) -> int:
+    from hasten.parallel import choose_devices  # with torch, which takes seconds to import
+    from hasten.parallel.agent import Ranks, run
+
+    chosen = choose_devices(wide.accelerator, "auto" if wide.devices == "all" else wide.devices)
+    if len(chosen) * wide.nodes == 1:
+        raise HastenError(f"--devices {wide.devices} is one device here: there is nobody to share with", "leave it out")
+    if chosen[0].type == "cuda":
+        options = dataclasses.replace(options, gpus=_visible([device.index for device in chosen]))
+    arguments, env = prepared(command, how, options)
+    os.environ.update(env)  # which the ranks inherit
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, this_machine().cores // len(chosen))))
+    return run(Ranks(arguments, len(chosen), wide.nodes, wide.rdzv_endpoint, options.folder, wide.conf()))
+
+
+def _visible(indices: list[int]) -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES is for each of these GPUs: it may hold indices or UUIDs already."""
+    shown = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
+    return tuple(shown[index] if shown else str(index) for index in indices)

@@ -1,0 +1,81 @@
+"""What ranks other than 0 write to stderr, shown with the rank before each line."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from types import TracebackType
+
+_CHUNK = 65536
+_LONGEST = 1 << 16  # bytes of a line that is not ended
+
+
+class RankStderr:
+    """Pipes with names, one a rank, read by a thread.
+
+    Args:
+        folder: Where they lie.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._ranks: dict[int, int] = {}  # descriptor -> rank
+        self._rests: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="hasten-rank-stderr", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> RankStderr:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def of(self, rank: int) -> str:
+        """The file that a rank's stderr is to be."""
+        path = f"{self._folder}/stderr-{rank}"
+        os.mkfifo(path, 0o600)
+        # For writing too: who opens it then never waits, and it does not end with the first process that closes it.
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        with self._lock:
+            self._ranks[fd] = rank
+            self._rests[fd] = b""
+        return path
+
+    def close(self) -> None:
+        """Show what was written so far, and nothing after it."""
+        self._over.set()
+        self._thread.join()
+
+    def _read(self) -> None:
+        while not self._over.wait(0.02):
+            self._once()
+        self._once()
+        for fd, rest in self._rests.items():
+            if rest:
+                self._show(self._ranks[fd], rest)
+            os.close(fd)
+
+    def _once(self) -> None:
+        """Show what lies in the pipes."""
+        with self._lock:
+            pipes = list(self._ranks.items())
+        for fd, rank in pipes:
+            while True:
+                try:
+                    chunk = os.read(fd, _CHUNK)
+                except BlockingIOError:
+                    break
+                *lines, rest = (self._rests[fd] + chunk).split(b"\n")
+                for line in lines:
+                    self._show(rank, line)
+                self._rests[fd] = rest.rpartition(b"\r")[2][-_LONGEST:]
+
+    def _show(self, rank: int, line: bytes) -> None:
+        """A line as a terminal would leave it: of a progress bar, its last state."""
+        shown = line.rstrip(b"\r").rpartition(b"\r")[2].removeprefix(b"[rank%d]: " % rank)  # torch's, of tracebacks
+        if shown.strip():
+            with suppress(OSError):  # our own stderr is closed
+                os.write(2, b"[rank %d] %s\n" % (rank, shown))

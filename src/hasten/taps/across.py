@@ -1,0 +1,324 @@
+"""Carries a script that was written for one device to several: taps of `hasten run --devices N`.
+
+Each rank runs the whole script. It gets its share of the batches that are trained on, and after each backward its
+gradients are the mean over all ranks; so weights stay the same everywhere, and what the script does by them as well.
+What cannot be carried ends the run with an error: unlike other taps, these must not be skipped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hasten import messages
+from hasten.data.orders import why_not
+from hasten.errors import HastenError
+from hasten.evidence import Phase, facts
+from hasten.parallel.averaging import Averaging
+from hasten.parallel.batch_shares import LoaderState, Pass, SharedBatches, shuffles
+from hasten.parallel.meeting import About, Meeting
+from hasten.parallel.same_weights import SameWeights
+from hasten.parallel.summed import summed
+from hasten.parallel.world import World, has_failed, mark_failed
+
+if TYPE_CHECKING:
+    from hasten.taps.config import RankOptions
+    from hasten.taps.protocol import Session
+
+_TORCHRUN = "write it for several devices, and start it by `hasten run torchrun --nproc-per-node N ...`"
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm
+
+
+class Unshared:
+    """A pass through a loader whose batches cannot be shared out, and why."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+class Across:
+    """What one rank of a carried script knows, and does with the others.
+
+    Args:
+        session: The process's session.
+        options: How the script is carried.
+    """
+
+    def __init__(self, session: Session, options: RankOptions) -> None:
+        self.session = session
+        self.options = options
+        self.joining = False
+        self.optimizers = 0
+        self.backwards = 0
+        self.given = 0  # batches, of all loaders
+        self.samples, self.all_samples = 1.0, 0  # of the last batch given: this rank's, and all ranks'
+        self._fed: dict[Pass | Unshared, int] = {}  # passes that gave a batch since the last backward -> how many
+        self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self._meeting: Meeting | None = None
+        self._averaging: Averaging | None = None
+        self._weights: SameWeights | None = None
+        self._early: list[torch.Tensor] = []  # parameters of optimizers built before the ranks met
+        self._inside = False  # of a backward
+        self._process = os.getpid()
+        self._refusal: HastenError | None = None
+        self._untold: list[LoaderState] = []  # loaders that are shared out; said once their model is known
+
+    # -- the ranks meet, when something is first to be done together -----------------------------------
+
+    @property
+    def acts(self) -> bool:
+        """Whether this is the rank's own process: a loader's worker is a fork of it."""
+        return os.getpid() == self._process
+
+    def meeting(self) -> Meeting:
+        """The meeting of all ranks; waits for them at the first call."""
+        if self._meeting is None:
+            self.joining = True
+            try:
+                on_gpu = bool(self.options.gpus)
+                device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+                world = World.from_environment("nccl" if on_gpu else "gloo", device)
+            finally:
+                self.joining = False
+            self._meeting = Meeting(world)
+            atexit.register(self._end)  # goes before the world's own
+            self._averaging = Averaging(self._meeting)
+            self._weights = SameWeights(self._meeting)
+            early, self._early = self._early, []
+            self.add(early)
+        if threading.current_thread() is not threading.main_thread():
+            raise self.refuse("the script trains in a thread of its own", "train in the main thread")
+        if self._refusal is not None:  # the script went on after it
+            raise self._refusal
+        return self._meeting
+
+    def _end(self) -> None:
+        """The script is over: if another rank goes on, both hear of it, and none waits for the other."""
+        if not self.acts or self._meeting is None or has_failed():
+            return
+        try:
+            self._meeting.meet(About.END)
+        except (HastenError, RuntimeError):  # the rank that goes on raises it in the script
+            mark_failed()
+
+    @property
+    def world(self) -> World | None:
+        """The ranks; None before they have met."""
+        return None if self._meeting is None else self._meeting.world
+
+    @property
+    def averaging(self) -> Averaging:
+        """Of this rank's gradients."""
+        self.meeting()
+        assert self._averaging is not None
+        return self._averaging
+
+    @property
+    def weights(self) -> SameWeights:
+        """Keeps them the same."""
+        self.meeting()
+        assert self._weights is not None
+        return self._weights
+
+    def refuse(self, what: str, fix: str) -> HastenError:
+        """The error that ends the run, wherever the script goes on after it."""
+        self._refusal = HastenError(f"hasten cannot carry this script to several devices: {what}", fix)
+        return self._refusal
+
+    # -- what is built ---------------------------------------------------------------------------------
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Parameters that are to be the same on all ranks, and whose gradients are to be averaged."""
+        if self._meeting is None:
+            self._early += parameters
+        else:
+            self.weights.late(self.averaging.add(parameters))
+
+    def model(self, module: nn.Module) -> None:
+        """An outermost module is about to be called for the first time."""
+        if not self.acts:
+            return
+        self._modules[module] = None
+        self.weights.watch(module)
+        self.averaging.add(module.parameters())
+        self.meeting().meet(About.MODEL)
+        self.weights.spread([*module.parameters(), *module.buffers()])
+
+    def loaded(self, module: nn.Module) -> None:
+        """A module's weights were replaced by the script: on all ranks they shall be rank 0's."""
+        if self._meeting is not None and self.acts:
+            self.weights.late([*module.parameters(), *module.buffers()])
+
+    # -- passes and batches ----------------------------------------------------------------------------
+
+    def sampler(self, loader: Any, plain: Any) -> Any:
+        """What gives a loader's iterators the order of its batches."""
+        if not self.acts or why_not_shared(loader):
+            return plain
+        state = loader.__dict__.setdefault("_hasten_across", LoaderState(facts.caller()))
+        try:
+            samples = len(loader.dataset)
+        except TypeError:  # a sampler of its own knows what there is
+            samples = 0
+        per_device = self.options.batch == "per-device"
+        size, ahead = int(os.environ["WORLD_SIZE"]), not why_not(plain)
+        return SharedBatches(plain, state, self.meeting, self._pass, size, per_device, samples, ahead)
+
+    def _pass(self, state: LoaderState, batching: Any) -> Pass:
+        models = list(self._modules)
+        validates = not torch.is_grad_enabled() or (bool(models) and not any(model.training for model in models))
+        return Pass(state, validates, shuffles(batching) and self.optimizers > 0)
+
+    def begins(self) -> None:
+        """A pass through a loader begins, on all ranks."""
+        self.meeting().meet(About.PASS, at=self.given)
+        self.weights.agree(self.averaging.averaged)
+
+    def gave(self, iterator: Any) -> None:
+        """A loader gave its next batch."""
+        self.given += 1
+        one = self._pass_of(iterator)
+        self._fed[one] = self._fed.get(one, 0) + 1
+        if isinstance(one, Unshared):
+            return
+        one.given += 1
+        if one.sizes:
+            self.samples, self.all_samples = one.sizes.popleft()
+        if one.shared and not one.state.told:
+            one.state.told = True
+            self._untold.append(one.state)
+
+    def over(self, iterator: Any) -> None:
+        """A pass is over: what it gave was looked at, and did not feed the backward that comes."""
+        self._fed.pop(self._pass_of(iterator), None)
+
+    def _pass_of(self, iterator: Any) -> Pass | Unshared:
+        batches = iterator.__dict__.get("_index_sampler")
+        if isinstance(batches, SharedBatches) and batches.current is not None:
+            return batches.current
+        known: Unshared | None = iterator.__dict__.get("_hasten_unshared")
+        if known is None:
+            known = iterator.__dict__["_hasten_unshared"] = Unshared(f"a {type(iterator).__name__} gives them")
+        return known
+
+    def _say(self, state: LoaderState) -> None:
+        world = self.meeting().world
+        if not world.is_zero or self.session.config.quiet:
+            return
+        where = f"the loader at {os.path.basename(state.where)}" if state.where else "a loader"
+        kind = "GPUs" if self.options.gpus else "processes on the CPU"
+        if self.options.batch == "global":
+            how = (
+                f"{world.size} {kind} share each batch of {where}: {self.all_samples} samples a step, as in the script"
+            )
+        else:
+            how = f"{world.size} {kind} take a batch each of {where}: {self.all_samples} samples a step"
+        more = (
+            "; BatchNorm counts each one's own share"
+            if any(isinstance(layer, _BATCH_NORM) for model in self._modules for layer in model.modules())
+            else ""
+        )
+        messages.tell(f"hasten: {how}, {self.samples:g} on rank 0 (--batch {self.options.batch}){more}")
+
+    # -- backward and step -----------------------------------------------------------------------------
+
+    def backward(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """torch.autograd.backward, and the mean over the ranks behind it."""
+        if self._inside or not self.acts:  # of activation checkpointing: a backward within a backward
+            return plain(*args, **kwargs)
+        self._fits()
+        while self._untold:
+            self._say(self._untold.pop())
+        if not self.backwards:
+            self._look_at_loss(args[0] if args else kwargs.get("tensors"))
+        self.averaging.begins()
+        self._inside = True
+        try:
+            result = plain(*args, **kwargs)
+        finally:
+            self._inside = False
+        start = perf_counter()
+        self.averaging.ends(self.given, self.samples)
+        recorder = self.session.run.recorder
+        if recorder is not None and recorder.resting is None:
+            recorder.add(Phase.SYNC, perf_counter() - start)
+        self.backwards += 1
+        return result
+
+    def _fits(self) -> None:
+        """Whether the backward that comes is of batches that are shared out."""
+        if not self.given:
+            raise self.refuse(
+                f"{facts.caller()} calls backward before any DataLoader gave a batch",
+                "give the samples by a torch.utils.data.DataLoader, whose batches can be shared out; or write it for "
+                "several devices and start it by `hasten run torchrun`",
+            )
+        for one, times in self._fed.items():
+            if times > 1 and len(self._fed) > 1:  # batches that were looked at, by a validation that was cut short
+                continue
+            if isinstance(one, Unshared):
+                raise self.refuse(f"it trains on batches that cannot be shared out: {one.why}", _TORCHRUN)
+            one.backward()
+        self._fed.clear()
+
+    def _look_at_loss(self, loss: Any) -> None:
+        """Whether the loss is a mean over the batch, as far as can be seen."""
+        one = loss[0] if isinstance(loss, list | tuple) and loss else loss
+        what = summed(one, int(self.samples)) if self.options.batch == "global" else ""
+        fix = "make it a mean (and the rate the number of samples times as large), or train with --batch per-device"
+        if "reduction" in what:
+            raise self.refuse(
+                f"its loss is a sum over the batch ({what}, {facts.caller()}), of which ranks see parts", fix
+            )
+        if what and self.meeting().world.is_zero:
+            messages.tell(
+                f"hasten: the loss at {facts.caller()} looks like a sum over the batch ({what}): the ranks' gradients "
+                f"are averaged, so it would be too small; {fix}"
+            )
+
+    def steps(self, optimizer: Any) -> None:
+        """An optimizer is about to step."""
+        if not self.acts:
+            return
+        if self._inside:
+            raise self.refuse("an optimizer steps in the middle of a backward", _TORCHRUN)
+        if not self.backwards and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            raise self.refuse("its gradients do not come from backward()", _TORCHRUN)
+
+    def gradients_asked(self, inputs: Any) -> None:
+        """torch.autograd.grad is about to give gradients past `.grad`."""
+        asked = inputs if isinstance(inputs, list | tuple) else (inputs,)
+        if self._averaging is not None and not self._inside and self.acts:
+            if any(isinstance(one, torch.Tensor) and self._averaging.knows(one) for one in asked):
+                raise self.refuse(
+                    f"{facts.caller()} takes gradients of parameters by torch.autograd.grad, past `.grad`", _TORCHRUN
+                )
+
+    def metric(self, value: Any) -> Any:
+        """Rank 0's metric for a schedule, which may be the loss of its own share."""
+        meeting = self.meeting()
+        meeting.meet(About.METRIC, at=self.given)
+        return meeting.world.broadcast(float(value))
+
+
+def why_not_shared(loader: Any) -> str:
+    """Why a loader's batches cannot be shared out, or ""."""
+    from torch.utils.data import IterableDataset
+
+    if isinstance(loader.dataset, IterableDataset):
+        return f"{type(loader.dataset).__name__} is an IterableDataset"
+    if loader.batch_sampler is None:
+        return "the DataLoader has batch_size=None"
+    if type(loader).__module__.startswith(("torchdata.", "hasten.")):
+        return f"{type(loader).__module__}.{type(loader).__name__} has an order of its own"
+    if not getattr(loader, "in_order", True):
+        return "the DataLoader has in_order=False"
+    return ""

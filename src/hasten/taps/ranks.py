@@ -1,0 +1,174 @@
+"""The taps of a rank that carries a script: where `across` is told what the script builds and does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.evidence import facts
+from hasten.parallel.batch_shares import LoaderState
+from hasten.taps.across import Across, Unshared, why_not_shared
+from hasten.taps.protocol import Session
+from hasten.taps.rank_files import install as install_files
+from hasten.taps.wrapping import put, tap
+
+
+def install(session: Session) -> None:
+    """Set the taps. Unlike those of others, a tap that cannot be set ends the process."""
+    options = session.config.ranks
+    if options is None:
+        return
+    import torch
+
+    torch.manual_seed(options.seed())  # a script that seeds does so after this
+    across = Across(session, options)
+    session.on_model.append(across.model)
+    _tap_what_is_distributed(across)
+    _tap_loaders(across)
+    _tap_backward(across)
+    _tap_optimizers(across)
+    install_files(across)
+
+    def loading(plain: Any) -> Any:
+        def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = plain(self, *args, **kwargs)
+            across.loaded(self)
+            return result
+
+        return load_state_dict
+
+    tap(torch.nn.Module, "load_state_dict", loading)
+
+
+def _tap_what_is_distributed(across: Across) -> None:
+    """A script that is written for several processes is not one to be carried."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data.distributed import DistributedSampler
+
+    def refusing(what: str) -> Any:
+        def change(plain: Any) -> Any:
+            def refused(*args: Any, **kwargs: Any) -> Any:
+                if across.joining or not across.acts:
+                    return plain(*args, **kwargs)
+                raise across.refuse(
+                    f"{facts.caller()} {what}, so it is written for several processes already",
+                    "start it by `hasten run torchrun --nproc-per-node N ...`; of a Trainer, set devices=N instead",
+                )
+
+            return refused
+
+        return change
+
+    tap(dist, "init_process_group", refusing("calls torch.distributed.init_process_group"))
+    tap(dist.distributed_c10d, "init_process_group", refusing("calls torch.distributed.init_process_group"))
+    tap(DistributedSampler, "__init__", refusing("builds a DistributedSampler"))
+    tap(torch.nn.parallel.DistributedDataParallel, "__init__", refusing("uses DistributedDataParallel"))
+
+    def paralleling(build: Any) -> Any:
+        def __init__(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
+            build(self, module, None, None, dim)  # each rank sees one GPU
+
+        return __init__
+
+    tap(torch.nn.DataParallel, "__init__", paralleling)
+
+
+def _tap_loaders(across: Across) -> None:
+    import torch.utils.data.dataloader as room
+
+    kind: Any = room.DataLoader
+    whole = kind._index_sampler.fget
+    put(kind, "_index_sampler", property(lambda loader: across.sampler(loader, whole(loader))), __name__)
+
+    def building(build: Any) -> Any:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            build(self, *args, **kwargs)
+            if across.acts:
+                self.__dict__["_hasten_across"] = LoaderState(facts.caller())
+
+        return __init__
+
+    def beginning(begin: Any) -> Any:
+        def __iter__(self: Any) -> Any:
+            if not across.acts:
+                return begin(self)
+            across.begins()
+            iterator = begin(self)
+            if why := why_not_shared(self):
+                iterator.__dict__["_hasten_unshared"] = Unshared(why)
+            return iterator
+
+        return __iter__
+
+    def preparing(build: Any) -> Any:
+        def __init__(self: Any, loader: Any, *args: Any) -> None:
+            build(self, loader, *args)
+            if across.acts:  # workers of two ranks do not augment alike
+                self._base_seed += across.meeting().world.rank << 32
+
+        return __init__
+
+    def giving(give: Any) -> Any:
+        def __next__(self: Any) -> Any:
+            if not across.acts:
+                return give(self)
+            try:
+                batch = give(self)
+            except StopIteration:
+                across.over(self)
+                raise
+            across.gave(self)
+            return batch
+
+        return __next__
+
+    tap(kind, "__init__", building)
+    tap(kind, "__iter__", beginning)
+    tap(room._BaseDataLoaderIter, "__init__", preparing)
+    tap(room._BaseDataLoaderIter, "__next__", giving)
+
+
+def _tap_backward(across: Across) -> None:
+    import torch
+
+    def averaging(plain: Any) -> Any:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            return across.backward(plain, args, kwargs)
+
+        return backward
+
+    def asking(plain: Any) -> Any:
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            across.gradients_asked(args[1] if len(args) > 1 else kwargs.get("inputs"))
+            return plain(*args, **kwargs)
+
+        return grad
+
+    tap(torch.autograd, "backward", averaging)
+    tap(torch.autograd, "grad", asking)
+
+
+def _tap_optimizers(across: Across) -> None:
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def adding(plain: Any) -> Any:
+        def add_param_group(self: Any, param_group: Any) -> None:
+            plain(self, param_group)
+            if across.acts:
+                if isinstance(self, torch.optim.LBFGS):
+                    raise across.refuse("LBFGS decides by the loss of each rank's own share", "use another optimizer")
+                across.optimizers += len(self.param_groups) == 1
+                across.add(self.param_groups[-1]["params"])
+
+        return add_param_group
+
+    def scheduling(plain: Any) -> Any:
+        def step(self: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
+            return plain(self, across.metric(metrics) if across.acts else metrics, *args, **kwargs)
+
+        return step
+
+    tap(torch.optim.Optimizer, "add_param_group", adding)
+    tap(torch.optim.lr_scheduler.ReduceLROnPlateau, "step", scheduling)
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: across.steps(optimizer))

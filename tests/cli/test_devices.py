@@ -1,0 +1,348 @@
+"""`hasten run --devices`: a script that knows of one device trains on several, to the same weights. Real processes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from hasten.cli.devices import Devices
+from hasten.errors import HastenError
+from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, plain, write
+
+SLOW = pytest.mark.slow  # each starts a launcher, and most two ranks, that import torch: 4 to 10 s
+
+WAYS = """
+    import random, sys
+    import numpy as np
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+
+    torch.manual_seed(3); random.seed(3); np.random.seed(3)
+    inputs = torch.randn(45, 6)
+    labels = (inputs.sum(1) > 0).long()
+    data = TensorDataset(inputs, labels)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU())
+            self.head = nn.Linear(16, 2)
+            self.rare = nn.Linear(16, 2)
+            self.never = nn.Linear(16, 2)
+
+        def forward(self, x, rarely=False):
+            x = self.body(x)
+            return self.rare(x) if rarely else self.head(x)
+
+    def train(name, make, shuffle=True, accumulate=1, clip=None, parallel=False, rare=False, sampler=None, batch=8):
+        model = Net()
+        if parallel:
+            model = nn.DataParallel(model)
+        optimizer = make(model.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+        loader = DataLoader(data, batch, shuffle=shuffle, sampler=sampler)
+        held = DataLoader(data, 16)
+        for epoch in range(2):
+            model.train()
+            for step, (x, y) in enumerate(loader):
+                loss = nn.functional.cross_entropy(model(x, rare and step == 2), y) / accumulate
+                loss.backward()
+                if (step + 1) % accumulate == 0 or step + 1 == len(loader):
+                    if clip:
+                        nn.utils.clip_grad_norm_(model.parameters(), clip)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            schedule.step()
+            model.eval()
+            with torch.no_grad():
+                right = sum((model(x).argmax(1) == y).sum().item() for x, y in held)
+            print(name, epoch, "right:", right, "of", sum(len(y) for _, y in held), "in", len(loader))
+        return {f"{name}.{key}": value for key, value in model.state_dict().items()}
+
+    sgd = lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01)
+    adamw = lambda p: torch.optim.AdamW(p, 0.01)
+    weights = {
+        **train("sgd", sgd),
+        **train("adamw", adamw, clip=0.1),
+        **train("accumulated", sgd, accumulate=3, clip=0.3),
+        **train("in order", adamw, shuffle=False, parallel=True),
+        **train("rare", adamw, rare=True, batch=7),
+        **train("weighted", sgd, shuffle=None, sampler=WeightedRandomSampler(torch.rand(45), 30)),
+        **train("tiny", sgd, batch=11),
+    }
+
+    # two optimizers, two backwards a step, a penalty on gradients
+    torch.manual_seed(5)
+    one, two = Net(), Net()
+    first, second = sgd(one.parameters()), adamw(two.parameters())
+    for x, y in DataLoader(data, 8, shuffle=True, drop_last=True):
+        first.zero_grad()
+        x.requires_grad_(True)
+        out = one(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (nn.functional.cross_entropy(out, y) + slope.pow(2).sum(1).mean()).backward()
+        first.step()
+        second.zero_grad()
+        nn.functional.cross_entropy(two(x.detach()) + one(x.detach()), y).backward()
+        second.step()
+    weights |= {f"one.{key}": value for key, value in one.state_dict().items()}
+    weights |= {f"two.{key}": value for key, value in two.state_dict().items()}
+    torch.save(weights, sys.argv[1])
+"""
+
+
+def on(devices: int, folder: Path, *words: str, options: tuple[str, ...] = (), **more: object) -> Done:
+    """Run by `hasten run --devices`."""
+    wide = (HASTEN, "run", "--devices", str(devices), "--accelerator", "cpu", *options)
+    return execute(*wide, *words, cwd=folder, **more)  # type: ignore[arg-type]
+
+
+def far(one: Path, other: Path) -> float:
+    """How far the weights in two files lie apart."""
+    a, b = torch.load(one), torch.load(other)
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def test_weights_are_those_of_one_process(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", WAYS)
+    alone = plain(tmp_path, "train.py", "alone.pt")
+    assert alone.code == 0, alone.err
+    wide = on(2, tmp_path, "train.py", "wide.pt")
+    assert wide.code == 0, wide.err
+    assert far(tmp_path / "alone.pt", tmp_path / "wide.pt") < 2e-6
+    assert wide.out == alone.out  # accuracy on all of the held samples, lengths of loaders; and by one rank only
+    assert "2 processes on the CPU share each batch of the loader at train.py:" in wide.err
+    assert "8 samples a step, as in the script, 4 on rank 0 (--batch global)" in wide.err
+
+
+RESUMED = """
+    import os, sys
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(45, 6), torch.randn(45, 1))
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    loader = DataLoader(data, 8, shuffle=True, num_workers=int(sys.argv[3]))
+    first, until, path = 0, int(sys.argv[1]), sys.argv[2]
+    if os.path.exists(path):
+        kept = torch.load(path)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        schedule.load_state_dict(kept["schedule"])
+        torch.set_rng_state(kept["random"])
+        first = kept["epoch"] + 1
+    for epoch in range(first, until):
+        for number, (x, y) in enumerate(loader):
+            (nn.functional.mse_loss(model(x), y) / 2).backward()
+            if number % 2 or number + 1 == len(loader):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+                optimizer.step()
+                optimizer.zero_grad()
+        schedule.step()
+        kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+        torch.save({**kept, "epoch": epoch, "random": torch.get_rng_state()}, path)
+    torch.save(model.state_dict(), path + ".weights")
+"""
+
+
+@pytest.mark.slow  # five trainings, one of four processes: 20 s
+def test_resumed_weights_are_those_of_one_process(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", RESUMED)
+    assert plain(tmp_path, "train.py", "4", "alone.pt", "0").code == 0
+    for path, devices, workers in (("two.pt", (2, 2), "0"), ("changed.pt", (4, 2), "2")):
+        for until, number in zip("24", devices):
+            done = on(number, tmp_path, "train.py", until, path, workers)
+            assert done.code == 0, done.err
+        assert far(tmp_path / "alone.pt.weights", tmp_path / f"{path}.weights") < 2e-6
+
+
+LOOP = """
+    import os, signal, sys, time
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    rank = int(os.environ.get("RANK", "0"))  # which a script for one device does not ask: for these tests
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(data, 8, shuffle=True{more})
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    {before}
+    for epoch in range({epochs}):
+        for number, (x, y) in enumerate(loader):
+            {first}
+            step(x, y)
+    {after}
+"""
+
+
+def loop(folder: Path, first: str = "pass", after: str = "", before: str = "", epochs: int = 2, more: str = "") -> None:
+    """Write a training of the usual kind, with lines of the test's own."""
+    write(folder, "train.py", LOOP.format(first=first, after=after, before=before, epochs=epochs, more=more))
+
+
+@SLOW
+def test_a_batch_for_each_device(tmp_path: Path) -> None:
+    loop(tmp_path, "print(len(x), len(loader))")
+    done = on(2, tmp_path, "train.py", options=("--batch", "per-device"))
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == ["8 2"] * 4
+    assert "2 processes on the CPU take a batch each of the loader at train.py:12: 16 samples a step" in done.err
+    assert "BatchNorm counts each one's own share" in done.err
+
+
+SAVES = """
+torch.save(model.state_dict(), "new.pt")
+os.replace("new.pt", "last.pt")
+with open("log.txt", "a") as log:
+    log.write("end\\n")
+time.sleep(0.5 * (rank == 0))
+assert os.path.exists("last.pt")
+model.load_state_dict(torch.load("last.pt"))
+print([p.double().sum().item() for p in model.parameters()], file=sys.stderr)
+"""
+
+
+def test_files_are_written_once_and_checkpoints_are_read_back(tmp_path: Path) -> None:
+    loop(tmp_path, after=SAVES.strip().replace("\n", "\n    "))
+    done = on(2, tmp_path, "train.py", options=("--quiet",), timeout=40)
+    assert done.code == 0, done.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "log.txt", "train.py"]
+    assert (tmp_path / "log.txt").read_text() == "end\n"
+    other, one = sorted(done.err.splitlines(), key=lambda line: line.startswith("[rank 1] "))
+    assert one == f"[rank 1] {other}"
+    assert len(torch.load(tmp_path / "last.pt")) == 9  # not the mark that the other rank left
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "said"),
+    [
+        ("if rank == 1 and epoch: raise ValueError('no luck')", 1, "rank 1 of 2"),
+        pytest.param(
+            "if rank == 1 and epoch: os.kill(os.getpid(), signal.SIGKILL)", 137, "signal 9 (SIGKILL)", marks=SLOW
+        ),
+        pytest.param("if rank == 1 and number == 1: continue", 1, "The ranks have parted", marks=SLOW),
+        pytest.param("if rank == 1 and epoch: sys.exit()", 1, "The ranks have parted: rank 0 ", marks=SLOW),
+    ],
+    ids=["raises", "killed", "skips a batch", "leaves"],
+)
+def test_a_rank_that_fails_is_named_and_all_end(tmp_path: Path, first: str, code: int, said: str) -> None:
+    loop(tmp_path, first, epochs=1_000_000)
+    done = on(2, tmp_path, "train.py", timeout=60)
+    assert done.code == code, done.err
+    assert said in "".join(done.err.splitlines()[-2:])
+    if "ValueError" in first:
+        assert "ValueError: no luck" in done.err.splitlines()[-1]
+
+
+@SLOW
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, number: signal.Signals) -> None:
+    loop(tmp_path, "print(os.getpid(), os.getppid(), flush=True)", epochs=1_000_000)
+    words = [HASTEN, "run", "--devices", "2", "--accelerator", "cpu", "train.py"]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=ctrl_c_works,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()
+        everybody = psutil.Process(process.pid).children(recursive=True)
+        assert len(everybody) >= 2
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == (128 + number if number != signal.SIGKILL else -number)
+    end = time.monotonic() + 30
+    while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in everybody):
+        assert time.monotonic() < end, "a rank was left behind"
+        time.sleep(0.05)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"before": "torch.distributed.init_process_group('gloo')"}, "written for several processes already"),
+        ({"before": "step(*data[:8])"}, "calls backward before any DataLoader gave a batch"),
+        ({"more": ", batch_size=None", "first": "x, y = x.repeat(4, 1), y.repeat(4, 1)"}, "batch_size=None"),
+        ({"before": "torch.optim.LBFGS(model.parameters())"}, "LBFGS"),
+        (
+            {
+                "before": "table = nn.Embedding(3, 4, sparse=True)",
+                "first": "table(torch.tensor([1])).mean().backward()",
+            },
+            "is sparse",
+        ),
+        ({"first": "nn.functional.mse_loss(model(x), y, reduction='sum').backward()"}, "a sum over the batch"),
+    ],
+    ids=["distributed", "no loader", "no batches", "LBFGS", "sparse", "a sum"],
+)
+def test_what_cannot_be_carried_is_refused(tmp_path: Path, changes: dict[str, str], said: str) -> None:
+    loop(tmp_path, **changes)  # type: ignore[arg-type]
+    if "batch_size" in changes.get("more", ""):
+        text = (tmp_path / "train.py").read_text()
+        (tmp_path / "train.py").write_text(text.replace("data, 8, shuffle=True", "data, shuffle=True"))
+    done = on(2, tmp_path, "train.py", timeout=60)
+    assert done.code in (1, 2), done.err
+    assert "Traceback" not in done.err
+    assert said in done.err
+    assert done.err.splitlines()[-2].startswith("hasten: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("2", "auto", "all", 1, "", ""), "--batch all: not known"),
+        (("2", "tpu", "global", 1, "", ""), "--accelerator tpu: not known"),
+        (("2", "auto", "global", 2, "", ""), "--nodes 2 needs --rdzv-endpoint HOST:PORT"),
+        (("2", "auto", "global", 2, "node1", ""), "--nodes 2 needs --rdzv-endpoint HOST:PORT"),
+        (("", "auto", "global", 2, "a:1", ""), "--devices is missing"),
+        (("2", "auto", "global", 1, "a:1", ""), "--rdzv-endpoint is for --nodes 2 and more"),
+        (("2", "auto", "global", 2, "a:1", "is_host"), "is_host has no value"),
+    ],
+)
+def test_options_that_are_wrong_are_refused(options: tuple[str, str, str, int, str, str], said: str) -> None:
+    wide = Devices(*options)
+    with pytest.raises(HastenError) as refused:
+        wide.check()
+    assert said in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--devices", "2", "--auto", "train.py"), "they exclude --devices"),
+        (("--devices", "2", "torchrun", "train.py"), "torchrun starts processes itself"),
+        (("--devices", "2", "ls"), "ls is not a Python script"),
+        (("--devices", "2", "nothing.py"), "no such script: nothing.py"),
+        pytest.param(("--devices", "two", "train.py"), "is not a choice of devices", marks=SLOW),
+        pytest.param(("--devices", "1", "train.py"), "one device", marks=SLOW),
+        pytest.param(("--devices", "2", "--accelerator", "gpu", "train.py"), "sees no GPU", marks=SLOW),
+    ],
+)
+def test_commands_that_are_wrong_are_refused(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    loop(tmp_path)
+    done = execute(HASTEN, "run", *words, cwd=tmp_path)
+    assert done.code == 2
+    assert said in done.err
+    assert "Traceback" not in done.err
