@@ -32,6 +32,8 @@ ELSEWHERE = {
     "pin_memory": "needs a GPU",
     "device_prefetch": "needs a GPU",
     "cudnn_benchmark": "needs a GPU",
+    "batch_scale": "changes the optimisation path: judged by the time to a target",
+    "lr_scale": "changes the optimisation path: judged by the time to a target",
 }
 
 

@@ -83,6 +83,24 @@ def test_one_of_rate_and_batch_alone_and_neither() -> None:
     assert proposed(arguments_of(["t.py", "--epochs", "3"]), adaptive=True) == []
 
 
+def test_techniques_stand_in_for_arguments_that_are_not_there() -> None:
+    none = arguments_of(["t.py", "--epochs", "3"])
+    plans = [(dict(one.arguments), dict(one.plan)) for one in proposed(none, True, optimizes=True, loads=True)]
+    assert ({}, {"batch_scale": 4}) in plans  # which brings the rate that goes with it
+    assert ({}, {"batch_scale": 4, "lr_scale": 3.0}) in plans
+    assert ({}, {"lr_scale": 3.0}) in plans
+    rate = arguments_of(["t.py", "--lr", "0.1"])
+    assert ({"--lr": "0.3"}, {"batch_scale": 4}) in [
+        (one.arguments, one.plan) for one in proposed(rate, True, True, True)
+    ]
+    batch = arguments_of(["t.py", "--batch-size", "8"])
+    assert ({"--batch-size": "32"}, {"lr_scale": 2.0}) in [
+        (one.arguments, one.plan) for one in proposed(batch, True, optimizes=True)
+    ]
+    steps = arguments_of(["t.py", "--max_iters", "100"])
+    assert at_length(Candidate({}, {"batch_scale": 4}), steps, 1.0).arguments == {"--max_iters": "25"}
+
+
 def test_a_shorter_training_has_a_whole_schedule() -> None:
     arguments = arguments_of(
         [

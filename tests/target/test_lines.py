@@ -135,6 +135,14 @@ def test_two_kinds_of_line_with_the_same_name_are_refused_until_one_is_named() -
     assert heard("Acc@1>=1", *lines, only="Test").chosen().head == "Test"
 
 
+@given(st.booleans(), st.floats(-1e6, 1e6, allow_nan=False))
+def test_a_goal_within_reach_is_reached_and_close(falls: bool, best: float) -> None:
+    goal = Goal("x", falls, 0.0).within_reach_of(best)
+    assert goal.is_met(best)
+    assert goal.value == pytest.approx(best, rel=0.011)
+    assert parse_goal(str(goal)).is_met(best) or len(f"{goal.value:g}") >= 6
+
+
 def test_a_share_is_told_from_percent() -> None:
     assert parse_goal("accuracy>=0.97").looks_like_percent([93.0])
     assert not parse_goal("accuracy>=0.97").looks_like_percent([0.93])

@@ -97,6 +97,19 @@ def test_a_run_that_dies_has_no_result(tmp_path: Path) -> None:
     assert runs.run(Candidate(), 1.0, 0, "halving", runs.goal, None).outcome in ("slower", "out of memory")
 
 
+def test_a_plan_is_installed_and_one_that_finds_nothing_to_act_on_is_no_result(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, LOGS, "val_loss<=2")
+    runs.kind = runs.first()[1].chosen()
+    plain, scaled = (
+        runs.run(Candidate(plan=plan), 1.0, 0, "halving", runs.goal, None).readings for plan in ({}, {"lr_scale": 2.0})
+    )
+    assert [one.value for one in scaled] != [one.value for one in plain]
+    idle = runs.run(Candidate(plan={"batch_scale": 4}), 1.0, 0, "halving", runs.goal, None)
+    assert (idle.outcome, idle.to_goal) == ("idle", None)
+    assert "batch_scale: found no DataLoader that shuffles" in idle.reason
+    assert [one.value for one in idle.readings] == [one.value for one in plain]
+
+
 def test_a_file_is_read_as_it_grows(tmp_path: Path) -> None:
     tail = Tail(tmp_path / "log")
     assert tail.lines() == []

@@ -100,7 +100,9 @@ def tune_to_target(
     if found.plan:
         if out.is_file():
             write_whole(out.with_name(f"{out.name}.bak"), out.read_bytes())
-        Plan(found.plan, made={"command": words.command_line(found, out.name), "target": str(goal)}).write(out)
+        why = f"{words.title(found)} ({words.detail(found)})"
+        made = {"command": words.command_line(found, out.name), "target": str(goal)}
+        Plan(found.plan, dict.fromkeys(found.plan, why), made).write(out)
     found.write(figures)
     target_page.write(found, page, out.name if found.plan else "")
     typer.echo("\n".join(words.lines(found, str(out) if found.plan else "", f"report: {page}")))

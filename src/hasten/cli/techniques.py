@@ -61,10 +61,11 @@ def _switched(kind: type[Technique]) -> str:
 def _example(kind: type[Technique]) -> str:
     if isinstance(kind.values, tuple):
         return toml_value(kind.values[0])
-    return "2" if kind.values is int else "{num_workers = 2, prefetch_factor = 4}"
+    return {int: "2", float: "3.0"}.get(kind.values, "{num_workers = 2, prefetch_factor = 4}")
 
 
 def _settings(kind: type[Technique]) -> str:
     if isinstance(kind.values, tuple):
         return ", ".join(f"`{toml_value(value)}`" for value in kind.values)
-    return "a whole number of at least 1" if kind.values is int else "a number, or a table; see above"
+    said = {int: "a whole number of at least 1", float: "a number above 0"}
+    return said.get(kind.values, "a number, or a table; see above")

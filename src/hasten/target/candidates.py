@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from hasten.errors import HastenError
+from hasten.plan import Setting
 from hasten.target.arguments import Argument, Arguments, Role, role_of, shown
 from hasten.target.whole import Candidate
 from hasten.techniques.convergence.rates import rate_factor
@@ -18,38 +19,47 @@ _BATCHES_ALONE = (2, 4, 16)
 _MOST = 64  # combinations of what a person wants varied
 
 
-def proposed(arguments: Arguments, adaptive: bool) -> list[Candidate]:
-    """Return what is worth trying of a script's own arguments.
+def proposed(arguments: Arguments, adaptive: bool, optimizes: bool = False, loads: bool = False) -> list[Candidate]:
+    """Return what is worth trying, of a script's own arguments; by techniques what it has no argument for.
 
     The batch 4 and 16 times as large, with the rate that goes with it (the square root for Adam, in proportion for SGD)
-    and three times that; the rate alone where there is no argument for the batch.
+    and three times that; the rate alone, or the batch alone, where nothing sets the other.
 
     Args:
         arguments: The script's.
         adaptive: Whether its optimizer divides by the size of gradients.
+        optimizes: Whether its rate can be scaled by `lr_scale`.
+        loads: Whether its batch can be by `batch_scale`.
     """
     rate, batch = arguments.of.get(Role.RATE), arguments.of.get(Role.BATCH)
-    rule = "the square root of the batch's factor" if adaptive else "in proportion to the batch"
-    if rate is None and batch is None:
-        return []
-    if batch is None:
-        assert rate is not None
-        return [Candidate({rate.name: shown(rate.number * by)}, why=f"the rate x{by:g}") for by in _RATES_ALONE]
-    if rate is None:
-        return [
-            Candidate({batch.name: shown(int(batch.number * by))}, why=f"the batch x{by}, the rate as it is")
-            for by in _BATCHES_ALONE
-        ]
-    found = []
-    for times, by in itertools.product(_BATCHES, _RATES):
-        if (times, by) == (1, 1):
-            continue
-        changes = {} if times == 1 else {batch.name: shown(int(batch.number * times))}
-        changes[rate.name] = shown(rate.number * rate_factor(times, adaptive) * by)
-        beyond = f", x{by}" if by != 1 else ""
-        why = f"the rate x{by}" if times == 1 else f"the batch x{times}, the rate {rule}{beyond}"
-        found.append(Candidate(changes, why=why))
-    return found
+    has_rate, has_batch = rate is not None or optimizes, batch is not None or loads
+    tried: list[tuple[int, float]] = []
+    if has_rate and has_batch:
+        tried = [(times, by) for times, by in itertools.product(_BATCHES, _RATES) if (times, by) != (1, 1)]
+    elif has_rate:
+        tried = [(1, by) for by in _RATES_ALONE]
+    elif has_batch:
+        tried = [(times, 1) for times in _BATCHES_ALONE]
+    goes_with = {times: rate_factor(times, adaptive) if has_rate else 1.0 for times, _ in tried}
+    return [_candidate(rate, batch, times, goes_with[times], by) for times, by in tried]
+
+
+def _candidate(rate: Argument | None, batch: Argument | None, times: int, rule: float, by: float) -> Candidate:
+    """Return a candidate with a batch so many times as large, and `by` times the rate that goes with it by the rule."""
+    changes: dict[str, str] = {}
+    plan: dict[str, Setting] = {}
+    # `batch_scale` brings the rate that goes with it.
+    factor = by if batch is None else by * rule
+    if times != 1 and batch is not None:
+        changes[batch.name] = shown(int(batch.number * times))
+    elif times != 1:
+        plan["batch_scale"] = times
+    if factor != 1 and rate is not None:
+        changes[rate.name] = shown(rate.number * factor)
+    elif factor != 1:
+        plan["lr_scale"] = float(f"{factor:.4g}")
+    said = [f"the batch x{times}, the rate x{rule:g}" if times != 1 else "", f"the rate x{by:g}" if by != 1 else ""]
+    return Candidate(changes, plan, ", ".join(filter(None, said)))
 
 
 def asked_for(wanted: Mapping[str, Sequence[str]], arguments: Arguments) -> list[Candidate]:
@@ -118,6 +128,8 @@ def at_length(candidate: Candidate, arguments: Arguments, share: float) -> Candi
 
 def _batch_factor(candidate: Candidate, arguments: Arguments) -> float:
     """Return how many times as large a candidate's batch is as the script's own."""
+    if isinstance(times := candidate.plan.get("batch_scale"), int):
+        return float(times)
     batch = arguments.of.get(Role.BATCH)
     if batch is None or batch.name not in candidate.arguments:
         return 1.0

@@ -48,6 +48,15 @@ class Goal:
         """Return a goal with another value, where that is easier to reach; else this one."""
         return self if self.is_met(value) else Goal(self.name, self.falls, value)
 
+    def within_reach_of(self, best: float) -> Goal:
+        """Return a goal that a best value meets, in as few digits as a person would write."""
+        if abs(best) < 1e-12 or not math.isfinite(best):
+            return Goal(self.name, self.falls, best)
+        step = 10.0 ** (math.floor(math.log10(abs(best))) - 2)
+        value = float(f"{(math.ceil if self.falls else math.floor)(best / step) * step:.6g}")
+        goal = Goal(self.name, self.falls, value)
+        return goal if goal.is_met(best) else Goal(self.name, self.falls, best)
+
     def looks_like_percent(self, values: Iterable[float]) -> bool:
         """Whether a share (`accuracy>=0.97`) is asked for, and percent are reported (93.1)."""
         return not self.falls and 0 < self.value <= 1 and any(value > _PERCENT for value in values)

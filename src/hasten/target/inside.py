@@ -6,6 +6,7 @@ The run goes on as without: nothing is read from a device that the script does n
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
 import json
 import os
@@ -37,6 +38,8 @@ def install(session: Session) -> None:
     for name in _WRITERS:
         after_import(name, functools.partial(_tap_writer, session, name, logged))
     after_import(_CSV, functools.partial(_tap_csv, session, logged))
+    _tap_loaders(facts)
+    atexit.register(_tell_idle, session, facts)
     handle: list[Any] = []
 
     def first_step(optimizer: Any, *_: Any) -> None:
@@ -83,6 +86,36 @@ def _arguments(parser: Any, parsed: Any) -> list[dict[str, Any]]:
         for value in [getattr(parsed, action.dest, None)]
         if type(value) in _PLAIN
     ]
+
+
+def _tell_idle(session: Session, tell: Callable[[str], None]) -> None:
+    """Tell which techniques found nothing to act on, or left it alone: the run was the script's own."""
+    idle = {
+        technique.name: "; ".join(technique.acted) or f"found no {technique.acts_on.removeprefix('a ')}"
+        for technique in session.run.techniques
+        if all(what.startswith("left alone: ") for what in technique.acted)
+    }
+    if idle:
+        tell(json.dumps({"idle": idle}))
+
+
+def _tap_loaders(tell: Callable[[str], None]) -> None:
+    """Tell of the first loader that shuffles, whose batches may be made larger."""
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+    told: list[int] = []
+
+    def building(plain: Any) -> Any:
+        def build(self: Any, *args: Any, **kwargs: Any) -> None:
+            plain(self, *args, **kwargs)
+            batches = self.batch_sampler
+            if not told and type(batches) is BatchSampler and isinstance(batches.sampler, RandomSampler):
+                told.append(batches.batch_size)
+                tell(json.dumps({"loader": batches.batch_size}))
+
+        return build
+
+    tap(DataLoader, "__init__", building)
 
 
 def _tap_writer(session: Session, name: str, tell: Callable[[str], None]) -> None:

@@ -23,6 +23,8 @@ class Plain:
         example: A line with it.
         arguments: Its own.
         adaptive: Whether its optimizer divides by the size of gradients.
+        optimizes: Whether an optimizer of torch's kind was seen, whose rate can be scaled.
+        batch: Samples in a batch of the loader that shuffles; 0: there is none.
     """
 
     run: WholeRun
@@ -31,6 +33,8 @@ class Plain:
     example: str
     arguments: Arguments
     adaptive: bool
+    optimizes: bool
+    batch: int
 
 
 def run_plain(runs: WholeRuns, say: Callable[[str], None]) -> Plain:
@@ -52,7 +56,9 @@ def run_plain(runs: WholeRuns, say: Callable[[str], None]) -> Plain:
     say(f"the script as it is reaches {runs.goal} after {to_goal:.1f} s of {run.seconds:.1f} s")
     parsed = [(option["options"], str(option["value"])) for fact in runs.facts for option in fact.get("arguments", ())]
     optimizers = [str(fact["optimizer"]) for fact in runs.facts if "optimizer" in fact]
-    return Plain(run, to_goal, kind, example, arguments_of(runs.command, parsed), is_adaptive(optimizers))
+    batch = next((int(fact["loader"]) for fact in runs.facts if "loader" in fact), 0)
+    arguments = arguments_of(runs.command, parsed)
+    return Plain(run, to_goal, kind, example, arguments, is_adaptive(optimizers), bool(optimizers), batch)
 
 
 def _reached(first: WholeRun, readings: Readings, kind: Kind, runs: WholeRuns) -> tuple[WholeRun, float]:
@@ -69,11 +75,12 @@ def _reached(first: WholeRun, readings: Readings, kind: Kind, runs: WholeRuns) -
         )
     to_goal = time_to(goal, values)
     if to_goal is None:
-        best, sign = goal.best(reading.value for reading in values), "<=" if goal.falls else ">="
+        best = goal.best(reading.value for reading in values)
+        known = "nothing but NaN" if best is None else f"{best:g}"
+        other = "" if best is None else f': --target "{goal.within_reach_of(best)}"'
         raise HastenError(
-            f"the script as it is never reached {goal} in {first.seconds:.0f} s: its best of {len(values)} was {best}",
-            "there is nothing to compare with: name a target that it reaches "
-            f'(--target "{goal.name}{sign}{best}"), or let it train for longer',
+            f"the script as it is never reached {goal} in {first.seconds:.0f} s: its best of {len(values)} was {known}",
+            f"there is nothing to compare with: let it train for longer, or name a target that it reaches{other}",
         )
     reached = WholeRun(
         first.candidate, 1.0, 0, "first", "reached", first.seconds, to_goal, first.whole, tuple(values), first.reason

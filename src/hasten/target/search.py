@@ -26,7 +26,7 @@ _GAIN = 0.97  # of the script's own time, below which something is sooner
 _AS_SOON = 1.05  # up to which something that ends earlier counts as no later
 _BUSY = 1.2  # times what a longer run took, which no shorter one takes on a machine that does nothing else
 _USUAL_GAIN = 1.4
-_DEAD = ("crashed", "out of memory", "nothing reported")
+_DEAD = ("crashed", "out of memory", "nothing reported", "idle")
 
 Say = Callable[[str], None]
 
@@ -124,12 +124,12 @@ class _Search:
             return asked_for(self.wanted, plain.arguments)
         seen = [f"{role} {one.name} {one.value}" for role, one in plain.arguments.of.items()]
         self.say(f"arguments: {', '.join(seen) or 'none that set a rate, a batch or a length'}")
-        found = proposed(plain.arguments, plain.adaptive)
+        found = proposed(plain.arguments, plain.adaptive, plain.optimizes, bool(plain.batch))
         if not found and plain.arguments.length is None:
             known = sorted(name for name in plain.arguments.every if name.startswith("-"))
             raise HastenError(
-                "the script has no argument for its learning rate, its batch size or its length that hasten knows"
-                + (f" among {', '.join(known)}" if known else ""),
+                "the script has no argument for its learning rate, its batch size or its length that hasten knows, "
+                "and no optimizer of torch's was seen" + (f" among {', '.join(known)}" if known else ""),
                 'name one with values: --vary "--lr=1e-3,3e-3"',
             )
         return found
@@ -209,7 +209,12 @@ class _Search:
     def _try(self, candidate: Candidate, share: float, part: str, goal: Goal, most: float | None) -> WholeRun:
         """Run a candidate for a share of the length, with the script's own seeds; one that ran to its end, once."""
         shorter = at_length(candidate, self.plain.arguments, share)
-        if (known := next((run for run in self.runs.done if run.whole and run.candidate == shorter), None)) is not None:
+        if (
+            known := next(
+                (run for run in self.runs.done if run.whole and not run.seed and run.candidate == shorter), None
+            )
+        ) is not None:
+            self.origin[id(known)] = candidate
             return known
         run = self.runs.run(shorter, share, 0, part, goal, most)
         self.origin[id(run)] = candidate

@@ -64,7 +64,7 @@ class WholeRun:
         seed: Shift of the script's seeds.
         part: "first", "halving", "shorter", "longer" or "fresh seeds".
         outcome: "reached", "missed", "slower" (stopped: it took longer than it could to be of use), "crashed", "out of
-            memory", "nothing reported".
+            memory", "nothing reported", "idle" (its techniques found nothing to act on).
         seconds: How long it ran.
         to_goal: Seconds until it reported that the goal was reached; None: it never did.
         whole: Whether it came to its own end, so that `seconds` is how long the script takes.
@@ -116,9 +116,7 @@ class WholeRuns:
     def first(self) -> tuple[WholeRun, Readings]:
         """Run the script as it is; what it reports, and `facts` of its arguments and optimizer, are kept."""
         run, readings, folder = self._run(Candidate(), 1.0, 0, "first", self.goal, None, stop=False)
-        tail = Tail(folder / "facts")
-        self.facts = [fact for line in tail.lines(last=True) if isinstance(fact := files.parse_json(line), dict)]
-        tail.close()
+        self.facts = _facts(folder)
         shutil.rmtree(folder, ignore_errors=True)
         self.done.append(run)
         return run, readings
@@ -178,8 +176,13 @@ class WholeRuns:
         to_goal = self._met(readings, self.goal)
         log_end = last_lines(folder / "log")
         outcome, reason = _outcome(code, late, to_goal, bool(values) or self.kind is None, log_end)
-        if outcome in ("crashed", "out of memory"):
-            to_goal = None  # a run that dies has no result, whatever it reported before
+        idle: dict[str, str] = (
+            next((fact["idle"] for fact in _facts(folder) if "idle" in fact), {}) if candidate.plan else {}
+        )
+        if idle and outcome in ("reached", "missed"):
+            outcome, reason = "idle", "; ".join(f"{name}: {why}" for name, why in idle.items())
+        if outcome in ("crashed", "out of memory", "idle"):
+            to_goal = None  # a run that dies has no result, whatever it reported before; one that changed nothing, too
         run = WholeRun(
             candidate, share, seed, part, outcome, seconds, to_goal, code == 0, values, reason,
             log_end if outcome == "crashed" else "",
@@ -205,6 +208,14 @@ class WholeRuns:
         if self.kind is None:
             return None
         return time_to(goal, readings.of_kind(self.kind))
+
+
+def _facts(folder: Path) -> list[dict[str, Any]]:
+    """What a run told of itself."""
+    tail = Tail(folder / "facts")
+    found = [fact for line in tail.lines(last=True) if isinstance(fact := files.parse_json(line), dict)]
+    tail.close()
+    return found
 
 
 def time_to(goal: Goal, readings: Sequence[Reading]) -> float | None:

@@ -55,7 +55,7 @@ def advice(found: Found) -> list[str]:
     """Return what to know before one uses it."""
     said = []
     if found.winner is not None and not found.has_length:
-        said.append("the script has no argument for its length that hasten knows: it trains on, as long as before")
+        said.append("the script has no argument for its length that hasten knows: it trains on after the target")
     if found.winner is not None:
         said.append(
             "another optimisation path: what else the training is for (other metrics, later epochs) was not looked at"

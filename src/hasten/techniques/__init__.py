@@ -27,6 +27,8 @@ from hasten.techniques.compute.debug_off import DebugOff
 from hasten.techniques.compute.fused_optimizer import FusedOptimizer
 from hasten.techniques.compute.matmul_precision import MatmulPrecision
 from hasten.techniques.compute.precision import Precision
+from hasten.techniques.convergence.batch_scale import BatchScale
+from hasten.techniques.convergence.lr_scale import LrScale
 from hasten.techniques.data.batched_fetch import BatchedFetch
 from hasten.techniques.data.loader_workers import LoaderWorkers
 from hasten.techniques.data.read_ahead import ReadAhead
@@ -59,6 +61,8 @@ CATALOGUE: dict[str, type[Technique]] = {
         ChannelsLast,
         Attention,
         ActivationCheckpointing,
+        BatchScale,
+        LrScale,
         Compile,
     )
 }

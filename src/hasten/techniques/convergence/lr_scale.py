@@ -1,0 +1,64 @@
+"""Another learning rate, whatever the script has set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.evidence import Evidence
+from hasten.plan import Setting
+from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.convergence.inside_step import InsideStep, scaled
+
+_MOST = 1e4
+BY_WHOLE_RUNS = "changes the optimisation path: judged by whole runs, with --allow trajectory --target"
+
+
+class LrScale(Technique):
+    """Step with the script's learning rate times a factor.
+
+    Each group's rate is multiplied while its optimizer steps and is the script's own again behind it, so schedules
+    (warm-up, decay, one that looks at the loss), logs and checkpoints stay as they are: a run that goes on from a
+    checkpoint without this has the script's rate. What an optimizer multiplies by the rate goes with it, as AdamW's
+    weight decay does. Optimizers without a `lr` in their groups are left alone. For a script without an argument for
+    its rate; with one, use that.
+    """
+
+    name = "lr_scale"
+    effect = Effect.TRAJECTORY
+    relieves = Resource.OPTIMIZER
+    sources = ("Goyal et al. 2017", "Kuhn, tip 1")
+    values = float
+    acts_on = "an optimizer with a learning rate"
+    liveness = Liveness.STEP
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._factor = float(setting) if isinstance(setting, (int, float)) else 1.0
+        self._steps = InsideStep(self._change)
+
+    @classmethod
+    def check(cls, setting: Setting) -> str:
+        """A number above 0."""
+        if isinstance(setting, (int, float)) and not isinstance(setting, bool) and 0 < setting <= _MOST:
+            return ""
+        return f"must be a number above 0, of {_MOST:g} at the most"
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """None by itself: short trials say nothing of it."""
+        return Refusal(BY_WHOLE_RUNS)
+
+    def optimizer(self, optimizer: Any) -> None:
+        """Have it step with another rate."""
+        if not any("lr" in group for group in optimizer.param_groups):
+            self.refused(f"{type(optimizer).__name__} has no learning rate")
+            return
+        self._steps.wrap(optimizer)
+        self.did("optimizer")
+
+    def over(self) -> None:
+        """Leave steps as they were."""
+        self._steps.leave()
+
+    def _change(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {"lr": scaled(group["lr"], self._factor)} if self.active and group.get("lr") is not None else {}
