@@ -21,7 +21,7 @@ from hasten.trainer.old_flags import OF_OLD
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [DOCS / name for name in ("trainer.md", "checkpoints.md", "from-lightning.md")]
+PAGES = [DOCS / name for name in ("trainer.md", "checkpoints.md", "from-lightning.md", "strategies.md")]
 EXAMPLES = ROOT / "examples"
 
 
@@ -162,6 +162,13 @@ def test_the_code_of_the_guide_that_starts_processes_runs(tmp_path):
     module = parts[1].split("trainer =")[0]
     (tmp_path / "ddp.py").write_text("\n".join([parts[0].split("for epoch")[0], module, *alone]))
     run(tmp_path / "ddp.py", cwd=tmp_path)
+
+
+@pytest.mark.slow  # it starts a second process
+def test_the_code_about_strategies_runs(tmp_path):
+    (tmp_path / "fsdp.py").write_text("\n".join(blocks("strategies.md")))
+    run(tmp_path / "fsdp.py", cwd=tmp_path)
+    assert list(tmp_path.glob("hasten_logs/version_0/checkpoints/*.ckpt"))
 
 
 def test_the_loop_of_the_guide_and_its_module_end_alike(tmp_path):

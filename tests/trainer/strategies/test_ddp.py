@@ -46,6 +46,19 @@ def test_two_ranks_end_where_one_process_ends(strategy, alone, tmp_path):
 # -- ZeRO-1 ------------------------------------------------------------------------------------------------
 
 
+def test_sharded_states_change_no_bit(tmp_path):
+    for name in ("plain", "zero"):
+        train(CASES[:1], tmp_path / name, 2, STRATEGIES[name])
+    assert_close(saved(tmp_path / "zero", "plain"), saved(tmp_path / "plain", "plain"), rtol=0, atol=0)
+
+
+def test_processes_started_within_fit_bring_the_weights_back(alone):
+    module = Tokens()
+    quiet(devices=2, strategy=DDPStrategy(start="ddp_fork", shard_optimizer=True)).fit(module, loader(4))
+    for name, weight in saved(alone, "plain")["state_dict"].items():
+        torch.testing.assert_close(module.state_dict()[name], weight, rtol=2e-6, atol=2e-6)
+
+
 def test_sharded_states_go_on_from_a_checkpoint_of_one_process(alone, tmp_path):
     shutil.copy(alone / "plain.ckpt", tmp_path)
     train(RESUMED[:1], tmp_path, 2, STRATEGIES["zero"])
