@@ -360,6 +360,17 @@ def accumulate_grad_batches(tmp_path):
 
 
 @effect
+def optimizer_in_backward(tmp_path):
+    class Watching(Counting):
+        def on_train_start(self):
+            self.changed = 0
+            first, last = self.net[0].weight, self.net[-1].weight
+            first.register_post_accumulate_grad_hook(lambda _: setattr(self, "changed", last._version))
+
+    assert fitted(Watching(), optimizer_in_backward=True).changed > fitted(Watching()).changed  # the last was stepped
+
+
+@effect
 def microbatch(tmp_path):
     assert fitted(microbatch=4).count("train") == 2 * 4 + 3  # and a look at a few samples and their halves
     assert fitted(microbatch=4).trainer.global_step == 4

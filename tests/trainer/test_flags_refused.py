@@ -101,6 +101,7 @@ def test_what_old_flags_are_answered_with_exists():
         "num_sanity_val_steps": (-2, 0.5),
         "reload_dataloaders_every_n_epochs": (-1, 0.5, None),
         "check_val_every_n_epoch": (0, -1, 0.5),
+        "optimizer_in_backward": ("yes",),
         "microbatch": (0, -1, 2.5, True, "half"),
         "accumulate_grad_batches": (0, -1, 1.5, None, {0: 0}, {-1: 2}, {0: 1.5}, {"0": 2}),
         "gradient_clip_val": (-1, -0.1),

@@ -86,6 +86,7 @@ class Attempts:
     argument: str = ""
     on_gpu: bool = False
     done: list[Attempt] = field(default_factory=list)
+    leans: bool = True
 
     def run(self, size: int = 0, former: int = 0, lean: bool = False) -> Attempt:
         """Train some steps, with validation between, twice.

@@ -23,11 +23,13 @@ class Trials(Protocol):
         limit: Bytes of memory that the training may have.
         on_gpu: Whether it trains on a GPU.
         done: The attempts so far.
+        leans: Whether an attempt can have the C library give memory back at once.
     """
 
     limit: int
     on_gpu: bool
     done: list[Attempt]
+    leans: bool
 
     def run(self, size: int = 0, former: int = 0, lean: bool = False) -> Attempt:
         """Train some steps, as `Attempts.run` does."""
@@ -127,7 +129,8 @@ def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) ->
             break  # larger ones are no faster, and the line is known
     if len(tried) < 2:
         tried = _closer(attempts, first, tried, say)
-    say(f"asking what batches {tried[0].size} and {tried[-1].size} need with memory given back at once")
+    if attempts.leans:
+        say(f"asking what batches {tried[0].size} and {tried[-1].size} need with memory given back at once")
     needed = [attempts.run(one.size, own, lean=True) for one in (tried[0], tried[-1])]
     line = line_through(needed if all(one.outcome == "ok" for one in needed) else tried)
     largest, bound = _largest(line, attempts.limit, most)

@@ -105,6 +105,12 @@ def _check_manual(trainer: Trainer) -> None:
             f" accumulate_grad_batches={config.accumulate_grad_batches} would do nothing",
             "step the optimizer every so many batches yourself",
         )
+    if config.optimizer_in_backward:
+        raise trainer.misconfigured(
+            "optimizer_in_backward=True is not supported for manual optimization: training_step steps its optimizers"
+            " itself",
+            "leave the flag out",
+        )
     if config.microbatch is not None:
         raise trainer.misconfigured(
             f"microbatch={config.microbatch!r} is not supported for manual optimization: training_step differentiates"

@@ -150,6 +150,13 @@ class Config:
         ' `"auto"`: whole batches, [halved where memory runs out](#batches-in-parts)',
         values.microbatch,
     )
+    optimizer_in_backward: bool = _flag(
+        False,
+        OPTIMIZATION,
+        "step each parameter as soon as its gradient is there, and drop that: the same numbers, and never all gradients"
+        " at once; see [optimizer in backward](#optimizer-in-backward)",
+        values.switch,
+    )
     gradient_clip_val: int | float | None = _flag(
         None, OPTIMIZATION, "largest gradient norm, or value; None: nothing is clipped", values.clip_value
     )
@@ -336,20 +343,6 @@ class Config:
             "device_prefetch": prefetch,
             "cudnn_benchmark": True if self.benchmark else None,
         }
-
-
-class FlagAttribute:
-    """A flag as an attribute of a Trainer: read from its Config, which is replaced, and checked, when it is set."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.__doc__ = f"The flag `{name}`."
-
-    def __get__(self, trainer: Any, kind: type | None = None) -> Any:
-        return self if trainer is None else getattr(trainer.config, self._name)
-
-    def __set__(self, trainer: Any, value: Any) -> None:
-        trainer.configure(**{self._name: value})
 
 
 def sugar() -> dict[str, str]:

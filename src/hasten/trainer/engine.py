@@ -72,6 +72,7 @@ class Optimizing:
         schedulers: Learning-rate schedulers, and when they step.
         prepare: Hooks and clipping, between the backward and an `optimizer_step` by the module.
         skips_backward: Whether steps only run the forward (stochastic weight averaging, in its last epoch).
+        in_backward: Handles of what steps parameters within the backward.
     """
 
     optimizers: list[Any] = field(default_factory=list)
@@ -79,6 +80,12 @@ class Optimizing:
     schedulers: list[SchedulerConfig] = field(default_factory=list)
     prepare: Any = None
     skips_backward: bool = False
+    in_backward: list[Any] = field(default_factory=list)
+
+    def release(self) -> None:
+        """The training is over: backwards step nothing any more."""
+        while self.in_backward:
+            self.in_backward.pop().remove()
 
 
 class Engine:

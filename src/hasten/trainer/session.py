@@ -261,6 +261,7 @@ def _tear_down(trainer: Trainer) -> None:
     """What must be left in order, whether the training ended well or not."""
     engine = trainer.engine
     trainer.metrics.to_cpu()
+    engine.optimizing.release()
     engine.strategy.release()
     engine.run.over()
     if engine.loop is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten.trainer.in_backward import step_in_backward
 from hasten.trainer.microbatch import in_parts
 from hasten.trainer.outputs import loss_of, scaled_loss
 from hasten.trainer.profiling import measures, profiled
@@ -128,6 +129,8 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
         progress.global_step += 1
         return outputs
 
+    if trainer.config.optimizer_in_backward:
+        optimizing.in_backward = step_in_backward(trainer, hooks, optimizer)
     by_closure = own_step is not None or needs_closure(optimizer)
     with_closure = stepping_by_closure(trainer, differentiate, own_step) if by_closure else None
     return step

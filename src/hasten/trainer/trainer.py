@@ -16,9 +16,10 @@ from hasten.trainer import asked, checks, feeding, installing, session, steps
 from hasten.trainer.adapter import adapter
 from hasten.trainer.attachments import Attachments
 from hasten.trainer.checkpointing import Checkpointing
-from hasten.trainer.config import Config, FlagAttribute, documentation, takes
+from hasten.trainer.config import Config, documentation, takes
 from hasten.trainer.engine import Engine
 from hasten.trainer.errors import refuse_class
+from hasten.trainer.flag_attribute import FlagAttribute
 from hasten.trainer.loggers.base import Logger
 from hasten.trainer.loss_module import LossModule
 from hasten.trainer.old_flags import refuse_unknown

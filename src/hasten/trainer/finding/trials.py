@@ -86,6 +86,8 @@ class _Trials:
         timeout: Seconds of an attempt.
     """
 
+    leans = False
+
     def __init__(
         self, trainer: Trainer, fit: dict[str, Any], loaders: dict[str, Any], memory: int | None, timeout: float
     ) -> None:

@@ -1,0 +1,116 @@
+"""Each parameter is stepped within the backward, as soon as its gradient is there, which is dropped then."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.errors import HastenError
+
+if TYPE_CHECKING:
+    from hasten.trainer.hooks import Hooks
+    from hasten.trainer.trainer import Trainer
+
+# These compute each parameter's step from that parameter alone: its gradient, its state, its group's options.
+_BY_ITSELF = (
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor",
+)  # fmt: skip
+_SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+
+
+def step_in_backward(trainer: Trainer, hooks: Hooks, optimizer: Any) -> list[Any]:
+    """Have the backward step the parameters of an optimizer; the step behind it then finds no gradient.
+
+    The optimizer stays one, with its groups and its state: schedulers and checkpoints see no difference.
+
+    Returns:
+        Handles, whose `remove` ends it.
+
+    Raises:
+        HastenError: Something needs all gradients at once, or more than once a step.
+    """
+    if why := _refusal(trainer, hooks, optimizer):
+        raise trainer.misconfigured(f"optimizer_in_backward=True: {why[0]}", why[1])
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    stepper = _Stepper(trainer, optimizer, names)
+    return [
+        parameter.register_post_accumulate_grad_hook(stepper.of(index))
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter.requires_grad
+    ]
+
+
+class _Stepper:
+    """Steps one parameter at a time.
+
+    Args:
+        trainer: Whose steps are counted.
+        optimizer: Whose parameters they are.
+        names: Of the parameters, by id.
+    """
+
+    def __init__(self, trainer: Trainer, optimizer: Any, names: dict[int, str]) -> None:
+        self._progress, self._optimizer, self._names = trainer.progress, optimizer, names
+        self._step = type(optimizer).step
+        self._lock = threading.Lock()  # parameters on several devices have backwards in several threads
+        self._stepped: dict[int, int] = {}  # at which step of the training
+
+    def of(self, index: int) -> Any:
+        """Return the hook for parameters of a group."""
+
+        def hook(parameter: torch.Tensor) -> None:
+            self._once(parameter)
+            optimizer = self._optimizer
+            with self._lock:
+                groups = optimizer.param_groups
+                # As it is now: a scheduler has changed its rate, a checkpoint has put others there.
+                optimizer.param_groups = [{**groups[index], "params": [parameter]}]
+                try:
+                    self._step(optimizer)
+                finally:
+                    optimizer.param_groups = groups
+            parameter.grad = None
+
+        return hook
+
+    def _once(self, parameter: torch.Tensor) -> None:
+        now = self._progress.global_step
+        if self._stepped.get(id(parameter)) == now:
+            raise HastenError(
+                f"optimizer_in_backward=True: {self._names.get(id(parameter), 'a parameter')} got a second gradient in"
+                " one step, after it was stepped by the first",
+                "leave the flag out: something differentiates twice in a step (two losses, reentrant checkpoints)",
+            )
+        self._stepped[id(parameter)] = now
+
+
+def _refusal(trainer: Trainer, hooks: Hooks, optimizer: Any) -> tuple[str, str] | None:
+    """Return why not, and what to do."""
+    config, kind = trainer.config, type(optimizer)
+    by_flag = {
+        "several processes exchange gradients after that": trainer.world.size > 1,
+        f"gradient_clip_val={config.gradient_clip_val} needs all gradients at once": bool(config.gradient_clip_val),
+        "accumulate_grad_batches gathers gradients over several batches": config.accumulate_grad_batches != 1
+        or bool(trainer._callbacks_named("GradientAccumulationScheduler")),
+        f"microbatch={config.microbatch!r} gathers gradients over several backwards": config.microbatch is not None,
+        'precision="16-mixed" looks for overflows in all gradients before it steps': config.precision == "16-mixed",
+    }
+    for why, applies in by_flag.items():
+        if applies:
+            return why, "leave one of them out"
+    if not kind.__module__.startswith("torch.optim") or kind.__name__ not in _BY_ITSELF:
+        return f"{kind.__name__} may need more than one parameter at a time", f"use one of {', '.join(_BY_ITSELF)}"
+    options = [option for option in ("differentiable", "capturable") if optimizer.defaults.get(option)]
+    if options or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        what = f"{options[0]}=True" if options else "hooks on its step"
+        return f"{kind.__name__} has {what}, and would be stepped once for each parameter", "leave it out"
+    for name in _SEE_GRADIENTS:
+        if hooks.of(name):
+            owners = [type(one).__name__ for one in trainer.callbacks if hooks.of_callbacks(name, among=[one])]
+            who = owners[0] if owners else type(trainer.model).__name__
+            return f"{who}.{name} would find no gradients", "leave one of them out"
+    shared = [one for group in optimizer.param_groups for one in group["params"] if not one.is_leaf]
+    return ("a parameter is no leaf of the graph", "give the optimizer the module's parameters") if shared else None
