@@ -79,7 +79,7 @@ class _Check:
             begun = self._runs.begin(lap)
             parts = parts_of(self._plan)[-1 if self._brief else 0 :]
             for part, _ in parts:
-                self._say(f"beside it: {', '.join(part)}")
+                self._say(f"comparing each step of the script with that under {', '.join(part)}")
             followers = [self._runs.begin_to_follow(lap, part, level) for part, level in parts]
             self._runs.plain(lap, begun)
             self._note_trajectory()

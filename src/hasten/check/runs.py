@@ -140,7 +140,7 @@ class Runs:
         lap.roundoff = float(seen["roundoff"])
         counts = seen["counts"]
         self._say(
-            f"as it is: {counts['batch']} batches, {counts['step']} optimizer steps, "
+            f"the script as it is: {counts['batch']} batches, {counts['step']} optimizer steps, "
             f"{counts['validation']} validation forwards"
         )
         if seen["stride"] > 1:
