@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -226,3 +228,34 @@ def test_worth_trying(changes: dict[str, Any], flags: dict[str, Any], expected: 
     else:
         assert isinstance(answer, Choices)
         assert answer.settings == expected
+
+
+@needs_compiler
+@pytest.mark.slow  # compiles C++ twice
+@pytest.mark.timeout(320)
+def test_a_fork_of_a_process_that_has_compiled_compiles(tmp_path: Path) -> None:
+    """As a Trainer's check and `strategy="ddp_fork"` do; torch's pool of threads waited in it for ever."""
+    script = tmp_path / "forks.py"
+    script.write_text("""
+import multiprocessing
+import torch
+from hasten.techniques.compute.compile import Compile
+
+
+def step(width):
+    technique = Compile("default")
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Softplus(), torch.nn.Linear(width, 1))
+    technique.process()
+    technique.model(model, ())
+    technique.on()
+    model(torch.randn(16, width)).sum().backward()
+
+torch.set_num_threads(1)
+step(40)
+process = multiprocessing.get_context("fork").Process(target=step, args=(48,))
+process.start()
+process.join(150)
+assert process.exitcode == 0, process.exitcode
+""")
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kernels"), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    subprocess.run([sys.executable, str(script)], env=env, check=True, timeout=300)

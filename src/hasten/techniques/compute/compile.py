@@ -228,6 +228,20 @@ def _threads() -> int:
     return int(os.environ.get(KERNEL_THREADS, "0")) or torch.get_num_threads()
 
 
+def _renew_pool() -> None:
+    """Let a fork compile: torch's pool of threads, which a fork does not have, would be waited for without end.
+
+    torch itself renews its pool of processes in a fork, and not that of threads.
+    """
+    if (module := sys.modules.get("torch._inductor.async_compile")) is not None:
+        pool = module.AsyncCompile.pool
+        if hasattr(pool, "cache_clear"):
+            pool.cache_clear()
+
+
+os.register_at_fork(after_in_child=_renew_pool)
+
+
 def kernel_cache() -> str:
     """The folder in which hasten keeps compiled kernels between runs."""
     import tempfile
