@@ -106,7 +106,8 @@ def test_a_mode_keeps_what_it_means(mode: str) -> None:
     ):
         technique.model(model, ())
     expected = {} if mode == "default" else torch._inductor.list_mode_options(mode)
-    assert seen == [{"options": {**expected, "fallback_random": True}}]
+    threads = torch.get_num_threads()  # as by default; a check names its training's
+    assert seen == [{"options": {**expected, "fallback_random": True, "cpp.threads": threads}}]
 
 
 @needs_compiler
