@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -37,7 +36,7 @@ class Resizing:
             found = rng.find(loader)
             self._generators[id(loader)] = loader, found, rng.states_of(found)
         if isinstance(loader, OwnLoader):
-            loader = _plain(loader)
+            loader = plain(loader)
         own = loader.batch_size
         if kind == "train" and not self.own:
             self.own = own or 0
@@ -63,17 +62,7 @@ class Resizing:
             rng.set_states(found, states)
 
 
-class Hook:
-    """A hook that gives loaders, which come out with another batch size."""
-
-    def __init__(self, resize: Callable[..., Any], plain: Callable[[], Any], size: int, kind: str) -> None:
-        self._resize, self._plain, self._size, self._kind = resize, plain, size, kind
-
-    def __call__(self) -> Any:
-        return self._resize(self._plain(), self._size, self._kind)
-
-
-def _plain(loader: OwnLoader) -> DataLoader[Any]:
+def plain(loader: OwnLoader) -> DataLoader[Any]:
     """Return torch's loader of the same dataset: hasten's own has its batch size in what orders samples."""
     shuffles = isinstance(loader.sampler, RandomSampler)
     return DataLoader(

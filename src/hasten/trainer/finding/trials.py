@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
 import gc
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,50 +20,18 @@ from hasten.batch.result import BatchSizes
 from hasten.batch.search import search
 from hasten.data import rng
 from hasten.errors import HastenError, is_out_of_memory
-from hasten.parallel import find_place
-from hasten.trainer.errors import misconfigured
 from hasten.trainer.finding.clock import BATCHES, PASSES, Clock
-from hasten.trainer.finding.resizing import Hook, Resizing
-from hasten.trainer.hooks import overridden
+from hasten.trainer.finding.copies import TRIED, copied_fit, refuse_to_try, trainer_on_trial, with_datamodule
+from hasten.trainer.finding.resizing import Resizing
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
-_HOOKS = {"train": "train_dataloader", "val": "val_dataloader"}
-_TRIED: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "profiler": None,
-    "fast_dev_run": False,
-    "overfit_batches": 0.0,
-    "barebones": False,
-    "num_sanity_val_steps": 0,
-    "max_steps": -1,
-    "min_steps": None,
-    "min_epochs": None,
-    "max_time": None,
-    "limit_train_batches": BATCHES,
-    "val_check_interval": None,
-    "check_val_every_n_epoch": 1,
-    "max_epochs": PASSES,
-    "devices": 1,
-    "num_nodes": 1,
-    "strategy": "auto",
-    "seed": None,
-}
-
 
 def find(trainer: Trainer, fit: dict[str, Any], train: Any, val: Any, memory: int | None, timeout: float) -> BatchSizes:
     """Find the largest safe batch; see `Trainer.find_batch_size`."""
-    if (place := find_place()) is not None and place.size > 1:
-        raise HastenError(
-            "find_batch_size trains in one process, and this is one of several",
-            "call it in a process of its own; each rank then takes a batch of that size",
-        )
-    if trainer.stage.status == "running":
-        raise misconfigured(f"find_batch_size() is called while {trainer.stage.fn}() runs", "call it before")
+    each = "call it in a process of its own; each rank then takes a batch of that size"
+    refuse_to_try(trainer, "find_batch_size", each)
     trials = _Trials(trainer, fit, {"train": train, "val": val}, memory, timeout)
     before = rng.state()
     try:
@@ -91,11 +57,8 @@ class _Trials:
     def __init__(
         self, trainer: Trainer, fit: dict[str, Any], loaders: dict[str, Any], memory: int | None, timeout: float
     ) -> None:
-        self._trainer, self._fit, self._timeout = trainer, fit, timeout
-        first = loaders["train"]
-        if fit["datamodule"] is None and hasattr(first, "train_dataloader") and hasattr(first, "prepare_data"):
-            self._fit, loaders = {**fit, "datamodule": first}, dict.fromkeys(loaders)
-        self._loaders = loaders
+        self._trainer, self._timeout = trainer, timeout
+        self._fit, self._loaders = with_datamodule(fit, loaders)
         self._device = trainer.device
         self.on_gpu = self._device.type == "cuda"
         self.done: list[Attempt] = []
@@ -211,49 +174,19 @@ class _Trials:
             resource.setrlimit(resource.RLIMIT_DATA, before)
 
     def _tried(self, clock: Clock, folder: str) -> Any:
-        given = self._trainer.given
-        flags = {flag.name: getattr(given, flag.name) for flag in fields(given)} | _TRIED
-        flags |= {"callbacks": [clock], "default_root_dir": folder}
-        flags["limit_val_batches"] = 0 if given.limit_val_batches == 0 else 2
-        if flags["plan"] == "auto":
-            flags["plan"] = None
-        if flags["microbatch"] == "auto":
+        flags = TRIED | {"limit_val_batches": 0 if self._trainer.given.limit_val_batches == 0 else 2}
+        flags |= {"limit_train_batches": BATCHES, "max_epochs": PASSES}
+        if self._trainer.given.microbatch == "auto":
             flags["microbatch"] = None  # it would have every size fit
-        trainer = type(self._trainer)(**flags)
-        trainer.say = trainer.warn = _nothing  # type: ignore[method-assign]
-        return trainer
+        return trainer_on_trial(self._trainer, flags, clock, folder)
 
     def _copied(self, size: int) -> dict[str, Any]:
         """Return what `fit` is given: a copy of the module, with its optimizer, and loaders of another batch size."""
-        fit, model = dict(self._fit), self._fit["model"]
-        model = fit["model"] = getattr(model, "_orig_mod", model)
-        held = vars(model).pop("_trainer", None) if isinstance(model, torch.nn.Module) else None
-        try:
-            copied = copy.deepcopy({name: fit[name] for name in ("model", "loss", "optimizer")})
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise HastenError(
-                f"the module cannot be copied, so it cannot be tried without a change: {type(error).__name__}: {error}",
-                "use `hasten batch` on the script",
-            ) from error
-        finally:
-            if held is not None:
-                vars(model)["_trainer"] = held
-        fit.update(copied)
-        if fit["datamodule"] is not None:
-            fit["datamodule"] = copy.copy(fit["datamodule"])
-        if hasattr(fit["model"], "configure_callbacks"):
-            object.__setattr__(fit["model"], "configure_callbacks", list)  # they write files, stop early
-        for kind, hook in _HOOKS.items():
-            given = self._loaders[kind]
-            if given is not None:
-                fit[f"{kind}_dataloaders"] = self.resizing.loaders(given, size, kind)
-                continue
-            for what, owner in (("datamodule", fit["datamodule"]), ("module", fit["model"])):
-                if owner is not None and overridden(owner, hook, *self._trainer.engine.bases(what)):
-                    object.__setattr__(owner, hook, Hook(self.resizing.loaders, getattr(owner, hook), size, kind))
-        return fit
+
+        def resized(loaders: Any, kind: str) -> Any:
+            return self.resizing.loaders(loaders, size, kind)
+
+        return copied_fit(self._trainer, self._fit, self._loaders, resized)
 
 
 def _resident(model: Any, device: torch.device) -> int:
@@ -271,7 +204,3 @@ def _status(name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Say nothing: a trial's words are not the training's."""

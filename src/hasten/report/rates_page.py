@@ -1,0 +1,68 @@
+"""The page of a learning-rate finder: its curve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from markupsafe import Markup
+
+from hasten.report import drawing
+from hasten.report.page import environment, write_whole
+
+_HEIGHT = 260.0
+_SHOWN_ABOVE = 2.0  # times the smoothed loss's own range: single losses beyond are off the drawing
+
+
+def write(
+    rates: Sequence[float],
+    losses: Sequence[float],
+    smoothed: Sequence[float],
+    bracket: tuple[float | None, float | None],
+    said: str,
+    path: Path,
+) -> None:
+    """Write the page, whole or not at all.
+
+    Args:
+        rates: Learning rates, rising.
+        losses: Training losses at them.
+        smoothed: Their moving average.
+        bracket: Rates at which the loss begins to fall, and is lowest; None where it never fell.
+        said: What that means, in a sentence.
+        path: The file.
+
+    Raises:
+        HastenError: The folder cannot be written to, or the file holds something else.
+    """
+    chart = curve(rates, losses, smoothed, bracket)
+    write_whole(environment().get_template("rates.html.j2").render(said=said, chart=chart), path)
+
+
+def curve(
+    rates: Sequence[float],
+    losses: Sequence[float],
+    smoothed: Sequence[float],
+    bracket: tuple[float | None, float | None],
+) -> Markup:
+    """Draw loss by learning rate, logarithmic; the bracket as upright lines."""
+    low, high = min(smoothed), max(smoothed[: max(2, len(smoothed) // 2)])
+    top = low + _SHOWN_ABOVE * max(high - low, 1e-12)
+    down = drawing.Scale(low, top, near=96, far=6)
+    across = drawing.Scale(rates[0], rates[-1], log=True)
+
+    def place(values: Sequence[float]) -> list[tuple[float, float]]:
+        return [(across(rate), down(min(top, max(low, value)))) for rate, value in zip(rates, values, strict=True)]
+
+    lines = [
+        drawing.line("line-baseline", place(losses), "loss"),
+        drawing.line("line-plan", place(smoothed), "smoothed"),
+    ]
+    lines += [
+        drawing.line("line-baseline", [(across(rate), 0), (across(rate), 100)], f"{what} {rate:.1e}")
+        for rate, what in zip(bracket, ("begins to fall at", "lowest at"), strict=True)
+        if rate is not None
+    ]
+    parts = [drawing.stretched(_HEIGHT, lines), *drawing.rows(down, _HEIGHT, lambda loss: f"{loss:.3g}")]
+    parts += drawing.columns(across, _HEIGHT, lambda rate: f"{rate:.0e}")
+    return drawing.svg("Training loss by learning rate", "Grey: each step; blue: smoothed", _HEIGHT + 22, parts)

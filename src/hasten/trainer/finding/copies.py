@@ -1,0 +1,147 @@
+"""A fit on trial, in this process: copies of what it is given, and a Trainer with the same techniques."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.errors import HastenError, is_out_of_memory
+from hasten.parallel import find_place
+from hasten.trainer.errors import misconfigured
+from hasten.trainer.hooks import overridden
+
+if TYPE_CHECKING:
+    from hasten.trainer.callbacks.base import Callback
+    from hasten.trainer.trainer import Trainer
+
+_HOOKS = {"train": "train_dataloader", "val": "val_dataloader"}
+TRIED: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "profiler": None,
+    "fast_dev_run": False,
+    "overfit_batches": 0.0,
+    "barebones": False,
+    "num_sanity_val_steps": 0,
+    "max_steps": -1,
+    "min_steps": None,
+    "min_epochs": None,
+    "max_time": None,
+    "val_check_interval": None,
+    "check_val_every_n_epoch": 1,
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "auto",
+    "seed": None,
+}
+"""Flags of a Trainer on trial that differ from those of the real one."""
+
+Change = Callable[[Any, str], Any]
+"""Returns what is given as loaders, "train" or "val", as a trial takes them."""
+
+
+def refuse_to_try(trainer: Trainer, what: str, instead: str) -> None:
+    """Refuse where a fit cannot be tried in this process.
+
+    Args:
+        trainer: The real one.
+        what: The method that was called, for the message.
+        instead: What to do in one of several processes.
+
+    Raises:
+        HastenError: This is one of several processes, or the Trainer is running.
+    """
+    if (place := find_place()) is not None and place.size > 1:
+        raise HastenError(f"{what} trains in one process, and this is one of several", instead)
+    if trainer.stage.status == "running":
+        raise misconfigured(f"{what}() is called while {trainer.stage.fn}() runs", "call it before")
+
+
+def trainer_on_trial(trainer: Trainer, flags: dict[str, Any], callback: Callback, folder: str) -> Any:
+    """Return a Trainer with the same techniques and precision, which writes nothing and has one callback.
+
+    Args:
+        trainer: The real one.
+        flags: Flags of the trial.
+        callback: That listens to it.
+        folder: For files.
+    """
+    given = trainer.given
+    all_flags = {flag.name: getattr(given, flag.name) for flag in fields(given)} | flags
+    all_flags |= {"callbacks": [callback], "default_root_dir": folder}
+    if all_flags["plan"] == "auto":
+        all_flags["plan"] = None
+    tried = type(trainer)(**all_flags)
+    tried.say = tried.warn = _nothing  # type: ignore[method-assign]
+    return tried
+
+
+def with_datamodule(fit: dict[str, Any], loaders: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return both with a datamodule where `fit` takes it: it may stand in the place of the training loader."""
+    first = loaders["train"]
+    if fit["datamodule"] is None and hasattr(first, "train_dataloader") and hasattr(first, "prepare_data"):
+        return {**fit, "datamodule": first}, dict.fromkeys(loaders)
+    return fit, loaders
+
+
+def copied_fit(trainer: Trainer, fit: dict[str, Any], loaders: dict[str, Any], change: Change) -> dict[str, Any]:
+    """Return what `fit` is given: a copy of the module, with its optimizer, and loaders as a trial takes them.
+
+    Args:
+        trainer: The real one.
+        fit: What its `fit` is given, but for loaders.
+        loaders: "train" and "val", where they are given.
+        change: What becomes of them, and of those that hooks give.
+
+    Raises:
+        HastenError: The module cannot be copied.
+    """
+    fit, model = dict(fit), fit["model"]
+    model = fit["model"] = getattr(model, "_orig_mod", model)
+    held = vars(model).pop("_trainer", None) if isinstance(model, torch.nn.Module) else None
+    try:
+        copied = copy.deepcopy({name: fit[name] for name in ("model", "loss", "optimizer")})
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise HastenError(
+            f"the module cannot be copied, so it cannot be tried without a change: {type(error).__name__}: {error}",
+            "use `hasten batch` on the script",
+        ) from error
+    finally:
+        if held is not None:
+            vars(model)["_trainer"] = held
+    fit.update(copied)
+    if fit["datamodule"] is not None:
+        fit["datamodule"] = copy.copy(fit["datamodule"])
+    if hasattr(fit["model"], "configure_callbacks"):
+        object.__setattr__(fit["model"], "configure_callbacks", list)  # they write files, stop early
+    for kind, hook in _HOOKS.items():
+        given = loaders[kind]
+        if given is not None:
+            fit[f"{kind}_dataloaders"] = change(given, kind)
+            continue
+        for what, owner in (("datamodule", fit["datamodule"]), ("module", fit["model"])):
+            if owner is not None and overridden(owner, hook, *trainer.engine.bases(what)):
+                object.__setattr__(owner, hook, _Hook(getattr(owner, hook), change, kind))
+    return fit
+
+
+class _Hook:
+    """A hook that gives loaders, which come out changed."""
+
+    def __init__(self, plain: Callable[[], Any], change: Change, kind: str) -> None:
+        self._plain, self._change, self._kind = plain, change, kind
+
+    def __call__(self) -> Any:
+        return self._change(self._plain(), self._kind)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Say nothing: a trial's words are not the training's."""
