@@ -16,7 +16,6 @@ from hasten.data import rng
 from hasten.data.loader import DataLoader as OwnLoader
 from hasten.errors import HastenError
 from hasten.loading import changed
-from hasten.report import rates_page
 from hasten.trainer.batches import mapped
 from hasten.trainer.callbacks.base import Callback
 from hasten.trainer.errors import misconfigured
@@ -66,6 +65,8 @@ class LearningRates:
         Raises:
             HastenError: It cannot be written, or something else lies there.
         """
+        from hasten.report import rates_page
+
         rates_page.write(self.rates, self.losses, self.smoothed, (self.low, self.high), str(self), Path(path))
 
 
