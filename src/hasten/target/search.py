@@ -148,9 +148,10 @@ class _Search:
         return seconds + aside <= left
 
     def _aside(self) -> float:
-        """Seconds that fresh seeds will take, both sides."""
-        winner = min((run.seconds for run in self.finalists), default=self.plain.to_goal / 2)
-        return self.options.seeds * (self.plain.to_goal + winner)
+        """Seconds that fresh seeds will take, both sides; of one of them as long as there is nothing to confirm."""
+        if not self.finalists:
+            return 1.5 * self.plain.to_goal
+        return self.options.seeds * (self.plain.to_goal + self.finalists[0].seconds)
 
     def _useless(self, seconds: float) -> float:
         """Return the seconds after which a run is of no use, where another took so many."""
