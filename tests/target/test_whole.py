@@ -56,6 +56,38 @@ def test_tensorboard_is_heard_and_the_parser_and_the_optimizer_are_known(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["train.py", "scratch"] or not (tmp_path / "runs").exists()
 
 
+TRAINER = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import hasten
+from hasten.loggers import CSVLogger
+
+class Net(hasten.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch[0]).square().mean() * 0 + self.current_epoch)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+data = DataLoader(TensorDataset(torch.ones(8, 2)), 4)
+hasten.Trainer(max_epochs=3, logger=CSVLogger("logs"), num_sanity_val_steps=0).fit(Net(), data, data)
+"""
+
+
+def test_what_hastens_trainer_logs_is_heard(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, TRAINER, "val_loss<=0")
+    run, readings = runs.first()
+    assert run.whole, run.log
+    kind = readings.chosen()
+    assert (kind.where, kind.label) == (LOGGED, "val_loss")
+    assert [one.value for one in readings.of_kind(kind)] == [0, 1, 2]
+    assert not (tmp_path / "logs").exists()
+
+
 PRINTS = """
 import sys, time
 from pathlib import Path

@@ -60,6 +60,11 @@ def advice(found: Found) -> list[str]:
         said.append(
             "another optimisation path: what else the training is for (other metrics, later epochs) was not looked at"
         )
+    if "batch_scale" in found.plan:
+        said.append(
+            "what the script counts in steps by itself (max_iters, warm-up, the length of a OneCycleLR) is as long as "
+            "before, in larger steps"
+        )
     if (pays := found.pays_after) is not None:
         said.append(f"the search took {found.cost:.0f} s of runs, which is saved after {pays} trainings")
     return said
@@ -83,6 +88,8 @@ def row(run: WholeRun, found: Found) -> tuple[str, str, str, str, str]:
     best = found.goal.best(reading.value for reading in run.readings)
     seed = f", seed {run.seed}" if run.seed else ""
     outcome = f"after {run.to_goal:.1f} s" if run.to_goal is not None else run.outcome
+    if run.outcome in ("crashed", "out of memory", "idle") and run.reason:
+        outcome = f"{run.outcome}: {run.reason[:60]}"
     return run.part, f"{run.candidate}{seed}", outcome, f"{run.seconds:.1f} s", "" if best is None else f"{best:g}"
 
 
