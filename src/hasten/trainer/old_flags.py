@@ -52,7 +52,7 @@ OF_OLD = {
     "row_log_interval": "log_every_n_steps=N",
     "log_save_interval": "log_every_n_steps=N",
     "auto_lr_find": "nothing yet",
-    "auto_scale_batch_size": "nothing yet",
+    "auto_scale_batch_size": 'trainer.find_batch_size(model, loader) before fit, or microbatch="auto"',
     "replace_sampler_ddp": "use_distributed_sampler=BOOL",
     "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
     "torch_compile": "compile=True",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from hasten import HastenError
 from hasten.strategies import FSDPStrategy
@@ -41,6 +42,27 @@ def test_what_it_finds_trains_to_the_bit_like_that_number_from_the_start(backwar
     assert torch.equal(found.noise.get_state(), told.noise.get_state())
 
 
+class SecondPart(Stateful):
+    """Has no memory for 8 samples, nor for a second part of 4: by then the first one's backward is over."""
+
+    def training_step(self, batch, batch_idx):
+        part = self.sizes[-1:] == [4] and torch.is_grad_enabled()
+        self.limited.most = 3 if part else 4
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_beside_mixed_precision_too(precision):
+    nets = []
+    for make, flag in ((Stateful, 2), (SecondPart, "auto")):
+        torch.manual_seed(7)
+        nets.append(make())
+        batches = DataLoader([(x.float(), y.float()) for x, y in loader()], batch_size=None)
+        quiet(max_epochs=2, precision=precision, microbatch=flag).fit(nets[-1], batches)
+    assert nets[1].limited.failed == 2
+    assert_equal(weights(nets[0]), weights(nets[1]))
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_weights_are_those_of_whole_batches(backward):
     whole = trained(Net(), gradient_clip_val=0.5, accumulate_grad_batches=2)
@@ -54,15 +76,38 @@ def test_it_says_what_it_found(capfd, caplog):
     assert [("4 samples" in said[0]), ("2 samples" in said[1]), len(said)] == [True, True, 2]
 
 
-def test_memory_that_runs_out_later_is_found_later():
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_memory_that_runs_out_later_is_found_later(every, backward):
+    """Within a window: the gradients of its first batch are there already."""
+
     class Later(Net):
         def training_step(self, batch, batch_idx):
-            self.limited.most = 5 if self.trainer.global_step >= 4 else None
+            self.limited.most = 5 if batch_idx or self.trainer.current_epoch else None
             return self.loss(batch)
 
-    found = trained(Later(), microbatch="auto")
+    found = trained(Later(backward=backward), microbatch="auto", accumulate_grad_batches=every)
     assert found.limited.failed == 1
-    assert_close(weights(found), weights(trained(Net())))
+    assert_close(weights(found), weights(trained(Net(), accumulate_grad_batches=every)))
+
+
+def test_an_overflow_of_a_try_that_failed_leaves_the_scale():
+    class Overflows(SecondPart):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * 1e30 if len(batch[0]) == 4 and loss.requires_grad else loss
+
+    nets = []
+    for make, flag in ((Stateful, 2), (Overflows, "auto")):
+        torch.manual_seed(7)
+        nets.append(make())
+        batches = DataLoader([(x.float(), y.float()) for x, y in loader()], batch_size=None)
+        quiet(max_epochs=2, precision="16-mixed", microbatch=flag).fit(nets[-1], batches)
+    assert nets[1].limited.failed == 2
+    assert_equal(weights(nets[0]), weights(nets[1]))
+    told, found = (net.trainer.engine.run.techniques[0].state_dict() for net in nets)
+    assert told == found  # the scale, and the steps for which it has held
+    assert told["scale"] > 1
 
 
 def test_going_on_begins_with_what_was_found_and_is_exact(tmp_path):
@@ -150,10 +195,15 @@ def test_metrics_of_torchmetrics_count_each_sample_once():
 
 RANKS = """
 import sys, torch
-from tests.trainer.microbatch.trainings import Net, loader
+from tests.trainer.microbatch.trainings import Counted, Net, loader
 from tests.trainer.trainings import quiet
 
-class Uneven(Net):
+class Even(Net):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.net.append(Counted())  # a buffer, which ranks exchange with the first forward of a step
+
+class Uneven(Even):
     def on_train_start(self):
         self.limited.most = 3 if self.trainer.global_rank == 1 else None  # memory runs out on one rank alone
 
@@ -163,8 +213,9 @@ class Uneven(Net):
         return loss
 
 torch.set_num_threads(1)
-for name, flags in {"whole": {}, "auto": {"microbatch": "auto"}, "number": {"microbatch": 3}}.items():
-    net = Uneven().double() if name == "auto" else Net().double()
+auto = {"microbatch": "auto"}
+for name, flags in {"whole": {}, "forward": auto, "backward": auto, "number": {"microbatch": 3}}.items():
+    net = (Uneven(backward=name == "backward") if flags is auto else Even()).double()
     trainer = quiet(max_epochs=2, devices=2, strategy="ddp_fork", accumulate_grad_batches=2, **flags)
     trainer.fit(net, loader(samples=40, batch_size=8))
     torch.save({"net": net.net.state_dict(), "found": trainer.progress.microbatch}, name + ".pt")
@@ -174,10 +225,10 @@ for name, flags in {"whole": {}, "auto": {"microbatch": "auto"}, "number": {"mic
 def test_ranks_try_again_together(tmp_path):
     done = subprocess.run([sys.executable, "-c", RANKS], cwd=tmp_path, env=_env(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    whole, auto, number = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "auto", "number"))
-    assert [whole["found"], auto["found"], number["found"]] == [None, 2, None]
-    assert_close(auto["net"], whole["net"])
-    assert_close(number["net"], whole["net"])
+    kept = {name: torch.load(tmp_path / f"{name}.pt") for name in ("whole", "forward", "backward", "number")}
+    assert [one["found"] for one in kept.values()] == [None, 2, 2, None]
+    for name in ("forward", "backward", "number"):
+        assert_close(kept[name]["net"], kept["whole"]["net"])
 
 
 REAL = """
