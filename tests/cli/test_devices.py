@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -13,6 +15,7 @@ import torch
 
 from hasten.cli.devices import Devices
 from hasten.errors import HastenError
+from hasten.evidence import Phase, read_evidence
 from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, plain, write
 
 SLOW = pytest.mark.slow  # each starts a launcher, and most two ranks, that import torch: 4 to 10 s
@@ -157,7 +160,8 @@ RESUMED = """
 """
 
 
-@pytest.mark.slow  # five trainings, one of four processes: 20 s
+@pytest.mark.timeout(300)
+@pytest.mark.slow  # five trainings, one of four processes: 30 s of CPU
 def test_resumed_weights_are_those_of_one_process(tmp_path: Path) -> None:
     write(tmp_path, "train.py", RESUMED)
     assert plain(tmp_path, "train.py", "4", "alone.pt", "0").code == 0
@@ -243,17 +247,64 @@ def test_files_are_written_once_and_checkpoints_are_read_back(tmp_path: Path) ->
             "if rank == 1 and epoch: os.kill(os.getpid(), signal.SIGKILL)", 137, "signal 9 (SIGKILL)", marks=SLOW
         ),
         pytest.param("if rank == 1 and number == 1: continue", 1, "The ranks have parted", marks=SLOW),
+        pytest.param(
+            "optimizer.param_groups[0]['lr'] = 0.1 + 0.1 * rank", 1, "The ranks have parted: their weights", marks=SLOW
+        ),
         pytest.param("if rank == 1 and epoch: sys.exit()", 1, "The ranks have parted: rank 0 ", marks=SLOW),
     ],
-    ids=["raises", "killed", "skips a batch", "leaves"],
+    ids=["raises", "killed", "skips a batch", "other rate", "leaves"],
 )
 def test_a_rank_that_fails_is_named_and_all_end(tmp_path: Path, first: str, code: int, said: str) -> None:
     loop(tmp_path, first, epochs=1_000_000)
     done = on(2, tmp_path, "train.py", timeout=60)
     assert done.code == code, done.err
-    assert said in "".join(done.err.splitlines()[-2:])
+    assert said in "".join(done.err.splitlines()[-3:])
     if "ValueError" in first:
         assert "ValueError: no luck" in done.err.splitlines()[-1]
+
+
+@SLOW
+def test_a_plan_acts_in_each_rank_and_evidence_is_that_of_rank_0(tmp_path: Path) -> None:
+    write(tmp_path, "hasten.toml", '[techniques]\nprecision = "16-mixed"\nloader_workers = 2\nfused_optimizer = true\n')
+    # One sample overflows in fp16: on whichever rank it is, all ranks skip the step.
+    loop(tmp_path, before="data.tensors[0][5] = 3e4", epochs=3, after="print(float(model[0].weight.isfinite().all()))")
+    done = on(2, tmp_path, "train.py", options=("--evidence", "evidence.json"))
+    assert done.code == 0, done.err
+    assert done.out == "1.0\n"
+    evidence = read_evidence(tmp_path / "evidence.json")
+    assert {"precision", "loader_workers", "fused_optimizer"} <= set(evidence.installed)
+    assert evidence.steps == 12
+    assert evidence.rank == 0
+    assert sum(step[Phase.SYNC] for step in evidence.step_phases) > 0
+
+
+@SLOW
+def test_two_machines_meet(tmp_path: Path) -> None:
+    """Both are this one: each with a launcher of its own, as on two."""
+    write(tmp_path, "train.py", RESUMED)
+    assert plain(tmp_path, "train.py", "2", "alone.pt", "0").code == 0
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ("--devices", "1", "--accelerator", "cpu", "--nodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    with ThreadPoolExecutor() as machines:
+        ends = [
+            machines.submit(execute, HASTEN, "run", *words, "train.py", "2", "wide.pt", "0", cwd=tmp_path)
+            for _ in range(2)
+        ]
+        done = [end.result() for end in ends]
+    assert [one.code for one in done] == [0, 0], done[0].err + done[1].err
+    assert far(tmp_path / "alone.pt.weights", tmp_path / "wide.pt.weights") < 2e-6
+
+
+@SLOW
+def test_machines_that_do_not_meet_are_told_so(tmp_path: Path) -> None:
+    loop(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as another:  # a program that listens there, and never answers
+        endpoint = f"127.0.0.1:{another.getsockname()[1]}"
+        words = ("--devices", "1", "--nodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "timeout=1")
+        done = execute(HASTEN, "run", "--accelerator", "cpu", *words, "train.py", cwd=tmp_path)
+    assert done.code == 1
+    assert f"the machines did not meet at {endpoint}" in done.err
 
 
 @SLOW

@@ -96,6 +96,8 @@ def spread(command: list[str], how: How, wide: Devices) -> int:
 
 
 def _run(command: list[str], how: How, wide: Devices, options: RankOptions) -> int:
+    # A machine that cannot be reached is said below; torch's native code would print its stack for each attempt.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from hasten.parallel import choose_devices  # with torch, which takes seconds to import
     from hasten.parallel.agent import Ranks, run
 

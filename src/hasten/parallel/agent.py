@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import threading
 import uuid
 import zlib
 from collections.abc import Sequence
@@ -67,6 +69,7 @@ def run(ranks: Ranks) -> int:
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with RankStderr(ranks.folder) as stderr:
+        streams = _Streams(ranks.folder, stderr)
         config = LaunchConfig(
             min_nodes=ranks.nodes,
             max_nodes=ranks.nodes,
@@ -77,10 +80,13 @@ def run(ranks: Ranks) -> int:
             rdzv_endpoint=ranks.endpoint or "127.0.0.1:0",
             rdzv_configs={"timeout": _JOIN_SECONDS, **ranks.conf},
             max_restarts=0,
-            logs_specs=_Streams(ranks.folder, stderr),
+            logs_specs=streams,
             local_addr="127.0.0.1" if ranks.nodes == 1 else None,
         )
         command = ["-I", "-S", _FOLLOW, str(os.getpid()), *ranks.command]
+        late = threading.Timer(_seconds(ranks), _give_up, (ranks, streams))
+        late.daemon = True
+        late.start()
         try:
             launch_agent(config, sys.executable, command)
         except ChildFailedError as error:
@@ -92,7 +98,23 @@ def run(ranks: Ranks) -> int:
             if ranks.nodes == 1:
                 raise HastenError(f"torch's agent could not start the ranks: {_cause(error)}", "", 1) from error
             raise HastenError(f"the machines did not meet at {ranks.endpoint}: {_cause(error)}", _MEET, 1) from error
+        finally:
+            late.cancel()
     return 0
+
+
+def _seconds(ranks: Ranks) -> float:
+    """How long the machines may take to meet."""
+    said = ranks.conf.get("timeout", "")
+    return (float(said) if said.isdecimal() else _JOIN_SECONDS) + 30.0
+
+
+def _give_up(ranks: Ranks, streams: _Streams) -> None:
+    """End this process: torch waits without end for an answer of a program that listens there and never gives one."""
+    if not streams.asked:
+        messages.tell(f"hasten: the machines did not meet at {ranks.endpoint} in {_seconds(ranks):g} s\n  {_MEET}")
+        shutil.rmtree(ranks.folder, ignore_errors=True)
+        os._exit(1)
 
 
 _MEET = (
@@ -115,9 +137,11 @@ class _Streams(LogsSpecs):
         super().__init__()
         self._folder = folder
         self._stderr = stderr
+        self.asked = False  # the machines have met, and the ranks start
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """The streams of each local rank."""
+        self.asked = True
         other = {local: int(env["RANK"]) for local, env in envs.items() if int(env["RANK"])}
         return LogsDest(
             stdouts={local: os.devnull if local in other else "" for local in envs},

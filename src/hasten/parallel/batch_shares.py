@@ -23,13 +23,11 @@ class LoaderState:
 
     Attributes:
         trained: Its batches are trained on.
-        told: The person was told that it is shared.
         where: `file:line` where it was built.
     """
 
     def __init__(self, where: str) -> None:
         self.trained = False
-        self.told = False
         self.where = where
 
 

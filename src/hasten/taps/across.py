@@ -69,7 +69,9 @@ class Across:
         self._inside = False  # of a backward
         self._process = os.getpid()
         self._refusal: HastenError | None = None
-        self._untold: list[LoaderState] = []  # loaders that are shared out; said once their model is known
+        # Loaders that are shared out, said once their model is known; a script may build one for each epoch.
+        self._untold: list[LoaderState] = []
+        self._told: set[str] = set()
 
     # -- the ranks meet, when something is first to be done together -----------------------------------
 
@@ -106,8 +108,11 @@ class Across:
             return
         try:
             self._meeting.meet(About.END)
-        except (HastenError, RuntimeError):  # the rank that goes on raises it in the script
+            self.weights.agree(self.averaging.averaged)
+        except (HastenError, RuntimeError) as error:  # where another rank goes on, it raises in the script there
             mark_failed()
+            if self._meeting.world.is_zero and isinstance(error, HastenError):
+                messages.tell(f"hasten: {error}")
 
     @property
     def world(self) -> World | None:
@@ -130,7 +135,7 @@ class Across:
 
     def refuse(self, what: str, fix: str) -> HastenError:
         """The error that ends the run, wherever the script goes on after it."""
-        self._refusal = HastenError(f"hasten cannot carry this script to several devices: {what}", fix)
+        self._refusal = HastenError(f"this script cannot be carried to several devices: {what}", fix)
         return self._refusal
 
     # -- what is built ---------------------------------------------------------------------------------
@@ -192,8 +197,8 @@ class Across:
         one.given += 1
         if one.sizes:
             self.samples, self.all_samples = one.sizes.popleft()
-        if one.shared and not one.state.told:
-            one.state.told = True
+        if one.shared and one.state.where not in self._told:
+            self._told.add(one.state.where)
             self._untold.append(one.state)
 
     def over(self, iterator: Any) -> None:
@@ -249,7 +254,9 @@ class Across:
         self.averaging.ends(self.given, self.samples)
         recorder = self.session.run.recorder
         if recorder is not None and recorder.resting is None:
-            recorder.add(Phase.SYNC, perf_counter() - start)
+            seconds = perf_counter() - start
+            recorder.add(Phase.SYNC, seconds)
+            recorder.add(Phase.BACKWARD, -seconds)  # within which it lies
         self.backwards += 1
         return result
 

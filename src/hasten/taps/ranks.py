@@ -12,19 +12,29 @@ from hasten.taps.rank_files import install as install_files
 from hasten.taps.wrapping import put, tap
 
 
-def install(session: Session) -> None:
-    """Set the taps. Unlike those of others, a tap that cannot be set ends the process."""
+def under(session: Session) -> Across:
+    """Set the taps that go under those of techniques, and return what they tell.
+
+    Gradients are averaged before a technique sees them: one that scales losses must find an overflow on all ranks or
+    on none.
+    """
     options = session.config.ranks
-    if options is None:
-        return
+    assert options is not None
     import torch
 
     torch.manual_seed(options.seed())  # a script that seeds does so after this
     across = Across(session, options)
     session.on_model.append(across.model)
+    _tap_backward(across)
+    return across
+
+
+def over(across: Across) -> None:
+    """Set the taps that go over those of techniques: they see what the script gets."""
+    import torch
+
     _tap_what_is_distributed(across)
     _tap_loaders(across)
-    _tap_backward(across)
     _tap_optimizers(across)
     install_files(across)
 

@@ -104,11 +104,14 @@ class ProcessSession(Session):
             if sandbox.unguarded:
                 session.run.skipped.append(f"the kernel's guard behind the sandbox: {sandbox.unguarded}")
         session.run.process()
-        session._tap(data, modules, optimizers, results)
-        if config.ranks is not None:  # over those of the others; what fails here must not be skipped
+        if config.ranks is None:
+            session._tap(data, modules, optimizers, results)
+        else:  # what fails here must not be skipped
             from hasten.taps import ranks
 
-            ranks.install(session)
+            across = ranks.under(session)
+            session._tap(data, modules, optimizers, results)
+            ranks.over(across)
         if config.doctor is not None:
             session._observe()
         if config.witness is not None:

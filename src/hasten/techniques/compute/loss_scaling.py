@@ -210,13 +210,19 @@ def _reason(leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Why scaled gradients would be seen in this backward, or not be brought back behind it; "" if neither."""
     if _create_graph(args, kwargs):
         return "gradients are differentiated again (create_graph)"
-    if any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves):
+    if any(leaf._backward_hooks or _are_watched(leaf) for leaf in leaves):
         return "a hook on a parameter sees its gradient"
     if any(leaf.itemsize < 4 for leaf in leaves):
         return "a parameter is in 16 bits already"
     inputs = kwargs.get("inputs") or ()
     inputs = [inputs] if hasattr(inputs, "is_leaf") else inputs
     return "" if all(getattr(one, "is_leaf", False) for one in inputs) else "gradients inside the graph are asked for"
+
+
+def _are_watched(leaf: Any) -> bool:
+    """Whether a hook other than hasten's own, which only notes that there is a gradient, sees this leaf's."""
+    hooks = (leaf._post_accumulate_grad_hooks or {}).values()
+    return any(not str(getattr(hook, "__module__", "")).startswith("hasten.") for hook in hooks)
 
 
 def _leaves(roots: list[Any]) -> tuple[list[Any], str]:
