@@ -24,8 +24,8 @@ model = DistributedDataParallel(model)
 
 ## When the repair is safe
 
-Start it with `torchrun --nproc-per-node=N` or `hasten launch`, with a DistributedSampler. BatchNorm sees each
-process's batch; the batch size of the loader is that of one process.
+Start it with `torchrun --nproc-per-node=N`, with a DistributedSampler. BatchNorm sees each process's batch; the batch
+size of the loader is that of one process. Or change nothing: `hasten run --devices N train.py` shares each batch out.
 
 ## Source
 
@@ -69,8 +69,8 @@ class DataParallel(Rule):
         yield Finding(
             cls.name,
             f"DataParallel copies the model to {gpus} GPUs in each step, from one process with one interpreter{how}",
-            "wrap the model in DistributedDataParallel, one process a GPU, and start it with "
-            f"`torchrun --nproc-per-node={gpus}` or `hasten launch`",
+            f"run it unchanged by `hasten run --devices {gpus}`, one process a GPU; or wrap the model in "
+            f"DistributedDataParallel and start it with `torchrun --nproc-per-node={gpus}`",
             severity_of(worth) if worth else Severity.MEDIUM,
             worth,
             HowKnown.ESTIMATED,
@@ -99,7 +99,7 @@ class DataParallel(Rule):
                 yield Problem(
                     call,
                     "DataParallel copies the model to every GPU in every step",
-                    "start one process a GPU with torchrun, and use DistributedDataParallel",
+                    "run it by `hasten run --devices N`, one process a GPU; or use DistributedDataParallel, and torchrun",
                 )
 
 
