@@ -336,6 +336,7 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, number: signal.Signal
         ({"before": "torch.distributed.init_process_group('gloo')"}, "written for several processes already"),
         ({"before": "step(*data[:8])"}, "calls backward before any DataLoader gave a batch"),
         ({"more": ", batch_size=None", "first": "x, y = x.repeat(4, 1), y.repeat(4, 1)"}, "batch_size=None"),
+        ({"first": "w = x.clone().requires_grad_(); w.mean().backward()"}, "reaches no parameter"),
         ({"before": "torch.optim.LBFGS(model.parameters())"}, "LBFGS"),
         (
             {
@@ -346,7 +347,7 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, number: signal.Signal
         ),
         ({"first": "nn.functional.mse_loss(model(x), y, reduction='sum').backward()"}, "a sum over the batch"),
     ],
-    ids=["distributed", "no loader", "no batches", "LBFGS", "sparse", "a sum"],
+    ids=["distributed", "no loader", "no batches", "nothing known", "LBFGS", "sparse", "a sum"],
 )
 def test_what_cannot_be_carried_is_refused(tmp_path: Path, changes: dict[str, str], said: str) -> None:
     loop(tmp_path, **changes)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from hasten import messages
 from hasten.cli.command import process_arguments
 from hasten.cli.launch import How, prepared
 from hasten.errors import HastenError
@@ -106,9 +107,12 @@ def _run(command: list[str], how: How, wide: Devices, options: RankOptions) -> i
         raise HastenError(f"--devices {wide.devices} is one device here: there is nobody to share with", "leave it out")
     if chosen[0].type == "cuda":
         options = dataclasses.replace(options, gpus=_visible([device.index for device in chosen]))
+    cores = this_machine().cores
+    if chosen[0].type == "cpu" and len(chosen) > cores and not how.quiet:
+        messages.tell(f"hasten: {len(chosen)} processes take turns on the {cores} cores that there are")
     arguments, env = prepared(command, how, options)
     os.environ.update(env)  # which the ranks inherit
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, this_machine().cores // len(chosen))))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // len(chosen))))
     return run(Ranks(arguments, len(chosen), wide.nodes, wide.rdzv_endpoint, options.folder, wide.conf()))
 
 

@@ -65,12 +65,15 @@ class Averaging:
             del self._frozen[parameter]
             self._listen(parameter)
 
-    def ends(self, at: int, samples: float) -> None:
+    def ends(self, at: int, samples: float) -> int:
         """A backward is over: average what it has touched on any rank.
 
         Args:
             at: How many batches this rank was given so far.
             samples: Of how many samples this rank's gradient is the mean; 0.0: it counts for nothing.
+
+        Returns:
+            How many parameters have a gradient of it, on any rank.
 
         Raises:
             HastenError: A gradient is sparse, or the ranks have parted.
@@ -86,6 +89,7 @@ class Averaging:
         for bucket in _buckets(parameters):
             self._average(bucket, weight)
         self.averaged = parameters
+        return len(parameters)
 
     def _listen(self, parameter: torch.Tensor) -> None:
         number, touched = self._numbers[parameter], weakref.ref(self)
@@ -120,7 +124,8 @@ class Averaging:
         return parameter
 
     def _average(self, parameters: list[torch.Tensor], weight: float) -> None:
-        world = self._meeting.world
+        import torch.distributed as dist
+
         with torch.no_grad():
             for parameter in parameters:
                 if parameter.grad is None:  # others have one
@@ -128,8 +133,8 @@ class Averaging:
             grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
             wide = torch.promote_types(grads[0].dtype, torch.float32)  # half types are added up in float32
             flat = torch.cat([grad.reshape(-1).to(wide) for grad in grads]).mul_(weight)
-            total = torch.view_as_complex(world.sum(torch.view_as_real(flat))) if flat.is_complex() else world.sum(flat)
-            for grad, mean in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+            dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
+            for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(mean.view(grad.shape))
 
 

@@ -251,7 +251,12 @@ class Across:
         finally:
             self._inside = False
         start = perf_counter()
-        self.averaging.ends(self.given, self.samples)
+        known = self.averaging.ends(self.given, self.samples)
+        if not (known or self.backwards):
+            raise self.refuse(
+                f"the backward at {facts.caller()} reaches no parameter of a model or an optimizer",
+                "train an nn.Module that is called, or tensors that an optimizer of torch.optim was given",
+            )
         recorder = self.session.run.recorder
         if recorder is not None and recorder.resting is None:
             seconds = perf_counter() - start

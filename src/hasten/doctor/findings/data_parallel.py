@@ -99,7 +99,7 @@ class DataParallel(Rule):
                 yield Problem(
                     call,
                     "DataParallel copies the model to every GPU in every step",
-                    "run it by `hasten run --devices N`, one process a GPU; or use DistributedDataParallel, and torchrun",
+                    "run it by `hasten run --devices N`, one process a GPU, or by torchrun as DistributedDataParallel",
                 )
 
 
