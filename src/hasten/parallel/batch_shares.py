@@ -50,7 +50,8 @@ class Pass:
         self.proven = False  # a backward followed one of its batches
         self.given = 0
         self.shared = 0
-        self.sizes: deque[tuple[float, int]] = deque()  # this rank's samples, and all ranks', by batch
+        self.sizes: deque[tuple[float, int]] = deque()  # this rank's samples, and all ranks', by batch to be given
+        self.latest = (1.0, 0)  # of the batch given last
 
     def backward(self) -> None:
         """A backward followed a batch of it."""

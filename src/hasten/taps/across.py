@@ -59,7 +59,7 @@ class Across:
         self.optimizers = 0
         self.backwards = 0
         self.given = 0  # batches, of all loaders
-        self.samples, self.all_samples = 1.0, 0  # of the last batch given: this rank's, and all ranks'
+        self.samples, self.all_samples = 1.0, 0  # of the batch trained on: this rank's, and all ranks'
         self._fed: dict[Pass | Unshared, int] = {}  # passes that gave a batch since the last backward -> how many
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._meeting: Meeting | None = None
@@ -196,7 +196,7 @@ class Across:
             return
         one.given += 1
         if one.sizes:
-            self.samples, self.all_samples = one.sizes.popleft()
+            one.latest = one.sizes.popleft()
         if one.shared and one.state.where not in self._told:
             self._told.add(one.state.where)
             self._untold.append(one.state)
@@ -279,6 +279,7 @@ class Across:
             if isinstance(one, Unshared):
                 raise self.refuse(f"it trains on batches that cannot be shared out: {one.why}", _TORCHRUN)
             one.backward()
+            self.samples, self.all_samples = one.latest
         self._fed.clear()
 
     def _look_at_loss(self, loss: Any) -> None:
