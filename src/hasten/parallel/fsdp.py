@@ -63,6 +63,7 @@ def shard(
     world: World,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
+    shard_size: int | None = None,
 ) -> Root:
     """Leave each rank its part of a module's parameters; whole ones are put together where a unit computes.
 
@@ -75,20 +76,20 @@ def shard(
         world: Of more than one rank.
         mp_policy: In which formats FSDP gathers and reduces; None: as the parameters are.
         reshard_after_forward: Whether units are let go between forward and backward; None: all but the root.
+        shard_size: How many neighboring ranks share one copy of the module; None: all.
 
     Returns:
         What steps are called through.
 
     Raises:
-        HastenError: FSDP cannot shard a parameter.
+        HastenError: FSDP cannot shard a parameter, or the ranks do not come out even.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if (root := root_of(module)) is not None:
         return root
     _refuse(module)
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = _mesh(world, shard_size or world.size)
     # Inputs stay as they are: autocast casts them, or the technique `precision` has.
     policy = mp_policy or MixedPrecisionPolicy(cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
@@ -100,6 +101,21 @@ def shard(
     fully_shard(root, reshard_after_forward=reshard_after_forward, **options)
     vars(module)[_ROOT] = root  # not as a part of it, which would be a circle
     return root
+
+
+def _mesh(world: World, shard_size: int) -> Any:
+    """Return the ranks in one row, or in rows of those that share a copy."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if world.size % shard_size:
+        raise HastenError(
+            f"FSDPStrategy(shard_size={shard_size}): {world.size} processes do not come out even.",
+            "Use a divisor of their number, such as the number of devices on a machine.",
+        )
+    copies = world.size // shard_size
+    if copies == 1:
+        return init_device_mesh(world.device.type, (world.size,))
+    return init_device_mesh(world.device.type, (copies, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
 def _refuse(module: nn.Module) -> None:

@@ -89,14 +89,43 @@ def test_it_goes_on_from_a_checkpoint_of_one_process(alone, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_in_16_bits_it_ends_near_one_process(precision, tmp_path):
-    case = Case(precision, {"precision": precision, "max_epochs": 1})
-    train([case], tmp_path / "one")
-    train([case], tmp_path / "two", 2, "fsdp")
-    one, two = saved(tmp_path / "one", precision), saved(tmp_path / "two", precision)
+def test_in_16_bits_it_ends_near_one_process_and_goes_on_within_a_window(precision, tmp_path):
+    flags = {"precision": precision, "max_epochs": 1, "accumulate_grad_batches": 2}
+    whole = Case("whole", flags, callbacks=lambda: [EMA(0.8)], saves_at=2)
+    on = Case("on", flags, callbacks=lambda: [EMA(0.8)], goes_on="whole-within")
+    train([whole], tmp_path / "one")
+    train([whole, on], tmp_path / "two", 2, "fsdp")
+    one, two, resumed = (
+        saved(tmp_path / "one", "whole"),
+        saved(tmp_path / "two", "whole"),
+        saved(tmp_path / "two", "on"),
+    )
     for name, weight in one["state_dict"].items():
         assert weight.dtype == two["state_dict"][name].dtype
         torch.testing.assert_close(weight, two["state_dict"][name], rtol=0.05, atol=0.02)  # bf16 has 8 bits
+        torch.testing.assert_close(two["state_dict"][name], resumed["state_dict"][name], rtol=0.02, atol=0.002)
+
+
+class OneBad(Tokens):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        bad = self.trainer.global_step == 1 and self.trainer.global_rank == self.trainer.world_size - 1
+        return loss * float("nan") if bad else loss
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_dropped_on_all(tmp_path):
+    case = Case("bad", {"max_epochs": 1}, kind=OneBad, callbacks=lambda: [NaNWatch("skip")])
+    train([case], tmp_path / "one")
+    train([case], tmp_path / "two", 2, "fsdp")
+    assert_close(saved(tmp_path / "two", "bad"), saved(tmp_path / "one", "bad"))
+
+
+@pytest.mark.slow  # four processes on two cores
+def test_two_copies_of_two_halves_end_where_one_process_ends(alone, tmp_path):
+    cases = [*CASES[:2], RESUMED[0]]
+    train(cases, tmp_path, 4, FSDPStrategy(shard_size=2))
+    for case in cases:
+        assert_close(saved(tmp_path, case.name), saved(alone[0], case.name))
 
 
 # -- what each rank holds ------------------------------------------------------------------------------------
@@ -197,6 +226,12 @@ def test_blocks_are_names_of_classes(blocks):
         FSDPStrategy(blocks=blocks)
 
 
+@pytest.mark.parametrize("size", [1, True, 2.0])
+def test_a_copy_is_shared_by_two_or_more(size):
+    with pytest.raises(hasten.HastenError, match="shard_size"):
+        FSDPStrategy(shard_size=size)
+
+
 class Manual(Tokens):
     def __init__(self):
         super().__init__()
@@ -240,6 +275,7 @@ def _fails(kind, strategy):
         (Outside, "fsdp", "outside of its steps"),
         (Flat, "fsdp", "LBFGS"),
         (Tokens, FSDPStrategy(blocks="Blok"), "no Blok.*Block"),
+        (Tokens, FSDPStrategy(shard_size=3), "come out even"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -44,15 +44,18 @@ class FSDPStrategy(Strategy):
             ModuleList and Sequential that come at least twice and have layers inside. What is in no unit is one more.
         reshard_after_forward: Whether units are let go between forward and backward. None: all but the root, which
             the backward begins with. False: more memory, less traffic (ZeRO-2).
+        shard_size: How many neighboring processes share one copy of the model, such as those of one machine: then only
+            gradients travel between machines (HSDP). None: all share one.
         mp_policy: A `torch.distributed.fsdp.MixedPrecisionPolicy`; None: parameters travel as they are, and gradients
             are averaged in float32. `precision="bf16-mixed"` is autocast, as on one process.
 
     Raises:
-        HastenError: `blocks` is neither.
+        HastenError: An argument is out of its range.
     """
 
     blocks: str | type | Sequence[str | type] | None = None
     reshard_after_forward: bool | None = None
+    shard_size: int | None = None
     mp_policy: MixedPrecisionPolicy | None = None
 
     name = "fsdp"
@@ -69,6 +72,9 @@ class FSDPStrategy(Strategy):
                 f"FSDPStrategy(blocks={self.blocks!r})", 'give classes, or their names: "Block,DecoderLayer"'
             )
         self.names = parts
+        size: Any = self.shard_size
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 2):
+            raise WrongValueError(f"FSDPStrategy(shard_size={size!r})", "a whole number of at least 2, or None")
 
     def within(self, world: World) -> Strategy:
         """Return the strategy at work; alone, nothing is sharded."""
@@ -123,8 +129,9 @@ class FSDP(Strategy):
                 " averaged",
                 'use automatic optimization, or strategy="ddp"',
             )
-        self._world = world
-        self._root = shard(model, self._blocks(model), world, self._policy(precision), self.given.reshard_after_forward)
+        self._world, given = world, self.given
+        policy, blocks = self._policy(precision), self._blocks(model)
+        self._root = shard(model, blocks, world, policy, given.reshard_after_forward, given.shard_size)
         self._buffers = Buffers(model)
 
     def _blocks(self, model: torch.nn.Module) -> list[torch.nn.Module]:
