@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from hasten.data import DataLoader, ParquetDataset, Remote, RemoteError
+from hasten.data.remote import web
 from hasten.errors import HastenError
 from tests.data.loader_trainings import ranks_loaders
 from tests.data.remote.range_server import Server
@@ -111,6 +112,17 @@ def test_every_kind_of_failure_is_got_over(folder, server, remote):
     with_failures = rows_of(DataLoader(afar(server, remote), batch_size=100, num_workers=2))
     assert server.failures > 3
     assert with_failures == rows_of(DataLoader(near(folder), batch_size=100))
+
+
+def test_an_answer_that_is_late_is_asked_for_once_more(server, monkeypatch):
+    monkeypatch.setattr(web, "_TWICE", 0.2)  # so that one that is late because the machine is busy does no harm
+    data = afar(server, Remote(cache_size=0, timeout=60, retries=0), ("id", "x"))
+    wanted = rows_of(DataLoader(data, batch_size=500))
+    server.failing, server.kinds, server.stall = 0.02, ("stall",), 600
+    server.draw.seed(52)  # the 16th and the 42nd request from here on are never answered
+    for _ in range(3):
+        assert rows_of(DataLoader(data, batch_size=500)) == wanted
+    assert server.failures == 2
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import fnmatch
 import re
+import time
+from collections import deque
 from typing import Any
 
 from hasten.data.remote.options import RemoteError
@@ -12,11 +15,19 @@ from hasten.data.remote.tries import PassingError
 
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\s*")
 _PASSING = (408, 425, 429)  # and all of 500 and more: not yet, too often, out of order
+_TWICE = 0.04  # part of the requests that may be made twice, so that bytes stay below 1.1 times those used
+_LATE = 0.5  # seconds within which no answer is late
+_KNOWN = 4  # answers after which it is known how long they take
 _NO_SUFFIX = (200, 400, 416, 501)  # what servers answer that do not know "the last N bytes"
 
 
 class WebStore(Store):
     """Files of http and https, by fsspec's session of aiohttp."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._took: deque[float] = deque(maxlen=64)  # seconds of the latest answers
+        self._asked = self._twice = 0
 
     def options(self) -> dict[str, Any]:
         """Return the person's own, and proxies and passwords of the environment, as curl takes them."""
@@ -108,9 +119,36 @@ class WebStore(Store):
         return status, headers, body
 
     async def _answer(self, system: Any, url: str, span: str, most: int) -> tuple[int, Any, bytes, str]:
+        """Ask; where an answer takes far longer than others did, ask once more beside it. The first that comes counts.
+
+        One silent connection would else hold up the pass until its time-out (Dean and Barroso, "The Tail at Scale").
+        """
+        self._asked += 1
+        tasks = [asyncio.ensure_future(self._once(system, url, span, most))]
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=self._patience())
+            if not done and self._twice < _TWICE * self._asked:
+                self._twice += 1
+                tasks.append(asyncio.ensure_future(self._once(system, url, span, most)))
+            done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if pending and all(task.exception() for task in done):
+                done, _ = await asyncio.wait(pending)  # one failed, the other may not
+            return min(done, key=lambda task: task.exception() is not None).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _patience(self) -> float | None:
+        """Seconds after which an answer is late; None before it is known how long they take."""
+        if len(self._took) < _KNOWN:
+            return None
+        return max(_LATE, 3 * sorted(self._took)[len(self._took) * 9 // 10])
+
+    async def _once(self, system: Any, url: str, span: str, most: int) -> tuple[int, Any, bytes, str]:
         import aiohttp
 
-        limit = self.remote.timeout
+        limit, began = self.remote.timeout, time.monotonic()
         session = await system.set_session()
         options = dict(system.kwargs)
         # A packed answer would have other bytes than the file at the same places.
@@ -119,6 +157,7 @@ class WebStore(Store):
         async with session.get(system.encode_url(url), headers=headers, **options) as answer:
             if answer.status == 206:
                 body = await answer.read()
+                self._took.append(time.monotonic() - began)
             else:  # a whole file, perhaps of many gigabytes, or words about an error
                 body = b""
                 answer.close()
