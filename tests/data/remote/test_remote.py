@@ -353,6 +353,8 @@ def test_any_store_of_fsspec(folder, remote):
     with pytest.raises(RemoteError, match=r"memory://bucket/nothing.parquet is not there"):
         ParquetDataset("memory://bucket/nothing.parquet", remote=remote)
     store.rm("/bucket", recursive=True)
+    with pytest.raises(RemoteError, match=r"ftp://127.0.0.1:1/a.parquet cannot be read: no connection .*refused"):
+        ParquetDataset("ftp://me:secret@127.0.0.1:1/a.parquet", remote=remote)
     assert len(ParquetDataset(folder.as_uri(), ["id"])) == ROWS
 
 

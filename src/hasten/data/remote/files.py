@@ -13,7 +13,7 @@ from hasten.data.remote.cache import RangeCache, cache_for
 from hasten.data.remote.options import Remote, RemoteError
 from hasten.data.remote.pool import Pool
 from hasten.data.remote.ranges import Span, merged, requests, spans_of
-from hasten.data.remote.stores import TAIL, Stamp, Store, shown
+from hasten.data.remote.stores import TAIL, Stamp, Store, protocol_of, shown
 from hasten.data.remote.web import WebStore
 from hasten.errors import HastenError
 
@@ -55,10 +55,12 @@ class Reader:
 
     def store(self, url: str) -> Store:
         """Return what a URL is read from."""
-        protocol = url.partition("://")[0].lower()
-        if protocol not in self._stores:
-            self._stores[protocol] = (WebStore if protocol in _WEB else Store)(protocol, self.remote)
-        return self._stores[protocol]
+        protocol = protocol_of(url)
+        # A web session reads from all hosts; of others, host, user and account belong to the file system.
+        place = protocol if protocol in _WEB else f"{protocol}://{urlsplit(url).netloc}"
+        if place not in self._stores:
+            self._stores[place] = (WebStore if protocol in _WEB else Store)(url, self.remote)
+        return self._stores[place]
 
     def bytes_of(self, url: str, stamp: Stamp, span: Span) -> bytes | memoryview:
         """Return bytes of a file, from the cache or by a request.

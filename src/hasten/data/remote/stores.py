@@ -40,6 +40,11 @@ class Stamp:
     mark: str
 
 
+def protocol_of(url: str) -> str:
+    """Return what a URL begins with."""
+    return url.partition("://")[0].lower()
+
+
 def shown(url: str) -> str:
     """Return a URL for messages: without a password, and without what signs it."""
     parts = urlsplit(url)
@@ -71,16 +76,17 @@ class Store:
     """Files of one kind of URL, by fsspec; a process that was forked makes its own connections.
 
     Args:
-        protocol: "s3", "gs", "https", "memory", ...
+        url: Of one of them: "s3://bucket/train/", "sftp://user@host/train/a.parquet".
         remote: How to read.
 
     Raises:
         HastenError: fsspec knows no such protocol, or what it needs for it is not installed.
     """
 
-    def __init__(self, protocol: str, remote: Remote) -> None:
-        self.protocol = protocol
+    def __init__(self, url: str, remote: Remote) -> None:
+        self.protocol = protocol_of(url)
         self.remote = remote
+        self._url = url
         self._reset()
         self.system()
 
@@ -91,7 +97,7 @@ class Store:
         self.tries = Tries(self.remote)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"protocol": self.protocol, "remote": self.remote}
+        return {"protocol": self.protocol, "remote": self.remote, "_url": self._url}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -114,10 +120,17 @@ class Store:
 
         options = {"skip_instance_cache": True, "use_listings_cache": False, **self.options()}
         try:
-            return fsspec.filesystem(self.protocol, **options)
+            kind = fsspec.get_filesystem_class(self.protocol)
+            options = {**kind._get_kwargs_from_urls(self._url), **options}  # a host, a user, an account
+            return kind(**options)
         except ImportError as error:
             fix = _INSTALL.get(self.protocol, "install what it names")
             raise HastenError(f"{self.protocol}:// cannot be read here: {error}", fix) from None
+        except OSError as error:  # drivers without asyncio connect when they are made
+            raise RemoteError(
+                f"{shown(self._url)} cannot be read: no connection ({error})",
+                "check the URL, the server and the network",
+            ) from None
         except (TypeError, ValueError) as error:
             fix = "a path, or a URL of http, https, s3, gs or what else fsspec reads; check Remote(storage_options=...)"
             raise HastenError(f"{self.protocol}:// cannot be read: {error}", fix) from None
