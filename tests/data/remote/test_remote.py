@@ -302,7 +302,8 @@ def test_a_slow_server_is_given_up_in_bounded_time(server, tmp_path):
 
 
 INTERRUPTED = """
-import faulthandler, sys
+import faulthandler, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from hasten.data import DataLoader, ParquetDataset, Remote
 data = ParquetDataset(sys.argv[1], ["id"], remote=Remote(cache_size=0, timeout=600))
 print("opened", flush=True)
