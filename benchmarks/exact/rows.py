@@ -34,6 +34,7 @@ ELSEWHERE = {
     "cudnn_benchmark": "needs a GPU",
     "batch_scale": "changes the optimisation path: judged by the time to a target",
     "lr_scale": "changes the optimisation path: judged by the time to a target",
+    "schedule": "changes the optimisation path: judged by the time to a target",
 }
 
 

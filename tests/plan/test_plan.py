@@ -152,6 +152,8 @@ def test_a_wrong_technique_or_setting_is_said_by_line(
 def test_every_setting_that_the_catalogue_offers_is_accepted() -> None:
     for name, technique in CATALOGUE.items():
         values = technique.values if isinstance(technique.values, tuple) else (1, 2)
+        if technique.example:
+            values = (tomllib.loads(f"it = {technique.example}")["it"],)
         for value in values:
             check(Plan({name: value}))
             assert [built.setting for built in build({name: value}, CATALOGUE)] == [value]

@@ -101,6 +101,21 @@ def test_techniques_stand_in_for_arguments_that_are_not_there() -> None:
     assert at_length(Candidate({}, {"batch_scale": 4}), steps, 1.0).arguments == {"--max_iters": "25"}
 
 
+def test_a_rate_that_falls_to_zero_does_so_at_the_end_of_each_length() -> None:
+    found = proposed(ADAM, adaptive=True, optimizes=True, loads=True, steps=1000)
+    assert [one for one in found if "schedule" in one.plan] == found[-2:]
+    alone, larger = found[-2:]
+    assert (alone.arguments, alone.plan) == ({"--lr": "0.003"}, {"schedule": {"kind": "linear", "steps": 1000}})
+    assert (larger.arguments["--batch-size"], larger.plan["schedule"]) == ("32", {"kind": "linear", "steps": 250})
+    quarter = at_length(larger, ADAM, 0.25)  # 3 epochs of 10
+    assert (quarter.arguments["--epochs"], quarter.plan["schedule"]) == ("3", {"kind": "linear", "steps": 75})
+    steps = arguments_of(["t.py", "--max_iters", "1000", "--lr", "1e-3", "--batch_size", "8"])
+    larger = proposed(steps, adaptive=True, optimizes=True, steps=1000)[-1]
+    half = at_length(larger, steps, 0.5)
+    assert half.arguments["--max_iters"] == "125"
+    assert half.plan["schedule"] == {"kind": "linear", "steps": 125}
+
+
 def test_a_shorter_training_has_a_whole_schedule() -> None:
     arguments = arguments_of(
         [

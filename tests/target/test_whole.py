@@ -52,7 +52,8 @@ def test_tensorboard_is_heard_and_the_parser_and_the_optimizer_are_known(tmp_pat
     assert len(readings.of_kind(kind)) == 3
     told = [option for fact in runs.facts for option in fact.get("arguments", ())]
     assert told == [{"options": ["--learning-rate", "-l"], "value": 0.25}]
-    assert {"optimizer": "AdamW"} in runs.facts
+    assert {"optimizer": "AdamW", "scheduled": False} in runs.facts
+    assert {"steps": 3} in runs.facts
     assert [path.name for path in tmp_path.iterdir()] == ["train.py", "scratch"] or not (tmp_path / "runs").exists()
 
 

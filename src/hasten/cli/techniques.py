@@ -61,7 +61,7 @@ def _switched(kind: type[Technique]) -> str:
 def _example(kind: type[Technique]) -> str:
     if isinstance(kind.values, tuple):
         return toml_value(kind.values[0])
-    return {int: "2", float: "3.0"}.get(kind.values, "{num_workers = 2, prefetch_factor = 4}")
+    return kind.example or {int: "2", float: "3.0"}[kind.values]
 
 
 def _settings(kind: type[Technique]) -> str:

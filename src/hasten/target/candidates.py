@@ -14,22 +14,27 @@ from hasten.techniques.convergence.rates import rate_factor
 
 _BATCHES = (1, 4, 16)  # times the script's own
 _RATES = (1, 3)  # times what the rule says for that batch
+_FALLING = ((1, 3), (4, 3))  # batch and rate where the rate falls to zero: it bears a larger one
 _RATES_ALONE = (3, 10, 0.3)
 _BATCHES_ALONE = (2, 4, 16)
 _MOST = 64  # combinations of what a person wants varied
 
 
-def proposed(arguments: Arguments, adaptive: bool, optimizes: bool = False, loads: bool = False) -> list[Candidate]:
+def proposed(
+    arguments: Arguments, adaptive: bool, optimizes: bool = False, loads: bool = False, steps: int = 0
+) -> list[Candidate]:
     """Return what is worth trying, of a script's own arguments; by techniques what it has no argument for.
 
     The batch 4 and 16 times as large, with the rate that goes with it (the square root for Adam, in proportion for SGD)
-    and three times that; the rate alone, or the batch alone, where nothing sets the other.
+    and three times that; the rate alone, or the batch alone, where nothing sets the other. Where the script has no
+    schedule, three times the rate falling to zero, with its own batch and four times that.
 
     Args:
         arguments: The script's.
         adaptive: Whether its optimizer divides by the size of gradients.
         optimizes: Whether its rate can be scaled by `lr_scale`.
         loads: Whether its batch can be by `batch_scale`.
+        steps: Of its optimizer in the whole length, for `schedule`; 0: it gets none.
     """
     rate, batch = arguments.of.get(Role.RATE), arguments.of.get(Role.BATCH)
     has_rate, has_batch = rate is not None or optimizes, batch is not None or loads
@@ -41,7 +46,13 @@ def proposed(arguments: Arguments, adaptive: bool, optimizes: bool = False, load
     elif has_batch:
         tried = [(times, 1) for times in _BATCHES_ALONE]
     goes_with = {times: rate_factor(times, adaptive) if has_rate else 1.0 for times, _ in tried}
-    return [_candidate(rate, batch, times, goes_with[times], by) for times, by in tried]
+    found = [_candidate(rate, batch, times, goes_with[times], by) for times, by in tried]
+    if steps and has_rate and has_batch:  # at the end: where time is short, what is safer was tried
+        for times, by in _FALLING:
+            one = _candidate(rate, batch, times, goes_with[times], by)
+            plan: dict[str, Setting] = {**one.plan, "schedule": {"kind": "linear", "steps": math.ceil(steps / times)}}
+            found.append(Candidate(one.arguments, plan, f"{one.why}, falling to zero"))
+    return found
 
 
 def _candidate(rate: Argument | None, batch: Argument | None, times: int, rule: float, by: float) -> Candidate:
@@ -123,7 +134,22 @@ def at_length(candidate: Candidate, arguments: Arguments, share: float) -> Candi
         set_to(argument, share)
     for argument in arguments.all_of(Role.LOOKS):
         set_to(argument, 1 / times, most)
-    return Candidate(changes, candidate.plan, candidate.why)
+    plan = dict(candidate.plan)
+    if isinstance(schedule := plan.get("schedule"), dict):  # its steps are of the whole length, with this batch
+        plan["schedule"] = {
+            **schedule,
+            "steps": max(1, math.ceil(int(schedule["steps"]) * _shortened(changes, arguments, times))),
+        }
+    return Candidate(changes, plan, candidate.why)
+
+
+def _shortened(changes: Mapping[str, str], arguments: Arguments, times: float) -> float:
+    """Return the share of the script's own samples that a command line trains on, its batch `times` as large."""
+    length = arguments.length
+    if length is None:
+        return 1.0
+    share = float(changes.get(length.name, length.value)) / length.number
+    return share * times if length is arguments.of.get(Role.STEPS) else share
 
 
 def _batch_factor(candidate: Candidate, arguments: Arguments) -> float:

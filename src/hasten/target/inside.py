@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import functools
+import itertools
 import json
 import os
 import sys
@@ -45,7 +46,9 @@ def install(session: Session) -> None:
     def first_step(optimizer: Any, *_: Any) -> None:
         if handle:
             handle.pop().remove()
-            facts(json.dumps({"optimizer": type(optimizer).__name__}))
+            scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+            facts(json.dumps({"optimizer": type(optimizer).__name__, "scheduled": scheduled}))
+            _count_steps(optimizer, facts)
 
     handle.append(register_optimizer_step_pre_hook(first_step))
 
@@ -86,6 +89,13 @@ def _arguments(parser: Any, parsed: Any) -> list[dict[str, Any]]:
         for value in [getattr(parsed, action.dest, None)]
         if type(value) in _PLAIN
     ]
+
+
+def _count_steps(optimizer: Any, tell: Callable[[str], None]) -> None:
+    """Tell at the end how many steps an optimizer took, the one that is about to begin included."""
+    count = itertools.count()
+    optimizer.register_step_post_hook(lambda *_: (next(count), None)[1])
+    atexit.register(lambda: tell(json.dumps({"steps": next(count)})))
 
 
 def _tell_idle(session: Session, tell: Callable[[str], None]) -> None:

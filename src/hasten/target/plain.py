@@ -25,6 +25,7 @@ class Plain:
         adaptive: Whether its optimizer divides by the size of gradients.
         optimizes: Whether an optimizer of torch's kind was seen, whose rate can be scaled.
         batch: Samples in a batch of the loader that shuffles; 0: there is none.
+        steps: Steps of its optimizer, where it may be given a schedule; 0: it has one, or they are not known.
     """
 
     run: WholeRun
@@ -35,6 +36,7 @@ class Plain:
     adaptive: bool
     optimizes: bool
     batch: int
+    steps: int
 
 
 def run_plain(runs: WholeRuns, say: Callable[[str], None]) -> Plain:
@@ -58,7 +60,9 @@ def run_plain(runs: WholeRuns, say: Callable[[str], None]) -> Plain:
     optimizers = [str(fact["optimizer"]) for fact in runs.facts if "optimizer" in fact]
     batch = next((int(fact["loader"]) for fact in runs.facts if "loader" in fact), 0)
     arguments = arguments_of(runs.command, parsed)
-    return Plain(run, to_goal, kind, example, arguments, is_adaptive(optimizers), bool(optimizers), batch)
+    adaptive, scheduled = is_adaptive(optimizers), any(fact.get("scheduled") for fact in runs.facts)
+    steps = 0 if scheduled else next((int(fact["steps"]) for fact in runs.facts if "steps" in fact), 0)
+    return Plain(run, to_goal, kind, example, arguments, adaptive, bool(optimizers), batch, steps)
 
 
 def _reached(first: WholeRun, readings: Readings, kind: Kind, runs: WholeRuns) -> tuple[WholeRun, float]:

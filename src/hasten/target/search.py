@@ -124,7 +124,7 @@ class _Search:
             return asked_for(self.wanted, plain.arguments)
         seen = [f"{role} {one.name} {one.value}" for role, one in plain.arguments.of.items()]
         self.say(f"arguments: {', '.join(seen) or 'none that set a rate, a batch or a length'}")
-        found = proposed(plain.arguments, plain.adaptive, plain.optimizes, bool(plain.batch))
+        found = proposed(plain.arguments, plain.adaptive, plain.optimizes, bool(plain.batch), plain.steps)
         if not found and plain.arguments.length is None:
             known = sorted(name for name in plain.arguments.every if name.startswith("-"))
             raise HastenError(

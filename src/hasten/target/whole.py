@@ -27,6 +27,7 @@ from hasten.target.arguments import with_arguments
 from hasten.target.goal import Goal
 from hasten.target.inside import VARIABLE
 from hasten.target.readings import LOGGED, PRINTED, Kind, Reading, Readings, Tail
+from hasten.techniques import toml_value
 from hasten.tuner.trial import last_lines
 
 _LOOK = 0.05  # seconds between two looks at what was printed
@@ -51,7 +52,10 @@ class Candidate:
         parts = [
             f"{name} {value}" if name.startswith("-") else f"{name}={value}" for name, value in self.arguments.items()
         ]
-        return ", ".join(parts + [f"{name} = {value}" for name, value in self.plan.items()]) or "the script as it is"
+        return (
+            ", ".join(parts + [f"{name} = {toml_value(value)}" for name, value in self.plan.items()])
+            or "the script as it is"
+        )
 
 
 @dataclass(frozen=True)

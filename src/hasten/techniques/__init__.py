@@ -29,6 +29,7 @@ from hasten.techniques.compute.matmul_precision import MatmulPrecision
 from hasten.techniques.compute.precision import Precision
 from hasten.techniques.convergence.batch_scale import BatchScale
 from hasten.techniques.convergence.lr_scale import LrScale
+from hasten.techniques.convergence.schedule import Schedule
 from hasten.techniques.data.batched_fetch import BatchedFetch
 from hasten.techniques.data.loader_workers import LoaderWorkers
 from hasten.techniques.data.read_ahead import ReadAhead
@@ -63,6 +64,7 @@ CATALOGUE: dict[str, type[Technique]] = {
         ActivationCheckpointing,
         BatchScale,
         LrScale,
+        Schedule,
         Compile,
     )
 }

@@ -79,6 +79,7 @@ class Technique:
         relieves: What it takes load off.
         sources: The guide or paper it comes from.
         values: The settings allowed, or the type they must be of.
+        example: A setting as it stands in a plan, where `values` is a type that does not say.
         acts_on: What it must find to have any effect ("DataLoader"); named when it finds none.
         liveness: When it can be switched in a training that is running (see `liveness_of`).
         active: Whether it is on. One that is off may be told what is built, so that it can be switched on later, and
@@ -91,6 +92,7 @@ class Technique:
     relieves: ClassVar[Resource]
     sources: ClassVar[tuple[str, ...]] = ()
     values: ClassVar[tuple[Setting, ...] | type] = (True,)
+    example: ClassVar[str] = ""
     acts_on: ClassVar[str] = ""
     liveness: ClassVar[Liveness] = Liveness.PROCESS
     active: bool = True

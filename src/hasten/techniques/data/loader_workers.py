@@ -41,6 +41,7 @@ class LoaderWorkers(Technique):
     relieves = Resource.DATA
     sources = ("Falcon, tip 1", "Lin, tip 1", "Kuhn, tip 2")
     values = dict
+    example = "{num_workers = 2, prefetch_factor = 4}"
     acts_on = "a DataLoader"
     liveness = Liveness.PASS
 

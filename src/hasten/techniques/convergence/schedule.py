@@ -1,0 +1,123 @@
+"""A learning-rate schedule for a script that has none."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+from hasten.evidence import Evidence
+from hasten.plan import Setting
+from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.convergence.inside_step import InsideStep, scaled
+from hasten.techniques.convergence.lr_scale import BY_WHOLE_RUNS
+
+KINDS = ("linear", "1cycle")
+_WARM = 0.3  # of a 1cycle's steps rise; it begins at 1/25 and ends at 1/250,000, as torch's OneCycleLR does
+_FIRST, _LAST = 1 / 25, 1 / 25 / 1e4
+
+
+class Schedule(Technique):
+    """Let the learning rate fall to zero over a number of optimizer steps, linearly or as one cycle.
+
+    A setting is a table `{kind, steps}`: "linear" falls from the script's rate to zero (arXiv 2502.15938: better than
+    to a tenth); "1cycle" rises to it over 30 % of the steps and falls by a cosine, as torch's `OneCycleLR`. Only while
+    the optimizer steps: logs and checkpoints have the script's rate. Beyond `steps` the rate is zero, and nothing is
+    learnt any more. A run that goes on from a checkpoint goes on in the schedule by the count of steps in Adam's state;
+    where a state holds none (SGD), and where the script has a schedule of torch's own, nothing is changed from
+    there on. One that a script sets by hand (`group["lr"] = ...`) is multiplied.
+    """
+
+    name = "schedule"
+    effect = Effect.TRAJECTORY
+    relieves = Resource.OPTIMIZER
+    sources = ("arXiv 2502.15938", "Smith 2018", "Kuhn, tip 1")
+    values = dict
+    example = '{kind = "linear", steps = 1000}'
+    acts_on = "an optimizer with a learning rate"
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        table = setting if isinstance(setting, dict) else {}
+        self._kind, self._total = str(table.get("kind")), int(table.get("steps", 1))
+        self._done: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def check(cls, setting: Setting) -> str:
+        """Both fields, and nothing else."""
+        wrong = f"must be a table such as {cls.example}, of kind {' or '.join(KINDS)}"
+        if not isinstance(setting, dict) or set(setting) != {"kind", "steps"} or setting["kind"] not in KINDS:
+            return wrong
+        steps = setting["steps"]
+        return "" if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1 else wrong
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """None by itself: short trials say nothing of it."""
+        return Refusal(BY_WHOLE_RUNS)
+
+    def optimizer(self, optimizer: Any) -> None:
+        """Have its steps follow the schedule."""
+        if not any("lr" in group for group in optimizer.param_groups):
+            self.refused(f"{type(optimizer).__name__} has no learning rate")
+            return
+        held = weakref.ref(optimizer)
+        steps = InsideStep(lambda group: self._change(held(), group))
+        steps.wrap(optimizer)
+        self._done[optimizer] = 0
+        optimizer.register_step_post_hook(self._stepped)
+        optimizer.register_load_state_dict_post_hook(self._loaded)
+        self.did("optimizer")
+
+    def over(self) -> None:
+        """Change nothing more."""
+        self._done.clear()
+
+    def _change(self, optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
+        done = self._done.get(optimizer)
+        if done is None or group.get("lr") is None:
+            return {}
+        if "initial_lr" in group:
+            self._leave(optimizer, "the script has a schedule of its own")
+            return {}
+        return {"lr": scaled(group["lr"], factor(self._kind, done, self._total))}
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        if optimizer in self._done:
+            self._done[optimizer] += 1
+
+    def _loaded(self, optimizer: Any) -> None:
+        """Go on where the checkpoint was made, as far as the optimizer's state says."""
+        if optimizer not in self._done:
+            return
+        counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+        if counts:
+            self._done[optimizer] = max(counts)
+        else:
+            self._leave(optimizer, "it goes on from a checkpoint that holds no count of steps")
+
+    def _leave(self, optimizer: Any, why: str) -> None:
+        self._done.pop(optimizer, None)
+        self.let_go(why)
+
+
+def factor(kind: str, done: int, total: int) -> float:
+    """Return what the rate is multiplied by in the step after `done` ones, of `total`.
+
+    Args:
+        kind: "linear" or "1cycle".
+        done: Steps that are over.
+        total: Steps of the whole schedule; behind them the factor is 0.
+    """
+    if done >= total:
+        return 0.0
+    if kind == "linear":
+        return 1 - done / total
+    top, last = _WARM * total - 1, total - 1
+    if done <= top or last <= top:
+        return _between(_FIRST, 1.0, done / top if top > 0 else 1.0)
+    return _between(1.0, _LAST, (done - top) / (last - top))
+
+
+def _between(start: float, end: float, share: float) -> float:
+    return end + (start - end) / 2 * (1 + math.cos(math.pi * min(1.0, share)))
