@@ -24,14 +24,13 @@ class BatchScale(Technique):
     is that of the larger batches; what a script counts in steps by itself (`max_iters`, warm-up, the length of a
     `OneCycleLR`) is not shortened. Left alone: batch samplers of the script's own, iterable datasets, and datasets that
     would not give two batches; then the rate stays, too. A checkpoint from the middle of an epoch counts batches: go on
-    from one at its end. For a script without an argument for its batch; with one, use
-    that.
+    from one at its end. For a script without an argument for its batch; with one, use that.
     """
 
     name = "batch_scale"
     effect = Effect.TRAJECTORY
     relieves = Resource.COMPUTE
-    sources = ("Kuhn, tip 5", "Goyal et al. 2017", "arXiv 2507.07101")
+    sources = ("Kuhn, tip 3", "Goyal et al. 2017", "arXiv 2507.07101")
     values = int
     acts_on = "a DataLoader that shuffles"
 

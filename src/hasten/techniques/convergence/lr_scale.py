@@ -26,7 +26,7 @@ class LrScale(Technique):
     name = "lr_scale"
     effect = Effect.TRAJECTORY
     relieves = Resource.OPTIMIZER
-    sources = ("Goyal et al. 2017", "Kuhn, tip 1")
+    sources = ("Goyal et al. 2017",)
     values = float
     acts_on = "an optimizer with a learning rate"
     liveness = Liveness.STEP
