@@ -217,6 +217,13 @@ def test_a_batch_for_each_device(tmp_path: Path) -> None:
 
 
 SAVES = """
+missing = not os.path.exists("runs")
+time.sleep(0.5 * rank)
+if missing:
+    os.mkdir("runs")
+best = f"runs/{rank}.pt"  # as a name with the time in it may differ
+torch.save(model.state_dict(), best)
+model.load_state_dict(torch.load(best))
 torch.save(model.state_dict(), "new.pt")
 os.replace("new.pt", "last.pt")
 with open("log.txt", "a") as log:
@@ -232,7 +239,7 @@ def test_files_are_written_once_and_checkpoints_are_read_back(tmp_path: Path) ->
     loop(tmp_path, after=SAVES.strip().replace("\n", "\n    "))
     done = on(2, tmp_path, "train.py", options=("--quiet",), timeout=40)
     assert done.code == 0, done.err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "log.txt", "train.py"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["0.pt", "last.pt", "log.txt", "runs", "train.py"]
     assert (tmp_path / "log.txt").read_text() == "end\n"
     other, one = sorted(done.err.splitlines(), key=lambda line: line.startswith("[rank 1] "))
     assert one == f"[rank 1] {other}"

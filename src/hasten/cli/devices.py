@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def spread(command: list[str], how: How, wide: Devices) -> int:
         how = dataclasses.replace(how, no_plan=True)  # --devices is wanted, whether there is a plan or not
     folder = tempfile.mkdtemp(prefix="hasten-ranks-")
     try:
-        return _run(command, how, wide, RankOptions(os.getpid(), folder, wide.batch))
+        return _run(command, how, wide, RankOptions(os.getpid(), folder, wide.batch, began=time.time()))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -103,12 +103,14 @@ class RankOptions:
         folder: Where ranks leave what the launcher shall tell, and what ranks other than 0 write.
         batch: "global": ranks share each of the script's batches; "per-device": each takes one of its own.
         gpus: By local rank, what CUDA_VISIBLE_DEVICES shall be; (): the script trains on the CPU.
+        began: When the launcher began, in seconds since 1970.
     """
 
     launcher: int
     folder: str
     batch: str = "global"
     gpus: tuple[str, ...] = ()
+    began: float = 0.0
 
     def is_rank(self) -> bool:
         """Whether this process is a rank, and not something that a rank has started."""

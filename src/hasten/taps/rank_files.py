@@ -3,7 +3,7 @@
 The other ranks write nothing among the person's files: they run behind the sandbox of trials, whose scratch folder
 takes what they write (logs, figures, a cache of a dataset) and shows it to them. A checkpoint would fill it, so
 torch.save leaves a mark there; torch.load finds the mark, waits until rank 0 is at the same torch.load, and reads its
-file.
+file, which may have another name (`runs/10-31-07/best.pt`).
 """
 
 from __future__ import annotations
@@ -47,13 +47,12 @@ def install(across: Across) -> None:
                 return plain(f, *args, **kwargs)
             loads[0] += 1
             if rank == 0:
-                world.store.add(_LOADS, 1)
+                world.store.set(f"{_LOADS}/{loads[0]}", os.path.abspath(_name(f)))
                 return plain(f, *args, **kwargs)
             if not _is_marked(f):
                 return plain(f, *args, **kwargs)
-            _wait(world.store, loads[0], rank, f)
             kwargs.pop("mmap", None)
-            with io.FileIO(_path(f)) as file:  # past the sandbox, which shows the mark
+            with _opened(_path_at_rank_0(world.store, loads[0], rank, _name(f))) as file:
                 return plain(io.BufferedReader(file), *args, **kwargs)
 
         return load
@@ -94,23 +93,31 @@ def _is_marked(source: Any) -> bool:
     return bool(found)
 
 
-def _path(source: Any) -> str:
-    """Where rank 0 has the file, which the script opened by this name."""
-    from hasten.taps import sandbox
-
-    name = os.fsdecode(source if isinstance(source, str | os.PathLike) else source.name)
-    path = os.path.abspath(name)
-    return sandbox.overlay.outside(path) if sandbox.overlay is not None else path
+def _name(file: Any) -> str:
+    return os.fsdecode(file if isinstance(file, str | os.PathLike) else file.name)
 
 
-def _wait(store: Any, count: int, rank: int, source: Any) -> None:
-    """Until rank 0 is at its torch.load of this number: what it saved and renamed before is in place."""
-    end = time.monotonic() + _LONGEST
-    while store.add(_LOADS, 0) < count:
+def _path_at_rank_0(store: Any, count: int, rank: int, name: str) -> str:
+    """Wait until rank 0 is at its torch.load of this number: what it saved and renamed before is in place."""
+    end, key = time.monotonic() + _LONGEST, f"{_LOADS}/{count}"
+    while not store.check([key]):
         if time.monotonic() > end:
             raise HastenError(
-                f"The ranks have parted: rank {rank} loads {source}, which rank 0 has not loaded in {_LONGEST:g} s.",
+                f"The ranks have parted: rank {rank} loads {name}, and rank 0 has loaded nothing in {_LONGEST:g} s.",
                 "All ranks must load the same checkpoints.",
                 code=1,
             )
         time.sleep(0.01)
+    return str(store.get(key).decode())
+
+
+def _opened(path: str) -> io.FileIO:
+    """Open rank 0's file, past the sandbox, which shows the mark."""
+    try:
+        return io.FileIO(path)
+    except FileNotFoundError:
+        raise HastenError(
+            f"The checkpoint {path}, which rank 0 saved, is not on this machine.",
+            "Save to a folder that all machines share.",
+            code=1,
+        ) from None

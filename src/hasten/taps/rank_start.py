@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import random
 import sys
 import traceback as tracebacks
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hasten.errors import HastenError
 from hasten.taps.after_import import after_import
 from hasten.taps.config import RankOptions, RunConfig
+
+if TYPE_CHECKING:
+    from hasten.taps.overlay import Overlay
 
 FILES = "HASTEN_RANK_FILES"
 """Where a rank other than 0, and what it starts, has what it writes."""
@@ -26,7 +30,7 @@ def begin(config: RunConfig, options: RankOptions) -> RunConfig:
     """
     if not options.is_rank():
         if FILES in os.environ:
-            _confine(os.environ[FILES], options.folder)
+            _confine(os.environ[FILES], options)
         return dataclasses.replace(config, ranks=None)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     os.environ["CUDA_VISIBLE_DEVICES"] = options.gpus[local_rank] if options.gpus else ""
@@ -36,18 +40,39 @@ def begin(config: RunConfig, options: RankOptions) -> RunConfig:
         os.dup2(nothing, 0)
         os.close(nothing)
         os.environ[FILES] = os.path.join(options.folder, f"files-{local_rank}")
-        _confine(os.environ[FILES], options.folder)
+        _confine(os.environ[FILES], options)
         config = dataclasses.replace(config, quiet=True)  # rank 0 says the same
     _note_errors(os.path.join(options.folder, f"error-{local_rank}"), rank)
     return config
 
 
-def _confine(scratch: str, folder: str) -> None:
+def _confine(scratch: str, options: RankOptions) -> None:
     """Send what this process and its children write to a folder of their own."""
-    from hasten.taps.sandbox import confine
+    from hasten.taps import sandbox
 
-    confine(scratch, (folder,))
+    sandbox.confine(scratch, (options.folder,))
     del os.environ["HASTEN_TRIAL"]  # which this is not
+    if sandbox.overlay is not None:
+        os.mkdir = _making(os.mkdir, sandbox.overlay, options.began)
+
+
+def _making(plain: Any, overlay: Overlay, began: float) -> Any:
+    """Make a folder that rank 0 has just made: between `if not exists(runs)` and `mkdir(runs)` it may have."""
+
+    @functools.wraps(plain)
+    def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        try:
+            plain(path, mode, dir_fd=dir_fd)
+        except FileExistsError:
+            absolute = overlay.place(path, dir_fd=dir_fd)
+            if absolute is None or overlay.exists(overlay.root + absolute) or not overlay.is_theirs(absolute):
+                raise
+            if overlay.stat(absolute).st_ctime < began:
+                raise
+            overlay.make(absolute)
+
+    os.supports_dir_fd.add(mkdir)
+    return mkdir
 
 
 def _seed(seed: int) -> None:
