@@ -108,10 +108,13 @@ class Across:
             return
         try:
             self._meeting.meet(About.END)
-            self.weights.agree(self.averaging.averaged)
-        except (HastenError, RuntimeError) as error:  # where another rank goes on, it raises in the script there
+        except (HastenError, RuntimeError):  # another rank goes on, where it raises in the script, or has failed
             mark_failed()
-            if self._meeting.world.is_zero and isinstance(error, HastenError):
+            return
+        try:
+            self.weights.agree(self.averaging.averaged)
+        except HastenError as error:
+            if self._meeting.world.is_zero:
                 messages.tell(f"hasten: {error}")
 
     @property
