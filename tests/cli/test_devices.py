@@ -285,6 +285,47 @@ def test_a_plan_acts_in_each_rank_and_evidence_is_that_of_rank_0(tmp_path: Path)
     assert sum(step[Phase.SYNC] for step in evidence.step_phases) > 0
 
 
+AUGMENTED = """
+    import os, sys
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
+    class Noisy(Dataset):
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, i):
+            with open(f"seen-{i}.txt", "w") as file:
+                file.write("x")
+            return torch.full((1,), float(i)), torch.rand(1)
+
+    if __name__ == "__main__":
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-5)
+        loader = DataLoader(Noisy(), 8, shuffle=True, num_workers=1, multiprocessing_context=sys.argv[1])
+        for x, noise in loader:
+            model(x).mean().backward()
+            optimizer.step()
+        print(*sorted(x.flatten().int().tolist()), "|", *noise.flatten().tolist(), file=sys.stderr)
+"""
+
+
+@SLOW
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_of_ranks_draw_apart_and_write_apart(tmp_path: Path, start: str) -> None:
+    write(tmp_path, "train.py", AUGMENTED)
+    done = on(2, tmp_path, "train.py", start, options=("--quiet",))
+    assert done.code == 0, done.err
+    (one, one_noise), (other, other_noise) = (
+        line.removeprefix("[rank 1] ").split(" | ") for line in done.err.splitlines()
+    )
+    assert not set(one.split()) & set(other.split())
+    assert one_noise != other_noise
+    assert len(list(tmp_path.glob("seen-*.txt"))) == 8  # of the 16 samples, those that rank 0 has read
+
+
 @SLOW
 def test_two_machines_meet(tmp_path: Path) -> None:
     """Both are this one: each with a launcher of its own, as on two."""

@@ -113,8 +113,8 @@ def _tap_loaders(across: Across) -> None:
     def preparing(build: Any) -> Any:
         def __init__(self: Any, loader: Any, *args: Any) -> None:
             build(self, loader, *args)
-            if across.acts:  # workers of two ranks do not augment alike
-                self._base_seed += across.meeting().world.rank << 32
+            if across.acts:  # workers of two ranks do not augment alike; torch's CPU generator takes the lower 32 bits
+                self._base_seed += across.meeting().world.rank * 1_000_003
 
         return __init__
 
