@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
 
+import hasten
 from hasten import HastenError, Plan
 from hasten.techniques import Refusal, check
 from hasten.techniques.convergence.schedule import Schedule, factor
@@ -80,6 +82,40 @@ def test_without_a_count_it_changes_nothing_from_there_on_and_says_so(train: Tra
     changed, plain = train(text, schedule=setting("linear")), train(text)
     assert identical(changed.left["model"], plain.left["model"])
     assert "holds no count of steps" in changed.err
+
+
+class Net(hasten.Module):
+    """Four numbers to one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.layer(batch[0]) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+def test_the_trainer_keeps_the_count_of_an_optimizer_that_has_none(tmp_path: Any) -> None:
+    data = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))
+
+    def fit(epochs: int, ckpt_path: Any = None) -> tuple[Net, Any]:
+        net = Net()
+        torch.manual_seed(1)
+        trainer = hasten.Trainer(
+            max_epochs=epochs, plan=Plan({"schedule": {"kind": "linear", "steps": 64}}), default_root_dir=tmp_path,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(net, DataLoader(data, 4, shuffle=True), ckpt_path=ckpt_path)
+        return net, trainer
+
+    whole, _ = fit(4)
+    fit(2)[1].save_checkpoint(tmp_path / "half.ckpt")
+    rest, _ = fit(4, tmp_path / "half.ckpt")
+    assert identical(rest.state_dict(), whole.state_dict())
 
 
 def test_a_schedule_of_the_scripts_own_is_left_alone(train: Train) -> None:

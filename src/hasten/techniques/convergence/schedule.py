@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from hasten.evidence import Evidence
@@ -23,9 +24,9 @@ class Schedule(Technique):
     A setting is a table `{kind, steps}`: "linear" falls from the script's rate to zero (arXiv 2502.15938: better than
     to a tenth); "1cycle" rises to it over 30 % of the steps and falls by a cosine, as torch's `OneCycleLR`. Only while
     the optimizer steps: logs and checkpoints have the script's rate. Beyond `steps` the rate is zero, and nothing is
-    learnt any more. A run that goes on from a checkpoint goes on in the schedule by the count of steps in Adam's state;
-    where a state holds none (SGD), and where the script has a schedule of torch's own, nothing is changed from
-    there on. One that a script sets by hand (`group["lr"] = ...`) is multiplied.
+    learnt any more. A run that goes on from a checkpoint goes on in the schedule: by the count of steps in Adam's
+    state, under the Trainer by its own. Where a script's checkpoint holds none (SGD), and where there is a schedule of
+    torch's own, nothing is changed from there on. One that a script sets by hand (`group["lr"] = ...`) is multiplied.
     """
 
     name = "schedule"
@@ -41,6 +42,9 @@ class Schedule(Technique):
         table = setting if isinstance(setting, dict) else {}
         self._kind, self._total = str(table.get("kind")), int(table.get("steps", 1))
         self._done: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._order: list[weakref.ref[Any]] = []  # optimizers as they came, for a checkpoint
+        self._inside: list[InsideStep] = []
+        self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()  # loaded, from a state without a count
 
     @classmethod
     def check(cls, setting: Setting) -> str:
@@ -64,18 +68,36 @@ class Schedule(Technique):
         held = weakref.ref(optimizer)
         steps = InsideStep(lambda group: self._change(held(), group))
         steps.wrap(optimizer)
+        self._inside.append(steps)
         self._done[optimizer] = 0
+        self._order.append(held)
         optimizer.register_step_post_hook(self._stepped)
         optimizer.register_load_state_dict_post_hook(self._loaded)
         self.did("optimizer")
 
     def over(self) -> None:
-        """Change nothing more."""
-        self._done.clear()
+        """Change nothing more; what is over is kept, for a checkpoint that is made behind the fit."""
+        while self._inside:
+            self._inside.pop().leave()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps that are over, of each optimizer; -1 where nothing is changed any more."""
+        done = [self._done.get(one, -1) if (one := held()) is not None else -1 for held in self._order]
+        return {"done": done} if done else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the checkpoint was made, also where the optimizer's state has no count."""
+        for held, done in zip(self._order, state.get("done", ()), strict=False):
+            if (optimizer := held()) is not None and optimizer in self._done and done >= 0:
+                self._done[optimizer] = done
+                self._unknown.discard(optimizer)
 
     def _change(self, optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
         done = self._done.get(optimizer)
         if done is None or group.get("lr") is None:
+            return {}
+        if optimizer in self._unknown:
+            self._leave(optimizer, "it goes on from a checkpoint that holds no count of steps")
             return {}
         if "initial_lr" in group:
             self._leave(optimizer, "the script has a schedule of its own")
@@ -94,7 +116,7 @@ class Schedule(Technique):
         if counts:
             self._done[optimizer] = max(counts)
         else:
-            self._leave(optimizer, "it goes on from a checkpoint that holds no count of steps")
+            self._unknown.add(optimizer)  # unless `load_state_dict` knows
 
     def _leave(self, optimizer: Any, why: str) -> None:
         self._done.pop(optimizer, None)
