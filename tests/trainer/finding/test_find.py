@@ -250,6 +250,11 @@ def test_what_cannot_be_tried_is_said(module, batches, said):
         quiet().find_batch_size(module(), batches)
 
 
+def test_of_several_devices_one_is_tried_and_that_is_said(capfd, caplog):
+    assert quiet(devices=2, strategy="ddp").find_batch_size(Regression(), loader()).largest == 32
+    assert "trying on one of 2 devices" in capfd.readouterr().err + caplog.text
+
+
 def test_it_is_for_one_process(monkeypatch):
     for name, value in {
         "RANK": "0",

@@ -75,6 +75,8 @@ def trainer_on_trial(trainer: Trainer, flags: dict[str, Any], callback: Callback
     given = trainer.given
     all_flags = {flag.name: getattr(given, flag.name) for flag in fields(given)} | flags
     all_flags |= {"callbacks": [callback], "default_root_dir": folder}
+    if trainer.device.type == "cuda":
+        all_flags["devices"] = [trainer.device.index or 0]  # that one, not the machine's first
     if all_flags["plan"] == "auto":
         all_flags["plan"] = None
     tried = type(trainer)(**all_flags)

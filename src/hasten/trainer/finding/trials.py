@@ -20,6 +20,7 @@ from hasten.batch.result import BatchSizes
 from hasten.batch.search import search
 from hasten.data import rng
 from hasten.errors import HastenError, is_out_of_memory
+from hasten.parallel import choose_devices
 from hasten.trainer.finding.clock import BATCHES, PASSES, Clock
 from hasten.trainer.finding.copies import TRIED, copied_fit, refuse_to_try, trainer_on_trial, with_datamodule
 from hasten.trainer.finding.resizing import Resizing
@@ -33,6 +34,9 @@ def find(trainer: Trainer, fit: dict[str, Any], train: Any, val: Any, memory: in
     each = "call it in a process of its own; each rank then takes a batch of that size"
     refuse_to_try(trainer, "find_batch_size", each)
     trials = _Trials(trainer, fit, {"train": train, "val": val}, memory, timeout)
+    count = len(choose_devices(trainer.config.accelerator, trainer.config.devices))
+    if count > 1:
+        trainer.say(f"trying on one of {count} devices: what they exchange or share among them is not counted")
     before = rng.state()
     try:
         return BatchSizes(search(trials, 0, trainer.say))
