@@ -60,7 +60,9 @@ def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
 def _open(trainer: Trainer) -> None:
     """Meet the other processes; the first run of a Trainer does it for all."""
     engine, config = trainer.engine, trainer.config
-    engine.world = open_world(config.accelerator, config.devices, config.num_nodes, engine.strategy.collective)
+    given = engine.strategy
+    where = config.accelerator, config.devices, config.num_nodes
+    engine.world = open_world(*where, given.collective, timeout=given.timeout)
     engine.opened = True
     engine.strategy = engine.strategy.within(engine.world)
     for logger in trainer.loggers:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 
 import hasten
 from hasten.parallel import spawn
-from hasten.strategies import DDPStrategy
+from hasten.strategies import DDPStrategy, FSDPStrategy
 from tests.trainer.strategies.ranks import Case, Tokens, assert_close, loader, saved, train
 from tests.trainer.trainings import quiet
 
@@ -178,6 +181,35 @@ def test_powersgd_sends_less_once_it_has_begun():
     assert sent[-1][0] < 0.9 * sent[-1][1]
 
 
+class Hanging(Tokens):
+    """Rank 1 hangs in its second step until rank 0 has given up."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def training_step(self, batch, batch_idx):
+        end = time.monotonic() + 60
+        while self.trainer.global_rank and batch_idx and not (self.folder / "0").exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def _gives_up(strategy, folder):
+    try:
+        quiet(devices=2, strategy=strategy).fit(Hanging(folder), loader(4))
+    except BaseException:
+        (folder / os.environ["RANK"]).touch()
+        raise
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy(timeout=2), FSDPStrategy(timeout=timedelta(seconds=2))])
+def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_timeout(strategy, tmp_path):
+    with pytest.raises(hasten.HastenError, match="Rank"):
+        spawn(_gives_up, 2, (strategy, tmp_path), strategy="ddp_fork")
+    assert (tmp_path / "0").exists()  # while rank 1 was hanging
+
+
 # -- refused -----------------------------------------------------------------------------------------------
 
 
@@ -189,6 +221,8 @@ def test_powersgd_sends_less_once_it_has_begun():
         {"powersgd_start": True},
         {"start": "ddp_forkserver"},
         {"bucket_cap_mb": 0},
+        {"timeout": 0},
+        {"timeout": "10"},
         {"gradient_compression": "bf16", "ddp_comm_hook": print},
     ],
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hasten.errors import HastenError
 from hasten.parallel import Exchange, World
+from hasten.trainer.errors import WrongValueError
 from hasten.trainer.optimizing import clip
 from hasten.trainer.precision import Precision
 
@@ -16,6 +18,18 @@ if TYPE_CHECKING:
     from hasten.plan import Setting
 
 Forward = Callable[..., Any]
+
+
+def check_timeout(kind: str, timeout: Any) -> None:
+    """Raise for a time-out that is no time.
+
+    Raises:
+        HastenError: It is neither a number of seconds above 0, nor a timedelta, nor None.
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if seconds is not None and not (number and 0 < seconds < float("inf")):
+        raise WrongValueError(f"{kind}(timeout={timeout!r})", "seconds above 0, a timedelta, or None")
 
 
 class Strategy:
@@ -30,6 +44,7 @@ class Strategy:
         starts_here: How processes are started from this one, in `fit` itself ("ddp_fork", ...); "" where they are
             not: a launcher, or the script run again, makes them.
         label: What it is called in a profile.
+        timeout: Seconds that a process waits for the others where they meet; None: torch's default.
         inference_mode: Whether evaluations may run under `torch.inference_mode`.
     """
 
@@ -37,6 +52,7 @@ class Strategy:
     collective = "auto"
     starts_here = ""
     label = "SingleDevice"
+    timeout: float | timedelta | None = None
     inference_mode = True
 
     def within(self, world: World) -> Strategy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from hasten.parallel import Exchange, World, before_backward, explained, manual_
 from hasten.parallel.compression import KINDS, PowerSGD, compress
 from hasten.parallel.zero import ShardedStates
 from hasten.trainer.errors import ContradictionError, WrongValueError
-from hasten.trainer.strategies.base import Forward, Strategy
+from hasten.trainer.strategies.base import Forward, Strategy, check_timeout
 
 STARTS = ("ddp_fork", "ddp_notebook", "ddp_spawn")
 """Strategies that start processes from this one."""
@@ -39,6 +40,8 @@ class DDPStrategy(Strategy):
             sends what it updated. The result is the same.
         ddp_comm_hook: A communication hook of torch's in place of `gradient_compression`.
         ddp_comm_state: What that hook gets.
+        timeout: Seconds, or a timedelta, that a process waits for the others where they meet: bounds a hang of one of
+            them. None: torch's default, 30 minutes over gloo and 10 over NCCL.
         start: "ddp_fork", "ddp_notebook" or "ddp_spawn": processes are started within `fit`; "ddp": the script is run
             again, or a launcher has started it several times.
 
@@ -56,11 +59,13 @@ class DDPStrategy(Strategy):
     shard_optimizer: bool = False
     ddp_comm_hook: Any = None
     ddp_comm_state: Any = None
+    timeout: float | timedelta | None = None
     start: str = "ddp"
 
     collective = "ddp"
 
     def __post_init__(self) -> None:
+        check_timeout("DDPStrategy", self.timeout)
         if self.start not in ("ddp", *STARTS):
             raise WrongValueError(f"DDPStrategy(start={self.start!r})", f"there are: ddp, {', '.join(STARTS)}")
         if self.gradient_compression not in (None, *KINDS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from hasten.trainer.batches import mapped
 from hasten.trainer.errors import ContradictionError, WrongValueError
 from hasten.trainer.outputs import loss_of
 from hasten.trainer.precision import Precision
-from hasten.trainer.strategies.base import Forward, Strategy
+from hasten.trainer.strategies.base import Forward, Strategy, check_timeout
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -48,6 +49,7 @@ class FSDPStrategy(Strategy):
             gradients travel between machines (HSDP). None: all share one.
         mp_policy: A `torch.distributed.fsdp.MixedPrecisionPolicy`; None: parameters travel as they are, and gradients
             are averaged in float32. `precision="bf16-mixed"` is autocast, as on one process.
+        timeout: As for DDPStrategy.
 
     Raises:
         HastenError: An argument is out of its range.
@@ -57,11 +59,13 @@ class FSDPStrategy(Strategy):
     reshard_after_forward: bool | None = None
     shard_size: int | None = None
     mp_policy: MixedPrecisionPolicy | None = None
+    timeout: float | timedelta | None = None
 
     name = "fsdp"
     collective = "ddp"
 
     def __post_init__(self) -> None:
+        check_timeout("FSDPStrategy", self.timeout)
         given: Any = () if self.blocks is None else self.blocks
         several = [given] if isinstance(given, str | type) else list(given) if isinstance(given, Iterable) else [given]
         names = [one.__name__ if isinstance(one, type) else one for one in several]
