@@ -35,11 +35,18 @@ def strategy_named(given: Any) -> Strategy:
     if isinstance(given, Strategy):
         return given
     if not isinstance(given, str):
-        found = None if isinstance(given, type) else adapter().strategy(given)
+        if isinstance(given, type):
+            name = given.__name__
+            raise WrongValueError(
+                f"strategy={name} is a class", f"give an object of it, as of hasten.strategies: {name}()"
+            )
+        found = adapter().strategy(given)
         if found is None:
-            what = f"{given.__name__}, a class," if isinstance(given, type) else f"{type(given).__name__}(...)"
+            kind = type(given).__name__
             objects = "or an object of hasten.strategies"
-            raise WrongValueError(f"strategy={what} is none of hasten's", f"there are: {', '.join(NAMES)}; {objects}")
+            raise WrongValueError(
+                f"strategy={kind}(...) is none of hasten's", f"there are: {', '.join(NAMES)}; {objects}"
+            )
         kind, options = found
         return _KINDS[kind](**options)
     if given == "auto":
