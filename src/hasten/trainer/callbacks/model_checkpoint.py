@@ -98,6 +98,7 @@ class ModelCheckpoint(Callback):
         self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
         self._schedule = Schedule(every_n_train_steps, every_n_epochs, train_time_interval, save_on_train_epoch_end)
+        self._every_n_train_steps = self._schedule.every_n_train_steps  # as WandbLogger and MLFlowLogger read it
         self._enable_version_counter = enable_version_counter
         if save_top_k < -1:
             raise HastenError(f"ModelCheckpoint(save_top_k={save_top_k}): must be -1 or more", "-1 keeps all, 0 none")
