@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 # Read when torch is imported, here and in what tests start. With a thread for each core in each worker of pytest-xdist,
@@ -16,3 +19,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("fuzz", deadline=None)
 settings.load_profile("same")
+
+
+@pytest.fixture(autouse=True)
+def without_lightning() -> Iterator[None]:
+    """A test that imports Lightning here spoils those after it: a Trainer has its defaults from then on."""
+    before = "lightning.pytorch" in sys.modules
+    yield
+    assert before or "lightning.pytorch" not in sys.modules, "tests of Lightning belong in tests/trainer/lightning"

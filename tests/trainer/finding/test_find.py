@@ -146,27 +146,6 @@ def test_loaders_of_the_module_and_of_a_datamodule():
     assert vars(data) == {}
 
 
-def test_a_module_of_lightnings():
-    lightning = pytest.importorskip("lightning.pytorch")
-
-    class Theirs(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = network()
-
-        def training_step(self, batch, batch_idx):
-            loss = F.mse_loss(self.net(batch[0]), batch[1])
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.Adam(self.parameters())
-
-    found = quiet().find_batch_size(Theirs(), loader())
-    assert found.largest == 32
-    assert set(found.rates) == {8, 32}
-
-
 SEEN = []
 
 
