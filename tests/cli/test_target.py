@@ -117,3 +117,11 @@ def test_a_script_that_fails_and_a_script_without_known_arguments(tmp_path: Path
     done = tune(tmp_path, "print('val_loss 0.5')", *TO, "val_loss<=1", "train.py", "--width", "8")
     assert done.code == 2
     assert 'name one with values: --vary "--lr=1e-3,3e-3"' in done.err
+
+
+def test_a_file_that_is_no_plan_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'theirs'\n")
+    done = tune(tmp_path, TRAIN, *TO, "val_loss<=1", "--out", "pyproject.toml", "train.py", "--lr", "0.15")
+    assert done.code == 2
+    assert "pyproject.toml exists and is not a plan" in done.err
+    assert (tmp_path / "pyproject.toml").read_text() == "[project]\nname = 'theirs'\n"

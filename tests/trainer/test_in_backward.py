@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hasten import HastenError
+from hasten import HastenError, Plan
 from hasten.callbacks import EMA, Callback, GradientAccumulationScheduler
 from tests.trainer.trainings import Regression, assert_same, loader, quiet
 
@@ -124,6 +124,8 @@ class Third(torch.optim.SGD):
         (Grouped(), {"callbacks": [GradientAccumulationScheduler({1: 2})]}, "gathers gradients over several batches"),
         (Grouped(), {"precision": "16-mixed"}, "looks for overflows"),
         (Grouped(), {"microbatch": 4}, "several backwards"),
+        (Grouped(), {"plan": Plan({"lr_scale": 3.0})}, "lr_scale of the plan acts within the optimizer's step"),
+        (Grouped(), {"plan": Plan({"batch_scale": 2})}, "batch_scale of the plan acts within the optimizer's step"),
         (Grouped(), {"callbacks": [Looks()]}, "Looks.on_after_backward would find no gradients"),
         (Manual(), {}, "manual optimization"),
         (Regression(lambda parameters: Third(parameters, lr=0.1)), {}, "Third may need more than one parameter"),

@@ -21,6 +21,21 @@ _WITH_TARGET = ("target_line", "vary", "runs")
 _WITHOUT = ("only", "order", "processes", "no_memory")
 
 
+def refuse_other_files(out: Path, fix: str) -> None:
+    """A plan, and what it replaces, may be written over a plan alone.
+
+    Raises:
+        HastenError: One of the two is there and is something else.
+    """
+    for plan in (out, out.with_name(f"{out.name}.bak")):
+        if plan.exists():
+            try:
+                Plan.read(plan)
+            except HastenError as error:
+                why = error.message.splitlines()[0]
+                raise HastenError(f"{plan} exists and is not a plan ({why})", fix) from None
+
+
 def check_words(trajectory: bool, target: str, asked: frozenset[str]) -> None:
     """Refuse what goes without its counterpart.
 
@@ -86,6 +101,7 @@ def tune_to_target(
     figures, page = out.with_suffix(".json"), out.with_suffix(".html")
     fix = "name another file with --out FILE"
     check_target(out, "the plan", None, fix)
+    refuse_other_files(out, fix)
     check_target(figures, "the figures", is_found, fix)
     check_target(page, "the report", is_page, fix)
     start = time.monotonic()

@@ -12,6 +12,7 @@ import typer
 
 from hasten.cli.command import process_arguments, script_of
 from hasten.cli.script import training
+from hasten.cli.target import refuse_other_files
 from hasten.errors import HastenError
 from hasten.files import check_target, is_page, write_whole
 from hasten.plan import DEFAULT_NAME, Plan, did_you_mean
@@ -188,10 +189,4 @@ def _writable(out: Path) -> None:
     check_target(out, "the plan", None, fix)
     check_target(stem.with_suffix(".json"), "the report", is_report, fix)
     check_target(stem.with_suffix(".html"), "the report", is_page, fix)
-    for plan in (out, _backup_of(out)):
-        if plan.exists():
-            try:
-                Plan.read(plan)
-            except HastenError as error:
-                why = error.message.splitlines()[0]
-                raise HastenError(f"{plan} exists and is not a plan ({why})", fix) from None
+    refuse_other_files(out, fix)

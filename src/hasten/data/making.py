@@ -264,7 +264,10 @@ class Collate:
         source = self.source
         try:
             if source.partial:
-                return Packed(samples, source.faults)
+                packed = Packed(samples, source.faults)
+                if self.shares:
+                    _share(packed.content)
+                return packed
             batch = samples[0] if source.whole is not None else self.collate(samples)
             if self.shares:
                 _share(batch)

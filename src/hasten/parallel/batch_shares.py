@@ -106,7 +106,7 @@ class SharedBatches:
     def __len__(self) -> int:
         """Batches of a pass that trains, as this rank gets them."""
         whole = len(self.batching)
-        if self._per_device and (self.state.trained or shuffles(self.batching)):
+        if self._per_device and shuffles(self.batching):
             return (whole + self._size - 1) // self._size
         return whole
 
@@ -122,17 +122,19 @@ class SharedBatches:
         rank, size = meeting.world.rank, meeting.world.size
         drawn = agreed(self.batching, meeting, self._samples, self._ahead)
         # A loader of whose length the script was told otherwise must keep it.
-        grouped = self._per_device and (one.state.trained or shuffles(self.batching))
-        while batch := next(drawn, None):
-            if not one.shares() or (self._per_device and not grouped):
+        grouped = self._per_device and shuffles(self.batching)
+        for batch in map(list, drawn):
+            # Scripts are not written for a share of one sample: BatchNorm refuses it, squeeze() drops its batch.
+            small = not grouped and len(batch) < 2 * size
+            if not one.shares() or small or (self._per_device and not grouped):
                 one.sizes.append((float(len(batch)), len(batch)))
                 yield batch
                 continue
-            group = [batch, *itertools.islice(drawn, size - 1)] if grouped else [batch]
+            group = [batch, *map(list, itertools.islice(drawn, size - 1))] if grouped else [batch]
             share, total = share_of(group, rank, size), sum(map(len, group))
             one.shared += 1
             one.sizes.append((float(len(share)), total))
-            yield share or batch[:1]  # fewer samples than ranks: one that counts for nothing
+            yield share or batch[:1]  # fewer batches than ranks: a sample that counts for nothing
 
 
 def share_of(batches: list[list[Any]], rank: int, size: int) -> list[Any]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -197,3 +198,14 @@ def test_without_room_nothing_is_written(tmp_path):
         with cache.alone("key", 1):
             assert cache.get("key") is None
     assert not (tmp_path / "none").exists()
+
+
+def test_files_of_others_in_its_folder_are_left_alone(tmp_path: Path) -> None:
+    for name in ("results.tmp", "movie.iso.part"):
+        (tmp_path / name).write_bytes(b"theirs" * 1000)
+    cache = RangeCache(tmp_path, 4000)
+    for number in range(100):
+        cache.put(f"key {number}", b"x" * 100)
+    assert (tmp_path / "results.tmp").read_bytes() == b"theirs" * 1000
+    assert (tmp_path / "movie.iso.part").is_file()
+    assert 0 < len(list(tmp_path.glob("*.part"))) - 1 < 100

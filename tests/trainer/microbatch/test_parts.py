@@ -260,7 +260,17 @@ def test_a_batch_of_its_own_kind_is_split_by_the_module():
         def loss_terms(self, batch):
             return batch[0].shape[1]
 
+    class Unweighed(Transposed):
+        loss_terms = None
+
+    class Yields(Transposed):
+        def split_batch(self, batch, size):
+            yield from super().split_batch(batch, size)
+
     columns = DataLoader([(x.T, y.T) for x, y in loader()], batch_size=None)
+    assert_close(weights(trained(Yields(), columns, microbatch=3)), weights(trained(Net())))
+    with pytest.raises(HastenError, match="no loss_terms"):
+        trained(Unweighed(), columns, microbatch=3)
     assert_close(weights(trained(Transposed(), columns, microbatch=3)), weights(trained(Net())))
 
 

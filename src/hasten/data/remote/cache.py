@@ -12,6 +12,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import stat
 import struct
@@ -27,6 +28,9 @@ from hasten.messages import warn
 _HEAD = struct.Struct("<8sQI")  # mark, length, crc32
 _MARK = b"hasten1\n"
 _ENTRY = ".part"
+# The cache's own files, by their whole names: a folder that a person names may hold others that end alike.
+_ENTRIES = re.compile(r"[0-9a-f]{40}\.part")
+_TEMPORARY = re.compile(r"\.hasten-\d+-[0-9a-f]{16}\.tmp")
 _LOCK = ".total"  # locked by who adds or removes; holds the bytes that all entries take, at least
 _STRIPES = 1024  # locks of those who fetch, so that processes do not fetch the same bytes at the same time
 _DEFAULT = 8 << 30
@@ -159,12 +163,13 @@ class RangeCache:
         with os.scandir(self.folder) as found:
             for entry in found:
                 with contextlib.suppress(FileNotFoundError):
-                    if entry.name.endswith(".tmp") and _left_behind(entry.path):
+                    entry_of_ours, temporary = _ENTRIES.fullmatch(entry.name), _TEMPORARY.fullmatch(entry.name)
+                    if temporary and _left_behind(entry.path):
                         Path(entry.path).unlink()
                         continue
-                    if entry.name.endswith((_ENTRY, ".tmp")):
+                    if entry_of_ours or temporary:
                         total += entry.stat().st_size
-                    if entry.name.endswith(_ENTRY):
+                    if entry_of_ours:
                         entries.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
         if total <= most:
             return total
@@ -194,7 +199,7 @@ def cache_for(remote: Remote) -> RangeCache:
     limit = remote.cache_size
     if limit is None:
         there = next((place for place in (folder, *folder.absolute().parents) if place.is_dir()), Path("/"))
-        own = folder.glob(f"*{_ENTRY}") if folder.is_dir() else ()
+        own = [path for path in folder.glob(f"*{_ENTRY}") if _ENTRIES.fullmatch(path.name)] if folder.is_dir() else []
         limit = min(_DEFAULT, (shutil.disk_usage(there).free + sum(map(_size, own))) // 4)
     return RangeCache(folder, int(limit), private=remote.cache_dir is None)
 

@@ -59,9 +59,16 @@ class _Parts:
         self.step = training_step
         self._trainer, self._backward = trainer, backward
         own_split, own_terms = hooks.of_module("split_batch"), hooks.of_module("loss_terms")
-        self._split: Called = own_split or split
+        if own_split is not None and own_terms is None:
+            raise HastenError(
+                "microbatch: the module has a split_batch of its own and no loss_terms, so nobody knows how much each"
+                " part counts",
+                "def loss_terms(self, batch): return the number of samples (or tokens) that the loss is a mean over",
+            )
+        divide = own_split or split
+        self._split: Called = lambda batch, size: list(divide(batch, size))
         self._terms: Called = own_terms or _samples
-        self._counts_terms = own_split is not None and own_terms is not None
+        self._counts_terms = own_split is not None
         self._before = Before(trainer.model, trainer.engine.optimizing.optimizers[0], trainer.engine.run.techniques)
         self._checked = False
 

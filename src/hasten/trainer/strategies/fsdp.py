@@ -216,7 +216,7 @@ class FSDP(Strategy):
     def syncing(self) -> Callable[[bool], None]:
         """Return the switch: while gradients are only accumulated, they are not exchanged."""
         root = self._root
-        state = [True]
+        state: list[bool | None] = [None]  # not known: a former run may have ended within an accumulation window
 
         def sync(on: bool) -> None:
             if state[0] is not on:  # it walks over all modules
