@@ -295,7 +295,7 @@ def _running(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.slow  # spawned workers import torch anew
+@pytest.mark.slow  # spawned workers import torch once more
 @pytest.mark.parametrize(
     ("kind", "says", "counts"),
     [
@@ -311,7 +311,7 @@ def test_datasets_that_workers_cannot_share(tmp_path: Path, kind: str, says: str
     assert [rate["workers"] for rate in benched(tmp_path)["rates"]] == counts
 
 
-@pytest.mark.slow  # spawned workers import torch anew
+@pytest.mark.slow  # spawned workers import torch once more
 def test_a_dataset_that_cannot_be_sent_to_a_worker(tmp_path: Path) -> None:
     script = write(tmp_path, "train.py", BAD)
     done = bench(tmp_path, "train.py", "lambda")

@@ -221,7 +221,7 @@ def mark(worker):
     get_worker_info().dataset.mark = 7 + worker
 
 
-# slow: spawned workers import torch anew
+# slow: spawned workers import torch once more
 @pytest.mark.parametrize("context", [None, pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_worker_init_fn_finds_the_users_dataset(context):
     loader = DataLoader(Inside(4), num_workers=2, worker_init_fn=mark, multiprocessing_context=context)

@@ -176,7 +176,7 @@ def test_in_a_new_process_after_a_kill(case, stop, tmp_path):
     assert seen + rest == json.loads(json.dumps(plain(case, 3)))
 
 
-@pytest.mark.slow  # spawned workers import torch anew
+@pytest.mark.slow  # spawned workers import torch once more
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_workers_that_are_not_forked(method):
     case = {"dataset": "own_numpy", "sampler": "shuffle", "num_workers": 2, "multiprocessing_context": method}

@@ -62,7 +62,7 @@ class Line(hasten.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.slow  # spawned ranks import torch anew
+@pytest.mark.slow  # spawned ranks import torch once more
 def test_spawned_ranks_train_as_forked_ones_do() -> None:
     weights = []
     x = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))

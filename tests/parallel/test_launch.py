@@ -75,7 +75,7 @@ def nobody_left(folder: Path) -> bool:
     return True
 
 
-# slow: ranks are started anew; a module is the longer way
+# slow: ranks are started once more; a module is the longer way
 @pytest.mark.parametrize("way", [pytest.param(("train.py",), marks=pytest.mark.slow), ("-m", "train")])
 def test_own_command_runs_again_as_other_rank(folder: Path, way: tuple[str, ...]) -> None:
     done = run(folder, "-X", "utf8", *way, "end", "2", "two words", "--name='x'")
@@ -100,7 +100,7 @@ def test_start_folder_and_threads_a_person_has_set_are_kept(folder: Path) -> Non
         ("kill", 3, "Rank 2 of 3 was ended by signal 9 (SIGKILL)"),
         ("raise", 2, "ValueError: the loss is gone"),
         ("stop", 2, "Rank 1 of 2 is stopped"),
-        # slow: ranks are started anew for each way to end
+        # slow: ranks are started once more for each way to end
         pytest.param("leave", 2, "Rank 1 of 2 ended (exit code 0) while the others", marks=pytest.mark.slow),
         pytest.param("busy", 2, "Rank 1 of 2 ended with exit code 7", marks=pytest.mark.slow),
     ],
@@ -131,7 +131,7 @@ def test_other_ranks_die_with_the_main_process(folder: Path) -> None:
     assert nobody_left(folder)
 
 
-# slow: ranks are started anew; both signals take the same way
+# slow: ranks are started once more; both signals take the same way
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_signal_reaches_each_rank_once(folder: Path, number: signal.Signals) -> None:
     (folder / "train.py").write_text(

@@ -299,7 +299,7 @@ def rank_and_size() -> tuple[int, int, torch.Tensor]:
     return world.rank, world.size, world.gather(torch.tensor(world.rank))
 
 
-@pytest.mark.slow  # spawned ranks import torch anew
+@pytest.mark.slow  # spawned ranks import torch once more
 def test_spawn_in_fresh_pythons() -> None:
     rank, size, gathered = spawn(rank_and_size, 2, strategy="ddp_spawn")
     assert (rank, size, gathered.tolist()) == (0, 2, [0, 1])

@@ -59,7 +59,7 @@ def test_a_rank_that_fails_fails_the_launch(tmp_path: Path) -> None:
     assert "exitcode: 3" in done.err.replace(" ", "").replace("exitcode:3", "exitcode: 3")
 
 
-@pytest.mark.slow  # spawned processes import torch anew
+@pytest.mark.slow  # spawned processes import torch once more
 def test_training_in_a_spawned_process_and_in_a_fork(tmp_path: Path) -> None:
     """torch.multiprocessing.spawn's child trains, the parent does not: the evidence is the child's."""
     write(

@@ -190,7 +190,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         (loading,) = self._prepare([number])
         with loading.lock:
             if loading.arrays is None:
-                coming, loading.coming = loading.coming, None  # where it fails, the next try fetches anew
+                coming, loading.coming = loading.coming, None  # where it fails, the next try fetches again
                 loading.arrays = self._read(self._groups[number], coming)
         return loading.arrays
 

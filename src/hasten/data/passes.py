@@ -99,7 +99,7 @@ class Start:
         if self._follows:
             die_with_parent()
         # What the training holds stays shared: a collection that walks over it would copy it page by page (Energon's
-        # PR 40). Frozen here and not before the fork, so that the training itself collects as ever.
+        # PR 40). Frozen here and not before the fork, so that the training itself collects as before.
         gc.freeze()
         beat = np.frombuffer(self._beats, np.int64).reshape(-1, _FIELDS)[worker]
         info: Any = get_worker_info()

@@ -101,7 +101,7 @@ class Exchange:
         self._wanted = self._sends_buffers = False
 
     def begin(self) -> None:
-        """Let the parts that follow exchange nothing but buffers, with the first forward, as ever."""
+        """Let the parts that follow exchange nothing but buffers, with the first forward, as without parts."""
         self._wanted = self._ddp.require_backward_grad_sync
         self._sends_buffers = self._ddp.require_forward_param_sync
         self._ddp.require_backward_grad_sync = False

@@ -178,7 +178,7 @@ class Buffers:
         import torch.distributed as dist
 
         kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-        for owner, name in self._slots:  # looked up anew: a forward may have put another tensor there
+        for owner, name in self._slots:  # looked up again: a forward may have put another tensor there
             kinds.setdefault(owner[name].dtype, []).append(owner[name].detach())
         with torch.no_grad():
             for tensors in kinds.values():

@@ -273,7 +273,7 @@ def test_a_server_that_fails_for_good_ends_the_pass_whatever_on_error_says(serve
     with pytest.raises(RemoteError, match=r"[ab].parquet cannot be read: the server answered 503 .*2 attempts"):
         list(iterator)
     server.refused = None
-    assert len(rows_of(DataLoader(data, batch_size=100))) == ROWS / 100, "and what failed is fetched anew"
+    assert len(rows_of(DataLoader(data, batch_size=100))) == ROWS / 100, "and what failed is fetched again"
 
 
 @pytest.mark.parametrize("etag", [True, False])

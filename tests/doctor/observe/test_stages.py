@@ -275,7 +275,7 @@ train(DataLoader(Bad(), 8))
     assert "no sample 20" in evidence.error
 
 
-@pytest.mark.slow  # spawned workers import torch anew
+@pytest.mark.slow  # spawned workers import torch once more
 def test_workers_that_are_not_forked(tmp_path: Path) -> None:
     done, evidence = heard(
         tmp_path,

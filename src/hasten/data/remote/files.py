@@ -35,7 +35,7 @@ class Reader:
         self.forget()
 
     def forget(self) -> None:
-        """Start threads anew when they are needed: in a copy, or a process that was forked."""
+        """Start new threads when they are needed: in a copy, or a process that was forked."""
         self._starting = threading.Lock()
         self._pool: Pool | None = None
 

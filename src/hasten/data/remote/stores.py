@@ -238,7 +238,7 @@ class Store:
 
 
 def _forget_thread() -> None:
-    """Let fsspec start its thread anew: a fork does not take threads along, and old versions do not notice."""
+    """Let fsspec start a new thread: a fork does not take threads along, and old versions do not notice."""
     from fsspec import asyn
 
     if asyn.iothread[0] is not None and not asyn.iothread[0].is_alive():
