@@ -163,6 +163,12 @@ class _Parts:
             HastenError: They do not.
         """
         self._checked = True
+        if self._terms is _samples:  # a mean over tokens may pass for one over samples before anything is learnt
+            self._trainer.say(
+                "microbatch: parts count by their samples; a loss that is a mean over tokens, or anything else, needs"
+                " loss_terms(self, batch) in the module",
+                once=True,
+            )
         # What is compiled would be compiled again for these two shapes.
         found = "" if "compile" in self._trainer.installed else self._wrong(batch)
         if found:
