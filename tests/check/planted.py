@@ -80,6 +80,19 @@ class NarrowWeights(_Planted):
         optimizer.register_step_post_hook(narrow)
 
 
+class RoundsDown(_Planted):
+    """Linear layers give what they give less twelve units in the last place: no more than other kernels may."""
+
+    name = "rounds_down"
+
+    def model(self, model: Any, args: tuple[Any, ...]) -> None:
+        import torch
+
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(lambda module, args, output: output * (1 - 12 * 2.0**-23))
+
+
 class DrawsOnce(_Planted):
     """Python's random numbers are drawn once, in the third forward."""
 
@@ -208,6 +221,7 @@ TECHNIQUES = (
     DropsABatch,
     DropsEveryFiftieth,
     NarrowWeights,
+    RoundsDown,
     DrawsOnce,
     FreezesBuffers,
     StepsTwice,

@@ -89,6 +89,58 @@ def test_rounding_is_held_to_the_scripts_own(check: Check) -> None:
     assert 0 < single.sees < 2e-4 < whole.sees < 0.1
 
 
+TURNS = """
+import torch
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(32, 16)
+        self.linear.weight.data.abs_()  # and inputs above zero: sums in which nothing cancels
+        self.gain = torch.nn.Parameter(torch.zeros(16))
+
+    def forward(self, x):
+        h = self.linear(x)
+        # What NumPy computes takes no part in rounding: six units are left, of which nobody can know the sign.
+        exact = x[0].numpy().astype("float64") @ self.linear.weight[0].detach().numpy().astype("float64")
+        exact += self.linear.bias[0].item()
+        left = (h[0, 0].detach() - exact * (1 - 6 * 2.0**-23)).float()
+        slope = torch.cat([torch.ones(15), left[None]])
+        return h.square().mean() + (self.gain * slope).sum()
+
+
+class SignSGD(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.01 * parameter.grad.sign()
+
+
+net = Net()
+optimizer = SignSGD(net.parameters())
+for batch in torch.utils.data.DataLoader(torch.rand(48, 32), batch_size=8):
+    optimizer.zero_grad()
+    net(batch).backward()
+    optimizer.step()
+"""
+
+
+def test_what_turns_on_a_rounding_error_is_not_held_against_a_plan(check: Check) -> None:
+    """Adam's first step, too, goes by the sign of a gradient: of one that is nothing but rounding, rounding decides."""
+    found = check(TURNS, {"rounds_down": True})
+    assert found.ok, said(found)
+    found = check(TURNS, {"rounds_down": True, "scales_a_gradient": True})
+    assert found.ok is False, "what is no rounding is found beside it"
+    assert found.culprits == ("scales_a_gradient",), said(found)
+
+
 def test_what_draws_otherwise_is_said_and_the_rest_still_compared(check: Check) -> None:
     found = check(training("mlp", data="augmented"), {"loader_workers": 1})
     assert found.ok, said(found)

@@ -12,7 +12,7 @@ from hasten.check.checked import Checked
 from hasten.check.files import ROUNDED, FileDifference, Load, compare_files, saved_by_torch
 from hasten.check.halve import culprits
 from hasten.check.judge import Compared, level_of, parts_of, roundoff_of
-from hasten.check.runs import NOISES, Ended, Lap, Runner, Runs, Say, Techniques
+from hasten.check.runs import Ended, Lap, Runner, Runs, Say, Techniques
 from hasten.errors import HastenError
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect
@@ -183,7 +183,7 @@ class _Check:
         assert lap.plain is not None
         if roundoff not in self._own_files:
             if roundoff:
-                others = [ended for ended, _ in self._runs.noise(lap, roundoff, NOISES)]
+                others = [ended for ended, _ in self._runs.noise(lap, roundoff)]
             else:
                 others = [self._runs.follow(lap, {}, Effect.EXACT)[0]]
             rounded = ROUNDED / _TIMES_ITSELF if roundoff else 0.0

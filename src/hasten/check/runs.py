@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from hasten.check.judge import SINGLE, Compared, Difference, judged, roundoff_of
+from hasten.check.judge import SINGLE, TIMES, Compared, Difference, judged, roundoff_of
 from hasten.check.options import FOLLOWS, RECORDS, WitnessOptions
 from hasten.errors import HastenError, script_fails
 from hasten.plan import Setting
@@ -18,9 +18,10 @@ from hasten.techniques import Effect
 
 NOISES = 2
 """Plain runs under noise for each roundoff."""
-# And so many before a difference is held against a plan. A ReLU's input that lies within rounding of zero changes sides
-# in one run and not in another, and takes part of a gradient with it: rare, but no fault of the plan.
-_NOISES_IN_DOUBT, _NOISES_IN_DOUBT_BRIEF = 10, 4
+# Before a difference is held against a plan: so many more, with errors as large as a plan's may be. Rounding decides on
+# which side of zero a ReLU's input lies that is almost zero, and in which direction Adam's first step goes where a
+# gradient is: it happens with errors of one size and not with smaller ones, so that multiplying those does not tell.
+_NOISES_IN_DOUBT, _NOISES_IN_DOUBT_BRIEF = 8, 3
 Techniques = Mapping[str, Setting]
 Say = Callable[[str], None]
 
@@ -90,7 +91,7 @@ class Runs:
         self._pool = ThreadPoolExecutor(at_once)
         self._number = 0
         self._lock = threading.Lock()
-        self._noises: dict[float, list[tuple[Ended, Any]]] = {}
+        self._noises: dict[tuple[float, float], list[tuple[Ended, Any]]] = {}
 
     def close(self, abandon: bool) -> None:
         """Wait for the runs that were begun; or end them, where nobody waits for what they show."""
@@ -159,11 +160,11 @@ class Runs:
         """Do so and wait for it."""
         return self.begin_to_follow(lap, plan, level).result()
 
-    def noise(self, lap: Lap, roundoff: float, count: int) -> list[tuple[Ended, Any]]:
-        """Plain runs under noise of this size; each is made once, and serves for both laps."""
-        known = self._noises.setdefault(roundoff, [])
+    def noise(self, lap: Lap, roundoff: float, count: int = NOISES, times: float = 1.0) -> list[tuple[Ended, Any]]:
+        """Plain runs under noise of so many times this size; each is made once, and serves for both laps."""
+        known = self._noises.setdefault((roundoff, times), [])
         asked = [
-            self._pool.submit(self._start, {}, lap, role=FOLLOWS, exact=False, noise=roundoff, seed=seed)
+            self._pool.submit(self._start, {}, lap, role=FOLLOWS, exact=False, noise=times * roundoff, seed=seed)
             for seed in range(len(known) + 1, count + 1)
         ]
         known += [each.result() for each in asked]
@@ -175,19 +176,28 @@ class Runs:
         if ended.failed or seen is None:
             how = f"the script fails under the plan: {ended.failed or 'it left nothing'}"
             return Compared(dict(plan), str(level), False, Difference("the run", "the script", how))
-        compared = self._held(lap, plan, level, seen, NOISES, other_start)
+        compared = self._held(lap, plan, level, seen, other_start)
         if compared.ok is False and compared.first is not None and compared.first.size is not None:
-            compared = self._held(lap, plan, level, seen, self._in_doubt, other_start)
+            compared = self._held(lap, plan, level, seen, other_start, in_doubt=True)
         if compared.ok is False and (own := self._parts_from_itself(lap)) is not None:
             note = f"the script does not repeat itself: at {own.place}, {own.what}: {own.how}"
             return replace(compared, ok=None, first=None, note=note)
         return compared
 
-    def _held(self, lap: Lap, plan: Techniques, level: Effect, seen: Any, noises: int, other_start: bool) -> Compared:
-        """What a run shows, held against so many runs under noise."""
-        exact = level is Effect.EXACT
-        noise = [] if exact else [seen for _, seen in self.noise(lap, max(lap.roundoff, roundoff_of(plan)), noises)]
-        return judged(plan, level, seen, noise, other_start=other_start)
+    def _held(
+        self, lap: Lap, plan: Techniques, level: Effect, seen: Any, other_start: bool, in_doubt: bool = False
+    ) -> Compared:
+        """What a run shows, held against plain runs under noise."""
+        if level is Effect.EXACT:
+            return judged(plan, level, seen, [])
+        roundoff = max(lap.roundoff, roundoff_of(plan))
+        weak, strong = self.noise(lap, roundoff), []
+        if in_doubt and roundoff <= SINGLE:
+            strong = self.noise(lap, roundoff, self._in_doubt, TIMES)
+        elif in_doubt:  # among errors of 16 bits turns are common: more runs show them
+            weak = self.noise(lap, roundoff, NOISES + self._in_doubt)
+        noise, stronger = ([seen for _, seen in runs] for runs in (weak, strong))
+        return judged(plan, level, seen, noise, strong=stronger, other_start=other_start)
 
     def _parts_from_itself(self, lap: Lap) -> Difference | None:
         """Where a second plain run parts from the first, if it does."""
