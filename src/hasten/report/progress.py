@@ -79,8 +79,8 @@ class TuneProgress:
 
     @property
     def best(self) -> tuple[float, tuple[str, ...]] | None:
-        """The best pace so far, and what was on: the median of its blocks, since a single one may be luck."""
-        medians = {on: statistics.median(paces) for on, paces in self._paces.items()}
+        """The best pace so far, and what was on: the median of at least two blocks, since a single one may be luck."""
+        medians = {on: statistics.median(paces) for on, paces in self._paces.items() if len(paces) > 1}
         on = max(medians, key=medians.__getitem__, default=None)
         return None if on is None else (medians[on], on)
 
