@@ -13,6 +13,7 @@ from hasten.cli import convert as convert_room
 from hasten.cli import doctor as doctor_room
 from hasten.cli import findings as findings_room
 from hasten.cli import fix as fix_room
+from hasten.cli import plan_cluster as plan_cluster_room
 from hasten.cli import run as run_room
 from hasten.cli import submit as submit_room
 from hasten.cli import techniques as techniques_room
@@ -44,6 +45,7 @@ app.command("submit", short_help="Send a training to SLURM; it goes on after its
 app.command("check", short_help="Does a plan leave the training what it is?", cls=ScriptCommand)(check_room.check)
 app.command("batch", short_help="Find the largest batch that is safe and pays.", cls=ScriptCommand)(batch_room.batch)
 app.command("compare", short_help="Compare two runs: step, phases, memory, losses.")(compare_room.compare)
+app.command("plan-cluster", short_help="Plan a training on many devices, on paper.")(plan_cluster_room.plan_cluster)
 app.command("watch", short_help="Show a run that is going on, live.")(watch_room.watch)
 app.command("findings", short_help="List all that doctor can find, in runs and in code.")(findings_room.findings)
 app.command("bench-loader", short_help="Measure a training's loader alone.", cls=ScriptCommand)(

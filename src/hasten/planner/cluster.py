@@ -1,0 +1,192 @@
+"""A training on N devices, on paper: each strategy's step, memory and cost, and what was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hasten.errors import HastenError
+from hasten.evidence import Evidence
+from hasten.planner.collectives import Network
+from hasten.planner.job import Given, Job, job_of
+from hasten.planner.strategies import STRATEGIES, Cost
+
+SCHEMA = "hasten-cluster-plan/1"
+MEASURED = "measured"
+ALWAYS = (
+    "a device computes as fast for each sample as the one that was measured, and loses nothing to the messages beside",
+    "data comes to each device as fast as it came to one",
+    "gradients become ready in proportion to their bytes; all links are alike; no device is slower than others",
+    "an optimizer that steps a share (zero1, fsdp) takes its share of the time",
+    "to compress gradients takes no time: ddp-powersgd is the least that it takes",
+    "a step is without validation and checkpoints, as it was measured",
+)
+"""What each plan assumes."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """An optimizer step on so many devices, under one strategy.
+
+    Attributes:
+        devices: How many.
+        strategy: One of `STRATEGIES`, or "measured": the evidence's own step.
+        step: Seconds.
+        exchange: Seconds that messages travel.
+        waits: Of these, what nothing else runs beside.
+        sent_bytes: That each device sends.
+        memory_bytes: Peak of a device; None: not known.
+        fits: Whether that is within the device's memory; None: one of both is not known.
+        efficiency: Samples per second beside so many times those of one device.
+        samples_per_second: Of all devices; None: not known.
+        seconds: For the samples that were asked for; None: not known.
+        cost: Of that, in the price's currency; None: not known.
+    """
+
+    devices: int
+    strategy: str
+    step: float
+    exchange: float
+    waits: float
+    sent_bytes: int
+    memory_bytes: int | None
+    fits: bool | None
+    efficiency: float
+    samples_per_second: float | None
+    seconds: float | None
+    cost: float | None
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """What was planned, from what, and what it stands on."""
+
+    job: Job
+    network: Network
+    batch: str
+    memory: int | None
+    price: float | None
+    rows: tuple[Row, ...]
+    assumed: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def plan(
+    evidence: Evidence,
+    devices: Sequence[int],
+    network: Network,
+    given: Given,
+    memory: int | None = None,
+    price: float | None = None,
+) -> ClusterPlan:
+    """Plan a training that was measured on one device on others.
+
+    Args:
+        evidence: Of one device.
+        devices: How many, one number or several.
+        network: Between them.
+        given: What the evidence does not hold.
+        memory: Bytes of a device.
+        price: Of a device for an hour.
+
+    Raises:
+        HastenError: The evidence is not enough, or no number of devices can share the batch.
+    """
+    job, assumed = job_of(evidence, given)
+    rows = [_row(job, job, 1, MEASURED, _measured(job), memory, price)]
+    left_out: dict[str, None] = {}
+    for count in sorted(set(devices) - {1}):
+        try:
+            share = job.shared(count) if given.batch == "global" else job
+        except HastenError as error:
+            left_out[error.message] = None
+            continue
+        for name, cost_of in STRATEGIES.items():
+            cost = cost_of(share, count, network)
+            if cost is None:
+                left_out[_why(name)] = None
+            else:
+                rows.append(_row(job, share, count, name, cost, memory, price))
+    if len(rows) == 1 and left_out:
+        raise HastenError("; ".join(left_out), "name fewer devices, or --batch per-device")
+    return ClusterPlan(
+        job, network, given.batch, memory, price, tuple(rows), (*assumed, *_further(job, given), *ALWAYS), (*left_out,)
+    )
+
+
+def _measured(job: Job) -> Cost:
+    return Cost(job.step, 0.0, 0.0, 0.0, job.parameters + job.gradients + job.states)
+
+
+def _row(one: Job, share: Job, devices: int, strategy: str, cost: Cost, memory: int | None, price: float | None) -> Row:
+    peak = None if share.beside is None else cost.held + share.beside
+    if strategy == MEASURED:
+        peak = one.peak
+    # Shares that do not come out even: the step takes the batch's samples, not devices times the largest share.
+    many = 1 if share is not one else devices
+    samples = one.batch_size * one.batches * many if one.batch_size else None
+    rate = samples / cost.step if samples else None
+    seconds = one.samples / rate if rate and one.samples else None
+    return Row(
+        devices=devices,
+        strategy=strategy,
+        step=cost.step,
+        exchange=cost.exchange,
+        waits=cost.waits,
+        sent_bytes=round(cost.sent),
+        memory_bytes=peak,
+        fits=None if peak is None or memory is None else peak <= memory,
+        efficiency=one.step / cost.step * many / devices,
+        samples_per_second=rate,
+        seconds=seconds,
+        cost=None if seconds is None or price is None else seconds / 3600 * devices * price,
+    )
+
+
+def _why(strategy: str) -> str:
+    """Return why a strategy was left out."""
+    return {
+        "ddp-16-bit": "ddp-16-bit: gradients have 16 bits already",
+        "ddp-powersgd": "ddp-powersgd: the evidence has no shape of each parameter",
+        "fsdp": "fsdp: its units are not known. Say them, the blocks and one for the rest: --units 13; or take evidence"
+        " that holds the layers: hasten doctor --evidence FILE SCRIPT",
+    }[strategy]
+
+
+def _further(job: Job, given: Given) -> list[str]:
+    """Return what is assumed of this job in particular."""
+    told = []
+    if given.batch == "global":
+        told.append("a share of a batch takes its share of the time to load, copy and compute: small ones take more")
+        if job.beside is not None:
+            of_it = "its share of" if job.on_gpu else "all of"
+            told.append(f"a share of a batch needs {of_it} the memory beside parameters, gradients and states")
+        if job.batch_size is None:
+            told.append("every number of devices can share the batch: its size is not known (--batch-size)")
+    if job.units is not None:
+        told.append(f"FSDP has {job.units} units of equal size")
+    if job.beside is None:
+        told.append("memory is not planned: the evidence has no peak (--activations 4GiB)")
+    return told
+
+
+def as_json(found: ClusterPlan, source: str) -> dict[str, Any]:
+    """Return plain data, for a file. Times are seconds, sizes bytes; null: not known.
+
+    Args:
+        found: The plan.
+        source: Name of the evidence.
+    """
+    return {
+        "schema": SCHEMA,
+        "evidence": source,
+        "measured": {**asdict(found.job), "step": found.job.step},
+        "network": asdict(found.network),
+        "batch": found.batch,
+        "memory_bytes": found.memory,
+        "price": found.price,
+        "rows": [asdict(row) for row in found.rows],
+        "assumed": list(found.assumed),
+        "left_out": list(found.left_out),
+    }

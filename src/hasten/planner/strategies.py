@@ -1,0 +1,160 @@
+"""What a step costs under each strategy: seconds, seconds spent waiting, bytes sent, memory. Plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hasten.planner.collectives import Network, all_gather, all_reduce, broadcast, reduce_scatter, ring_bytes
+from hasten.planner.job import Job
+from hasten.planner.overlap import (
+    BUCKET,
+    FIRST_BUCKET,
+    RUN_BUCKET,
+    behind_backward,
+    buckets,
+    loads,
+    unit_backward,
+    unit_forward,
+)
+
+_POWERSGD_RANK = 2  # DDPStrategy's default
+
+
+@dataclass(frozen=True)
+class Cost:
+    """An optimizer step of one of several devices.
+
+    Attributes:
+        step: Seconds.
+        exchange: Seconds that messages travel.
+        waits: Of these, what nothing else runs beside.
+        sent: Bytes that each device sends.
+        held: Bytes of parameters, gradients, optimizer state and what the exchange needs; without activations.
+    """
+
+    step: float
+    exchange: float
+    waits: float
+    sent: float
+    held: int
+
+
+def after_backward(job: Job, ranks: int, network: Network) -> Cost:
+    """`hasten run --devices`: whole gradients, sent when the backward is over."""
+    sizes = _sums(job, RUN_BUCKET, RUN_BUCKET)
+    exchange = sum(all_reduce(size, ranks, network) for size in sizes)
+    held = job.parameters + job.gradients + job.states + round(max(sizes))
+    return Cost(job.step + exchange, exchange, exchange, ring_bytes(job.gradients, ranks), held)
+
+
+def ddp(job: Job, ranks: int, network: Network) -> Cost:
+    """DistributedDataParallel: buckets are sent while the backward goes on (Li et al. 2020)."""
+    return _ddp(job, ranks, network, 1.0)
+
+
+def ddp_16_bits(job: Job, ranks: int, network: Network) -> Cost | None:
+    """DDP with `gradient_compression="bf16"` or "fp16": half the bytes, a copy of them; None where they have 16 bits.
+
+    The time of the two conversions is left out.
+    """
+    return _ddp(job, ranks, network, 2 / job.number) if job.number > 2 else None
+
+
+def _ddp(job: Job, ranks: int, network: Network, part: float) -> Cost:
+    sizes = [size * part for size in _sums(job, FIRST_BUCKET, BUCKET)]
+    exchange = sum(all_reduce(size, ranks, network) for size in sizes)
+    waits = behind_backward(sizes, lambda size: all_reduce(size, ranks, network), job.backward)
+    copy = round(job.gradients * part) if part < 1 else 0
+    held = job.parameters + job.gradients + job.states + copy
+    return Cost(job.step + waits, exchange, waits, ring_bytes(job.gradients * part, ranks), held)
+
+
+def powersgd(job: Job, ranks: int, network: Network) -> Cost | None:
+    """DDP with `gradient_compression="powersgd"`: two thin matrices for each one (Vogels et al. 2019).
+
+    Each bucket is waited for. The time to make the matrices is left out, so this is the least it takes. None where the
+    shapes are not known.
+    """
+    if not job.shapes:
+        return None
+    exchange, numbers, wide = 0.0, 0, 0
+    shapes = list(reversed(job.shapes))
+    for bucket in buckets(job.sizes, FIRST_BUCKET, BUCKET):
+        left = right = 0  # numbers of the two messages: P and what is not compressed, then Q
+        for place in bucket:
+            rows = shapes[place][0] if shapes[place] else 1
+            numel = math.prod(shapes[place])
+            columns = numel // max(1, rows)
+            if len(shapes[place]) < 2 or _POWERSGD_RANK * (rows + columns) >= numel:
+                left += numel
+            else:
+                left, right, wide = left + _POWERSGD_RANK * rows, right + _POWERSGD_RANK * columns, wide + numel
+        exchange += sum(all_reduce(4 * part, ranks, network) for part in (left, right))
+        numbers += left + right
+    held = job.parameters + job.gradients + job.states + 4 * wide  # what was lost is kept in float32
+    return Cost(job.step + exchange, exchange, exchange, ring_bytes(4 * numbers, ranks), held)
+
+
+def zero1(job: Job, ranks: int, network: Network) -> Cost:
+    """DDP with `shard_optimizer=True`: ZeRO stage 1 (Rajbhandari et al. 2020), as `hasten.parallel.zero` does it.
+
+    Each device steps the parameters that it owns and broadcasts them, one after the other. What devices pass on for
+    others is not in `sent`.
+    """
+    plain = ddp(job, ranks, network)
+    total = job.gradients // job.number
+    owned = loads(map(math.prod, job.shapes), ranks) if job.shapes else [math.ceil(total / ranks)] * ranks
+    largest = max(owned) / total
+    sending = sum(broadcast(part * job.number, ranks, network) for part in owned)
+    held = job.parameters + job.gradients + round(job.states * largest) + max(owned) * job.number
+    step = plain.step - job.optimizer * (1 - largest) + sending
+    return Cost(step, plain.exchange + sending, plain.waits + sending, plain.sent + max(owned) * job.number, held)
+
+
+def fsdp(job: Job, ranks: int, network: Network) -> Cost | None:
+    """torch's `fully_shard` (Zhao et al. 2023): all is shared, units are gathered while others compute.
+
+    Units are taken to be equal. The root's stays whole between forward and backward. None where nobody knows the units.
+    """
+    if job.units is None:
+        return None
+    units = job.units
+    wide = max(4, job.number)  # FSDPStrategy averages gradients of 16 bits in float32
+    gather = all_gather(job.parameters / units, ranks, network)
+    reduce = reduce_scatter(job.gradients / job.number * wide / units, ranks, network)
+    forward = unit_forward(units, job.forward, gather)
+    waiting = unit_backward(units, job.backward, gather, 0.0)  # while gradients are accumulated
+    last = unit_backward(units, job.backward, gather, reduce)
+    waits = job.batches * (forward - job.forward) + (job.batches - 1) * waiting + last - job.batches * job.backward
+    gathers = job.batches * (2 * units - 1)
+    share = (ranks - 1) / ranks
+    sent = share * (gathers * job.parameters / units + job.gradients / job.number * wide)
+    # The root, and the unit that computes beside the next one; gradients of one unit beside those on their way.
+    whole = min(3, units) / units * job.parameters + min(2, units) / units * job.gradients
+    kept = job.gradients if job.batches > 1 else job.gradients / ranks  # whole while they are accumulated
+    held = math.ceil((job.parameters + job.states) / ranks + kept + whole)
+    step = job.step + waits - job.optimizer * share
+    return Cost(step, gathers * gather + units * reduce, waits, sent, held)
+
+
+def _sums(job: Job, first: int, others: int) -> list[float]:
+    """Return the bytes of the buckets; even ones where the shapes are not known."""
+    sizes = job.sizes
+    if job.shapes:
+        return [float(sum(sizes[place] for place in bucket)) for bucket in buckets(sizes, first, others)]
+    if job.gradients <= first:
+        return [float(job.gradients)]
+    many = math.ceil((job.gradients - first) / others)
+    return [float(first)] + [(job.gradients - first) / many] * many
+
+
+STRATEGIES: dict[str, Callable[[Job, int, Network], Cost | None]] = {
+    "run": after_backward,
+    "ddp": ddp,
+    "ddp-16-bit": ddp_16_bits,
+    "ddp-powersgd": powersgd,
+    "zero1": zero1,
+    "fsdp": fsdp,
+}
