@@ -13,6 +13,7 @@
 """
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,8 @@ def worker(out: Path) -> None:
     from torch import nn
 
     from hasten.parallel import World
-    from hasten.parallel.ddp import average
+    from hasten.parallel.averaging import Averaging
+    from hasten.parallel.meeting import Meeting
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -51,13 +54,15 @@ def worker(out: Path) -> None:
     torch.manual_seed(0)
     layers = [part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     model = nn.Sequential(*layers)
+    alone = copy.deepcopy(model)
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(BATCH, WIDTH)
     found: dict[str, Any] = {"shapes": [list(p.shape) for p in model.parameters()]}
-    found["all_reduce"] = {size: median(lambda size=size: dist.all_reduce(torch.ones(size // 4))) for size in SIZES}
+    tensors = {size: torch.zeros(size // 4) for size in SIZES}
+    found["all_reduce"] = {size: median(partial(dist.all_reduce, tensor)) for size, tensor in tensors.items()}
 
-    phases: list[list[float]] = []
+    phases = []
     with wrapped.no_sync():
         for _ in range(STEPS):
             dist.barrier()  # all compute at the same time
@@ -72,8 +77,17 @@ def worker(out: Path) -> None:
             phases.append([b - a for a, b in pairwise(at)])
     found["phases"] = [statistics.median(phase) for phase in zip(*phases[5:], strict=True)]
 
-    gradients = [torch.ones_like(p) for p in model.parameters()]
-    found["exchange"] = median(lambda: average(gradients, world))
+    averaging = Averaging(Meeting(world))  # as `hasten run --devices` has it
+    averaging.add(alone.parameters())
+    times = []
+    for number in range(STEPS):
+        averaging.begins()
+        alone(x).square().mean().backward()
+        dist.barrier()
+        begun = time.perf_counter()
+        averaging.ends(number, BATCH)
+        times.append(time.perf_counter() - begun)
+    found["exchange"] = statistics.median(times[5:])
 
     def step() -> None:
         wrapped(x).square().mean().backward()

@@ -20,6 +20,7 @@ from hasten.planner.overlap import (
 )
 
 _POWERSGD_RANK = 2  # DDPStrategy's default
+_MEETING = 88  # bytes of hasten.parallel.meeting's message
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,14 @@ class Cost:
 
 
 def after_backward(job: Job, ranks: int, network: Network) -> Cost:
-    """`hasten run --devices`: whole gradients, sent when the backward is over."""
+    """`hasten run --devices`: whole gradients, sent when a backward is over, behind a message in which ranks meet.
+
+    Accumulated gradients are sent after each backward, not once a step.
+    """
     sizes = _sums(job, RUN_BUCKET, RUN_BUCKET)
-    exchange = sum(all_reduce(size, ranks, network) for size in sizes)
+    exchange = job.batches * sum(all_reduce(size, ranks, network) for size in (_MEETING, *sizes))
     held = job.parameters + job.gradients + job.states + round(max(sizes))
-    return Cost(job.step + exchange, exchange, exchange, ring_bytes(job.gradients, ranks), held)
+    return Cost(job.step + exchange, exchange, exchange, job.batches * ring_bytes(job.gradients, ranks), held)
 
 
 def ddp(job: Job, ranks: int, network: Network) -> Cost:
