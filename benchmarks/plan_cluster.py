@@ -2,12 +2,14 @@
 
     python benchmarks/plan_cluster.py [--rounds 3] [--json FILE]
 
-1. On this machine, with 1, 2 and 4 processes of one thread over the loopback: latency and bandwidth are fitted to
-   all-reduces of several sizes by themselves; phases are measured with all processes computing and nothing sent, so
-   that cores which they share count as they are. From these two the planner says how long the exchange behind a
-   backward takes (`run`), and a step of DistributedDataParallel. Both are then measured. A loopback has no network
-   card: messages are copied by the cores that compute, so a step of DDP is also held against messages that travel
-   beside nothing. The whole is done `--rounds` times; errors are medians. Takes about half a minute a round.
+1. On this machine, with 1, 2 and 4 processes of one thread over the loopback. In turn, in the same processes:
+   all-reduces of several sizes, to which latency and bandwidth are fitted; a step's phases under
+   DistributedDataParallel with all processes computing, each in a group of its own, so that cores which they share and
+   what DDP does beside sending count as they are; an all-reduce of the gradients' bytes; their exchange as `hasten run
+   --devices` does it, packing included, which the planner does not count; a step of DDP that sends. Of each the lower
+   quartile is taken, since others disturb. The planner has the first two, and says the others. A loopback has no
+   network card: messages are copied by the cores that compute, so a step is also held against messages that travel
+   beside nothing. Errors are medians of the rounds, a minute each. On a machine where others work too they say nothing.
 2. Against tables of others, each with its source below. The step on one device (of torchtitan: on 8) is theirs; so only
    what more devices add is predicted. What they do not say, and we had to take, stands beside each.
 """
@@ -21,19 +23,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hasten.planner.collectives import Network, ring_bytes
+from hasten.planner.collectives import Network, all_reduce, ring_bytes
 from hasten.planner.job import Job
 from hasten.planner.strategies import after_backward, ddp, fsdp
 
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 WIDTH, DEPTH, BATCH = 640, 8, 64  # 13 MB of gradients
-REPEATS, STEPS = 15, 20
+REPEATS = 15
 
 # -- one process of several ------------------------------------------------------------------------------------------
 
@@ -57,61 +60,63 @@ def worker(out: Path) -> None:
     alone = copy.deepcopy(model)
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters())
+    groups = [dist.new_group([rank]) for rank in range(world.size)]
+    by_itself = nn.parallel.DistributedDataParallel(
+        copy.deepcopy(model), process_group=groups[world.rank], gradient_as_bucket_view=True
+    )
+    its_optimizer = torch.optim.AdamW(by_itself.parameters())
     x = torch.randn(BATCH, WIDTH)
-    found: dict[str, Any] = {"shapes": [list(p.shape) for p in model.parameters()]}
     tensors = {size: torch.zeros(size // 4) for size in SIZES}
-    found["all_reduce"] = {size: median(partial(dist.all_reduce, tensor)) for size, tensor in tensors.items()}
-
-    phases = []
-    with wrapped.no_sync():
-        for _ in range(STEPS):
-            dist.barrier()  # all compute at the same time
-            at = [time.perf_counter()]
-            loss = wrapped(x).square().mean()
-            at.append(time.perf_counter())
-            loss.backward()
-            at.append(time.perf_counter())
-            optimizer.step()
-            at.append(time.perf_counter())
-            optimizer.zero_grad()
-            phases.append([b - a for a, b in pairwise(at)])
-    found["phases"] = [statistics.median(phase) for phase in zip(*phases[5:], strict=True)]
-
+    gradients = [torch.zeros(sum(p.numel() for p in model.parameters()))]
     averaging = Averaging(Meeting(world))  # as `hasten run --devices` has it
     averaging.add(alone.parameters())
-    times = []
-    for number in range(STEPS):
-        averaging.begins()
-        alone(x).square().mean().backward()
-        dist.barrier()
-        begun = time.perf_counter()
-        averaging.ends(number, BATCH)
-        times.append(time.perf_counter() - begun)
-    found["exchange"] = statistics.median(times[5:])
+
+    def begun() -> float:
+        dist.barrier()  # all begin at the same time
+        return time.perf_counter()
+
+    def seconds(call: Callable[[], object]) -> float:
+        start = begun()
+        call()
+        return time.perf_counter() - start
+
+    def phases() -> None:
+        at = [begun()]
+        loss = by_itself(x).square().mean()
+        at.append(time.perf_counter())
+        loss.backward()
+        at.append(time.perf_counter())
+        its_optimizer.step()
+        at.append(time.perf_counter())
+        for name, length in zip(("forward", "backward", "optimizer"), (b - a for a, b in pairwise(at)), strict=True):
+            times[name].append(length)
+        its_optimizer.zero_grad()
 
     def step() -> None:
         wrapped(x).square().mean().backward()
         optimizer.step()
-        optimizer.zero_grad()
 
-    found["ddp"] = median(step)
+    def exchange(number: int) -> float:
+        averaging.begins()
+        alone(x).square().mean().backward()
+        return seconds(lambda: averaging.ends(number, BATCH))
+
+    times: dict[str, list[float]] = defaultdict(list)
+    for number in range(REPEATS + 2):  # all in turn, so that what else the machine does disturbs each of them
+        if number == 2:  # behind the warm-up
+            times.clear()
+        for size, tensor in tensors.items():
+            times[f"all_reduce {size}"].append(seconds(partial(dist.all_reduce, tensor)))
+        phases()
+        times["messages"].append(seconds(partial(dist.all_reduce, gradients[0])))
+        times["exchange"].append(exchange(number))
+        times["step"].append(seconds(step))
+        optimizer.zero_grad()
     if world.rank == 0:
-        out.write_text(json.dumps(found))
+        found = {name: statistics.quantiles(every, n=4)[0] for name, every in times.items()}
+        out.write_text(json.dumps({"shapes": [list(p.shape) for p in model.parameters()], **found}))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def median(call: Callable[[], object]) -> float:
-    """Return the median seconds of a call that all ranks begin together."""
-    import torch.distributed as dist
-
-    seconds = []
-    for _ in range(REPEATS + 3):
-        dist.barrier()
-        begun = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds[3:])
 
 
 # -- gloo -------------------------------------------------------------------------------------------------------------
@@ -127,9 +132,9 @@ def measure(ranks: int) -> dict[str, Any]:
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-def fitted(times: dict[str, float], ranks: int) -> Network:
+def fitted(found: dict[str, Any], ranks: int) -> Network:
     """Return the ring's latency and bandwidth by least squares of relative errors."""
-    rows = [(1 / seconds, int(size) / seconds) for size, seconds in times.items()]
+    rows = [(1 / found[f"all_reduce {size}"], size / found[f"all_reduce {size}"]) for size in SIZES]
     aa, ab, bb = sum(a * a for a, _ in rows), sum(a * b for a, b in rows), sum(b * b for _, b in rows)
     a1, b1 = sum(a for a, _ in rows), sum(b for _, b in rows)
     fixed = max(0.0, (a1 * bb - b1 * ab) / (aa * bb - ab * ab))
@@ -139,13 +144,12 @@ def fitted(times: dict[str, float], ranks: int) -> Network:
 
 def job_of(found: dict[str, Any]) -> Job:
     """Return the job of phases and shapes that were measured."""
-    forward, backward, optimizer = found["phases"]
     shapes = tuple(map(tuple, found["shapes"]))
     held = 4 * (DEPTH * (WIDTH * WIDTH + WIDTH))
-    times = {"data": 0.0, "transfer": 0.0, "forward": forward, "backward": backward, "other": 0.0}
+    times = {"data": 0.0, "transfer": 0.0, "forward": found["forward"], "backward": found["backward"], "other": 0.0}
     return Job(
         **times,
-        optimizer=optimizer,
+        optimizer=found["optimizer"],
         batches=1,
         parameters=held,
         gradients=held,
@@ -164,19 +168,20 @@ def on_gloo() -> list[dict[str, Any]]:
         found = measure(ranks)
         job = job_of(found)
         if ranks == 1:
-            rows.append({"ranks": 1, "what": "step", "predicted": job.step, "measured": found["ddp"]})
+            rows.append({"ranks": 1, "what": "step", "predicted": job.step, "measured": found["step"]})
             continue
-        network = fitted(found["all_reduce"], ranks)
+        network = fitted(found, ranks)
         of_two = of_two or network
         print(f"{ranks} processes: {network.bandwidth / 1e9:.2f} GB/s, {network.latency * 1e6:.0f} us a message")
+        sent = all_reduce(job.gradients, ranks, network)
         predicted = {
-            "exchange": (after_backward(job, ranks, network).exchange, found["exchange"]),
-            "ddp, beside the backward": (ddp(job, ranks, network).step, found["ddp"]),
-            "ddp, beside nothing": (job.step + ddp(job, ranks, network).exchange, found["ddp"]),
+            "messages": (sent, found["messages"]),
+            "messages and packing (run)": (after_backward(job, ranks, network).exchange, found["exchange"]),
+            "step (ddp)": (ddp(job, ranks, network).step, found["step"]),
+            "step, if nothing overlaps": (job.step + ddp(job, ranks, network).exchange, found["step"]),
         }
         if ranks == 4:
-            told = after_backward(job, ranks, of_two).exchange
-            predicted["exchange, by the network of 2"] = (told, found["exchange"])
+            predicted["messages, by the network of 2"] = (all_reduce(job.gradients, 4, of_two), found["messages"])
         rows += [{"ranks": ranks, "what": name, "predicted": p, "measured": m} for name, (p, m) in predicted.items()]
     return rows
 
