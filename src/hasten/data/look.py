@@ -98,6 +98,10 @@ class Look:
         self._spent += self._whole_took
         return found
 
+    def parts(self) -> tuple[list[Node], list[Stamp]]:
+        """Return all that was looked at: objects with how to read their parts, and arrays, tensors and generators."""
+        return [*self._quick, *self._rest], self._stamps
+
     def reached(self) -> list[Any]:
         """Return every object that was met: instances, classes, functions."""
         return list(self._alive.values())

@@ -267,7 +267,7 @@ class Parts:
             self._waiting.setdefault(key, []).append((name, part))
 
     def _reach(self, names: Iterable[str]) -> None:
-        for name in names:
+        for name in sorted(names):  # in an order that hashes of strings do not change from process to process
             if name not in self.names:
                 self.names.add(name)
                 self._queue.extend(self._waiting.pop(name, ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import hashlib
 import random
 import sys
 import zlib
@@ -33,6 +34,24 @@ class Stamp:
         self._was = head(thing), body(thing)
         self._memory = Stamp.memory_of(thing)
         self._rows: Any = None
+
+    @property
+    def thing(self) -> Any:
+        """The array, tensor or generator itself."""
+        return self._thing
+
+    def told(self) -> bytes:
+        """Return a digest of its contents that is the same in every process."""
+        held = _rows_of(self._thing) if not isinstance(self._thing, bytearray | array.array) else None
+        if held is None and Stamp.memory_of(self._thing) is not None:
+            held = _bits_of(self._thing)
+        if held is None:
+            return repr(self._body(self._thing)).encode()
+        import numpy
+
+        shape = (str(getattr(self._thing, "dtype", "")), tuple(self._thing.shape), _order(self._thing))
+        content = numpy.ascontiguousarray(held).reshape(-1).view(numpy.uint8)
+        return repr(shape).encode() + hashlib.blake2b(content.data, digest_size=20).digest()
 
     def keep_rows(self) -> bool:
         """Keep a copy of an array or tensor of many rows, so that single rows can be looked at; False if it is none."""
@@ -107,6 +126,18 @@ def _rows_of(thing: Any) -> Any:
     return None if thing.is_conj() or thing.is_neg() else thing.detach().numpy()
 
 
+def _bits_of(tensor: Any) -> Any:
+    """Return a tensor's bytes as an array: of types that NumPy lacks, of conjugated views."""
+    import torch
+
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _order(thing: Any) -> tuple[int, ...]:
+    """Return strides: they decide which kernels compute."""
+    return tuple(thing.stride()) if hasattr(thing, "stride") else tuple(thing.strides)
+
+
 def _of_numpy(numpy: Any, name: str, value: Any) -> Stamp | str | None:
     if isinstance(value, numpy.random.Generator):
         return Stamp(name, value, type, lambda held: repr(held.bit_generator.state), 1000)
@@ -127,10 +158,7 @@ def _tensor_head(tensor: Any) -> Any:
 
 
 def _tensor_body(tensor: Any) -> int:
-    import torch
-
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return weigh(plain.reshape(-1).view(torch.uint8).numpy())
+    return weigh(_bits_of(tensor))
 
 
 def _array_head(held: Any) -> Any:

@@ -18,7 +18,7 @@ TRUSTED = frozenset(sys.stdlib_module_names - {"__main__"}) | {
 }
 
 
-_ALWAYS = ("torch", "numpy", "hasten")  # trusted wherever they lie: people build them in a folder of their own
+ALWAYS = ("torch", "numpy", "hasten")  # trusted wherever they lie: people build them in a folder of their own
 
 
 def words(text: str) -> frozenset[str]:
@@ -51,19 +51,19 @@ def is_trusted(thing: Any) -> bool:
     if not isinstance(name, str):
         return True
     top = name.partition(".")[0]
-    return top in _ALWAYS or (top in TRUSTED and _is_installed(top))
+    return top in ALWAYS or (top in TRUSTED and is_installed(top))
 
 
-def _is_installed(top: str) -> bool:
+def is_installed(top: str) -> bool:
     """Whether the module of a library's name is that library: a folder `datasets` beside train.py is the script's."""
     module = sys.modules.get(top)
     file = getattr(module, "__file__", None)
     places = [file] if isinstance(file, str) else list(getattr(module, "__path__", ()))
-    return all(_among_libraries(str(place)) for place in places)
+    return all(lies_among_libraries(str(place)) for place in places)
 
 
 @functools.cache
-def _among_libraries(path: str) -> bool:
+def lies_among_libraries(path: str) -> bool:
     parts = Path(path).parts
     if "site-packages" in parts or "dist-packages" in parts:
         return True

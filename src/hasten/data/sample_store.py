@@ -96,7 +96,7 @@ class SampleStore:
     def get(self, key: Hashable) -> Any:
         """The sample of a key, as a fresh copy; `SampleStore.MISSING` when it is not there."""
         try:
-            digest = _digest(key)
+            digest = digest_of(key)
         except Exception:  # whatever a key's pickling raises
             return self.MISSING
         for slot in self._search(digest):
@@ -111,7 +111,7 @@ class SampleStore:
     def put(self, key: Hashable, sample: Any) -> bool:
         """Keep a sample; False when there is no room, or when it cannot be pickled."""
         try:
-            digest, payload = _digest(key), pack(sample)
+            digest, payload = digest_of(key), pack(sample)
         except Exception:  # whatever a sample's pickling raises: it is then one that is not kept
             return False
         with self._lock:
@@ -192,8 +192,8 @@ def pack(sample: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _digest(key: Hashable) -> bytes:
-    """16 bytes that stand for a key, its type included; never all zero."""
+def digest_of(key: Hashable) -> bytes:
+    """Return 16 bytes that stand for a key, its type included; never all zero."""
     return hashlib.blake2b(pickle.dumps(key, protocol=5), digest_size=15).digest() + b"\1"
 
 

@@ -27,7 +27,7 @@ def __getitem__(self, index):
 ## When the repair is safe
 
 Where a sample draws no random numbers and its files do not change. The technique `sample_cache` checks both, and
-shares the memory among workers.
+shares the memory among workers, or keeps them on a disk where memory is short.
 
 ## Source
 
@@ -44,7 +44,7 @@ from hasten.evidence.figures import percent
 from hasten.evidence.waiting import data_share, faster_loading
 from hasten.evidence.weigh import timed
 from hasten.techniques.base import Refusal, toml_value
-from hasten.techniques.data.sample_cache import FAST, SampleCache
+from hasten.techniques.data.sample_cache import DISK_SPEED, FAST, FROM_DISK, SampleCache
 
 
 class SamplesRecomputed(Rule):
@@ -64,16 +64,19 @@ class SamplesRecomputed(Rule):
             return None
         (setting,) = choices.settings
         asked = loader.probe
-        seconds = asked.sample_seconds if setting == "samples" else asked.loader_seconds
-        size = asked.sample_bytes if setting == "samples" else asked.loader_bytes
+        on_disk = isinstance(setting, dict)
+        whole_samples = (setting["keep"] if isinstance(setting, dict) else setting) == "samples"
+        seconds = asked.sample_seconds if whole_samples else asked.loader_seconds
+        size = asked.sample_bytes if whole_samples else asked.loader_bytes
         whole = max(asked.sample_seconds, seconds)
-        kept = "samples" if setting == "samples" else f"what `{asked.loader_function}` gives"
+        kept = "samples" if whole_samples else f"what `{asked.loader_function}` gives"
+        where, cached = ("on a disk", FROM_DISK + size / DISK_SPEED) if on_disk else ("in memory", FAST)
         return timed(
             cls.name,
             f"the step waits {percent(data_share(evidence))} of its time for samples that are made again in each "
             "epoch, although the same index gave the same sample each time it was asked",
-            f"keep {kept} in memory ({size * (loader.samples or 0) / 2**20:.0f} MiB in all), or store it decoded",
-            faster_loading(evidence, loader, max(0.0, seconds - FAST) / whole),
+            f"keep {kept} {where} ({size * (loader.samples or 0) / 2**20:.0f} MiB in all), or store it decoded",
+            faster_loading(evidence, loader, max(0.0, seconds - cached) / whole),
             HowKnown.ESTIMATED,
             place=loader.where,
             details=("counts from the second epoch on",),

@@ -6,10 +6,11 @@ import os
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from hasten.data import SampleStore
 from hasten.data.carried import why_not_carried
+from hasten.data.disk_store import DiskStore
 from hasten.data.look import Look, ambient, random_states
 from hasten.data.opened import changed_file, hear_again, opened
 from hasten.data.repeats import why_not_repeated
@@ -25,6 +26,19 @@ class Stale(Exception):  # noqa: N818 - no error: it says that a batch is to be 
     """Something kept is not, or may not be, what would be made now."""
 
 
+class Store(Protocol):
+    """Where samples lie: `SampleStore` in memory, `DiskStore` on disk."""
+
+    spoilt: bool
+    paused: bool
+
+    def get(self, key: Any) -> Any:
+        """Return the sample of a key, or `SampleStore.MISSING`."""
+
+    def put(self, key: Any, sample: Any) -> bool:
+        """Keep a sample; False where that cannot be."""
+
+
 class Kept:
     """A store of what a function gives, for as long as that cannot have changed.
 
@@ -34,7 +48,9 @@ class Kept:
         let_go: Told why nothing is kept any more.
     """
 
-    def __init__(self, store: SampleStore, roots: dict[str, Any], let_go: Callable[[str], None]) -> None:
+    _replaces = False  # whether a sample of which a file has changed takes the place of the former one
+
+    def __init__(self, store: Store, roots: dict[str, Any], let_go: Callable[[str], None]) -> None:
         self._store = store
         self._roots = roots
         self._let_go = let_go
@@ -56,6 +72,10 @@ class Kept:
     @paused.setter
     def paused(self, paused: bool) -> None:
         self._store.paused = paused
+
+    def files(self) -> DiskStore | None:
+        """What a copy in another process may share, if anything."""
+        return None
 
     def end(self, why: str) -> None:
         """Keep nothing from here on."""
@@ -80,9 +100,9 @@ class Kept:
         Raises:
             Stale: Another look at it found that it cannot be kept; `end` was told why.
         """
-        found = self._store.get((self._state, ambient(), key))
+        found = self._store.get(self._named(key))
         if found is _MISSING or changed_file(found[0]):
-            return self._make(key, make, keep=found is _MISSING)
+            return self._make(key, make, keep=found is _MISSING or self._replaces)
         hear_again(found[0])
         self._hits += 1
         if self._hits <= _AUDITED or _lot.random() * _LOT < 1:
@@ -104,6 +124,12 @@ class Kept:
         """A name for the state of things now, which no other process gives to another."""
         return f"{time.time_ns()}-{_lot.getrandbits(64)}-{os.getpid()}"
 
+    def _named(self, key: Any) -> Any:
+        return self._state, ambient(), key
+
+    def _keep(self, key: Any, value: Any) -> None:
+        self._store.put(self._named(key), value)
+
     def _why_not(self) -> str:
         return why_not_repeated(self._look)
 
@@ -124,5 +150,5 @@ class Kept:
         elif why := why_not_carried(sample):
             self.end(f"samples {why}")
         elif keep and heard.settled():
-            self._store.put((self._state, ambient(), key), (heard.files, sample))
+            self._keep(key, (heard.files, sample))
         return sample

@@ -1,27 +1,34 @@
-"""Samples read and decoded once, then taken from memory."""
+"""Samples read and decoded once, then taken from memory, or from a disk."""
 
 from __future__ import annotations
 
 import functools
 import operator
+import os
 import weakref
 from typing import Any
 
 from hasten import messages
 from hasten.data import SampleStore
+from hasten.data.disk_folder import SampleFolder, room_on_disk
+from hasten.data.disk_store import DiskStore
 from hasten.data.sample_store import room
+from hasten.errors import HastenError
 from hasten.evidence import Evidence, LoaderFacts, Phase, Probe
 from hasten.evidence.figures import percent
+from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.data.batched_fetch import holds_rows
 from hasten.techniques.data.kept import Kept, Stale
+from hasten.techniques.data.kept_on_disk import KeptOnDisk
 
 FAST = 20e-6  # seconds: what the cache itself takes per sample
+FROM_DISK, DISK_SPEED = 100e-6, 400e6  # seconds and bytes a second that a modest disk takes for one
 _LOADER_FUNCTION = "loader"  # where torchvision's DatasetFolder and its many imitations keep it
 
 
 class SampleCache(Technique):
-    """Keep decoded samples in memory that all worker processes share.
+    """Keep decoded samples in memory that all worker processes share, or on disk.
 
     Setting "samples" keeps what `dataset[i]` gives, where the same index was seen to give the same sample.
     Setting "decoded" keeps what the dataset's `loader(path)` gives (ImageFolder's idiom) and leaves the random
@@ -32,6 +39,11 @@ class SampleCache(Technique):
     cannot be looked into, and samples that draw random numbers, change something, or are read where Python does not
     hear of it. One in 200 samples, by lot, is made again and compared; should one differ, that batch is made without
     the cache, and so are all later ones.
+
+    A table keeps them on disk, `{keep = "decoded", where = "disk"}`: where memory is short, for workers that are not
+    forked, ranks and later runs, under a name for all that they are made of (dataset, code, transforms, libraries). The
+    folder (`cache_dir`; by default this user's on the fastest local disk) has a bound (`cache_size` bytes; by default a
+    quarter of what is free), and what no training uses goes first. Each process compares its first 16 samples of it.
     """
 
     name = "sample_cache"
@@ -39,13 +51,40 @@ class SampleCache(Technique):
     relieves = Resource.DATA
     sources = ("Falcon, tip 1", "Lin, tip 1", "Lin, tip 3")
     values = ("decoded", "samples")
+    example = '{keep = "decoded", where = "disk"}'
     acts_on = "a map-style dataset"
     liveness = Liveness.PASS
 
     def __init__(self, setting: Any) -> None:
         super().__init__(setting)
+        table = setting if isinstance(setting, dict) else {"keep": setting}
+        self.keep = table["keep"]
+        self.on_disk = table.get("where") == "disk"
+        self._pid = os.getpid()
+        self._cache_dir, self._cache_size = table.get("cache_dir"), table.get("cache_size")
         # id of a dataset -> what is kept of it; that holds the dataset, and is held by its loaders
         self._kept: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def check(cls, setting: Setting) -> str:
+        """A word, or a table with `keep` and where it is kept."""
+        if not isinstance(setting, dict):
+            return super().check(setting)
+        known = ("keep", "where", "cache_dir", "cache_size")
+        if unknown := [key for key in setting if key not in known]:
+            return f"has no option {unknown[0]!r}; it has {', '.join(known)}"
+        if setting.get("keep") not in cls.values:
+            return 'needs keep = "decoded" or "samples"'
+        if setting.get("where", "memory") not in ("memory", "disk"):
+            return 'where must be "memory" or "disk"'
+        if setting.get("where") != "disk" and (extra := [key for key in known[2:] if key in setting]):
+            return f'{extra[0]} goes with where = "disk"'
+        if not isinstance(setting.get("cache_dir", "x"), str) or not setting.get("cache_dir", "x"):
+            return "cache_dir must be the name of a folder"
+        size = setting.get("cache_size", 1)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            return "cache_size must be a whole number of bytes"
+        return ""
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -60,7 +99,10 @@ class SampleCache(Technique):
                 f"the dataset could not be asked twice: {loader.probe.failed if loader.probe else 'no probe'}"
             )
         if loader.start_method != "fork" and loader.num_workers:
-            return Refusal(f"workers are started by {loader.start_method}, which shares no memory with them")
+            return Refusal(
+                f"workers are started by {loader.start_method}, which shares no memory with them; "
+                'sample_cache = {keep = "samples", where = "disk"} in a plan keeps samples for them'
+            )
         if evidence.share(Phase.DATA) < 0.02:
             return Refusal(f"the step waits {percent(evidence.share(Phase.DATA))} of its time for data")
         return cls._choose(evidence, loader, loader.probe)
@@ -78,9 +120,17 @@ class SampleCache(Technique):
             return Refusal("not every loader's dataset gives the same sample for the same index")
         if seconds < FAST:
             return Refusal(f"a sample takes {seconds * 1e6:.0f} us, no more than the cache itself")
-        if (need := size * (loader.samples or 0)) > room():
-            return Refusal(f"{need / 2**30:.1f} GiB of samples do not fit in half the free memory")
-        return Choices((setting,), f"reading a sample takes {seconds * 1e6:.0f} us and gives the same each time")
+        why = f"making a sample takes {seconds * 1e6:.0f} us and gives the same each time"
+        if (need := size * (loader.samples or 0)) <= room():
+            return Choices((setting,), why)
+        short = f"{need / 2**30:.1f} GiB of samples do not fit in half the free memory"
+        if need > (most := room_on_disk()):
+            return Refusal(f"{short}, nor in the {most / 2**30:.1f} GiB that the fastest disk has for them")
+        if seconds < 2 * (FROM_DISK + size / DISK_SPEED):
+            return Refusal(
+                f"{short}, and to read one of {size / 2**10:.0f} KiB from a disk may take as long as to make it"
+            )
+        return Choices(({"keep": setting, "where": "disk"},), f"{why}; {short}")
 
     def loader_options(self, options: dict[str, Any]) -> None:
         """Make the store before any worker is forked; put it in front of the loader function."""
@@ -89,14 +139,13 @@ class SampleCache(Technique):
         dataset = options["dataset"]
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             return
-        if self.setting == "samples":
+        if self.keep == "samples":
             return  # see `loader`
         inner = with_loader_function(dataset)
         if inner is None or isinstance(inner.loader, CachedFunction):
             return
-        store = SampleStore(len(inner), room())
-        kept = Kept(store, {"loader": inner.loader}, self._let_go)
-        if not kept.is_over():
+        kept = self._keeping(len(inner), {"loader": inner.loader})
+        if kept is not None and not kept.is_over():
             inner.loader = CachedFunction(inner.loader, kept)
             self._kept[id(inner)] = kept
             kept.paused = not self.active
@@ -107,7 +156,7 @@ class SampleCache(Technique):
         from torch.utils.data import IterableDataset
 
         dataset = loader.dataset
-        if self.setting != "samples" or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        if self.keep != "samples" or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             return
         if loader.batch_sampler is None:
             return
@@ -118,7 +167,9 @@ class SampleCache(Technique):
             return
         kept = self._kept.get(id(dataset))
         if kept is None:
-            kept = Kept(SampleStore(len(dataset), room()), {"dataset": dataset}, self._let_go)
+            kept = self._keeping(len(dataset), {"dataset": dataset})
+            if kept is None:
+                return
             self._kept[id(dataset)] = kept
             if not kept.is_over():
                 self.did("dataset")
@@ -129,13 +180,41 @@ class SampleCache(Technique):
         """Take samples from the store."""
         from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-        if self.setting != "samples" or type(fetcher) is not _MapDatasetFetcher or not fetcher.auto_collation:
+        if self.keep != "samples" or type(fetcher) is not _MapDatasetFetcher or not fetcher.auto_collation:
             return fetcher
         kept = self._kept.get(id(fetcher.dataset))
+        if kept is None and self.on_disk:
+            kept = self._in_worker(fetcher.dataset)
         if kept is None or kept.is_over():
             return fetcher
         kept.look(whole=True)
         return fetcher if kept.is_over() else _CachedFetcher(fetcher, kept)
+
+    def _keeping(self, samples: int, roots: dict[str, Any]) -> Kept | None:
+        """What keeps so many samples; None where the disk's folder cannot be used."""
+        if not self.on_disk:
+            return Kept(SampleStore(samples, room()), roots, self._let_go)
+        try:
+            files = DiskStore(samples, SampleFolder(self._cache_dir, self._cache_size))
+        except HastenError as error:
+            self._let_go(error.message)
+            return None
+        return KeptOnDisk(files, roots, self._let_go)
+
+    def _in_worker(self, dataset: Any) -> Kept | None:
+        """What a worker that was not forked takes samples from: no loader was built in its process."""
+        from torch.utils.data import get_worker_info
+
+        if get_worker_info() is None or self._pid != os.getpid() or holds_rows(dataset) or _fetches_of_its_own(dataset):
+            return None
+        kept = self._keeping(len(dataset), {"dataset": dataset})
+        if kept is not None:
+            self._kept[id(dataset)] = kept
+            kept.paused = not self.active
+        return kept
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.setting,)  # in another process no loader is built yet
 
     def on(self) -> None:
         """Take samples from the stores, with what they hold from before."""
@@ -217,12 +296,23 @@ class CachedFunction:
         return self.function(*args)
 
     def __reduce__(self) -> Any:
-        # A copy in a process that was not forked has no store to share: it gets the plain function.
-        return _plain, (self.function,)
+        # A copy in a process that was not forked has no store to share, unless that is on disk: the plain function.
+        files = self._kept.files()
+        return (_plain, (self.function,)) if files is None else (_again, (self.function, files))
 
 
 def _plain(function: Any) -> Any:
     return function
+
+
+def _again(function: Any, files: DiskStore) -> Any:
+    """A copy's function, in front of the same files."""
+    kept = KeptOnDisk(files, {"loader": function}, _tell)
+    return function if kept.is_over() else CachedFunction(function, kept)
+
+
+def _tell(why: str) -> None:
+    messages.tell(f"hasten: sample_cache: {why}; this copy of the dataset is read without the cache.")
 
 
 def with_loader_function(dataset: Any) -> Any:

@@ -1,0 +1,219 @@
+"""The folder on a disk in which kept samples lie: which disk, how many bytes, and which file goes first."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from hasten.errors import HastenError
+
+HEAD = struct.Struct("<8sQQQB")  # mark, slots of the table, next free byte, bytes granted, spoilt
+MARK = b"hasten1s"
+NEXT_AT, GRANTED_AT, SPOILT_AT = 16, 24, 32
+SUFFIX = ".samples"
+_LOCK = ".hasten-samples-lock"
+_OURS = re.compile(r"[0-9a-f]{40}-[0-9a-f]+\.samples")  # a folder that a person names may hold others
+_CHUNK = 16 << 20  # bytes granted to a file at a time
+_MARGIN = 256 << 20  # bytes of the disk that are left to others
+_SHARE = 4  # by default, a quarter of what is free
+_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+_OVER_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs"}
+
+_held: set[int] = set()  # descriptors whose lock a thread holds now
+_hooked = False
+
+
+class SampleFolder:
+    """A folder of bounded size in which several processes keep samples, a file for each state of a dataset.
+
+    Args:
+        folder: Where files lie; made if it is missing. None: a folder of this user on the fastest local disk.
+        limit: Bytes of all files together. None: a quarter of what is free, what lies there already included.
+
+    Raises:
+        HastenError: There is no disk, or the folder belongs to somebody else or cannot be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None, limit: int | None = None) -> None:
+        self.path = Path(folder) if folder is not None else _own_folder()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._check_owner()
+            with self.locked():
+                pass
+        except OSError as error:
+            raise HastenError(
+                f"samples cannot be kept in {self.path}: {error.strerror or error}", "name another cache_dir"
+            ) from None
+        self.limit = limit if limit is not None else (shutil.disk_usage(self.path).free + self.taken()) // _SHARE
+
+    def _check_owner(self) -> None:
+        """Raise where another user could put samples into the folder, which would then be unpickled."""
+        found = self.path.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(errno.EPERM, "it is not this user's own, or others may write to it")
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder's lock, which excludes other processes and other threads; the kernel frees a killed one's."""
+        global _hooked
+        if not _hooked:
+            # A process that another thread forks meanwhile inherits the descriptor, and with it the lock.
+            os.register_at_fork(after_in_child=_forget_locks)
+            _hooked = True
+        fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _held.add(fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            _held.discard(fd)
+            os.close(fd)
+
+    def taken(self) -> int:
+        """Return the bytes granted to all files."""
+        return sum(granted for _, granted, _ in self._files())
+
+    def grant(self, fd: int, end: int) -> bool:
+        """Let a file grow to `end` bytes; the caller holds the lock. Files that nobody uses go where that is too much.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        (granted,) = struct.unpack("<Q", os.pread(fd, 8, GRANTED_AT))
+        if end <= granted:
+            return True
+        own = os.fstat(fd).st_ino
+        others = sum(size for path, size, inode in self._files() if inode != own)
+        wanted = min(max(end, granted + _CHUNK), self.limit - others)
+        if wanted < end:
+            others -= self._evict(end + others - self.limit, own)
+            wanted = min(max(end, granted + _CHUNK), self.limit - others)
+        if wanted < end:
+            return False
+        disk = os.fstatvfs(fd)
+        if disk.f_bavail * disk.f_frsize < wanted - granted + _MARGIN:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.pwrite(fd, struct.pack("<Q", wanted), GRANTED_AT)
+        return True
+
+    def _evict(self, bytes_over: int, own: int) -> int:
+        """Remove files that no process has open, what was opened longest ago first; return how many bytes they had."""
+        removed = 0
+        for path, size, inode in sorted(self._files(), key=lambda file: _opened_at(file[0])):
+            if removed >= bytes_over:
+                break
+            if inode == own:
+                continue
+            with contextlib.suppress(OSError), _descriptor(path) as fd:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where a process uses it
+                path.unlink()
+                removed += size
+        return removed
+
+    def _files(self) -> list[tuple[Path, int, int]]:
+        """Return path, granted bytes and inode of each file of samples."""
+        found = []
+        for path in self.path.glob(f"*{SUFFIX}"):
+            if not _OURS.fullmatch(path.name):
+                continue
+            with contextlib.suppress(OSError), _descriptor(path) as fd:
+                head = os.pread(fd, HEAD.size, 0).ljust(HEAD.size, b"\0")
+                mark, _, _, granted, _ = HEAD.unpack(head)
+                if mark == MARK:
+                    found.append((path, granted, os.fstat(fd).st_ino))
+        return found
+
+
+@contextlib.contextmanager
+def _descriptor(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _opened_at(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # removed by hand meanwhile
+        return 0
+
+
+def _forget_locks() -> None:
+    for fd in _held:
+        with contextlib.suppress(OSError):
+            os.close(fd)  # the parent's own keeps its lock
+    _held.clear()
+
+
+def room_on_disk() -> int:
+    """Return the bytes that a folder has for samples unless somebody names another one; 0 where no disk has room."""
+    try:
+        folder = _own_folder()
+    except HastenError:
+        return 0
+    return shutil.disk_usage(folder.parent).free // _SHARE
+
+
+def _own_folder() -> Path:
+    """Return this user's folder on the fastest disk: solid state, then what the kernel does not tell, then the rest.
+
+    The kernel's own description decides, not a timing: that would measure what else the disk does at the moment.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    places = [os.environ.get("SLURM_TMPDIR"), os.environ.get("TMPDIR"), tempfile.gettempdir(), "/var/tmp", home]
+    ranked = []
+    for order, place in enumerate(dict.fromkeys(str(place) for place in places if place)):
+        there = next(path for path in (Path(place), *Path(place).absolute().parents) if path.is_dir())
+        if not os.access(there, os.W_OK):
+            continue
+        rank = _rank(there)
+        free = shutil.disk_usage(there).free
+        if rank is not None and free > 2 * _MARGIN:
+            ranked.append((rank, order, Path(place)))
+    if not ranked:
+        raise HastenError(
+            "no local disk has room for samples: temporary and cache folders lie in memory or are full",
+            "name a cache_dir",
+        )
+    return min(ranked)[2] / f"hasten-samples-{os.geteuid()}"
+
+
+def kind_of_disk(path: Path) -> tuple[str, bool | None]:
+    """Return a folder's file system, as the kernel names it, and whether its disk turns; None where it is not told."""
+    device = path.stat().st_dev
+    name, kind = f"{os.major(device)}:{os.minor(device)}", ""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
+            fields, _, rest = line.partition(" - ")
+            if fields.split()[2] == name:
+                kind = rest.split()[0]
+    for queue in (f"/sys/dev/block/{name}/queue", f"/sys/dev/block/{name}/../queue"):  # a partition has its disk's
+        with contextlib.suppress(OSError):
+            return kind, Path(queue, "rotational").read_text().strip() == "1"
+    return kind, None
+
+
+def _rank(path: Path) -> int | None:
+    kind, turns = kind_of_disk(path)
+    if kind in _IN_MEMORY:
+        return None
+    if over_network(kind):
+        return 3
+    return {False: 0, None: 1, True: 2}[turns]
+
+
+def over_network(kind: str) -> bool:
+    """Whether a file system of this name is another machine's, which other hosts may have mounted, too."""
+    return kind in _OVER_NETWORK or kind.startswith("fuse.")
