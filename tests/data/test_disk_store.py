@@ -232,7 +232,7 @@ FULL = """
     store.open("a" * 40)
     truth = {key: random.Random(key).randbytes(100_000) for key in range(100)}
     kept = [key for key, value in truth.items() if store.put(key, value)]
-    assert 10 < len(kept) < 40, kept
+    assert 10 < len(kept) < 45, kept
     assert all(store.get(key) == truth[key] for key in kept)
     assert all(store.get(key) is SampleStore.MISSING for key in truth if key not in kept)
     print("full", os.statvfs("disk").f_bavail)

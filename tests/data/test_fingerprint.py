@@ -164,7 +164,7 @@ def test_what_cannot_be_told_in_another_process_has_no_name(monkeypatch: pytest.
     with pytest.raises(Unnamed, match="a set of objects, which has no order"):
         name_of(data)
     deep: list[Any] = []
-    for _ in range(100_000):
+    for _ in range(3000):
         deep = [deep, Step]
     data = Data()
     data.options["deep"] = deep

@@ -34,7 +34,8 @@ IMAGES = """
 
     log = os.open("reads", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     def hear(event, args):
-        if event == "open" and str(args[0]).endswith(".png") and args[1] == "rb": os.write(log, b"x\\n")
+        reads = event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR)
+        if reads and str(args[0]).endswith(".png"): os.write(log, b"x\\n")
 
     def pil_loader(path):
         with open(path, "rb") as file:
@@ -180,7 +181,7 @@ CHANGES = {
 def test_what_changes_between_epochs_changes_the_samples(run: Run, what: str, workers: int) -> None:
     """In the first run and in the next, which meets the states of the first again."""
     script = f"""{BEGIN}
-    factor = 1
+    factor, before = 1, Path("images/05.png").read_bytes()
     class Scaled(Images):
         def __getitem__(self, index):
             x, y = super().__getitem__(index)
@@ -190,7 +191,7 @@ def test_what_changes_between_epochs_changes_the_samples(run: Run, what: str, wo
         global factor
         {CHANGES[what]}
     fit(DataLoader(data, 4, num_workers=WORKERS), between=between)
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (6, 6, 3), dtype=np.uint8)).save("images/05.png")
+    Path("images/05.png").write_bytes(before)
     """
     plain, _ = run(script, workers=workers)
     for _ in range(2):
@@ -304,13 +305,25 @@ SPAWNED = """
 """
 
 
-@pytest.mark.parametrize(
-    "keep",
-    [
-        "samples",
-        pytest.param("decoded", marks=pytest.mark.slow),  # three more trainings whose workers import torch: 20 s
-    ],
-)
+def test_a_copy_of_the_dataset_shares_it(run: Run) -> None:
+    """As one that is sent to a worker that was not forked."""
+    script = f"""{NOT_LOOKED_OVER}{BEGIN}
+    import pickle
+    loader = DataLoader(Images("images"), 4)
+    fit(loader, epochs=1)
+    copied = pickle.loads(pickle.dumps(loader.dataset))
+    loader.dataset.loader._kept.flush()
+    kinds = [type(copied.loader).__name__, torch.equal(copied[3][0], Images("images")[3][0])]
+    torch.save({{"kinds": kinds}}, "left.pt")
+    """
+    kept, read = run(script, "decoded")
+    assert kept.left == {"kinds": ["CachedFunction", True]}, kept.err
+    assert read == 12 + 1
+
+
+# slow: three trainings, each with a worker that imports torch for itself: 12 s of CPU
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["samples", "decoded"])
 def test_workers_that_are_not_forked_share_it(tmp_path: Path, keep: str) -> None:
     script = textwrap.dedent(IMAGES + SPAWNED).replace("AUGMENT", str(keep == "decoded"))
     (tmp_path / "train.py").write_text(script.replace("def pil_loader", "sys.addaudithook(hear)\n\ndef pil_loader"))

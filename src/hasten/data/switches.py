@@ -81,7 +81,8 @@ def replaced_in_libraries() -> str:
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if type(value) is types.FunctionType and _is_the_scripts(value):
                 return f"{name}.{attribute}"
-            if isinstance(value, type) and value.__module__ == name and top not in _MANY:
+            # Not by isinstance, which asks objects for their class: some answer with a warning of their deprecation.
+            if issubclass(type(value), type) and value.__module__ == name and top not in _MANY:
                 for method, inner in list(vars(value).items()):
                     if type(inner) is types.FunctionType and _is_the_scripts(inner):
                         return f"{name}.{attribute}.{method}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from multiprocessing.util import Finalize
@@ -96,6 +97,10 @@ class KeptOnDisk(Kept):
         if not changed and not self.is_over():
             for entry in pending:
                 self._files.add(*entry)
+
+    def __del__(self) -> None:
+        if self._pending and self.pid == os.getpid() and not sys.is_finalizing():
+            self.flush()
 
 
 def _flush_at_end(waiting: weakref.ref[KeptOnDisk]) -> None:
