@@ -23,9 +23,10 @@ from typing import Any
 from hand_tuned import machine
 
 from hasten.target import words
+from hasten.target.account import TargetOptions
 from hasten.target.found import Found
 from hasten.target.goal import Goal
-from hasten.target.search import TargetOptions, search
+from hasten.target.search import search
 from hasten.target.whole import Candidate, WholeRun, WholeRuns, time_to
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"

@@ -13,9 +13,10 @@ import pytest
 from hasten import HastenError
 from hasten.report import target_page
 from hasten.target import words
+from hasten.target.account import TargetOptions
 from hasten.target.goal import Goal, parse_goal
 from hasten.target.readings import PRINTED, Reading, Readings
-from hasten.target.search import TargetOptions, search
+from hasten.target.search import search
 from hasten.target.whole import Candidate, WholeRun, WholeRuns, time_to
 from hasten.tuner.proof import Answer
 

@@ -91,9 +91,10 @@ def tune_to_target(
     from hasten.child import remove_when_gone
     from hasten.report import target_page
     from hasten.target import words
+    from hasten.target.account import TargetOptions
     from hasten.target.found import is_found
     from hasten.target.goal import parse_goal
-    from hasten.target.search import TargetOptions, search
+    from hasten.target.search import search
     from hasten.target.whole import WholeRuns
 
     goal = parse_goal(target)

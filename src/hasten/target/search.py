@@ -5,20 +5,20 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import hasten
 from hasten.errors import HastenError
+from hasten.target.account import Account, Say, TargetOptions, useless_after
 from hasten.target.arguments import varied, with_arguments
 from hasten.target.candidates import asked_for, at_length, lengths_of, proposed
-from hasten.target.found import Found, SeedPair
+from hasten.target.found import Found
+from hasten.target.fresh_seeds import FreshSeeds
 from hasten.target.goal import Goal
 from hasten.target.plain import Plain, run_plain
 from hasten.target.whole import Candidate, WholeRun, WholeRuns, time_to
 
 _KEPT = 3  # of so many candidates one goes on to the next length
-_SLACK, _START = 1.1, 1.0  # times, and seconds for a start, beyond what the script as it is takes
 _LONGER = 1.5  # times what was too short on a fresh seed
 _SHORTER = 2  # times that the winner is made shorter
 _FINALISTS = 4  # tried on fresh seeds, one after the other, until one reaches the goal on all
@@ -26,26 +26,6 @@ _GAIN = 0.97  # of the script's own time, below which something is sooner
 _AS_SOON = 1.05  # up to which something that ends earlier counts as no later
 _BUSY = 1.2  # times what a longer run took, which no shorter one takes on a machine that does nothing else
 _USUAL_GAIN = 1.4
-_DEAD = ("crashed", "out of memory", "nothing reported", "idle")
-
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class TargetOptions:
-    """What a person may ask of a search.
-
-    Attributes:
-        vary: `NAME=VALUE,VALUE` each; empty: the script's rate and batch arguments, if it has any.
-        runs: Cost of all at the most, in whole runs of the script as it is.
-        seeds: Fresh seeds on which the winner is confirmed.
-        budget: Seconds for all at the most; None: as `runs` has it.
-    """
-
-    vary: Sequence[str] = ()
-    runs: float = 10.0
-    seeds: int = 3
-    budget: float | None = None
 
 
 @dataclass
@@ -92,16 +72,15 @@ class _Search:
     """One search as it goes on."""
 
     def __init__(self, runs: WholeRuns, options: TargetOptions, say: Say, plain: Plain) -> None:
+        self.account = Account(runs, options, say, plain)
         self.runs, self.options, self.say, self.plain = runs, options, say, plain
         self.wanted = varied(options.vary, plain.arguments)
         self.interrupted = False
         self.finalists: list[WholeRun] = []
         self.winner: WholeRun | None = None
-        self.pairs: list[SeedPair] = []
-        self.fresh: dict[int, WholeRun] = {}  # the script as it is, by seed
+        self.fresh = FreshSeeds(self.account)
         self.origin: dict[int, Candidate] = {}  # id of a run (all are kept) -> its candidate, for the whole length
-        self.untried: list[str] = []
-        self.notes: list[str] = []
+        self.untried, self.notes = self.account.untried, self.account.notes
 
     def run(self) -> None:
         """Search; what is known by then stays where Ctrl-C ends it."""
@@ -136,26 +115,11 @@ class _Search:
 
     # -- cost ------------------------------------------------------------------------------------------------
 
-    @property
-    def _spent(self) -> float:
-        return sum(run.seconds for run in self.runs.done)
-
-    def _affords(self, seconds: float, aside: float = 0.0) -> bool:
-        """Whether a run of so many seconds stays within what all may cost, with some put aside."""
-        left = self.options.runs * self.plain.run.seconds - self._spent
-        if self.runs.deadline is not None:
-            left = min(left, self.runs.deadline - time.monotonic())
-        return seconds + aside <= left
-
     def _aside(self) -> float:
         """Seconds that fresh seeds will take, both sides; of one of them as long as there is nothing to confirm."""
         if not self.finalists:
             return 1.5 * self.plain.to_goal
         return self.options.seeds * (self.plain.to_goal + self.finalists[0].seconds)
-
-    def _useless(self, seconds: float) -> float:
-        """Return the seconds after which a run is of no use, where another took so many."""
-        return _SLACK * seconds + _START
 
     # -- successive halving ----------------------------------------------------------------------------------
 
@@ -168,15 +132,15 @@ class _Search:
                 break
             ran = []
             for number, candidate in enumerate(alive):
-                if not self._affords(self._useless(length.seconds), self._aside()):
+                if not self.account.affords(useless_after(length.seconds), self._aside()):
                     self._not_tried(alive[number:])
                     break
-                ran.append(self._try(candidate, length.share, "halving", length.goal, self._useless(length.seconds)))
+                ran.append(self._try(candidate, length.share, "halving", length.goal, useless_after(length.seconds)))
             if alive and not ran:
                 return
             ran.sort(key=lambda run: self._rank(run, length))
             kept = ran[: max(1, math.ceil(len(ran) / _KEPT))]
-            alive = [self.origin[id(run)] for run in kept if _lived(run) and self._may_win(run, longer / share)]
+            alive = [self.origin[id(run)] for run in kept if run.lived and self._may_win(run, longer / share)]
             if self.finalists and not alive:
                 return
 
@@ -189,7 +153,7 @@ class _Search:
         goal = self.runs.goal
         if share == 1.0:
             return _Length(1.0, goal, self.plain.to_goal)
-        if not self._affords(share * self.plain.run.seconds, self._aside()):
+        if not self.account.affords(share * self.plain.run.seconds, self._aside()):
             self.untried.append(f"{share:.0%} of the length: it would have cost more than --runs or --budget allow")
             return None
         plain = self._try(Candidate(), share, "halving", goal, None)
@@ -219,7 +183,7 @@ class _Search:
             return known
         run = self.runs.run(shorter, share, 0, part, goal, most)
         self.origin[id(run)] = candidate
-        self._told(run)
+        self.account.tell(run)
         self._consider(run)
         return run
 
@@ -228,7 +192,7 @@ class _Search:
         seconds = time_to(length.goal, run.readings)
         best = self.runs.goal.best(reading.value for reading in run.readings)
         worth = math.inf if best is None else best if self.runs.goal.falls else -best
-        return (math.inf if seconds is None or not _lived(run) else seconds, worth)
+        return (math.inf if seconds is None or not run.lived else seconds, worth)
 
     def _not_tried(self, left: list[Candidate]) -> None:
         self.untried += [f"{candidate}: it would have cost more than --runs or --budget allow" for candidate in left]
@@ -247,18 +211,6 @@ class _Search:
             # What ends soonest: an unchanged script trains to its end, whenever it has reached the goal.
             self.finalists.sort(key=lambda one: one.seconds if has_length else one.to_goal or math.inf)
 
-    def _told(self, run: WholeRun) -> None:
-        goal = self.runs.goal
-        best = goal.best(reading.value for reading in run.readings)
-        seed = f", seed {run.seed}" if run.seed else ""
-        what = f"{run.candidate}{seed}"
-        if run.to_goal is not None:
-            self.say(f"{what}: {goal} after {run.to_goal:.1f} s of {run.seconds:.1f} s")
-        else:
-            reason = f" ({run.reason})" if run.reason else ""
-            at = f", {goal.name} {best:g}" if best is not None else ""
-            self.say(f"{what}: {run.outcome}{reason} in {run.seconds:.1f} s{at}")
-
     # -- shorter ---------------------------------------------------------------------------------------------
 
     def _shorten(self) -> None:
@@ -270,9 +222,9 @@ class _Search:
             best = self.finalists[0] if self.finalists else self.plain.run
             candidate, share = self.origin.get(id(best), Candidate()), best.share * (best.to_goal or 0.0) / best.seconds
             shorter = at_length(candidate, self.plain.arguments, share)
-            if shorter == best.candidate or not self._affords(best.seconds, self._aside()):
+            if shorter == best.candidate or not self.account.affords(best.seconds, self._aside()):
                 return
-            self._try(candidate, share, "shorter", self.runs.goal, self._useless(best.seconds))
+            self._try(candidate, share, "shorter", self.runs.goal, useless_after(best.seconds))
             if not self.finalists or self.finalists[0] is best:
                 return
 
@@ -286,57 +238,21 @@ class _Search:
             if finalist is None:
                 break
             asked.append(finalist)
-            self.pairs = []
-            missed = self._confirmed(finalist)
+            missed = self.fresh.why_not(finalist)
             if not missed:
                 self.winner = finalist
                 return
             self.notes.append(f"{finalist.candidate}: {missed}")
             self.say(f"{finalist.candidate}: {missed}")
             self._lengthen(finalist)
-        self.pairs = []
+        self.fresh.pairs = []
 
     def _lengthen(self, run: WholeRun) -> None:
         """Have what was too short on another seed run for half as long again."""
         share = min(1.0, _LONGER * run.share)
-        if self.plain.arguments.length is not None and run.share < 1 and self._affords(_LONGER * run.seconds):
-            most = self._useless(_LONGER * run.seconds)
+        if self.plain.arguments.length is not None and run.share < 1 and self.account.affords(_LONGER * run.seconds):
+            most = useless_after(_LONGER * run.seconds)
             self._try(self.origin[id(run)], share, "longer", self.runs.goal, most)
-
-    def _confirmed(self, finalist: WholeRun) -> str:
-        """Why a finalist is not the winner; "" if it is, also where there was no time to see."""
-        for seed in range(1, self.options.seeds + 1):
-            if not self._affords(finalist.seconds + (0.0 if seed in self.fresh else self.plain.to_goal)):
-                self.untried.append(
-                    f"fresh seeds from {seed} on: they would have cost more than --runs or --budget allow"
-                )
-                return ""
-            if seed % 2:
-                self._plain_of(seed)
-            most = max(2 * finalist.seconds, self.plain.to_goal)
-            run = self.runs.run(finalist.candidate, finalist.share, seed, "fresh seeds", self.runs.goal, most)
-            self._told(run)
-            if self._out_of_time():
-                return ""
-            if run.to_goal is None:
-                return f"missed the target on a fresh seed ({run.outcome})"
-            plain = self._plain_of(seed)
-            if plain.to_goal is not None or (_lived(plain) and not self._out_of_time()):
-                self.pairs.append(SeedPair(seed, plain.to_goal, plain.seconds, run.to_goal, run.seconds))
-        return ""
-
-    def _plain_of(self, seed: int) -> WholeRun:
-        """Run the script as it is on a seed, until it has reached the goal; once."""
-        if seed not in self.fresh:
-            self.fresh[seed] = self.runs.run(Candidate(), 1.0, seed, "fresh seeds", self.runs.goal, None, stop=True)
-            self._told(self.fresh[seed])
-            if self.fresh[seed].to_goal is None and not self._out_of_time():
-                outcome = self.fresh[seed].outcome
-                self.notes.append(f"under seed {seed} the script as it is did not reach the target: {outcome}")
-        return self.fresh[seed]
-
-    def _out_of_time(self) -> bool:
-        return self.runs.deadline is not None and time.monotonic() >= self.runs.deadline
 
     # -- the result ------------------------------------------------------------------------------------------
 
@@ -356,8 +272,8 @@ class _Search:
             command=runs.command,
             offered=tuple(offered),
             plan=dict(winner.candidate.plan) if winner is not None else {},
-            pairs=tuple(self.pairs),
-            cost=self._spent,
+            pairs=tuple(self.fresh.pairs),
+            cost=self.account.spent,
             has_length=self.plain.arguments.length is not None,
             created=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             hasten=hasten.__version__,
@@ -365,8 +281,3 @@ class _Search:
             notes=tuple(self.notes),
             interrupted=self.interrupted,
         )
-
-
-def _lived(run: WholeRun) -> bool:
-    """Whether a run came to report anything: one that crashed has no result."""
-    return run.outcome not in _DEAD

@@ -31,6 +31,7 @@ from hasten.techniques import toml_value
 from hasten.tuner.trial import last_lines
 
 _LOOK = 0.05  # seconds between two looks at what was printed
+_DEAD = ("crashed", "out of memory", "nothing reported", "idle")
 _NEVER = 1 << 62  # batches, epochs and steps that bound nothing
 
 
@@ -87,6 +88,11 @@ class WholeRun:
     readings: tuple[Reading, ...] = ()
     reason: str = ""
     log: str = ""
+
+    @property
+    def lived(self) -> bool:
+        """Whether it came to report anything: one that crashed has no result."""
+        return self.outcome not in _DEAD
 
     @property
     def reached(self) -> bool:
