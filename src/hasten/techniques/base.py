@@ -67,6 +67,9 @@ class Refusal:
     reason: str
 
 
+NO_LOADER = Refusal("the script trains without a DataLoader")
+
+
 class Technique:
     """One way to make training faster: one class in one file.
 
@@ -228,6 +231,17 @@ class Technique:
         if f"left alone: {why}" not in self.acted:
             messages.tell(f"hasten: {self.name} does not act from here on: {why}")
         self.refused(why)
+
+
+class Trajectory(Technique):
+    """A technique that changes the optimisation path: short trials say nothing of it, a target has to be reached."""
+
+    effect = Effect.TRAJECTORY
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """None by itself."""
+        return Refusal("changes the optimisation path: judged by whole runs, with --allow trajectory --target")
 
 
 class CudaOnly(Technique):

@@ -131,11 +131,6 @@ def check(paths: Sequence[Path], select: Collection[str] = (), strict_ignores: b
     return Checked(tuple(found), tuple(errors), files)
 
 
-def check_paths(paths: Sequence[Path]) -> list[Finding]:
-    """The findings of files and folders; files that cannot be read as Python are passed over."""
-    return [one.finding for one in check(paths).found]
-
-
 def findings_in(path: Path) -> list[Finding]:
     """The findings of one script, for the diagnosis of its run; none where it cannot be read as Python.
 

@@ -177,10 +177,10 @@ class DebugTools:
         return switch
 
     def _see(self, kind: str, args: tuple[Any, ...]) -> None:
-        if f"{_SEPARATOR}_functorch{_SEPARATOR}" in sys._getframe(2).f_code.co_filename:
+        if "/_functorch/" in sys._getframe(2).f_code.co_filename:
             return  # torch.compile traces under anomaly detection
-        # A profiler of hasten's own is none of the script's.
-        place = None if _by_us(sys._getframe(2)) else script_place(sys._getframe(2), past_torch=True)
+        # A profiler of hasten's own does not come by here: see profile_look.
+        place = script_place(sys._getframe(2), past_torch=True)
         if place is None or (args and args[0] is False):
             return
         if not self._places:
@@ -199,16 +199,6 @@ class DebugTools:
             for step in range(self._told, steps):
                 self._log.note_at(kind, self._places[kind], step=step)
         self._told = steps
-
-
-def _by_us(frame: Any) -> bool:
-    """Whether the first frame that is not torch's is in this folder: an observer's."""
-    while frame is not None and f"{_SEPARATOR}torch{_SEPARATOR}" in frame.f_code.co_filename:
-        frame = frame.f_back
-    return frame is not None and f"{_SEPARATOR}taps{_SEPARATOR}observe{_SEPARATOR}" in frame.f_code.co_filename
-
-
-_SEPARATOR = "\\" if sys.platform == "win32" else "/"
 
 
 def _tap_loggers(session: Session, log: EventLog) -> None:

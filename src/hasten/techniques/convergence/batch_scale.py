@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.evidence import Evidence
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.base import Resource, Trajectory
 from hasten.techniques.convergence.inside_step import InsideStep, scaled
-from hasten.techniques.convergence.lr_scale import BY_WHOLE_RUNS
 from hasten.techniques.convergence.rates import beta2_for, is_adaptive, rate_factor
 
 _LEAST_BATCHES = 2  # of an epoch, below which a batch is too large for its dataset
 
 
-class BatchScale(Technique):
+class BatchScale(Trajectory):
     """Train with batches so many times as large, and with the rate that goes with them.
 
     Acts on loaders that shuffle (`shuffle=True`, or a RandomSampler or DistributedSampler); those of validation mostly
@@ -28,7 +26,6 @@ class BatchScale(Technique):
     """
 
     name = "batch_scale"
-    effect = Effect.TRAJECTORY
     relieves = Resource.COMPUTE
     sources = ("Kuhn, tip 3", "Goyal et al. 2017", "arXiv 2507.07101")
     values = int
@@ -41,11 +38,6 @@ class BatchScale(Technique):
         self._larger = False  # once a loader gives larger batches
         self._adaptive = InsideStep(lambda group: self._change(group, adaptive=True))
         self._others = InsideStep(lambda group: self._change(group, adaptive=False))
-
-    @classmethod
-    def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """None by itself: short trials say nothing of it."""
-        return Refusal(BY_WHOLE_RUNS)
 
     def loader_options(self, options: dict[str, Any]) -> None:
         """Give a loader that shuffles larger batches."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.evidence import Evidence
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.base import Liveness, Resource, Trajectory
 from hasten.techniques.convergence.inside_step import InsideStep, scaled
 
 _MOST = 1e4
-BY_WHOLE_RUNS = "changes the optimisation path: judged by whole runs, with --allow trajectory --target"
 
 
-class LrScale(Technique):
+class LrScale(Trajectory):
     """Step with the script's learning rate times a factor.
 
     Each group's rate is multiplied while its optimizer steps and is the script's own again behind it, so schedules
@@ -24,7 +22,6 @@ class LrScale(Technique):
     """
 
     name = "lr_scale"
-    effect = Effect.TRAJECTORY
     relieves = Resource.OPTIMIZER
     sources = ("Goyal et al. 2017",)
     values = float
@@ -42,11 +39,6 @@ class LrScale(Technique):
         if isinstance(setting, (int, float)) and not isinstance(setting, bool) and 0 < setting <= _MOST:
             return ""
         return f"must be a number above 0, of {_MOST:g} at the most"
-
-    @classmethod
-    def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """None by itself: short trials say nothing of it."""
-        return Refusal(BY_WHOLE_RUNS)
 
     def optimizer(self, optimizer: Any) -> None:
         """Have it step with another rate."""

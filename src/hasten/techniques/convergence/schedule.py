@@ -7,18 +7,16 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from hasten.evidence import Evidence
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.base import Resource, Trajectory
 from hasten.techniques.convergence.inside_step import InsideStep, scaled
-from hasten.techniques.convergence.lr_scale import BY_WHOLE_RUNS
 
 KINDS = ("linear", "1cycle")
 _WARM = 0.3  # of a 1cycle's steps rise; it begins at 1/25 and ends at 1/250,000, as torch's OneCycleLR does
 _FIRST, _LAST = 1 / 25, 1 / 25 / 1e4
 
 
-class Schedule(Technique):
+class Schedule(Trajectory):
     """Let the learning rate fall to zero over a number of optimizer steps, linearly or as one cycle.
 
     A setting is a table `{kind, steps}`: "linear" falls from the script's rate to zero (arXiv 2502.15938: better than
@@ -30,7 +28,6 @@ class Schedule(Technique):
     """
 
     name = "schedule"
-    effect = Effect.TRAJECTORY
     relieves = Resource.OPTIMIZER
     sources = ("arXiv 2502.15938", "Smith 2018", "Kuhn, tip 1")
     values = dict
@@ -54,11 +51,6 @@ class Schedule(Technique):
             return wrong
         steps = setting["steps"]
         return "" if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1 else wrong
-
-    @classmethod
-    def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """None by itself: short trials say nothing of it."""
-        return Refusal(BY_WHOLE_RUNS)
 
     def optimizer(self, optimizer: Any) -> None:
         """Have its steps follow the schedule."""

@@ -8,7 +8,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from hasten.evidence import Evidence
-from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.base import NO_LOADER, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.replaced import plain_of
 
 
@@ -34,7 +34,7 @@ class BatchedFetch(Technique):
         """On for TensorDatasets."""
         loader = evidence.train_loader
         if loader is None:
-            return Refusal("the script trains without a DataLoader")
+            return NO_LOADER
         if loader.probe is None or not loader.probe.in_memory:
             return Refusal(f"{loader.dataset} is not a TensorDataset with the default collate function")
         return Choices((True,), "samples lie in memory as tensors and are gathered one by one")

@@ -13,7 +13,7 @@ from hasten import messages
 from hasten.evidence import Evidence, LoaderFacts, Machine, Phase
 from hasten.evidence.figures import percent
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.base import NO_LOADER, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.data.crossing import holds_open, no_room_for_sockets
 from hasten.techniques.replaced import Replaced, Replacements
 
@@ -84,7 +84,7 @@ class LoaderWorkers(Technique):
         """Numbers of workers that this machine's cores and /dev/shm allow."""
         loader = evidence.train_loader
         if loader is None:
-            return Refusal("the script trains without a DataLoader")
+            return NO_LOADER
         if loader.probe is not None and loader.probe.fork_unsafe:
             return Refusal(f"the dataset {loader.probe.fork_unsafe}: not safe to share with worker processes")
         if loader.iterable:

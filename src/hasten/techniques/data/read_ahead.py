@@ -8,7 +8,7 @@ from hasten import messages
 from hasten.evidence import Evidence, Machine, Phase
 from hasten.evidence.figures import percent
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.base import NO_LOADER, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.data.sample_cache import CachedFunction, with_loader_function
 
 LEAST = 60e-6  # seconds: what handing an image from thread to thread and looking it over takes
@@ -48,7 +48,7 @@ class ReadAhead(Technique):
         """As many threads as cores, where a loader function takes its time and repeats itself."""
         loader = evidence.train_loader
         if loader is None:
-            return Refusal("the script trains without a DataLoader")
+            return NO_LOADER
         if loader.iterable:
             return Refusal("an iterable dataset keeps its place: no sample of it is known before its turn")
         if loader.num_workers:

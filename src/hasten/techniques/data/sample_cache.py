@@ -17,7 +17,7 @@ from hasten.errors import HastenError
 from hasten.evidence import Evidence, LoaderFacts, Phase, Probe
 from hasten.evidence.figures import percent
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.base import NO_LOADER, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.data.batched_fetch import holds_rows
 from hasten.techniques.data.kept import Kept, Stale
 from hasten.techniques.data.kept_on_disk import KeptOnDisk
@@ -91,7 +91,7 @@ class SampleCache(Technique):
         """What repeats itself in this dataset and fits into memory."""
         loader = evidence.train_loader
         if loader is None:
-            return Refusal("the script trains without a DataLoader")
+            return NO_LOADER
         if loader.iterable:
             return Refusal("an iterable dataset has no index to keep samples by")
         if loader.probe is None or loader.probe.failed:

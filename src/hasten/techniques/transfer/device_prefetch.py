@@ -7,7 +7,7 @@ from typing import Any
 
 from hasten.evidence import Evidence
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, CudaOnly, Effect, Liveness, Refusal, Resource
+from hasten.techniques.base import NO_LOADER, Choices, CudaOnly, Effect, Liveness, Refusal, Resource
 from hasten.techniques.nested import tensors_in
 from hasten.techniques.replaced import Replaced
 
@@ -39,7 +39,7 @@ class DevicePrefetch(CudaOnly):
         if refusal := cls.refuse_without_gpu(evidence):
             return refusal
         if evidence.train_loader is None:
-            return Refusal("the script trains without a DataLoader")
+            return NO_LOADER
         return Choices((True,), "each batch's copy to the GPU can run beside the step before it")
 
     def process(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hasten.evidence import Evidence
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, CudaOnly, Effect, Liveness, Refusal, Resource
+from hasten.techniques.base import NO_LOADER, Choices, CudaOnly, Effect, Liveness, Refusal, Resource
 from hasten.techniques.data.crossing import holds_on_device
 from hasten.techniques.nested import tensors_in
 from hasten.techniques.replaced import Replaced
@@ -42,7 +42,7 @@ class PinMemory(CudaOnly):
         if refusal := cls.refuse_without_gpu(evidence):
             return refusal
         if evidence.train_loader is None:
-            return Refusal("the script trains without a DataLoader")
+            return NO_LOADER
         return Choices((True,), "batches are copied to the GPU from pageable memory, or the copy is waited for")
 
     def process(self) -> None:

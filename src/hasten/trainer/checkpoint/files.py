@@ -3,6 +3,10 @@
 The format is that of safetensors (https://github.com/huggingface/safetensors#format): eight bytes with the header's
 length, a JSON header, the tensors' bytes. The header's `__metadata__` begins with a checksum: the SHA-256 of the whole
 file with zeros in the checksum's place. Its `state` is the rest of the dict as JSON.
+
+Written and read here, not by the package safetensors (tests read these files with it): that keeps no checksum; its
+`save_file` wants all tensors contiguous, in memory of their own and on the CPU at once, where here one is copied at a
+time; and it opens a path by itself, where `whole_file` has a locked temporary file, which it syncs and reads back.
 """
 
 from __future__ import annotations
