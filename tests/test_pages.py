@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 import hasten
+from benchmarks.exact.rows import ELSEWHERE, SETTINGS
+from hasten.doctor.findings import FINDINGS
+from hasten.techniques import CATALOGUE
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("CONTRIBUTING.md", "docs/architecture.md", "docs/index.md", "SECURITY.md", "README.md", "examples/README.md")
@@ -40,6 +43,13 @@ def test_the_version_is_what_was_installed() -> None:
     source = str(ROOT / "src")
     done = subprocess.run([sys.executable, "-I", "-S", "-c", bare, source], capture_output=True, text=True, check=True)
     assert done.stdout == "0+unknown\n"
+
+
+def test_each_technique_is_held_to_its_word_or_it_is_said_where_and_the_findings_are_counted() -> None:
+    """As CONTRIBUTING.md asks of who adds one."""
+    assert SETTINGS.keys() | ELSEWHERE.keys() == CATALOGUE.keys()
+    assert not SETTINGS.keys() & ELSEWHERE.keys()
+    assert f"{len(FINDINGS)} findings, each with its place" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", ["tune.html", "doctor.html"])
