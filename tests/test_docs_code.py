@@ -1,4 +1,7 @@
-"""The Python that the documentation shows runs as it stands: each page's blocks, one after the other."""
+"""The Python that the documentation shows runs as it stands: each page's blocks, one after the other.
+
+That of the Trainer's pages does so in `tests/trainer/test_docs.py`.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,10 @@ def script(page: str, before: dict[int, str]) -> str:
 @pytest.mark.parametrize(
     ("page", "before"),
     [
-        pytest.param("docs/checkpoints.md", {}, id="checkpoints"),
         pytest.param("docs/nn.md", {}, id="nn"),
         pytest.param("docs/batch.md", {}, id="batch"),
-        # Slow: these compile models, or tune while they train.
-        # slow: compiles C++, starts ranks, or trains the examples whole
+        # slow: they compile models, or tune while they train
         pytest.param("docs/setup.md", {1: TWO_MODELS}, id="setup", marks=pytest.mark.slow),
-        pytest.param("docs/trainer.md", {}, id="trainer", marks=pytest.mark.slow),
         pytest.param("README.md", {0: DATA}, id="readme", marks=pytest.mark.slow),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 _THROWN = 12_000
 _COMPARED = 300  # of the rows thrown, for each one that is kept
@@ -37,15 +37,48 @@ def cover(throw: Callable[[random.Random], RowT | None], seed: int = 0, among: s
         among: Only these pairs count; None: all.
     """
     draw = random.Random(seed)
-    thrown = [row for row in (throw(draw) for _ in range(_THROWN)) if row is not None]
-    pairs = {id(row): pairs_of(row.features()) for row in thrown}
-    missing = set().union(*pairs.values())
-    missing = missing if among is None else missing & among
+    number: dict[str, int] = {}
+    thrown = [_Thrown(row, number) for row in (throw(draw) for _ in range(_THROWN)) if row is not None]
+    names = list(number)
+    # Sets of features are bits of an int: tests make these rows when they are collected, in each process of pytest.
+    missing = [0] * len(names)  # of each feature: those that it has still to meet
+    for one in thrown:
+        for feature in one.features:
+            missing[feature] |= one.bits & ~(1 << feature)
+    if among is not None:
+        for feature, name in enumerate(names):
+            missing[feature] &= sum(
+                1 << other
+                for other, near in enumerate(names)
+                if other != feature and (min(name, near), max(name, near)) in among
+            )
     rows: list[RowT] = []
-    while missing:
-        best = max(draw.sample(thrown, _COMPARED), key=lambda row: len(pairs[id(row)] & missing))
-        if not pairs[id(best)] & missing:
-            best = max(thrown, key=lambda row: len(pairs[id(row)] & missing))
-        rows.append(best)
-        missing -= pairs[id(best)]
+    while any(missing):
+        best = max(draw.sample(thrown, _COMPARED), key=lambda one: one.meets(missing))
+        if not best.meets(missing):
+            best = max(thrown, key=lambda one: one.meets(missing))
+        rows.append(best.row)
+        for feature in best.features:
+            missing[feature] &= ~best.bits
     return rows
+
+
+class _Thrown(Generic[RowT]):
+    """A row with its features as numbers, and these as bits.
+
+    Args:
+        row: The row.
+        number: The number of each feature known so far; new ones are added.
+    """
+
+    __slots__ = ("bits", "features", "row")
+
+    def __init__(self, row: RowT, number: dict[str, int]) -> None:
+        self.row = row
+        self.features = [number.setdefault(name, len(number)) for name in row.features()]
+        self.bits = sum(1 << feature for feature in self.features)
+
+    def meets(self, missing: list[int]) -> int:
+        """Return how many features meet here that have not met yet, each pair counted from both sides."""
+        bits = self.bits
+        return sum((missing[feature] & bits).bit_count() for feature in self.features)

@@ -35,6 +35,7 @@ def run(script: Path, *arguments: str, cwd: Path) -> str:
         [sys.executable, str(script), *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
     )
     assert not done.returncode, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     return done.stdout
 
 

@@ -17,10 +17,12 @@ from hasten.plan import Plan
 from hasten.taps.config import RunConfig, environment
 from hasten.warm.options import AutoOptions
 from hasten.warm.switches import read_schedule
-from tests.taps.scripts import PYTHON, Done, execute, plain
+from tests.taps.forks import forked
+from tests.taps.scripts import HASTEN, PYTHON, Done, execute
 from tests.taps.scripts import environment as bare
 
-# A step sleeps, for as long as the techniques that are on have it; nothing else is in the catalogue.
+# A step sleeps, for as long as the techniques that are on have it; nothing else is in the catalogue. `plants.py` in the
+# tests here: a fork has torch already, so that its session looks into the catalogue before the script's first line.
 PLANTED = """
 import os, time
 from hasten.techniques import CATALOGUE
@@ -76,7 +78,8 @@ def script(
 ) -> None:
     """Write a training with these techniques in the catalogue; it ends so many steps after the plan is there."""
     train = TRAIN.replace("STEPS", str(steps)).replace("SETTLES", str(settles)).replace("BATCHES", str(batches))
-    (folder / "train.py").write_text("\n".join([PLANTED, *planted, first, train]))
+    (folder / "plants.py").write_text("\n".join([PLANTED, *planted]))
+    (folder / "train.py").write_text("\n".join(["from plants import changes, os, time", first, train]))
 
 
 def options(folder: Path, seconds: float = 8.0, epochs: int | None = None) -> AutoOptions:
@@ -86,9 +89,9 @@ def options(folder: Path, seconds: float = 8.0, epochs: int | None = None) -> Au
 
 
 def tuned(folder: Path, seconds: float = 8.0, epochs: int | None = None, **variables: str) -> Done:
-    """Run the script as `hasten run --auto` does."""
+    """Run the script as `hasten run --auto` does, with these environment variables too."""
     config = RunConfig(command=("train.py",), auto=options(folder, seconds, epochs))
-    return execute(PYTHON, "train.py", cwd=folder, env=environment(config, bare(**variables)))
+    return forked(folder, "train.py", config=config, before=f"import os, plants; os.environ.update({variables})")
 
 
 def schedule(folder: Path) -> list[set[str]]:
@@ -172,14 +175,14 @@ def test_a_run_that_is_left_alone_is_not_touched(tmp_path: Path, why: str) -> No
     assert (done.code, done.out) == (0, "on at the end: []\n"), done.err
     assert f"hasten: auto: the run is left alone: {said}" in " ".join(done.err.split()), done.err
     assert done.err.count("hasten:") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert {path.name for path in tmp_path.iterdir()} == {"plants.py", "train.py"}
 
 
 def test_a_short_training_is_left_alone(tmp_path: Path) -> None:
     script(tmp_path, "planted('helps', -0.015)", steps=30, settles=False)
     done = tuned(tmp_path, epochs=3)
     assert re.search(r"left alone: only \d s of training are left", done.err), done.err
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert {path.name for path in tmp_path.iterdir()} == {"plants.py", "train.py"}
 
 
 def test_a_killed_run_leaves_whole_files(tmp_path: Path) -> None:
@@ -193,8 +196,17 @@ def test_a_killed_run_leaves_whole_files(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
     assert {"helps"} in schedule(tmp_path)
     Plan.read(tmp_path / "hasten-auto.toml")
-    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "hasten-auto.schedule", "hasten-auto.toml"}
+    written = {path.name for path in tmp_path.iterdir()} - {"plants.py", "train.py"}
+    assert written == {"hasten-auto.schedule", "hasten-auto.toml"}
 
+
+# The catalogue as it is installed, without what tests of `check` plant in it.
+AS_IT_COMES = """
+from hasten.techniques import CATALOGUE
+from tests.check import planted
+for technique in planted.TECHNIQUES:
+    del CATALOGUE[technique.name]
+"""
 
 # Techniques of the catalogue that round otherwise, at one thread.
 ROUNDS = """
@@ -219,22 +231,14 @@ torch.save(model.state_dict(), sys.argv[1])
 def test_a_replay_gives_the_same_numbers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ROUNDS)
     config = RunConfig(command=("train.py",), auto=options(tmp_path, 1.5))
-    auto = execute(PYTHON, "train.py", "auto.pt", cwd=tmp_path, env=environment(config, bare()))
-    again = execute(
-        str(Path(PYTHON).with_name("hasten")),
-        "run",
-        "--replay",
-        "hasten-auto.schedule",
-        "train.py",
-        "a.pt",
-        cwd=tmp_path,
-    )
+    auto = forked(tmp_path, "train.py", "auto.pt", config=config, before=AS_IT_COMES)
+    again = execute(HASTEN, "run", "--replay", "hasten-auto.schedule", "train.py", "a.pt", cwd=tmp_path)
     assert (auto.code, again.code, again.err) == (0, 0, ""), (auto.err, again.err)
     switched = read_schedule(tmp_path / "hasten-auto.schedule")
     assert len(switched) >= 2, "how many a second and a half holds is the machine's"
     assert any(one.passes for one in switched)
     assert again.out == auto.out
-    assert plain(tmp_path, "train.py", "plain.pt").out != auto.out
+    assert forked(tmp_path, "train.py", "plain.pt").out != auto.out
 
 
 def test_a_replay_switches_beyond_the_steps_that_are_kept(tmp_path: Path) -> None:
@@ -246,7 +250,7 @@ def test_a_replay_switches_beyond_the_steps_that_are_kept(tmp_path: Path) -> Non
     head = {"schema": "hasten-schedule/1", "command": ["train.py"]}
     (tmp_path / "s.schedule").write_text("".join(json.dumps(line) + "\n" for line in [head, *lines]))
     config = RunConfig(command=("train.py",), auto=AutoOptions("", str(tmp_path / "s.schedule"), replay=True))
-    done = execute(PYTHON, "train.py", cwd=tmp_path, env=environment(config, bare()))
+    done = forked(tmp_path, "train.py", config=config)
     assert (done.code, done.err) == (0, ""), done.err
     assert json.loads(done.out) == [3, 1100, 1500, 2099]
 
@@ -307,4 +311,4 @@ def resumed(folder: Path, name: str, checkpoint: str, replay: bool = False) -> D
     plan, schedule = folder / f"{name}.toml", folder / f"{name}.schedule"
     auto = AutoOptions(str(plan), str(schedule), most_seconds=4.0, replay=replay)
     config = RunConfig(command=("train.py",), auto=auto)
-    return execute(PYTHON, "train.py", checkpoint, "40", cwd=folder, env=environment(config, bare()))
+    return forked(folder, "train.py", checkpoint, "40", config=config, before=AS_IT_COMES)
