@@ -36,6 +36,12 @@ def test_files_and_targets_that_a_page_names_are_there(page: str) -> None:
     }
 
 
+def test_the_map_has_every_room() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rooms = {path.name + "/" * path.is_dir() for path in (ROOT / "src/hasten").iterdir() if path.name[0] not in "_."}
+    assert {room for room in rooms if f"`{room}`" not in page} == {"py.typed"}
+
+
 def test_the_version_is_what_was_installed() -> None:
     assert hasten.__version__ == version("hasten")
     # Without an installed package (a checkout on PYTHONPATH) there is one as well.
