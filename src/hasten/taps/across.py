@@ -28,6 +28,7 @@ from hasten.parallel.meeting import About, Meeting
 from hasten.parallel.same_weights import SameWeights
 from hasten.parallel.summed import summed
 from hasten.parallel.world import World, has_failed, mark_failed
+from hasten.taps.fed import Fed, why_not_shared
 
 if TYPE_CHECKING:
     from hasten.taps.config import RankOptions
@@ -35,13 +36,6 @@ if TYPE_CHECKING:
 
 _TORCHRUN = "write it for several devices, and start it by `hasten run torchrun --nproc-per-node N ...`"
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
-
-
-class Unshared:
-    """A pass through a loader whose batches cannot be shared out, and why."""
-
-    def __init__(self, why: str) -> None:
-        self.why = why
 
 
 class Across:
@@ -58,9 +52,7 @@ class Across:
         self.joining = False
         self.optimizers = 0
         self.backwards = 0
-        self.given = 0  # batches, of all loaders
-        self.samples, self.all_samples = 1.0, 0  # of the batch trained on: this rank's, and all ranks'
-        self._fed: dict[Pass | Unshared, int] = {}  # passes that gave a batch since the last backward -> how many
+        self.fed = Fed()
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._meeting: Meeting | None = None
         self._averaging: Averaging | None = None
@@ -69,9 +61,6 @@ class Across:
         self._inside = False  # of a backward
         self._process = os.getpid()
         self._refusal: HastenError | None = None
-        # Loaders that are shared out, said once their model is known; a script may build one for each epoch.
-        self._untold: list[LoaderState] = []
-        self._told: set[str] = set()
 
     # -- the ranks meet, when something is first to be done together -----------------------------------
 
@@ -187,35 +176,8 @@ class Across:
 
     def begins(self) -> None:
         """A pass through a loader begins, on all ranks."""
-        self.meeting().meet(About.PASS, at=self.given)
+        self.meeting().meet(About.PASS, at=self.fed.given)
         self.weights.agree(self.averaging.averaged)
-
-    def gave(self, iterator: Any) -> None:
-        """A loader gave its next batch."""
-        self.given += 1
-        one = self._pass_of(iterator)
-        self._fed[one] = self._fed.get(one, 0) + 1
-        if isinstance(one, Unshared):
-            return
-        one.given += 1
-        if one.sizes:
-            one.latest = one.sizes.popleft()
-        if one.shared and one.state.where not in self._told:
-            self._told.add(one.state.where)
-            self._untold.append(one.state)
-
-    def over(self, iterator: Any) -> None:
-        """A pass is over: what it gave was looked at, and did not feed the backward that comes."""
-        self._fed.pop(self._pass_of(iterator), None)
-
-    def _pass_of(self, iterator: Any) -> Pass | Unshared:
-        batches = iterator.__dict__.get("_index_sampler")
-        if isinstance(batches, SharedBatches) and batches.current is not None:
-            return batches.current
-        known: Unshared | None = iterator.__dict__.get("_hasten_unshared")
-        if known is None:
-            known = iterator.__dict__["_hasten_unshared"] = Unshared(f"a {type(iterator).__name__} gives them")
-        return known
 
     def _say(self, state: LoaderState) -> None:
         world = self.meeting().world
@@ -223,18 +185,17 @@ class Across:
             return
         where = f"the loader at {os.path.basename(state.where)}" if state.where else "a loader"
         kind = "GPUs" if self.options.gpus else "processes on the CPU"
+        step = f"{self.fed.all_samples} samples a step"
         if self.options.batch == "global":
-            how = (
-                f"{world.size} {kind} share each batch of {where}: {self.all_samples} samples a step, as in the script"
-            )
+            how = f"{world.size} {kind} share each batch of {where}: {step}, as in the script"
         else:
-            how = f"{world.size} {kind} take a batch each of {where}: {self.all_samples} samples a step"
+            how = f"{world.size} {kind} take a batch each of {where}: {step}"
         more = (
             "; BatchNorm counts each one's own share"
             if any(isinstance(layer, _BATCH_NORM) for model in self._modules for layer in model.modules())
             else ""
         )
-        messages.tell(f"hasten: {how}, {self.samples:g} on rank 0 (--batch {self.options.batch}){more}")
+        messages.tell(f"hasten: {how}, {self.fed.samples:g} on rank 0 (--batch {self.options.batch}){more}")
 
     # -- backward and step -----------------------------------------------------------------------------
 
@@ -243,8 +204,8 @@ class Across:
         if self._inside or not self.acts:  # of activation checkpointing: a backward within a backward
             return plain(*args, **kwargs)
         self._fits()
-        while self._untold:
-            self._say(self._untold.pop())
+        while self.fed.untold:  # said once their model is known
+            self._say(self.fed.untold.pop())
         if not self.backwards:
             self._look_at_loss(args[0] if args else kwargs.get("tensors"))
         self.averaging.begins()
@@ -254,7 +215,7 @@ class Across:
         finally:
             self._inside = False
         start = perf_counter()
-        known = self.averaging.ends(self.given, self.samples)
+        known = self.averaging.ends(self.fed.given, self.fed.samples)
         if not (known or self.backwards):
             raise self.refuse(
                 f"the backward at {facts.caller()} reaches no parameter of a model or an optimizer",
@@ -270,25 +231,19 @@ class Across:
 
     def _fits(self) -> None:
         """Whether the backward that comes is of batches that are shared out."""
-        if not self.given:
+        if not self.fed.given:
             raise self.refuse(
                 f"{facts.caller()} calls backward before any DataLoader gave a batch",
                 "give the samples by a torch.utils.data.DataLoader, whose batches can be shared out; or write it for "
                 "several devices and start it by `hasten run torchrun`",
             )
-        for one, times in self._fed.items():
-            if times > 1 and len(self._fed) > 1:  # batches that were looked at, by a validation that was cut short
-                continue
-            if isinstance(one, Unshared):
-                raise self.refuse(f"it trains on batches that cannot be shared out: {one.why}", _TORCHRUN)
-            one.backward()
-            self.samples, self.all_samples = one.latest
-        self._fed.clear()
+        if why := self.fed.backward():
+            raise self.refuse(f"it trains on batches that cannot be shared out: {why}", _TORCHRUN)
 
     def _look_at_loss(self, loss: Any) -> None:
         """Whether the loss is a mean over the batch, as far as can be seen."""
         one = loss[0] if isinstance(loss, list | tuple) and loss else loss
-        what = summed(one, int(self.samples)) if self.options.batch == "global" else ""
+        what = summed(one, int(self.fed.samples)) if self.options.batch == "global" else ""
         fix = "make it a mean (and the rate the number of samples times as large), or train with --batch per-device"
         if "reduction" in what:
             raise self.refuse(
@@ -321,20 +276,5 @@ class Across:
     def metric(self, value: Any) -> Any:
         """Rank 0's metric for a schedule, which may be the loss of its own share."""
         meeting = self.meeting()
-        meeting.meet(About.METRIC, at=self.given)
+        meeting.meet(About.METRIC, at=self.fed.given)
         return meeting.world.broadcast(float(value))
-
-
-def why_not_shared(loader: Any) -> str:
-    """Why a loader's batches cannot be shared out, or ""."""
-    from torch.utils.data import IterableDataset
-
-    if isinstance(loader.dataset, IterableDataset):
-        return f"{type(loader.dataset).__name__} is an IterableDataset"
-    if loader.batch_sampler is None:
-        return "the DataLoader has batch_size=None"
-    if type(loader).__module__.startswith(("torchdata.", "hasten.")):
-        return f"{type(loader).__module__}.{type(loader).__name__} has an order of its own"
-    if not getattr(loader, "in_order", True):
-        return "the DataLoader has in_order=False"
-    return ""

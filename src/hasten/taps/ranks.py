@@ -6,7 +6,8 @@ from typing import Any
 
 from hasten.evidence import facts
 from hasten.parallel.batch_shares import LoaderState
-from hasten.taps.across import Across, Unshared, why_not_shared
+from hasten.taps.across import Across
+from hasten.taps.fed import Unshared, why_not_shared
 from hasten.taps.protocol import Session
 from hasten.taps.rank_files import install as install_files
 from hasten.taps.wrapping import put, tap
@@ -125,9 +126,9 @@ def _tap_loaders(across: Across) -> None:
             try:
                 batch = give(self)
             except StopIteration:
-                across.over(self)
+                across.fed.over(self)
                 raise
-            across.gave(self)
+            across.fed.gave(self)
             return batch
 
         return __next__
