@@ -1,6 +1,6 @@
 """The Python that the documentation shows runs as it stands: each page's blocks, one after the other.
 
-That of the Trainer's pages does so in `tests/trainer/test_docs.py`.
+That of the Trainer's pages does so in `tests/trainer/test_docs.py`, that of docs/nn.md in `tests/nn/test_docs.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ def script(page: str, before: dict[int, str]) -> str:
 @pytest.mark.parametrize(
     ("page", "before"),
     [
-        pytest.param("docs/nn.md", {}, id="nn"),
         pytest.param("docs/batch.md", {}, id="batch"),
         # slow: they compile models, or tune while they train
         pytest.param("docs/setup.md", {1: TWO_MODELS}, id="setup", marks=pytest.mark.slow),

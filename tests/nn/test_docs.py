@@ -11,6 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "nn.md"
 
 def test_the_code_of_the_page_runs() -> None:
     names: dict[str, Any] = {}
-    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0], names)
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(block, names)
     assert names["loss"].isfinite()
     assert names["guesses"].shape == (4,)
