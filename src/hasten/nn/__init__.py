@@ -1,5 +1,12 @@
-"""Layers and losses that need less memory than the plain ones, for models of your own."""
+"""Losses that need less memory than the plain ones, and data parallelism in one process, for models of your own."""
 
 from hasten.nn.chunked_cross_entropy import ChunkedCrossEntropy, chunked_cross_entropy
+from hasten.nn.data_parallel import DataParallelCriterion, DataParallelModel, gather
 
-__all__ = ["ChunkedCrossEntropy", "chunked_cross_entropy"]
+__all__ = [
+    "ChunkedCrossEntropy",
+    "DataParallelCriterion",
+    "DataParallelModel",
+    "chunked_cross_entropy",
+    "gather",
+]

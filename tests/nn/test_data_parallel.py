@@ -1,0 +1,141 @@
+"""Shares of a batch on several devices of one process: the loss and gradients of the whole batch.
+
+Devices are "cpu" several times: what the GPUs' own path adds is torch's `replicate` and `parallel_apply`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hasten.errors import HastenError
+from hasten.nn import DataParallelCriterion, DataParallelModel, gather
+
+CPUS = ["cpu"] * 3
+
+
+class Two(nn.Module):
+    """Two outputs, one of them within a dict, from an input and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 4).double(), nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.first(x) * scale, {"second": self.second(x) * mask}
+
+
+def both(output: Any, target: Tensor, other: Tensor) -> Tensor:
+    return F.cross_entropy(output[0], target) + F.mse_loss(output[1]["second"], other)
+
+
+@given(st.integers(1, 11), st.integers(1, 5), st.integers(0, 3))
+def test_loss_and_gradients_are_those_of_the_whole_batch(samples: int, many: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    model, x = Two(), torch.randn(samples, 5, dtype=torch.float64)
+    mask, target = torch.randn(samples, 1, dtype=torch.float64), torch.randint(0, 4, (samples,))
+    other = torch.randn(samples, 3, dtype=torch.float64)
+    whole = model(x, 2.0, mask=mask)
+    loss = both(whole, target, other)
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    outputs = DataParallelModel(model, ["cpu"] * many)(x, 2.0, mask=mask)
+    assert len(outputs) == min(samples, many)
+    ours = DataParallelCriterion(both)(outputs, target, other)
+    torch.testing.assert_close(ours, loss)
+    torch.testing.assert_close(torch.autograd.grad(ours, list(model.parameters())), wanted)
+    torch.testing.assert_close(gather(outputs), whole)
+
+
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
+@pytest.mark.parametrize("options", [{}, {"weight": True}, {"ignore_index": 2}, {"weight": True, "ignore_index": 99}])
+def test_classes_that_are_ignored_or_weigh_more_count_as_on_one_device(kind: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, x, target = nn.Linear(4, 6), torch.randn(7, 4), torch.randint(0, 6, (7,))
+    target[:3] = options.get("ignore_index", -100)  # the whole first share
+    if "weight" in options:
+        options = {**options, "weight": torch.linspace(0.5, 3, 6)}
+    criterion = kind(**options)
+    ours = DataParallelCriterion(criterion)(DataParallelModel(model, CPUS)(x), target)
+    wanted = criterion(model(x), target)
+    torch.testing.assert_close(ours, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, list(model.parameters())) for loss in (ours, wanted)))
+    assert criterion.reduction == "mean"
+
+
+def test_losses_of_16_bits_do_not_overflow() -> None:
+    torch.manual_seed(0)
+    logits, target = torch.randn(9000, 3).half(), torch.randint(0, 3, (9000,))
+    logits[:, 0] += 30
+    outputs = list(logits.tensor_split(2))
+    ours = DataParallelCriterion(nn.CrossEntropyLoss())(outputs, target)
+    assert ours.dtype == torch.float16
+    torch.testing.assert_close(ours.float(), F.cross_entropy(logits.float(), target), rtol=2e-3, atol=0)
+    assert DataParallelCriterion(nn.MSELoss())(outputs, logits + 9).isfinite()
+
+
+def test_a_sum_stays_a_sum_and_tokens_count_by_weigh() -> None:
+    torch.manual_seed(0)
+    model, x, target = nn.Linear(4, 6), torch.randn(7, 4), torch.randint(0, 6, (7,))
+    outputs = DataParallelModel(model, CPUS)(x)
+    summed = DataParallelCriterion(nn.CrossEntropyLoss(reduction="sum"))(outputs, target)
+    torch.testing.assert_close(summed, F.cross_entropy(model(x), target, reduction="sum"))
+    target[:5] = -100
+    counting = DataParallelCriterion(
+        lambda output, target: F.cross_entropy(output, target, reduction="sum") / (target != -100).sum().clamp(min=1),
+        weigh=lambda target: (target != -100).sum(),
+    )
+    torch.testing.assert_close(counting(outputs, target), F.cross_entropy(model(x), target))
+
+
+def test_a_training_is_that_of_the_plain_model_and_its_checkpoints_those_of_dataparallel() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    model = DataParallelModel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double(), CPUS)
+    model.module.load_state_dict(plain.state_dict())
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    left, right = (torch.optim.AdamW(one.parameters(), 1e-2) for one in (plain, model))
+    for _ in range(20):
+        x, target = torch.randn(8, 4, dtype=torch.float64), torch.randint(0, 3, (8,))
+        for optimizer in (left, right):
+            optimizer.zero_grad()
+        F.cross_entropy(plain(x), target).backward()
+        criterion(model(x), target).backward()
+        left.step()
+        right.step()
+    torch.testing.assert_close(list(plain.parameters()), list(model.parameters()), rtol=1e-9, atol=1e-12)
+    assert set(model.state_dict()) == set(nn.DataParallel(plain).state_dict())
+
+
+def test_without_gradients_there_is_no_graph() -> None:
+    with torch.no_grad():
+        outputs = DataParallelModel(nn.Linear(4, 2), CPUS)(torch.randn(5, 4))
+    assert not any(output.requires_grad for output in outputs)
+    assert [len(output) for output in outputs] == [2, 2, 1]
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    model = DataParallelModel(nn.Linear(4, 2), CPUS)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    target = torch.zeros(6, dtype=torch.long)
+    calls = {
+        r"first dimensions \[3, 5\]": lambda: model(torch.randn(5, 4), torch.randn(3)),
+        "no tensor with a first dimension": lambda: model(3.0),
+        r"first dimensions \[0\]": lambda: model(torch.randn(0, 4)),
+        "reduction=": lambda: DataParallelCriterion(nn.CrossEntropyLoss(reduction="none")),
+        "Linear has parameters": lambda: DataParallelCriterion(nn.Linear(2, 1)),
+        "an output of 3 samples beside targets of 2": lambda: criterion(model(torch.randn(9, 4)), target),
+        "but fewer targets": lambda: criterion(model(torch.randn(9, 4)), target[:2]),
+        "has the shape": lambda: DataParallelCriterion(lambda output, target: output)(model(torch.randn(6, 4)), target),
+        "several types": lambda: DataParallelModel(nn.Linear(4, 2), ["cpu", "meta"]),
+        "the module lies on cpu": lambda: DataParallelModel(nn.Linear(4, 2), ["meta"]),
+    }
+    for words, call in calls.items():
+        with pytest.raises(HastenError, match=words) as caught:
+            call()
+        assert caught.value.fix
