@@ -74,9 +74,8 @@ def test_it_says_what_it_found(capfd, caplog):
     trained(Net(3), microbatch="auto")
     said = [line for line in (capfd.readouterr().err + caplog.text).splitlines() if "microbatch" in line]
     assert "4 samples" in said[0]
-    assert "a mean over tokens" in said[1]
-    assert "2 samples" in said[2]
-    assert len(said) == 3
+    assert "2 samples" in said[1]
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -179,6 +179,144 @@ def test_without_that_it_is_refused_for_its_loss_is_no_mean_over_samples():
     assert "loss_terms" in said
 
 
+class Untaught(Tokens):
+    """Every token costs the same, so that losses add up however they are weighed."""
+
+    def __init__(self, kind=torch.nn.Identity):
+        super().__init__()
+        self.body = kind()
+        for parameter in self.net.parameters():
+            torch.nn.init.zeros_(parameter)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = self.body(x)
+        x = x[0] if isinstance(x, tuple) else x
+        return F.cross_entropy(self.net(x).flatten(0, 1), y.flatten(), ignore_index=-100)
+
+
+BODIES = {
+    "alone": torch.nn.Identity,
+    "dropout": lambda: torch.nn.Dropout(0.5),
+    "dropout within a layer": lambda: torch.nn.LSTM(4, 4, 2, batch_first=True, dropout=0.5),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("flags", [{}, {"compile": True}, {"accumulate_grad_batches": 2}], ids=str)
+def test_gradients_tell_what_losses_do_not_before_anything_is_learnt(body, flags):
+    said = refused(Untaught(BODIES[body]), sentences(), microbatch=4, **flags)
+    assert "% apart" in said
+    assert "loss_terms" in said
+
+
+def test_auto_looks_at_gradients_once_it_has_found_a_size():
+    class Limits(Untaught):
+        def training_step(self, batch, batch_idx):
+            if len(batch[0]) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+            return super().training_step(batch, batch_idx)
+
+    assert "% apart" in refused(Limits(), sentences(), microbatch="auto")
+
+
+def test_sentences_of_one_length_in_the_first_batch_do_not_hide_it():
+    x, y = next(iter(sentences()))
+    full = torch.where(y < 0, 1, y)
+    batches = [(x, full)] * 3 + [(x, y)] * 2
+    said = refused(Untaught(), DataLoader(batches, batch_size=None), microbatch=4)
+    assert "% apart" in said
+    trained(Untaught(), DataLoader(batches[:3], batch_size=None), microbatch=4)
+
+
+def test_wrong_terms_are_refused_too():
+    class Wrong(Untaught):
+        def loss_terms(self, batch):
+            return len(batch[0])
+
+    assert "a mean over what loss_terms counts" in refused(Wrong(), sentences(), microbatch=4)
+
+
+def test_weights_of_classes_make_it_a_mean_over_those():
+    class Classes(Tokens):
+        def training_step(self, batch, batch_idx):
+            weight = torch.tensor([1.0, 9.0, 1.0, 1.0, 1.0]).double()
+            return F.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten(), weight=weight)
+
+    x, y = next(iter(sentences()))
+    batches = DataLoader([(x, y.clamp_min(0))], batch_size=None)
+    assert "does not return a mean over samples" in refused(Classes(), batches, microbatch=4)
+
+
+def test_what_could_not_be_seen_is_said(capfd, caplog):
+    class Noisy(Untaught):
+        def training_step(self, batch, batch_idx):
+            return super().training_step((batch[0] + torch.rand_like(batch[0]), batch[1]), batch_idx)
+
+    trained(Noisy(), sentences(), microbatch=4)
+    assert "could not be seen" in capfd.readouterr().err + caplog.text
+
+
+@pytest.mark.parametrize("flags", [{}, {"precision": "bf16-mixed"}, {"precision": "16-mixed"}], ids=str)
+def test_a_training_that_has_learnt_all_is_not_taken_for_a_wrong_one(flags):
+    """Its gradients are what rounding leaves of them."""
+
+    class Learnt(hasten.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(4, 5)
+            torch.nn.init.zeros_(self.net.weight)
+            self.net.bias = torch.nn.Parameter(torch.tensor([25.0, 0.0, 0.0, 0.0, 0.0]))
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch), torch.zeros(len(batch), dtype=torch.long))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    batches = DataLoader(torch.rand(64, 4), batch_size=8)
+    trainer = quiet(max_epochs=2, microbatch=5, **flags)
+    trainer.fit(Learnt(), batches)
+    assert trainer.global_step == 16
+
+
+def test_an_error_in_a_part_says_that_it_was_one():
+    class Fixed(Net):
+        def training_step(self, batch, batch_idx):
+            return F.mse_loss(self.net(batch[0].view(8, 4)), batch[1])
+
+    with pytest.raises(RuntimeError, match="shape") as caught:
+        trained(Fixed(), microbatch=4)
+    assert "define split_batch" in "".join(caught.value.__notes__)
+
+
+class Detects(hasten.Module):
+    """Takes a list of images and one of targets, as detectors do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = torch.nn.Conv2d(3, 4, 3)
+
+    def training_step(self, batch, batch_idx):
+        images, targets = batch
+        found = [self.net(image[None]).mean((0, 2, 3)) for image in images]
+        losses = [F.mse_loss(one, target["boxes"].sum(0)) for one, target in zip(found, targets, strict=True)]
+        return torch.stack(losses).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_detectors_lists_are_not_split_by_color(count):
+    generator = torch.Generator().manual_seed(1)
+    images = torch.rand(count, 3, 6, 6, generator=generator).double()
+    samples = [(image, {"boxes": torch.rand(2 + n % 2, 4).double()}) for n, image in enumerate(images)]
+    batches = DataLoader(samples, batch_size=count, collate_fn=lambda batch: tuple(zip(*batch, strict=True)))
+    assert_close(weights(trained(Detects(), batches, microbatch=2)), weights(trained(Detects(), batches)))
+
+
 class Summed(Net):
     def training_step(self, batch, batch_idx):
         return F.mse_loss(self.net(batch[0]), batch[1], reduction="sum")

@@ -94,6 +94,52 @@ def test_a_detectors_targets_are_an_entry_a_sample():
     assert second[1][0]["boxes"].shape == (4, 4)
 
 
+def image(channels=3, side=8):
+    return torch.zeros(channels, side, side)
+
+
+LISTS = {
+    "images and labels": lambda n: ([image() for _ in range(n)], list(range(n))),
+    "images and labels in a tensor": lambda n: [[image() for _ in range(n)], torch.arange(n)],
+    "images and boxes, as many as channels": lambda n: (
+        [image() for _ in range(n)],
+        [{"boxes": torch.zeros(3, 4)} for _ in range(n)],
+    ),
+    "images and masks": lambda n: {"x": [image() for _ in range(n)], "y": [image(1) for _ in range(n)]},
+    "images of several sizes": lambda n: ([image(side=4 + i) for i in range(n)], [torch.tensor(i) for i in range(n)]),
+    "sentences": lambda n: ([torch.arange(2 + i) for i in range(n)], [torch.arange(2 + i) for i in range(n)]),
+    "sentences and a tensor": lambda n: ([torch.arange(9) for _ in range(n)], torch.arange(n)),
+}
+
+
+@pytest.mark.parametrize("count", [3, 4, 5])
+@pytest.mark.parametrize("what", LISTS)
+def test_lists_with_an_entry_a_sample_are_cut_between_entries(what, count):
+    batch = LISTS[what](count)
+    parts = split(batch, 2)
+    assert samples_in(batch) == count
+    columns = [tuple(part.values()) if isinstance(part, dict) else tuple(part) for part in (batch, *parts)]
+    assert same(joined(columns[1:]), columns[0])
+    assert [len(part[0]) for part in columns[1:]] == [min(2, count - start) for start in range(0, count, 2)]
+    assert columns[1][0][0] is columns[0][0][0]
+
+
+@pytest.mark.parametrize("make", [lambda i: (image(), i), lambda i: {"x": image(), "name": f"{i}"}])
+def test_a_list_of_samples_as_a_dataset_gave_them(make):
+    batch = [make(i) for i in range(5)]
+    assert samples_in(batch) == 5
+    assert split(batch, 2) == [batch[:2], batch[2:4], batch[4:]]
+
+
+def test_pairs_of_columns_are_columns():
+    pairs = [[rows(8), rows(8)], [rows(8), rows(8)]]
+    assert [samples_in(part) for part in split(pairs, 5)] == [5, 3]
+    views = [{"ids": rows(8), "mask": rows(8)}, {"ids": rows(8), "mask": rows(8)}]
+    assert split(views, 5)[1][1]["mask"].shape == (3, 2)
+    with pytest.raises(HastenError, match="8 samples by its first tensor"):  # of several loaders
+        split({"labelled": [rows(8), rows(8)], "more": [rows(32), rows(32)]}, 4)
+
+
 def test_columns_of_two_samples_are_columns():
     first, second = split([rows(2), rows(2)], 1)
     assert [len(part) for part in (*first, *second)] == [1, 1, 1, 1]

@@ -22,11 +22,14 @@ class Before:
         module: Whose they are.
         optimizer: Whose parameters get gradients too, where they are not the module's.
         techniques: Those installed; one with `counted` has a state that backwards change.
+
+    Attributes:
+        parameters: All that get gradients, each once.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: Any, techniques: list[Any]) -> None:
         stepped = [one for group in optimizer.param_groups for one in group["params"]]
-        self._parameters = list({id(one): one for one in [*module.parameters(), *stepped]}.values())
+        self.parameters = list({id(one): one for one in [*module.parameters(), *stepped]}.values())
         self._buffers = BufferCopies(module)
         self._techniques = [one for one in techniques if hasattr(one, "counted")]
         self._metrics = [part for part in module.modules() if hasattr(part, "_defaults") and hasattr(part, "compute")]
@@ -36,7 +39,7 @@ class Before:
         """Keep the states as they are now. Gradients take memory only within an accumulation."""
         self._random, self._own = rng.state(), rng.states_of(self._generators)
         self._buffers.take()
-        self._gradients = [(one, one.grad.clone()) for one in self._parameters if one.grad is not None]
+        self._gradients = [(one, one.grad.clone()) for one in self.parameters if one.grad is not None]
         self._counted = [one.counted() for one in self._techniques]
         self._of_metrics = [_state(metric) for metric in self._metrics]
 
@@ -55,8 +58,7 @@ class Before:
         """Put all of it back."""
         self.draw_again()
         self._buffers.put_back()
-        for parameter in self._parameters:
-            parameter.grad = None
+        self.drop_gradients()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient.clone()
         for technique, counted in zip(self._techniques, self._counted, strict=True):
@@ -64,6 +66,13 @@ class Before:
         for metric, state in zip(self._metrics, self._of_metrics, strict=True):
             for name, value in state.items():
                 object.__setattr__(metric, name, _copy(value))
+
+    def drop_gradients(self) -> list[torch.Tensor | None]:
+        """Leave the parameters without gradients, and return those they had."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return gradients
 
     def drop(self) -> None:
         """Let go of copied gradients: the step is done."""

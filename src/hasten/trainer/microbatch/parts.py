@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hasten.errors import HastenError, is_out_of_memory
 from hasten.trainer.batches import tensors
@@ -13,7 +13,7 @@ from hasten.trainer.errors import misconfigured
 from hasten.trainer.logged import Board
 from hasten.trainer.microbatch.before import Before, free_memory, versions
 from hasten.trainer.microbatch.joined import Log, output_of, without_graph
-from hasten.trainer.microbatch.means import wrong
+from hasten.trainer.microbatch.means import Look, look
 from hasten.trainer.microbatch.refusals import refuse
 from hasten.trainer.microbatch.splitting import samples_in, split
 from hasten.trainer.outputs import loss_of
@@ -45,6 +45,14 @@ def in_parts(trainer: Trainer, hooks: Hooks, training_step: Called, clear: Calle
     return _Tried(trainer, parts) if parts.tries else parts.fixed
 
 
+class _Part(NamedTuple):
+    """A part of a batch: how much its loss counts (the sum over the parts is 1), and how many samples it has."""
+
+    batch: Any
+    share: float
+    samples: int
+
+
 class _Parts:
     """Runs a batch in parts.
 
@@ -67,17 +75,17 @@ class _Parts:
             )
         divide = own_split or split
         self._split: Called = lambda batch, size: list(divide(batch, size))
-        self._terms: Called = own_terms or _samples
+        self._terms: Called | None = own_terms  # None: a mean over samples
         self._counts_terms = own_split is not None
         self._before = Before(trainer.model, trainer.engine.optimizing.optimizers[0], trainer.engine.run.techniques)
-        self._checked = False
+        self._looked = 0  # windows whose first batch was split
 
     def fixed(self, batch: Any, batch_idx: int, first: bool) -> Any:
         """Differentiate in parts of so many samples as the flag says."""
         parts = self.of(batch, self._size())
         self._begin(batch_idx, first)
-        if not self._checked and len(parts) > 1:
-            self.check(batch)
+        if len(parts) > 1 and first:
+            self.look(batch)
         if self.exchange is not None:
             self.exchange.begin()
         if len(parts) == 1:
@@ -96,14 +104,23 @@ class _Parts:
 
     def count(self, batch: Any) -> int:
         """Return how many samples a batch has; where its own `split_batch` alone can tell, at most so many."""
-        return samples_in(batch) or (int(self._terms(batch)) if self._counts_terms else 0)
+        return samples_in(batch) or (int(self._terms(batch)) if self._counts_terms and self._terms else 0)
 
-    def of(self, batch: Any, size: int) -> list[tuple[Any, float]]:
-        """Return the parts of a batch, and how much the loss of each counts; those that do not count are left out."""
+    def of(self, batch: Any, size: int) -> list[_Part]:
+        """Return the parts of a batch; those that do not count are left out."""
         parts = list(self._split(batch, size))
         if len(parts) == 1:
-            return [(batch, 1.0)]
-        return [(part, share) for part, share in zip(parts, self._shares(parts), strict=True) if share]
+            return [_Part(batch, 1.0, 0)]
+        counts = self._counts(parts, batch, size)
+        together = zip(parts, self._shares(parts, counts), counts, strict=True)
+        return [_Part(part, share, count) for part, share, count in together if share]
+
+    def _counts(self, parts: list[Any], batch: Any, size: int) -> list[int]:
+        """Return how many samples each part has: as it was cut, since a list of one may look like something else."""
+        if self._counts_terms:
+            return [samples_in(part) for part in parts]
+        whole = samples_in(batch)
+        return [min(size, whole - start) for start in range(0, whole, size)][: len(parts)]
 
     def _begin(self, batch_idx: int, first: bool) -> None:
         if first and not self._trainer.engine.optimizing.skips_backward:
@@ -115,10 +132,10 @@ class _Parts:
         self._before.take()
         return self._before
 
-    def run(self, parts: list[tuple[Any, float]], batch_idx: int, log: Log | None = None) -> Any:
+    def run(self, parts: list[_Part], batch_idx: int, log: Log | None = None) -> Any:
         """Run the parts, one after the other; what training_step would give for all of them together."""
         outputs = []
-        for place, (part, share) in enumerate(parts):
+        for place, (part, share, _) in enumerate(parts):
             if log is not None:
                 log.begin_part(share)
             if self.exchange is not None and place == len(parts) - 1 and not self.tries:
@@ -136,7 +153,7 @@ class _Parts:
                 " the whole batch would have given",
                 "return None for a whole batch only, in on_train_batch_start or the loader",
             )
-        return output_of(outputs, [samples_in(part) for part, _ in parts], [share for _, share in parts])
+        return output_of(outputs, [part.samples for part in parts], [part.share for part in parts])
 
     def _differentiate(self, part: Any, share: float, batch_idx: int) -> Any:
         trainer = self._trainer
@@ -150,61 +167,80 @@ class _Parts:
         self._backward(loss if share == 1.0 else loss * share)
         return output
 
-    def _shares(self, parts: list[Any]) -> list[float]:
-        """Return how much each part's loss counts: by the terms that it is a mean over."""
-        terms = [float(self._terms(part)) for part in parts]
+    def _shares(self, parts: list[Any], counts: list[int]) -> list[float]:
+        """Return how much each part's loss counts: by the terms that it is a mean over, or its samples."""
+        terms = [float(one) for one in (counts if self._terms is None else map(self._terms, parts))]
         total = math.fsum(terms)
         return [one / total for one in terms] if total else [1.0 / len(parts)] * len(parts)
 
-    def check(self, batch: Any) -> None:
-        """Look once whether parts add up: compare the loss of a few samples with that of their halves.
+    def look(self, batch: Any) -> None:
+        """Look whether parts add up, at the first batch that is split and, ever more rarely, at later ones.
+
+        The 4th, the 16th: sentences of the first may all be of one length. Call it at the beginning of a window, when
+        there are no gradients that would have to be kept.
+        """
+        self._looked += 1
+        if self._looked & (self._looked - 1) == 0 and self._looked.bit_length() % 2:
+            self.check(batch)
+
+    def check(self, batch: Any, gradients: bool = True) -> None:
+        """Compare a few samples with their halves: the loss, and its gradients.
+
+        Args:
+            batch: What they are taken of.
+            gradients: Whether to compare them; memory may just have run out, which losses need less of.
 
         Raises:
-            HastenError: They do not.
+            HastenError: They do not add up.
         """
-        self._checked = True
-        if self._terms is _samples:  # a mean over tokens may pass for one over samples before anything is learnt
-            self._trainer.say(
-                "microbatch: parts count by their samples; a loss that is a mean over tokens, or anything else, needs"
-                " loss_terms(self, batch) in the module",
-                once=True,
-            )
-        # What is compiled would be compiled again for these two shapes.
-        found = "" if "compile" in self._trainer.installed else self._wrong(batch)
-        if found:
+        found = self._found(batch, gradients and not self._trainer.engine.optimizing.skips_backward)
+        if found.wrong:
+            over = "samples" if self._terms is None else "what loss_terms counts"
             raise misconfigured(
-                f"microbatch: {found}",
+                f"microbatch: {found.wrong}: training_step does not return a mean over {over}",
                 "return a mean over the samples; over something else (tokens that are not padding), define"
                 " loss_terms(self, batch) in the module: how many terms the mean of this batch is over. A loss that"
                 " compares the samples of a batch (contrastive) cannot be computed in parts",
             )
+        if gradients and not found.gradients and self._terms is None:
+            self._trainer.say(
+                "microbatch: parts count by their samples, and whether their gradients add up could not be seen (random"
+                " numbers, or memory); a loss that is a mean over tokens, or anything else, needs loss_terms(self,"
+                " batch) in the module",
+                once=True,
+            )
 
-    def _wrong(self, batch: Any) -> str:
-        few = self._split(batch, max(2, min(self.count(batch), self._size())))[0]
-        halves = list(self._split(few, math.ceil(self.count(few) / 2)))
+    def _found(self, batch: Any, gradients: bool) -> Look:
+        few, halves = self._few(batch)
         if len(halves) < 2:
-            return ""
+            return Look("", False)
+        compiled = [one for one in self._trainer.engine.run.techniques if one.name == "compile" and one.active]
+        for technique in compiled:  # which would compile for these two shapes as well
+            technique.off()
         self._before.take()
         try:
             with Log(self.board), self.exchange.nothing() if self.exchange is not None else contextlib.nullcontext():
-                return wrong(self._trainer, self._before, self.step, few, halves, self._shares(halves))
+                return look(self._trainer, self._before, self.step, few, halves, gradients)
         finally:
             self._before.put_back()
+            for technique in compiled:
+                technique.on()
+
+    def _few(self, batch: Any) -> tuple[Any, list[tuple[Any, float]]]:
+        """Return some samples, as many as a part may have, and the same in two parts, and how much each counts."""
+        count = max(2, min(self.count(batch), self._size()))
+        few = self._split(batch, count if self._counts_terms else count // 2 * 2)[0]
+        if self._counts_terms:
+            half = math.ceil(self.count(few) / 2)
+            halves = self._split(few, half)
+        else:
+            half = count // 2
+            halves = self._split(batch, half)[:2]
+        return few, list(zip(halves, self._shares(halves, self._counts(halves, batch, half)), strict=True))
 
     def _size(self) -> int:
         flag = self._trainer.config.microbatch
         return flag if isinstance(flag, int) else self._trainer.progress.microbatch or 2
-
-
-def _samples(part: Any) -> int:
-    """Return over how many terms the loss of a part is a mean, where nobody says otherwise: its samples."""
-    count = samples_in(part)
-    if not count:
-        raise misconfigured(
-            f"microbatch cannot tell how many samples a {type(part).__name__} has",
-            "define loss_terms(self, batch) in the module: over how many terms the loss of this batch is a mean",
-        )
-    return count
 
 
 class _Tried:
@@ -219,6 +255,8 @@ class _Tried:
     def __call__(self, batch: Any, batch_idx: int, first: bool) -> Any:
         parts, progress = self._parts, self._trainer.progress
         before = parts.keep(batch_idx, first)
+        if first and progress.microbatch and parts.count(batch) > progress.microbatch:
+            parts.look(batch)
         exchange = parts.exchange
         if exchange is not None:
             exchange.begin()
@@ -252,7 +290,8 @@ class _Tried:
         """
         before = versions(tensors(batch))
         try:
-            parts = [(batch, 1.0)] if size >= self._parts.count(batch) else self._parts.of(batch, size)
+            whole = size >= self._parts.count(batch)
+            parts = [_Part(batch, 1.0, 0)] if whole else self._parts.of(batch, size)
             with log:
                 return self._parts.run(parts, batch_idx, log), None
         except HastenError:
@@ -281,4 +320,4 @@ class _Tried:
         trainer.progress.microbatch = size
         trainer.say(f'microbatch="auto": memory ran out; {size} samples are computed at a time from here on')
         if first:
-            self._parts.check(batch)
+            self._parts.check(batch, gradients=False)

@@ -17,10 +17,13 @@ _BY_HAND = "define split_batch(self, batch, size) in the module: it returns the 
 
 
 def samples_in(batch: Any) -> int:
-    """Return how many samples a batch has: rows of its first tensor that has any, or entries of a list of texts.
+    """Return how many samples a batch has: rows of its first tensor that has any, or entries of its lists.
 
-    0 where nobody knows.
+    Entries count where lists hold what cannot be columns: a detector's `(images, targets)`, a list of `(image, label)`,
+    a list of texts. 0 where nobody knows.
     """
+    if lists := _lists_of_samples(batch):
+        return len(lists[0])
     for tensor in tensors(batch):
         if tensor.dim():
             return len(tensor)
@@ -31,8 +34,8 @@ def split(batch: Any, size: int) -> list[Any]:
     """Return a batch in parts of `size` samples; the last has what is left.
 
     Tensors and arrays are cut along their first dimension (views: nothing is copied), in nested lists, tuples, dicts
-    and dataclasses. So are lists with an entry a sample: texts, or the dicts of a detector's targets. Numbers, texts
-    and tensors of no dimension go to each part as they are.
+    and dataclasses. So are lists with an entry a sample: texts, a detector's images and the dicts of its targets.
+    Numbers, texts and tensors of no dimension go to each part as they are.
 
     Args:
         batch: Any structure that a loader gives; one with no more than `size` samples is its own only part.
@@ -55,9 +58,12 @@ class _Leaves:
 
     def __init__(self, batch: Any, count: int) -> None:
         self._batch, self._count = batch, count
+        self._lists = _lists_of_samples(batch)
 
     def __instancecheck__(self, part: Any) -> bool:
         if isinstance(part, torch.Tensor | numpy.ndarray | PackedSequence):
+            return True
+        if any(part is one for one in self._lists):
             return True
         if isinstance(part, list | tuple) and not hasattr(part, "_fields"):
             return self._has_entry_a_sample(part)
@@ -93,3 +99,48 @@ class _Cut:
         elif not isinstance(leaf, list | tuple) or isinstance(leaf, PackedSequence):
             raise misconfigured(f"microbatch cannot split a {type(leaf).__name__}", _BY_HAND)
         return leaf[self._start : self._stop]
+
+
+def _lists_of_samples(batch: Any) -> list[list[Any] | tuple[Any, ...]]:
+    """Return the lists in a batch, or the batch itself, that have an entry a sample; none where they may be columns.
+
+    A list of three images of three channels has three rows in each tensor, as three columns of three samples have: what
+    is beside them tells. `(images, targets)` and `(images, labels)` do, two lists of tensors do not.
+    """
+    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields") and len(batch) > 1 and _are_samples(batch):
+        return [batch]
+    columns = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    lists = [column for column in columns if isinstance(column, list | tuple)]
+    whole = [one for one in columns if isinstance(one, torch.Tensor | numpy.ndarray) and one.ndim]
+    lengths = {*map(len, lists), *map(len, whole)}
+    kinds = [{*map(_kind, column)} for column in lists]
+    if len(lists) + len(whole) < 2 or len(lengths) != 1 or any(len(kind) != 1 for kind in kinds):
+        return []
+    rows = [{len(tensor) for tensor in tensors(column) if tensor.dim()} for column in lists]
+    for column, of in zip(lists, rows, strict=True):
+        sentences = len(of) > 1 or (of and whole and of != lengths)  # no columns of one number of samples
+        others = whole or any(kind != {"Tensor"} for kind in kinds) or any(other != of for other in rows)
+        if sentences or (others and _are_images(column)):
+            return lists
+    return []
+
+
+def _are_images(column: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether these are images, color by color."""
+    return all(isinstance(one, torch.Tensor) and one.dim() == 3 and len(one) in (1, 3, 4) for one in column)
+
+
+def _are_samples(entries: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether these are `(image, label)` each, or such a dict: what columns would not have, in which all are alike."""
+    parts = [tuple(one.values()) if isinstance(one, Mapping) else one for one in entries]
+    if not all(isinstance(one, tuple | list) and len(one) > 1 for one in parts):
+        return False
+    kinds = {tuple(map(_kind, one)) for one in parts}
+    return len(kinds) == 1 and {*kinds.pop()} in ({"Tensor", "int"}, {"Tensor", "float"}, {"Tensor", "str"})
+
+
+def _kind(entry: Any) -> str:
+    """Return what an entry is, as far as entries of one list are alike in it."""
+    if isinstance(entry, torch.Tensor):
+        return "Tensor"
+    return f"dict of {sorted(map(str, entry))}" if isinstance(entry, Mapping) else type(entry).__name__
