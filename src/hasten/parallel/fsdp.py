@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,18 +197,13 @@ def accumulated(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     waiting: dict[str, torch.Tensor] = {}
-    units: list[Any] = units_in(_root_or(module))
-    for part in units:
-        state = part._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one group or none
-        for group in groups if groups is not None else filter(None, [state._fsdp_param_group]):
-            for kept in group.fsdp_params:
-                gradient = kept.unsharded_accumulated_grad
-                if gradient is None:
-                    gradient = getattr(getattr(kept, "_unsharded_param", None), "grad", None)
-                name = names.get(id(kept.sharded_param))
-                if gradient is not None and name is not None:
-                    waiting[name] = gradient
+    for kept in _kept(module):
+        gradient = kept.unsharded_accumulated_grad
+        if gradient is None:
+            gradient = getattr(getattr(kept, "_unsharded_param", None), "grad", None)
+        name = names.get(id(kept.sharded_param))
+        if gradient is not None and name is not None:
+            waiting[name] = gradient
     mean = {name: world.mean(gradient).to(gradient.dtype) for name, gradient in waiting.items()}
     for name, parameter in module.named_parameters():  # of a window that began before the last resume
         if parameter.grad is not None:
@@ -218,8 +213,40 @@ def accumulated(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
     return mean
 
 
-def _root_or(module: nn.Module) -> nn.Module:
-    return root_of(module) or module
+def begin_again(module: nn.Module) -> None:
+    """Drop what a run has left that ended within a step or an accumulation window; does nothing to a fresh module.
+
+    `zero_grad` does not see gradients that wait for the rest of a window, and the next exchange would add them. After
+    an error within a forward FSDP takes the next one for a part of it: what is in no unit would not be trained.
+
+    Raises:
+        HastenError: A step was broken off, which this torch cannot undo.
+    """
+    root: Any = root_of(module)
+    if root is None or root._get_fsdp_state()._is_root is None:  # no forward yet
+        return
+    state = root._get_fsdp_state()._state_ctx
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+    elif state.iter_forward_root is not None or state.post_backward_final_callback_queued:
+        raise HastenError(
+            "the module's last run under FSDP ended by an error within a step: FSDP would not train all of it again.",
+            "Build the module again, and go on from a checkpoint.",
+        )
+    for kept in _kept(module):
+        kept.unsharded_accumulated_grad = None
+        if (whole := getattr(kept, "_unsharded_param", None)) is not None:
+            whole.grad = None
+
+
+def _kept(module: nn.Module) -> Iterator[Any]:
+    """Give what FSDP keeps of each parameter."""
+    units: list[Any] = units_in(root_of(module) or module)
+    for part in units:
+        state = part._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one group or none
+        for group in groups if groups is not None else filter(None, [state._fsdp_param_group]):
+            yield from group.fsdp_params
 
 
 def clip_norm(parameters: Iterable[torch.Tensor], value: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 
 import pytest
@@ -126,6 +127,49 @@ def test_two_copies_of_two_halves_end_where_one_process_ends(alone, tmp_path):
     train(cases, tmp_path, 4, FSDPStrategy(shard_size=2))
     for case in cases:
         assert_close(saved(tmp_path, case.name), saved(alone[0], case.name))
+
+
+# -- a fit behind one that ended early -----------------------------------------------------------------------
+
+
+class Ends(Tokens):
+    """Its first fit ends within an accumulation window: half of its gradients are gathered by then."""
+
+    how = "asks to stop"
+
+    def training_step(self, batch, batch_idx):
+        middle = self.trainer.global_step == 1 and self.how
+        if middle == "breaks" and batch_idx == 3:
+            raise KeyError("a broken batch")
+        loss = super().training_step(batch, batch_idx)
+        if middle == "breaks in a block" and batch_idx == 3:
+            self.net.blocks[1](batch[0])  # no floating-point numbers
+        self.trainer.should_stop = middle == "asks to stop" and batch_idx == 2
+        return loss
+
+
+def _twice(folder, devices, strategy, how, every):
+    flags = {"max_epochs": 1, "devices": devices, "strategy": strategy}
+    module = Ends()
+    module.how = how
+    broken = "breaks" in how
+    with pytest.raises((KeyError, RuntimeError)) if broken else contextlib.nullcontext():
+        quiet(accumulate_grad_batches=2, **flags).fit(module, loader(8 // devices))
+    module.how = ""
+    trainer = quiet(accumulate_grad_batches=every, **flags)
+    trainer.fit(module, loader(8 // devices))
+    trainer.save_checkpoint(folder / f"{how} {every}.ckpt")
+
+
+@pytest.mark.parametrize(("how", "every"), [("asks to stop", 1), ("breaks", 1), ("breaks in a block", 2)])
+def test_a_fit_behind_one_that_ended_within_a_window_trains_all_and_without_its_gradients(how, every, tmp_path):
+    """And exchanges gradients, which FSDP was told to leave out when the first one ended."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    _twice(one, 1, "auto", how, every)
+    spawn(_twice, 2, (two, 2, "fsdp", how, every), strategy="ddp_fork")
+    assert_close(saved(two, f"{how} {every}"), saved(one, f"{how} {every}"))
 
 
 # -- what each rank holds ------------------------------------------------------------------------------------

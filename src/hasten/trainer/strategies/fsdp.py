@@ -11,7 +11,7 @@ import torch
 
 from hasten.errors import HastenError
 from hasten.parallel import World
-from hasten.parallel.fsdp import Buffers, Root, accumulated, clip_norm, clip_value, shard, units_in
+from hasten.parallel.fsdp import Buffers, Root, accumulated, begin_again, clip_norm, clip_value, shard, units_in
 from hasten.parallel.sharded import is_sharded, local, share_of, whole
 from hasten.techniques.memory.activation_checkpointing import named, repeated
 from hasten.trainer.batches import mapped
@@ -136,6 +136,7 @@ class FSDP(Strategy):
         self._world, given = world, self.given
         policy, blocks = self._policy(precision), self._blocks(model)
         self._root = shard(model, blocks, world, policy, given.reshard_after_forward, given.shard_size)
+        begin_again(model)
         self._buffers = Buffers(model)
 
     def _blocks(self, model: torch.nn.Module) -> list[torch.nn.Module]:
