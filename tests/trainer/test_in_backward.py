@@ -126,6 +126,7 @@ class Third(torch.optim.SGD):
         (Grouped(), {"microbatch": 4}, "several backwards"),
         (Grouped(), {"plan": Plan({"lr_scale": 3.0})}, "lr_scale of the plan acts within the optimizer's step"),
         (Grouped(), {"plan": Plan({"batch_scale": 2})}, "batch_scale of the plan acts within the optimizer's step"),
+        (Grouped(), {"plan": Plan({"schedule": {"kind": "linear", "steps": 8}})}, "schedule of the plan acts within"),
         (Grouped(), {"callbacks": [Looks()]}, "Looks.on_after_backward would find no gradients"),
         (Manual(), {}, "manual optimization"),
         (Regression(lambda parameters: Third(parameters, lr=0.1)), {}, "Third may need more than one parameter"),

@@ -103,7 +103,8 @@ def _refusal(trainer: Trainer, hooks: Hooks, optimizer: Any) -> tuple[str, str] 
             return why, "leave one of them out"
     if not kind.__module__.startswith("torch.optim") or kind.__name__ not in _BY_ITSELF:
         return f"{kind.__name__} may need more than one parameter at a time", f"use one of {', '.join(_BY_ITSELF)}"
-    inside = sorted({"lr_scale", "batch_scale"} & {technique.name for technique in trainer.engine.run.techniques})
+    acting = {technique.name for technique in trainer.engine.run.techniques}
+    inside = sorted({"lr_scale", "batch_scale", "schedule"} & acting)
     if inside:
         return (
             f"{inside[0]} of the plan acts within the optimizer's step, which is not called then",

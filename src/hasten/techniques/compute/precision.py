@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from hasten.techniques import onlookers
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.compute.loss_scaling import LossScaler
 from hasten.techniques.compute.scaled_steps import guard
-from hasten.techniques.compute.true_precision import convert, in_dtype
+from hasten.techniques.compute.true_precision import convert, in_dtype, new_tensors_in
 from hasten.techniques.compute.wide_draws import Wide
 from hasten.techniques.nested import map_tensors
 
@@ -193,9 +194,13 @@ class Precision(Technique):
         if dtype is None:
             return self._mixed(call)
         in_its_type = in_dtype(call, dtype)
+        wide = self._wide()
 
         def as_prepared(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return (in_its_type if module in self._converted else call)(module, args, kwargs)
+            if module not in self._converted:
+                return call(module, args, kwargs)
+            with wide:
+                return in_its_type(module, args, kwargs)
 
         return as_prepared
 
@@ -217,8 +222,7 @@ class Precision(Technique):
         def widen(part: Any) -> Any:
             return part.float() if part.dtype is dtype else part
 
-        wide = Wide()
-        self._wides.append(wide)
+        wide = self._wide()
         enabled = torch.is_autocast_enabled
 
         def mixed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -262,15 +266,28 @@ class Precision(Technique):
         self.did("overflow dropped by the script")
 
     def backward(self, call: Call) -> Call:
-        """With fp16: scale the loss, unscale the gradients."""
-        scaler = self._scaler
-        if scaler is None:
-            return call
+        """What is computed again in the backward draws as it did in the forward; fp16: scale the loss and unscale."""
+        scaler, dtype = self._scaler, self._true_dtype()
+        wide = self._wide()
+
+        def as_in_forward(*args: Any, **kwargs: Any) -> None:
+            if not self.active or (dtype is not None and not self._converted):
+                call(*args, **kwargs)
+                return
+            with wide, contextlib.nullcontext() if dtype is None else new_tensors_in(dtype):
+                call(*args, **kwargs)
 
         def scaled(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            scaler.backward(call, tensors, *args, **kwargs)
+            assert scaler is not None
+            scaler.backward(as_in_forward, tensors, *args, **kwargs)
 
-        return scaled
+        return as_in_forward if scaler is None else scaled
+
+    def _wide(self) -> Wide:
+        name = _TRUE.get(str(self.setting))
+        wide = Wide() if name is None else Wide([name])
+        self._wides.append(wide)
+        return wide
 
     def counted(self) -> tuple[Any, ...]:
         """With fp16: what backwards count of overflows, for `recount`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,15 +92,26 @@ def in_dtype(call: Call, dtype: Any) -> Call:
             return twins[id(tensor)][1]
 
         args, kwargs = map_tensors(cast, (args, kwargs))
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
         try:
-            return call(module, args, kwargs)
+            with new_tensors_in(dtype):
+                return call(module, args, kwargs)
         finally:
-            torch.set_default_dtype(before)
             for tensor, twin, version in twins.values():
                 if twin._version != version:  # changed in place: who made the batch sees that as well
                     with torch.no_grad():
                         tensor.copy_(twin)
 
     return converted
+
+
+@contextlib.contextmanager
+def new_tensors_in(dtype: Any) -> Iterator[None]:
+    """Within it, tensors made without a type are of that type."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from hasten import messages
+from hasten.techniques.compute import wide_draws
 from hasten.techniques.rerun.surroundings import CannotRepeatError, Known, Then
 
 _MARKED_ON_GPU = 8  # first forwards of a module whose tensors are compared on a GPU, which waits for it; then 1 of ...
@@ -266,16 +267,18 @@ def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _casts() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Autocast as it stands now, to be entered again."""
+    """Autocast, and the type in which random numbers are drawn, as they stand now: to be entered again."""
     kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     states = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
     cached = torch.is_autocast_cache_enabled()
+    draws = wide_draws.as_now()
 
     @contextlib.contextmanager
     def casts() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in states:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached))
+            stack.enter_context(draws())
             yield
 
     return casts
