@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.exact.cover import Pair, cover
-from benchmarks.exact.trainings import DATA, EXTRAS, MODELS, OPTIMIZERS, training
+from benchmarks.exact.cover import Pair, cover, pairs_of
+from benchmarks.exact.trainings import DATA, EXTRAS, FILES, MODELS, OPTIMIZERS, training
+from hasten.techniques import CATALOGUE
 
 SETTINGS: dict[str, Any] = {
     "sample_cache": "samples",
@@ -26,16 +27,21 @@ SETTINGS: dict[str, Any] = {
     "activation_checkpointing": True,
     "compile": "default",
 }
+ON_FILES: dict[str, Any] = {"read_ahead": 2}
+"""Techniques that act on folders of files only: they meet the others in rows of their own."""
 ELSEWHERE = {
     "allocator": "acts when a process starts: compared in processes of its own",
-    "read_ahead": "acts on folders of files: compared in `tests/techniques/test_read_ahead.py`",
     "pin_memory": "needs a GPU",
     "device_prefetch": "needs a GPU",
     "cudnn_benchmark": "needs a GPU",
-    "batch_scale": "changes the optimisation path: judged by the time to a target",
-    "lr_scale": "changes the optimisation path: judged by the time to a target",
-    "schedule": "changes the optimisation path: judged by the time to a target",
 }
+TRAJECTORY = {
+    "lr_scale": "the script with that learning rate written in it: equal to the bit, beside other techniques as well",
+    "batch_scale": "the script with that batch size, and the rate times the factor (SGD) or its square root (Adam): "
+    "equal to the bit",
+    "schedule": "the script with torch's own scheduler in it: weights within 1e-6",
+}
+"""Techniques that change the optimisation path: what `tests/techniques/test_<name>.py` holds them to instead."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +66,22 @@ class Row:
 
     def features(self) -> list[str]:
         """What can meet in pairs: parts of the training, and techniques."""
-        parts = [f"model {self.model}", f"optimizer {self.optimizer}", f"data {self.data}"]
-        return [*parts, *(f"loop {extra}" for extra in self.extras), *self.plan]
+        return [*self.features_of([self.model], [self.optimizer], [self.data], self.extras), *self.plan]
+
+    @staticmethod
+    def features_of(
+        models: Iterable[str], optimizers: Iterable[str], data: Iterable[str], extras: Iterable[str]
+    ) -> list[str]:
+        """Return the names that parts of trainings have as features."""
+        kinds = {"model": models, "optimizer": optimizers, "data": data, "loop": extras}
+        return [f"{kind} {name}" for kind, names in kinds.items() for name in names]
 
 
 def acts(technique: str, model: str, optimizer: str, data: str, extras: Iterable[str]) -> bool:
     """Whether a technique finds something to act on in a training."""
     needs: dict[str, bool] = {
-        "sample_cache": data == "repeated",
+        "sample_cache": data == "repeated" or data in FILES,
+        "read_ahead": data in FILES,
         "batched_fetch": data == "tensors",
         "debug_off": "anomaly" in extras,
         "no_grad_validation": "graphs in validation" in extras,
@@ -90,34 +104,56 @@ def fits(model: str, optimizer: str, extras: Iterable[str]) -> bool:
     return not (optimizer in ("closure", "lbfgs") and "accumulation" in extras)
 
 
-def covering(techniques: Iterable[str], seed: int = 0, among: set[Pair] | None = None) -> list[Row]:
+def covering(
+    techniques: Iterable[str], seed: int = 0, among: set[Pair] | None = None, data: Iterable[str] = DATA
+) -> list[Row]:
     """Return rows in which every pair that can meet does: of techniques, and of these with parts of trainings.
 
     Args:
         techniques: Those to choose from.
         seed: Of the rows that are thrown.
         among: Only these pairs count; None: all.
+        data: Kinds of data sets to choose from.
+    """
+    chosen, kinds = list(techniques), list(data)
+    return cover(lambda draw: _throw(draw, chosen, kinds), seed, among)
+
+
+def on_files(techniques: Iterable[str]) -> list[Row]:
+    """Return rows on folders of files, in which what acts on them alone meets everything else that it can.
+
+    Beside `loader_workers` it acts on nothing, since workers make whole samples: they are together in one row.
     """
     chosen = list(techniques)
-    return cover(lambda draw: _throw(draw, chosen), seed, among)
+    eager = [name for name in chosen if name not in ("loader_workers", "compile")]
+    parts = Row.features_of(MODELS, OPTIMIZERS, FILES, EXTRAS)
+    rows = list(alone(ON_FILES, FILES))
+    for more in ([], *([name] for name in ("loader_workers", "compile") if name in chosen)):
+        together = sorted([*eager, *more, *ON_FILES], key=list(CATALOGUE).index)
+        met = more or [*parts, *eager, *ON_FILES]
+        among = {pair for name in ON_FILES for other in met for pair in pairs_of([name, other])}
+        rows += covering(together, among=among, data=FILES)
+    return rows
 
 
-def _throw(draw: random.Random, techniques: list[str]) -> Row | None:
-    model, optimizer, data = draw.choice(list(MODELS)), draw.choice(list(OPTIMIZERS)), draw.choice(list(DATA))
+def _throw(draw: random.Random, techniques: list[str], kinds: list[str]) -> Row | None:
+    model, optimizer, data = draw.choice(list(MODELS)), draw.choice(list(OPTIMIZERS)), draw.choice(kinds)
     extras = tuple(extra for extra in EXTRAS if draw.random() < 0.5)
     if not fits(model, optimizer, extras):
         return None
     on = [name for name in techniques if acts(name, model, optimizer, data, extras) and draw.random() < 0.8]
-    settings = {**SETTINGS, "allocator": "glibc"}
+    settings = {**SETTINGS, **ON_FILES, "allocator": "glibc"}
+    if data == "augmented files":
+        settings["sample_cache"] = "decoded"  # whole samples differ
     return Row(model, optimizer, data, extras, {name: settings[name] for name in on}) if on else None
 
 
-def alone(techniques: Iterable[str]) -> Iterator[Row]:
+def alone(techniques: Iterable[str], data: Iterable[str] = DATA) -> Iterator[Row]:
     """Give each technique by itself on a training where it acts."""
     draw = random.Random(1)
     for name in techniques:
         while True:
-            row = _throw(draw, [name])
+            row = _throw(draw, [name], list(data))
             if row is not None and name in row.plan:
                 yield row
                 break

@@ -164,6 +164,54 @@ train = Repeated()
 """,
 }
 
+# A folder of image files as ImageFolder has it: read by a `loader` function; written by the script itself.
+_FOLDER = """
+import time
+from pathlib import Path
+
+from PIL import Image
+
+Path("images").mkdir(exist_ok=True)
+pixels = np.random.default_rng(5)
+for number in range(len(inputs)):
+    picture = Image.fromarray(pixels.integers(0, 255, (24, 24, 3), dtype=np.uint8))
+    picture.save(f"images/{number:03}.png")
+time.sleep(0.05)  # what was written just now may still change
+
+
+def load_image(path):
+    with open(path, "rb") as file:
+        return Image.open(file).convert("RGB")
+
+
+class Folder(Dataset):
+    def __init__(self, root, loader=load_image):
+        self.samples = [(str(path), number) for number, path in enumerate(sorted(Path(root).glob("*.png")))]
+        self.loader = loader
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        path, number = self.samples[index]
+        image = self.loader(path)
+        AUGMENT
+        x = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)[:, ::2, ::2]
+        if inputs.dim() == 4:
+            return x / 255, labels[number]
+        x = x.flatten()[: inputs.shape[1]]
+        return (x / 255 if inputs.is_floating_point() else x.long() % 40), labels[number]
+
+
+train = Folder("images")
+"""
+_FLIP = """if random.random() < 0.5:
+            image = image.transpose(Image.FLIP_LEFT_RIGHT).rotate(90 * int(torch.randint(4, ())))"""
+FILES = {
+    "files": _FOLDER.replace("AUGMENT", "pass"),
+    "augmented files": _FOLDER.replace("AUGMENT", _FLIP),
+}
+
 # A gradient so large that zeros in it are worth dropping.
 WIDE = "nn.Linear(32, 33000), nn.Tanh(), nn.AdaptiveAvgPool1d(32)"
 EXTRAS = ("clipping", "accumulation", "zeros", "schedule", "graphs in validation", "anomaly", "ema")
@@ -219,7 +267,7 @@ def training(
 {schedule}
 {ema}
 {anomaly}
-{DATA[data]}
+{(DATA | FILES)[data]}
 loader = DataLoader(train, batch_size=16, shuffle=True)
 held_out = DataLoader(TensorDataset(inputs[:64], labels[:64]), batch_size=32)
 

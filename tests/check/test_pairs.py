@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.exact.cover import pairs_of
-from benchmarks.exact.rows import SETTINGS, Row, alone, covering
+from benchmarks.exact.rows import ON_FILES, SETTINGS, Row, alone, covering, on_files
+from benchmarks.exact.trainings import FILES
 from tests.check.conftest import Check
 from tests.check.test_check import said
 
@@ -25,6 +26,19 @@ def keeps_its_word(check: Check, row: Row) -> None:
 @pytest.mark.parametrize("row", FEW, ids=lambda row: row.name)
 def test_each_pair_of_techniques_keeps_its_word(check: Check, row: Row) -> None:
     keeps_its_word(check, row)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("row", list(alone(ON_FILES, FILES)), ids=lambda row: row.name)
+def test_what_acts_on_folders_of_files_keeps_its_word(check: Check, row: Row) -> None:
+    keeps_its_word(check, row)
+
+
+@pytest.mark.slow  # a check for each row; which they are takes seconds to find, so not when tests are collected
+@pytest.mark.timeout(3000)
+def test_it_does_beside_every_other_technique(check: Check) -> None:
+    for row in on_files(EAGER):
+        keeps_its_word(check, row)
 
 
 @pytest.mark.slow  # a check for each technique and training
