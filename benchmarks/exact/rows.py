@@ -34,6 +34,8 @@ ELSEWHERE = {
     "pin_memory": "needs a GPU",
     "device_prefetch": "needs a GPU",
     "cudnn_benchmark": "needs a GPU",
+    "chunked_loss": "acts on millions of logits: see `tests/techniques/test_chunked_loss.py`",
+    "optimizer_in_backward": "clipping and accumulation end in an error: see `tests/check/test_in_backward.py`",
 }
 TRAJECTORY = {
     "lr_scale": "the script with that learning rate written in it: equal to the bit, beside other techniques as well",

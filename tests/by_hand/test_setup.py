@@ -369,7 +369,7 @@ def test_parts_that_are_none_are_named(part: Any) -> None:
 
 def test_a_technique_that_comes_too_late_is_said_and_left_out(capfd: Any) -> None:
     hasten.setup(nn.Linear(1, 1), allocator="jemalloc")
-    assert 'allocator is not installed: "jemalloc" is loaded when a process starts' in capfd.readouterr().err
+    assert 'allocator is not installed: "jemalloc" is chosen when a process starts' in capfd.readouterr().err
 
 
 def test_a_technique_that_found_nothing_is_said_when_the_process_ends() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hasten.run import Run
 from hasten.techniques import CATALOGUE, Refusal, build
 from hasten.techniques.compute.compile import compiler
 from hasten.techniques.memory.activation_checkpointing import Checkpointed
+from hasten.techniques.memory.pieces import cuts
 from tests.techniques.conftest import Train, evidence_of, identical
 
 ROWS = 1500
@@ -183,9 +185,92 @@ def test_never_tried_by_itself_and_settings_are_checked() -> None:
     answer = technique.settings(evidence_of())
     assert isinstance(answer, Refusal)
     assert "costs time" in answer.reason
-    assert [technique.check(setting) for setting in (True, "Block", "Block,Other", "Block, Other")] == [""] * 4
-    for setting in (1, "", "a b", "Block,", {"a": 1}):
+    for right in (True, 1, 5, "sqrt", "Block", "Block,Other", "Block, Other"):
+        assert technique.check(right) == ""
+    for setting in (0, -1, 1.0, "", "a b", "Block,", {"a": 1}):
         assert "names of classes" in technique.check(setting)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_number_takes_the_first_blocks(count: int) -> None:
+    plain, kept, _ = trained()
+    changed, kept_less, run = trained(activation_checkpointing=count)
+    assert identical(plain, changed)
+    assert run.installed()["activation_checkpointing"] == ("block" if count == 1 else f"{min(count, 3)} x block")
+    every = trained(activation_checkpointing=True)[1]
+    assert kept_less < kept * (1 - 0.8 * min(count, 3) / 3)
+    assert (kept_less == every) is (count >= 3)
+
+
+def layers(depth: int, width: int = 16) -> list[nn.Module]:
+    """What a script lists in a Sequential: the same kinds over and over, some of them in place."""
+    parts = [(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(inplace=True), nn.Dropout(0.1))]
+    return [copy.deepcopy(layer) for _ in range(depth) for layer in parts[0]]
+
+
+def trained_sequential(model: nn.Module, plan: dict[str, Any], width: int = 16) -> tuple[dict[str, Any], int, Run]:
+    """What a training of a Sequential leaves, how many bytes its last forward kept, and the run."""
+    torch.manual_seed(1)
+    run = Run(build(plan, CATALOGUE))
+    run.model(model, ())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    kept = 0
+    for number in range(3):
+        x = torch.randn(200, width)
+        with torch.profiler.profile(profile_memory=True) if number == 2 else contextlib.nullcontext() as profiler:
+            loss = model(x).square().mean()
+        if profiler is not None:
+            kept = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.state_dict(), kept, run
+
+
+@pytest.mark.parametrize("setting", [True, "sqrt"])
+def test_a_long_sequential_without_blocks_is_cut_into_pieces(setting: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers(8), nn.Linear(16, 1))
+    twin = copy.deepcopy(model)
+    names = list(model.state_dict())
+    plain, kept, _ = trained_sequential(model, {})
+    changed, kept_less, run = trained_sequential(twin, {"activation_checkpointing": setting})
+    assert identical(plain, changed)
+    assert list(changed) == names
+    assert run.installed() == {"activation_checkpointing": "sequence in pieces"}
+    assert kept_less < kept / 2
+    assert "activations are kept" not in capfd.readouterr().err
+    again = copy.deepcopy(twin)
+    assert vars(again)["forward"].owner is again
+    file = io.BytesIO()
+    torch.save(twin, file)
+    assert b"hasten." not in file.getvalue()
+
+
+def test_a_sequential_that_a_script_changes_later_is_cut_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers(4))
+    run = Run(build({"activation_checkpointing": "sqrt"}, CATALOGUE))
+    run.model(model, ())
+    model(torch.randn(8, 16)).sum().backward()
+    model.append(nn.Linear(16, 3))
+    model[0] = nn.Linear(16, 16)
+    output = model(torch.randn(8, 16))
+    assert output.shape == (8, 3)
+    output.sum().backward()
+    assert model[0].weight.grad is not None
+    assert model[-1].weight.grad is not None
+
+
+@pytest.mark.parametrize("depth", [4, 5, 8, 17, 64, 128])
+def test_there_are_about_sqrt_n_pieces_and_none_begins_in_place(depth: int) -> None:
+    begins = cuts([nn.Linear(1, 1)] * depth)
+    sizes = [end - begin for begin, end in zip(begins, [*begins[1:], depth], strict=True)]
+    assert sum(sizes) == depth
+    assert max(sizes) <= math.ceil(math.sqrt(depth)) + 1
+    assert len(sizes) <= math.ceil(math.sqrt(depth)) + 1
+    entries = layers(depth)
+    assert not any(getattr(entries[place], "inplace", False) for place in cuts(entries))
 
 
 class Trained(hasten.Module):

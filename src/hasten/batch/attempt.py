@@ -8,7 +8,7 @@ import shutil
 import statistics
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,14 +18,13 @@ from hasten.batch.inside import VARIABLE
 from hasten.child import Child
 from hasten.errors import OUT_OF_MEMORY, HastenError
 from hasten.evidence import Evidence, Phase, read_evidence
+from hasten.plan import Setting
 from hasten.taps.config import DoctorOptions, RunConfig, TrialOptions, environment
+from hasten.techniques.memory.allocator import LEAN
 from hasten.tuner.command_line import with_argument
 from hasten.tuner.trial import last_lines
 
 _POLL = 0.02  # seconds between two looks at a process's memory
-# Blocks above 1 MiB go back to the kernel at once. glibc keeps freed ones below 32 MiB by default, where they lie in
-# pieces: examples/tabular_mlp.py at batch 13312 takes 1243 MB, at 16384 (whose blocks are above that) 606 MB.
-_LEAN = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,8 @@ class Attempts:
         scratch: Folder for what the script writes.
         limit: Bytes of memory that the training may have, on the device that it trains on.
         on_gpu: Whether it trains on a GPU, or may: then the limit is not one for the host's memory.
+        bounds: Limits that an attempt's process sets itself, in bytes: by their names in the module `resource`
+            ("RLIMIT_AS"), and as "gpu" what torch may have of the GPU. `limit` is watched from outside.
         timeout: Seconds after which an attempt is ended.
         argument: The script's own argument for the batch size; "": its loaders are built with another one.
     """
@@ -87,8 +88,11 @@ class Attempts:
     on_gpu: bool = False
     done: list[Attempt] = field(default_factory=list)
     leans: bool = True
+    bounds: Mapping[str, int] = field(default_factory=dict)
 
-    def run(self, size: int = 0, former: int = 0, lean: bool = False) -> Attempt:
+    def run(
+        self, size: int = 0, former: int = 0, lean: bool = False, plan: Mapping[str, Setting] | None = None
+    ) -> Attempt:
         """Train some steps, with validation between, twice.
 
         Args:
@@ -96,6 +100,7 @@ class Attempts:
             former: The script's own batch size.
             lean: Have the C library give freed memory back at once: the peak is then what the training needs, a line
                 in the batch size. It takes longer, so the attempt is not kept among those `done`.
+            plan: Technique -> setting; None: the script as it is.
         """
         folder = self.scratch / f"b{len(self.done)}{'lean' * lean}"
         folder.mkdir()
@@ -105,10 +110,16 @@ class Attempts:
         )
         inside = ("hasten.batch.inside",)
         doctor = DoctorOptions(steps=0, seconds=0.0, listener=os.getpid(), sample=False, observers=inside)
-        config = RunConfig({}, str(folder / "evidence.json"), self.command, trial, quiet=True, doctor=doctor)
-        asked = {"size": 0 if self.argument else size, "former": former, "result": str(result)}
+        left = str(folder / "evidence.json")
+        config = RunConfig(dict(plan or {}), left, self.command, trial, quiet=True, doctor=doctor)
+        asked = {
+            "size": 0 if self.argument else size,
+            "former": former,
+            "result": str(result),
+            "bounds": dict(self.bounds),
+        }
         env = environment(
-            config, {**os.environ, "PYTHONHASHSEED": "0", VARIABLE: json.dumps(asked)} | (_LEAN if lean else {})
+            config, {**os.environ, "PYTHONHASHSEED": "0", VARIABLE: json.dumps(asked)} | (LEAN if lean else {})
         )
         arguments = with_argument(self.arguments, self.argument, size) if self.argument and size else self.arguments
         with (folder / "log").open("wb") as log:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ def install(session: Session) -> None:
     import torch
 
     asked = json.loads(os.environ[VARIABLE])
-    if asked["size"]:
-        _tap_loaders(asked["former"], asked["size"])
+    _tap_loaders(asked["former"], asked["size"])
+    bounds = dict(asked["bounds"])
+    on_gpu = bounds.pop("gpu", 0)
+    for name, most in bounds.items():
+        resource.setrlimit(getattr(resource, name), (most, resource.getrlimit(getattr(resource, name))[1]))
     watch = _Memory(session, Path(asked["result"]))
     session.observers.append(watch)
     handle: list[Any] = []
@@ -31,6 +35,9 @@ def install(session: Session) -> None:
     def first_forward(*_: Any) -> None:
         handle.pop().remove()
         watch.training_begins()
+        if on_gpu and torch.cuda.is_initialized():  # not before: a script may fork ahead of its first use of a GPU
+            whole = torch.cuda.get_device_properties().total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, on_gpu / whole))
 
     handle.append(torch.nn.modules.module.register_module_forward_pre_hook(first_forward))
 
@@ -102,7 +109,10 @@ def _bytes(tensor: Any) -> int:
 
 
 def _tap_loaders(former: int, size: int) -> None:
-    """Build each loader that has the training's batch size with another one: a script has one number for all."""
+    """Build each loader that has the training's batch size with another one: a script has one number for all.
+
+    Without a size all loaders keep theirs. The longest samples come first in either case.
+    """
     from torch.utils.data import DataLoader
 
     build = DataLoader.__init__
@@ -113,11 +123,15 @@ def _tap_loaders(former: int, size: int) -> None:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         options = {name: value for name, value in bound.arguments.items() if name != "self"}
-        if options.get("batch_size") != former or options.get("batch_sampler") is not None:
+        own = options.get("batch_size")
+        if (size and own != former) or not own or options.get("batch_sampler") is not None:
             build(self, *args, **kwargs)
             return
-        build(self, **{**options, "batch_size": size})
-        first = longest(self.dataset, size)
+        if size:
+            build(self, **{**options, "batch_size": size})
+        else:
+            build(self, *args, **kwargs)
+        first = longest(self.dataset, size or own)
         if first and type(self.batch_sampler).__name__ == "BatchSampler":
             self.__dict__["batch_sampler"] = LongestFirst(self.batch_sampler, first)
 

@@ -12,7 +12,7 @@ from hasten.errors import HastenError
 _STEP = 4  # one attempt's size to the next
 _MOST = 6  # attempts before the one that verifies
 _GREW = 0.25  # of the fixed part: from here on a line through two attempts is known well enough
-_SPARE = 0.05  # of the limit stays free: so far off may a prediction be
+SPARE = 0.05  # of the limit stays free: so far off may a prediction be
 _SATURATED = 0.95  # of the best rate
 
 
@@ -118,7 +118,7 @@ def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) ->
     size = own
     while len(tried) < _MOST and size < most:
         size = min(size * _STEP, most)
-        if len(tried) > 1 and line_through(tried).peak(size) > attempts.limit * (1 - _SPARE):
+        if len(tried) > 1 and line_through(tried).peak(size) > attempts.limit * (1 - SPARE):
             break
         attempt = _run(attempts, size, own, say)
         if attempt.outcome != "ok":
@@ -160,7 +160,7 @@ def _closer(attempts: Trials, first: Attempt, tried: list[Attempt], say: Callabl
 
 
 def _largest(line: Line, limit: int, most: int) -> tuple[int, str]:
-    largest = line.largest(limit * (1 - _SPARE))
+    largest = line.largest(limit * (1 - SPARE))
     return (most, "samples") if largest >= most else (largest, "memory")
 
 
@@ -168,7 +168,7 @@ def _verified(
     attempts: Trials, tried: list[Attempt], largest: int, own: int, bound: str, say: Callable[[str], None]
 ) -> tuple[Attempt, str]:
     """Return an attempt that ran with room to spare, at the largest size or below; else the script's own."""
-    room = attempts.limit * (1 - _SPARE)
+    room = attempts.limit * (1 - SPARE)
     safe = [one for one in tried if one.peak <= room] or tried[:1]
     for share in (1.0, 0.85, 0.7):
         size = int(share * largest)

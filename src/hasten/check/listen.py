@@ -15,6 +15,7 @@ from torch.utils.data import dataloader
 
 from hasten.check.noise import Noise
 from hasten.check.witness import Parted, Witness
+from hasten.techniques.memory import step_in_backward
 
 
 def listen(witness: Witness, *, backwards: bool = True) -> None:
@@ -28,6 +29,7 @@ def listen(witness: Witness, *, backwards: bool = True) -> None:
     """
     os.register_at_fork(after_in_child=functools.partial(setattr, witness, "active", False))
     noise = Noise(witness.options.noise, witness.options.seed) if witness.options.noise else None
+    step_in_backward.looked_into = {}
     _forwards(witness, noise)
     _backwards(witness, noise, backwards)
     _steps(witness)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hasten.techniques.memory import step_in_backward
+
 WEIGHT, BEFORE, GRADIENT, BUFFER, STATE = "weight", "weight before the step", "gradient", "buffer", "optimizer state"
 
 
@@ -64,17 +66,24 @@ class Names:
 
 
 def weights(names: Names, label: str = WEIGHT) -> dict[str, torch.Tensor]:
-    """Return the parameters, as `weight: Net.fc.bias`."""
-    return {f"{label}: {name}": parameter.detach() for name, parameter in names.parameters().items()}
+    """Return the parameters, as `weight: Net.fc.bias`; with `BEFORE` as they were before a step in the backward."""
+    before = (step_in_backward.looked_into or {}) if label is BEFORE else {}
+    return {
+        f"{label}: {name}": before[id(parameter)][0] if id(parameter) in before else parameter.detach()
+        for name, parameter in names.parameters().items()
+    }
 
 
 def gradients(names: Names) -> dict[str, torch.Tensor]:
-    """Return the gradients that there are."""
-    return {
-        f"{GRADIENT}: {name}": parameter.grad.detach()
-        for name, parameter in names.parameters().items()
-        if parameter.grad is not None
-    }
+    """Return the gradients that there are, or were until the backward stepped by them."""
+    spent = step_in_backward.looked_into or {}
+    found = {}
+    for name, parameter in names.parameters().items():
+        if id(parameter) in spent:
+            found[f"{GRADIENT}: {name}"] = spent[id(parameter)][1]
+        elif parameter.grad is not None:
+            found[f"{GRADIENT}: {name}"] = parameter.grad.detach()
+    return found
 
 
 def buffers(names: Names) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ TARGET_NAME = "hasten-target.toml"
 
 
 _WITH_TARGET = ("target_line", "vary", "runs")
-_WITHOUT = ("only", "order", "processes", "no_memory")
+_WITHOUT = ("only", "order", "processes", "no_memory", "memory")
 
 
 def refuse_other_files(out: Path, fix: str) -> None:

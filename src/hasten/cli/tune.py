@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from hasten import messages
 from hasten.cli.command import process_arguments, script_of
 from hasten.cli.script import training
 from hasten.cli.target import refuse_other_files
@@ -54,6 +55,9 @@ def tune(
     runs: float = typer.Option(
         10.0, min=1.0, help="With --target: cost of all, in whole runs of the script as it is.", metavar="N"
     ),
+    memory: str = typer.Option(
+        "", help="Find the cheapest plan that fits into so much memory: 8GiB, 500MB.", metavar="SIZE"
+    ),
     only: list[str] = typer.Option([], help="Try this technique only (may be repeated).", metavar="NAME"),
     order: int = typer.Option(
         0, help="Seed of the search's own draws: another one asks in another order.", metavar="N"
@@ -64,13 +68,18 @@ def tune(
     """Find what makes a training faster without spoiling its result; write a plan and a proof.
 
     With --allow trajectory --target: find the script's own arguments with which it reaches a quality soonest, by whole
-    runs. Ctrl-C keeps the best so far (exit code 130).
+    runs. With --memory, and by itself where the training runs out of memory: find the cheapest plan that fits. Ctrl-C
+    keeps the best so far (exit code 130).
 
     Example: hasten tune --budget 5m train.py --epochs 90
 
     Example: hasten tune --allow trajectory --target "val_loss<=1.88" train.py --epochs 10
+
+    Example: hasten tune --memory 8GiB train.py --epochs 90
     """
+    from hasten.cli.memory import check_memory, fit_into
     from hasten.cli.target import check_words, tune_to_target
+    from hasten.tuner.baseline import DoesNotFitError
     from hasten.tuner.store import FOLDER
     from hasten.tuner.tune import TuneOptions
     from hasten.tuner.tune import tune as tune_training
@@ -88,12 +97,20 @@ def tune(
         fresh = seeds if "seeds" in asked else 3
         tune_to_target(arguments, command, target, target_line, vary, runs, fresh, within, out)
         return
+    only_these = frozenset(map(_technique, only))
+    if (limit := check_memory(memory, asked)) is not None:
+        fit_into(arguments, command, limit, _seconds(budget), only_these, out)
+        return
     apart = out.exists() and not out.is_file()  # a pipe, /dev/stdout: nothing is kept beside it
     store = None if no_memory or apart else out.parent / FOLDER
-    only_these = frozenset(map(_technique, only))
     options = TuneOptions(_seconds(budget), seeds, only_these, order, processes, store)
     _writable(out)
-    tuned = _shown(options.budget, lambda say, on_block: tune_training(arguments, command, options, say, on_block))
+    try:
+        tuned = _shown(options.budget, lambda say, on_block: tune_training(arguments, command, options, say, on_block))
+    except DoesNotFitError as error:
+        messages.tell(f"hasten: {error.message.splitlines()[0]}: looking for a plan under which it fits")
+        fit_into(arguments, command, None, options.budget, only_these, out)
+        return
     _leave(tuned.plan, tuned.proof, out)
     if tuned.interrupted:
         raise typer.Exit(130)

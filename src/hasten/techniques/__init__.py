@@ -36,7 +36,9 @@ from hasten.techniques.data.read_ahead import ReadAhead
 from hasten.techniques.data.sample_cache import SampleCache
 from hasten.techniques.memory.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.memory.allocator import Allocator
+from hasten.techniques.memory.chunked_loss import ChunkedLoss
 from hasten.techniques.memory.no_grad_validation import NoGradValidation
+from hasten.techniques.memory.optimizer_in_backward import OptimizerInBackward
 from hasten.techniques.memory.set_to_none import SetToNone
 from hasten.techniques.transfer.device_prefetch import DevicePrefetch
 from hasten.techniques.transfer.pin_memory import PinMemory
@@ -62,9 +64,11 @@ CATALOGUE: dict[str, type[Technique]] = {
         ChannelsLast,
         Attention,
         ActivationCheckpointing,
+        ChunkedLoss,
         BatchScale,
         LrScale,
         Schedule,
+        OptimizerInBackward,
         Compile,
     )
 }
@@ -105,6 +109,8 @@ def check(plan: Plan) -> None:
                 close = difflib.get_close_matches(setting, words, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else ""
             raise HastenError(f"{plan.where(name)}: {name} = {toml_value(setting)}: {name} {wrong}", hint)
+        if why := technique.clashes(setting, plan.techniques):
+            raise HastenError(f"{plan.where(name)}: {name} cannot act here: {why}", "leave one of them out")
 
 
 def remarks(plan: Plan, machine: Machine) -> list[str]:

@@ -139,6 +139,11 @@ class Technique:
         return ""
 
     @classmethod
+    def clashes(cls, setting: Setting, plan: Mapping[str, Setting]) -> str:
+        """Why this setting cannot stand beside others of a plan, or ""."""
+        return ""
+
+    @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
         """What is worth trying on a run that left this evidence."""
         raise NotImplementedError

@@ -12,6 +12,7 @@ Told = Callable[[Any, str], None]
 
 _inside: weakref.WeakKeyDictionary[Any, Told] = weakref.WeakKeyDictionary()
 _beside: weakref.WeakKeyDictionary[Any, Told] = weakref.WeakKeyDictionary()
+_scaling: weakref.WeakKeyDictionary[Any, Told] = weakref.WeakKeyDictionary()
 
 
 def watch(technique: Any, told: Told) -> None:
@@ -28,12 +29,18 @@ def watch(technique: Any, told: Told) -> None:
 def watch_own_ways(technique: Any, told: Told) -> None:
     """Call `told(technique, how)` whenever a script takes gradients by `torch.autograd.grad`, or scales its loss."""
     _OWN_WAYS.need(technique)
-    _beside[technique] = told
+    _beside[technique] = _scaling[technique] = told
+
+
+def watch_scaling(technique: Any, told: Told) -> None:
+    """Call `told(technique, how)` whenever a script scales its loss."""
+    _OWN_WAYS.need(technique)
+    _scaling[technique] = told
 
 
 def leave(technique: Any) -> None:
     """Tell a technique of nothing more; torch's own functions are put back once nobody is told."""
-    for watching, functions in ((_inside, _HOOKS), (_beside, _OWN_WAYS)):
+    for watching, functions in ((_inside, _HOOKS), (_beside, _OWN_WAYS), (_scaling, _OWN_WAYS)):
         watching.pop(technique, None)
         functions.leave(technique)
 
@@ -96,7 +103,7 @@ def _own_ways() -> list[Replaced]:
     def telling_scale(plain: Any) -> Any:
         def scale(self: Any, outputs: Any) -> Any:
             if self.is_enabled():
-                _tell(_beside, "the script scales its loss itself (GradScaler)")
+                _tell(_scaling, "the script scales its loss itself (GradScaler)")
             return plain(self, outputs)
 
         return scale

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hasten.errors import HastenError
+from hasten.techniques.memory.step_in_backward import OneByOne, why_not
 
 if TYPE_CHECKING:
     from hasten.trainer.hooks import Hooks
     from hasten.trainer.trainer import Trainer
 
-# These compute each parameter's step from that parameter alone: its gradient, its state, its group's options.
-_BY_ITSELF = (
-    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor",
-)  # fmt: skip
 _SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 
 
@@ -53,9 +49,8 @@ class _Stepper:
     """
 
     def __init__(self, trainer: Trainer, optimizer: Any, names: dict[int, str]) -> None:
-        self._progress, self._optimizer, self._names = trainer.progress, optimizer, names
-        self._step = type(optimizer).step
-        self._lock = threading.Lock()  # parameters on several devices have backwards in several threads
+        self._progress, self._names = trainer.progress, names
+        self._one_by_one = OneByOne(optimizer)
         self._stepped: dict[int, int] = {}  # at which step of the training
 
     def of(self, index: int) -> Any:
@@ -63,15 +58,7 @@ class _Stepper:
 
         def hook(parameter: torch.Tensor) -> None:
             self._once(parameter)
-            optimizer = self._optimizer
-            with self._lock:
-                groups = optimizer.param_groups
-                # As it is now: a scheduler has changed its rate, a checkpoint has put others there.
-                optimizer.param_groups = [{**groups[index], "params": [parameter]}]
-                try:
-                    self._step(optimizer)
-                finally:
-                    optimizer.param_groups = groups
+            self._one_by_one.step(parameter, index)
             parameter.grad = None
 
         return hook
@@ -89,7 +76,7 @@ class _Stepper:
 
 def _refusal(trainer: Trainer, hooks: Hooks, optimizer: Any) -> tuple[str, str] | None:
     """Return why not, and what to do."""
-    config, kind = trainer.config, type(optimizer)
+    config = trainer.config
     by_flag = {
         "several processes exchange gradients after that": trainer.world.size > 1,
         f"gradient_clip_val={config.gradient_clip_val} needs all gradients at once": bool(config.gradient_clip_val),
@@ -101,8 +88,6 @@ def _refusal(trainer: Trainer, hooks: Hooks, optimizer: Any) -> tuple[str, str] 
     for why, applies in by_flag.items():
         if applies:
             return why, "leave one of them out"
-    if not kind.__module__.startswith("torch.optim") or kind.__name__ not in _BY_ITSELF:
-        return f"{kind.__name__} may need more than one parameter at a time", f"use one of {', '.join(_BY_ITSELF)}"
     acting = {technique.name for technique in trainer.engine.run.techniques}
     inside = sorted({"lr_scale", "batch_scale", "schedule"} & acting)
     if inside:
@@ -110,14 +95,11 @@ def _refusal(trainer: Trainer, hooks: Hooks, optimizer: Any) -> tuple[str, str] 
             f"{inside[0]} of the plan acts within the optimizer's step, which is not called then",
             "leave one of them out",
         )
-    options = [option for option in ("differentiable", "capturable") if optimizer.defaults.get(option)]
-    if options or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        what = f"{options[0]}=True" if options else "hooks on its step"
-        return f"{kind.__name__} has {what}, and would be stepped once for each parameter", "leave it out"
+    if (refusal := why_not(optimizer))[0]:
+        return refusal
     for name in _SEE_GRADIENTS:
         if hooks.of(name):
             owners = [type(one).__name__ for one in trainer.callbacks if hooks.of_callbacks(name, among=[one])]
             who = owners[0] if owners else type(trainer.model).__name__
             return f"{who}.{name} would find no gradients", "leave one of them out"
-    shared = [one for group in optimizer.param_groups for one in group["params"] if not one.is_leaf]
-    return ("a parameter is no leaf of the graph", "give the optimizer the module's parameters") if shared else None
+    return None

@@ -19,8 +19,9 @@ NEEDS_NOTHING = {
     "no_grad_validation": "the Trainer validates without graphs anyway",
     "set_to_none": "the Trainer drops gradients anyway",
     "debug_off": "the Trainer leaves detect_anomaly and profiler to its flags",
+    "optimizer_in_backward": "the Trainer has it as a flag, optimizer_in_backward=True",
 }
-"""Techniques that the Trainer has built in."""
+"""Techniques that the Trainer has built in, or as a flag of its own."""
 
 
 @dataclass(frozen=True)

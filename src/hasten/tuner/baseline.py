@@ -7,6 +7,11 @@ import dataclasses
 from hasten.errors import HastenError, script_fails
 from hasten.tuner.trial import Trial, Trials
 
+
+class DoesNotFitError(HastenError):
+    """The script runs out of memory as it is: `hasten tune` then looks for a plan under which it fits."""
+
+
 _PASS_SECONDS = (0.7, 2.5)  # of training in a shortened pass: at the least, and at the most
 _MOST_BATCHES = 400
 
@@ -74,6 +79,11 @@ def hopeless(trial: Trial) -> HastenError:
         return HastenError(
             f"no training was found: {trial.reason}{said}",
             "hasten sees steps through DataLoader, loss.backward() and optimizer.step() of PyTorch",
+        )
+    if trial.outcome == "out of memory":
+        return DoesNotFitError(
+            f"the script runs out of memory as it is: {trial.reason}{said}",
+            "`hasten tune --memory SIZE` looks for a plan under which it fits",
         )
     if trial.outcome == "timeout":
         return HastenError(

@@ -25,6 +25,7 @@ with torch.autocast("cuda", torch.bfloat16):
 ## When the repair is safe
 
 16 bits change results by rounding. Activation checkpointing (the technique `activation_checkpointing`) keeps them.
+`hasten tune --memory SIZE` finds the cheapest plan that leaves room.
 
 ## Source
 

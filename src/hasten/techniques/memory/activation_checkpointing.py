@@ -12,14 +12,20 @@ from hasten import messages
 from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.memory.pieces import CheckpointedPieces, long_sequentials
+
+SQRT = "sqrt"
 
 
 class ActivationCheckpointing(Technique):
     """Keep only the inputs of a model's repeated blocks, and run each block's forward again in the backward.
 
     `true` takes the entries of `nn.ModuleList` and `nn.Sequential` that come at least twice and have layers inside,
-    the outermost such ones; a string names their classes instead: "Block" or "EncoderLayer,DecoderLayer". Saves
-    memory and costs about a third more computation, so it pays where it makes room for a bigger batch.
+    the outermost such ones; a number takes only so many of them, the first ones, whose activations are kept the
+    longest; a string names their classes instead: "Block" or "EncoderLayer,DecoderLayer". "sqrt", and `true` where a
+    model has no such blocks, cuts each `nn.Sequential` of n >= 4 entries into about sqrt(n) pieces instead. Saves
+    memory and costs about a third more computation, in proportion to the blocks, so it pays where it makes room for a
+    bigger batch.
 
     A block is run again exactly as it was: random states (Python's, NumPy's, torch's, and generators that the block
     keeps), autocast, parameters, buffers, attributes and what its code names of globals are put back, and what its
@@ -39,15 +45,17 @@ class ActivationCheckpointing(Technique):
 
     @classmethod
     def check(cls, setting: Setting) -> str:
-        """`true`, or names of classes."""
+        """`true`, "sqrt", how many blocks, or names of classes."""
+        if type(setting) is int and setting >= 1:
+            return ""
         if setting is True or (isinstance(setting, str) and all(name.isidentifier() for name in _names(setting))):
             return ""
-        return 'must be true, or names of classes ("Block,DecoderLayer")'
+        return 'must be true, "sqrt", a number of blocks, or names of classes ("Block,DecoderLayer")'
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
         """Never by itself."""
-        return Refusal("it saves memory and costs time; put it into the plan by hand to make room for a bigger batch")
+        return Refusal("it saves memory and costs time: `hasten tune --memory SIZE` tries it")
 
     def model(self, model: Any, args: tuple[Any, ...]) -> None:
         """Wrap the forwards of blocks that are not wrapped yet."""
@@ -66,12 +74,28 @@ class ActivationCheckpointing(Technique):
         knows = hasattr(dynamo, "skip_fwd_side_effects_in_bwd_under_checkpoint")
         if knows:
             dynamo.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-        blocks = repeated(model) if self.setting is True else named(model, _names(str(self.setting)))
+        blocks = self._blocks(model)
         for block in blocks:
             if not isinstance(vars(block).get("forward"), Checkpointed):
                 whole = not knows and _has_statistics(block)
                 vars(block)["forward"] = Checkpointed(block, whole_when_compiled=whole, told=self._tell)
                 self.did("block")
+
+        if self.setting == SQRT or (self.setting is True and not blocks):
+            self._cut(model)
+
+    def _blocks(self, model: Any) -> list[Any]:
+        """Return the blocks that the setting names."""
+        if isinstance(self.setting, str):
+            return [] if self.setting == SQRT else named(model, _names(self.setting))
+        return repeated(model)[: self.setting if type(self.setting) is int else None]
+
+    def _cut(self, model: Any) -> None:
+        """Run long Sequentials piece by piece."""
+        for owner in long_sequentials(model):
+            if not isinstance(vars(owner).get("forward"), CheckpointedPieces):
+                vars(owner)["forward"] = CheckpointedPieces(owner, lambda piece: _repeatable(piece, self._tell))
+                self.did("sequence in pieces")
 
     def _tell(self, reason: str) -> None:
         """Say once why blocks keep their activations after all."""

@@ -14,6 +14,9 @@ from hasten.techniques.memory.glibc import KEPT, Glibc
 
 TUNABLES = ":".join(f"glibc.malloc.{name}={value}" for name, value in KEPT.items())
 """For GLIBC_TUNABLES: freed memory is kept for the next tensor."""
+# Blocks above 1 MiB go back to the kernel at once. glibc keeps freed ones below 32 MiB by default, where they lie in
+# pieces: examples/tabular_mlp.py at batch 13312 takes 1243 MB, at 16384 (whose blocks are above that) 606 MB.
+LEAN = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 _LIBRARIES = {"jemalloc": "libjemalloc.so", "tcmalloc": "libtcmalloc"}
 
 
@@ -21,8 +24,9 @@ class Allocator(Technique):
     """Choose the allocator of CPU memory.
 
     "glibc" sets glibc's own tunables so that freed tensors' memory is used again; "jemalloc" and "tcmalloc" are
-    loaded in glibc's place where they are installed. `hasten run` sets them in the environment, before the process
-    starts. The Trainer and `hasten.setup` tell glibc in the process that runs; "jemalloc" and "tcmalloc" need
+    loaded in glibc's place where they are installed. "lean" is for little memory: glibc gives freed blocks above 1 MiB
+    back at once, and faults them in again at each step. `hasten run` sets them in the environment, before the process
+    starts. The Trainer and `hasten.setup` tell glibc in the process that runs; "jemalloc", "tcmalloc" and "lean" need
     `hasten run` there too, or the variables set by whoever starts Python.
     """
 
@@ -30,7 +34,7 @@ class Allocator(Technique):
     effect = Effect.EXACT
     relieves = Resource.MEMORY
     sources = ("PyTorch performance tuning guide, CPU", "glibc manual, Memory Allocation Tunables")
-    values = ("glibc", "jemalloc", "tcmalloc")
+    values = ("glibc", "jemalloc", "tcmalloc", "lean")
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -44,7 +48,7 @@ class Allocator(Technique):
     @classmethod
     def useless(cls, setting: Setting, machine: Machine) -> str:
         """The library must be there."""
-        if setting == "glibc":
+        if setting in ("glibc", "lean"):
             return "" if platform.libc_ver()[0] == "glibc" else "this system's C library is not glibc"
         return "" if library(str(setting)) else f"{setting} is not installed"
 
@@ -55,7 +59,9 @@ class Allocator(Technique):
             return Refusal("tensors live on the GPU, which has an allocator of its own")
         if "LD_PRELOAD" in os.environ or "GLIBC_TUNABLES" in os.environ:
             return Refusal("the environment chooses an allocator already (LD_PRELOAD or GLIBC_TUNABLES)")
-        here: tuple[Setting, ...] = tuple(name for name in cls.values if not cls.useless(name, evidence.machine))
+        here: tuple[Setting, ...] = tuple(
+            name for name in cls.values if name != "lean" and not cls.useless(name, evidence.machine)
+        )
         if not here:
             return Refusal("neither glibc nor jemalloc nor tcmalloc is on this system")
         return Choices(here, "large tensors are given back to the kernel and faulted in again at each step")
@@ -64,6 +70,8 @@ class Allocator(Technique):
         """Set the tunables, or load the library."""
         if self.setting == "glibc":
             env["GLIBC_TUNABLES"] = ":".join(filter(None, (env.get("GLIBC_TUNABLES"), TUNABLES)))
+        elif self.setting == "lean":
+            env.update(LEAN)
         elif path := library(str(self.setting)):
             env["LD_PRELOAD"] = ":".join(filter(None, (path, env.get("LD_PRELOAD"))))
         else:
@@ -74,7 +82,7 @@ class Allocator(Technique):
     def too_late(cls, setting: Setting) -> str:
         """Return why a setting cannot be chosen in a process that runs; "" where it can."""
         if cls.liveness_of(setting) is Liveness.PROCESS:
-            return f'"{setting}" is loaded when a process starts: use `hasten run`'
+            return f'"{setting}" is chosen when a process starts: use `hasten run`'
         return ""
 
     def process(self) -> None:

@@ -1,0 +1,107 @@
+"""`hasten tune --memory`: the cheapest plan under which a training fits."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from hasten import messages
+from hasten.cli.target import refuse_other_files
+from hasten.errors import HastenError
+from hasten.files import check_target, write_whole
+from hasten.plan import DEFAULT_NAME
+
+if TYPE_CHECKING:
+    from hasten.ladder.limit import Limit
+
+_WITHOUT = ("seeds", "order", "processes", "no_memory")
+_LEAST = 120.0  # seconds after which a trial is ended
+
+
+def check_memory(memory: str, asked: frozenset[str]) -> Limit | None:
+    """Return the limit that `--memory` names; None where it was not given.
+
+    Args:
+        memory: As the person wrote it.
+        asked: Names of the options that were given.
+
+    Raises:
+        HastenError: It is no size, or another option means nothing beside it.
+    """
+    if "memory" not in asked:
+        return None
+    from hasten.cli.size import size_in_bytes
+    from hasten.evidence import this_machine
+    from hasten.ladder import limit
+
+    size = size_in_bytes(memory, "--memory")
+    if alone := [name for name in _WITHOUT if name in asked]:
+        option = f"--{alone[0].replace('_', '-')}"
+        raise HastenError(f"{option} means nothing with --memory", "leave it out: plans are tried until one fits there")
+    return limit.asked(size, this_machine().device == "cuda")
+
+
+def fit_into(
+    arguments: list[str], command: list[str], limit: Limit | None, budget: float, only: frozenset[str], out: Path
+) -> None:
+    """Search, write plan and figures, and say what was found.
+
+    Args:
+        arguments: Of the process that runs the training.
+        command: The training's own command line.
+        limit: What it may have; None: what stands in its way here.
+        budget: Seconds for all of it.
+        only: Names of the techniques to try; empty: all.
+        out: Where the plan goes; the figures go beside it.
+    """
+    from importlib.metadata import version
+
+    from hasten.batch.attempt import Attempts
+    from hasten.child import remove_when_gone
+    from hasten.evidence import this_machine
+    from hasten.ladder.limit import standing
+    from hasten.ladder.rungs import rungs_for
+    from hasten.ladder.search import climb
+    from hasten.ladder.words import as_json, lines, plan_of
+
+    machine = this_machine()
+    on_gpu = machine.device == "cuda"
+    limit = limit or standing(on_gpu)
+    figures = out.with_name("hasten-memory.json" if out.name == DEFAULT_NAME else f"{out.stem}-memory.json")
+    fix = "name another file with --out FILE"
+    check_target(out, "the plan", None, fix)
+    refuse_other_files(out, fix)
+    check_target(figures, "the figures", _is_memory, fix)
+    start = time.monotonic()
+
+    def say(line: str) -> None:
+        messages.tell(f"hasten {time.monotonic() - start:5.0f}s  {line}")
+
+    say(f"looking for a plan that fits into {limit.words}")
+    with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as scratch:
+        remove_when_gone(scratch)
+        timeout = max(_LEAST, budget / 2)
+        attempts = Attempts(
+            arguments, tuple(command), Path(scratch), limit.room, timeout, on_gpu=on_gpu, bounds=limit.bounds
+        )
+        found = climb(attempts, limit, rungs_for(machine, only), say, start + budget)
+    if found.chosen.plan:
+        if out.is_file():
+            write_whole(out.with_name(f"{out.name}.bak"), out.read_bytes())  # a person may have edited it
+        plan_of(found, tuple(command), machine, version("torch")).write(out)
+    write_whole(figures, (json.dumps(as_json(found, tuple(command)), indent=1) + "\n").encode())
+    typer.echo("\n".join([*lines(found, tuple(command), str(out)), f"figures: {figures}"]))
+    if found.interrupted:
+        raise typer.Exit(130)
+
+
+def _is_memory(content: Any) -> bool:
+    try:
+        return str(json.loads(content)["schema"]).startswith("hasten-memory/")
+    except (ValueError, KeyError, TypeError):
+        return False

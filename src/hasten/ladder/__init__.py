@@ -1,0 +1,1 @@
+"""The cheapest plan under which a training fits into a limit of memory: `hasten tune --memory`."""

@@ -1,0 +1,322 @@
+"""The cheapest plan that fits: plans tried under the limit, each in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hasten.batch.attempt import Attempt
+from hasten.errors import HastenError, script_fails
+from hasten.ladder.limit import Limit
+from hasten.ladder.rungs import Rung, acting, blocks_in, in_order, left_alone
+from hasten.plan import Setting
+from hasten.techniques import toml_value
+
+_SLOWER = 1.05  # times the step: so much a technique that could go may win and is kept
+_MOST_COUNTS = 5  # numbers of blocks that are tried
+_COARSE = 16  # a sixteenth of the blocks is near enough
+
+Techniques = dict[str, Setting]
+
+
+class Plans(Protocol):
+    """Trains some steps under a plan: `hasten.batch.attempt.Attempts`."""
+
+    def run(self, *, plan: Mapping[str, Setting]) -> Attempt:
+        """Run one attempt under the limit."""
+        ...
+
+
+@dataclass(frozen=True)
+class Try:
+    """One plan that was tried.
+
+    Attributes:
+        plan: Technique -> setting; empty: the script as it is.
+        attempt: What it came to.
+        predicted: Peak in bytes that was expected of it; 0: none was.
+    """
+
+    plan: Techniques
+    attempt: Attempt
+    predicted: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether it trained within the limit."""
+        return self.attempt.outcome == "ok"
+
+    @property
+    def peak(self) -> int:
+        """Greatest memory in bytes, before the training too."""
+        return max(self.attempt.peak, self.attempt.before)
+
+
+@dataclass
+class Climbed:
+    """What the search came to.
+
+    Attributes:
+        limit: What the training may have.
+        tries: In the order in which they were made.
+        chosen: The cheapest that fits.
+        excluded: Techniques that were left out, and why.
+        left: What was not looked at for want of time.
+        interrupted: Ctrl-C ended it; `chosen` is the best until then.
+    """
+
+    limit: Limit
+    tries: list[Try]
+    chosen: Try
+    excluded: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def plain(self) -> Try:
+        """The script as it is."""
+        return self.tries[0]
+
+    def without(self, name: str) -> Try | None:
+        """Return the try of the chosen plan without a technique, or of one with more that did not fit."""
+        rest = {other: setting for other, setting in self.chosen.plan.items() if other != name}
+        return next((one for one in self.tries if settings_of(one.plan) == settings_of(rest)), None) or cannot_fit(
+            rest, self.tries
+        )
+
+
+def climb(
+    plans: Plans, limit: Limit, rungs: Sequence[Rung], say: Callable[[str], None], until: float = float("inf")
+) -> Climbed:
+    """Find the cheapest plan under which a training fits.
+
+    All rungs together first: where that does not fit nothing does. Then one rung after the other, the cheapest first,
+    until it fits; then without each that may not be needed, and with as few blocks computed again as fit. Every answer
+    is a trial under the limit.
+
+    Args:
+        plans: Makes the trials.
+        limit: Of the training's memory.
+        rungs: What lowers it, the cheapest first.
+        say: Gets a line for each trial.
+        until: On the monotonic clock: what is not looked at by then is named in the answer.
+
+    Raises:
+        HastenError: The script fails by itself, or fits under no plan.
+    """
+    return _Climb(plans, limit, rungs, say, until).run()
+
+
+class _Late(Exception):  # noqa: N818 - no error: the time is over
+    """There is no time for another trial."""
+
+
+class _Climb:
+    """One search as it goes on."""
+
+    def __init__(
+        self, plans: Plans, limit: Limit, rungs: Sequence[Rung], say: Callable[[str], None], until: float
+    ) -> None:
+        self._plans, self._limit, self._say, self._until = plans, limit, say, until
+        self._rungs = list(rungs)
+        self._tries: list[Try] = []
+        self._excluded: dict[str, str] = {}
+        self._longest = 0.0
+
+    def run(self) -> Climbed:
+        plain = self._try({})
+        if plain.fits:
+            return Climbed(self._limit, self._tries, plain)
+        if plain.attempt.outcome == "timeout":
+            raise HastenError("the script did not come to train within a trial's time", "give it a longer --budget")
+        if plain.attempt.outcome != "out of memory":
+            raise script_fails(plain.attempt.reason, "")
+        best = self._all()
+        left: list[str] = []
+        interrupted = False
+        try:
+            best = self._up(best)
+            best = self._lighter(best)
+            best = self._other_way(best)
+            best = self._fewer_blocks(best)
+        except _Late:
+            best = self._cheapest()
+            left.append("whether a cheaper plan fits, for want of time: give it a longer --budget")
+        except KeyboardInterrupt:
+            best, interrupted = self._cheapest(), True
+            left.append("whether a cheaper plan fits: stopped by Ctrl-C")
+        return Climbed(self._limit, self._tries, best, self._excluded, left, interrupted)
+
+    # -- trials --------------------------------------------------------------------------------------------
+
+    def _try(self, techniques: Techniques, predicted: int = 0, in_any_case: bool = False) -> Try:
+        plan = in_order(techniques)
+        known = [one for one in self._tries if settings_of(one.plan) == settings_of(plan)]
+        if known:
+            return known[0]
+        start = time.monotonic()
+        if self._tries and not in_any_case and start + self._longest > self._until:
+            raise _Late
+        attempt = self._plans.run(plan=plan)
+        self._longest = max(self._longest, time.monotonic() - start)
+        done = Try(plan, _within(attempt, self._limit), predicted)
+        self._tries.append(done)
+        self._say(f"{in_words(plan)}: {came_to(done)}")
+        return done
+
+    def _cheapest(self) -> Try:
+        """Return the cheapest so far, without techniques that act on nothing."""
+        found = min((one for one in self._tries if one.fits), key=lambda one: one.attempt.seconds)
+        acts = {name: setting for name, setting in found.plan.items() if name not in self._excluded}
+        return Try(acts, found.attempt, found.predicted)
+
+    # -- all of them ---------------------------------------------------------------------------------------
+
+    def _all(self) -> Try:
+        """Try all rungs, without those that fail; keep those that act.
+
+        Raises:
+            HastenError: It does not fit.
+        """
+        while self._rungs:
+            tried = self._try({rung.name: rung.setting for rung in self._rungs}, in_any_case=True)
+            if tried.fits:
+                self._excluded |= left_alone(tried.plan, tried.attempt)
+                acts = acting(tried.plan, tried.attempt)
+                self._rungs = [rung for rung in self._rungs if rung.name in acts]
+                return tried
+            if tried.attempt.outcome == "out of memory":
+                without = {rung.name: rung.setting for rung in self._rungs if rung.name != "precision"}
+                # Casts of many weights may take more than 16-bit activations save.
+                if len(without) == len(self._rungs) or not self._try(without, in_any_case=True).fits:
+                    break
+                self._exclude("precision", "it takes more memory than it saves here")
+                continue
+            self._exclude(self._culprit(tried), tried.attempt.reason or tried.attempt.outcome)
+        raise self._hopeless()
+
+    def _culprit(self, tried: Try) -> str:
+        """Which technique fails: the one that its error names, or else the one that changes most."""
+        by_name = next((name for name in tried.plan if f"hasten: {name}:" in tried.attempt.reason), "")
+        return by_name or next(name for name in reversed(_BY_CHANGE) if name in tried.plan)
+
+    def _exclude(self, name: str, why: str) -> None:
+        self._excluded[name] = why
+        self._rungs = [rung for rung in self._rungs if rung.name != name]
+
+    def _hopeless(self) -> HastenError:
+        most = max(self._tries, key=lambda one: len(one.plan)).plan
+        lines = [f"the training does not fit into {self._limit.words}, not even under {in_words(most)}"]
+        lines += [f"{name} was left out: {why}" for name, why in self._excluded.items()]
+        return HastenError(
+            "\n".join(lines),
+            "allow more memory, or make the model or the script's batch smaller (`hasten batch` says what it needs)",
+        )
+
+    # -- the cheapest of them ------------------------------------------------------------------------------
+
+    def _up(self, best: Try) -> Try:
+        """One rung after the other, until it fits."""
+        for count in range(1, len(self._rungs)):
+            tried = self._try({rung.name: rung.setting for rung in self._rungs[:count]})
+            if tried.fits:
+                return tried
+        return self._try({rung.name: rung.setting for rung in self._rungs}) if self._rungs else best
+
+    def _lighter(self, best: Try) -> Try:
+        """Without each technique that is not needed, the dearest first; one that makes steps shorter stays."""
+        for name in [rung.name for rung in reversed(self._rungs) if rung.name in best.plan]:
+            rest = {other: setting for other, setting in best.plan.items() if other != name}
+            if cannot_fit(rest, self._tries):
+                continue
+            tried = self._try(rest)
+            if tried.fits and tried.attempt.seconds <= _SLOWER * best.attempt.seconds:
+                best = tried
+        return best
+
+    def _other_way(self, best: Try) -> Try:
+        """Without the dearest rung, but with those above it: what is dear here may not be what mostly is."""
+        dearest = next((rung for rung in reversed(self._rungs) if rung.name in best.plan), None)
+        if dearest is None or dearest is self._rungs[-1]:
+            return best
+        tried = self._try({rung.name: rung.setting for rung in self._rungs if rung is not dearest})
+        if not tried.fits:
+            return best
+        tried = self._lighter(tried)
+        return min(best, tried, key=lambda one: one.attempt.seconds)
+
+    def _fewer_blocks(self, best: Try) -> Try:
+        """Compute as few blocks again as fit: halve, then follow the line through two counts that fitted."""
+        name = "activation_checkpointing"
+        most = blocks_in(best.attempt)
+        if name not in best.plan or most < 2:
+            return best
+        fitting = {most: best}
+        none = 0  # so many are known not to be enough
+        for _ in range(_MOST_COUNTS):
+            fewest = min(fitting)
+            if fewest - none <= max(1, most // _COARSE):
+                break
+            count, predicted = _next_count(fitting, none, self._limit.room)
+            tried = self._try({**best.plan, name: count}, predicted)
+            if tried.fits:
+                fitting[count] = tried
+            else:
+                none = count
+        found = fitting[min(fitting)]
+        return found if found.attempt.seconds <= _SLOWER * best.attempt.seconds else best
+
+
+_BY_CHANGE = (
+    "no_grad_validation", "allocator", "chunked_loss", "precision", "activation_checkpointing", "optimizer_in_backward",
+)  # fmt: skip
+
+
+def settings_of(plan: Mapping[str, Setting]) -> frozenset[tuple[str, str]]:
+    """Return a plan's settings as a plan file has them, for comparisons: in Python, `True` equals 1 block."""
+    return frozenset((name, toml_value(setting)) for name, setting in plan.items())
+
+
+def cannot_fit(plan: Techniques, tries: Sequence[Try]) -> Try | None:
+    """Return a try that did not fit of a plan that holds all of this one, and more; None where there is none.
+
+    With 16 bits on one side only there is no telling: casts of many weights may take more than activations save.
+    """
+    for tried in tries:
+        more = settings_of(plan) < settings_of(tried.plan) and ("precision" in plan) == ("precision" in tried.plan)
+        if more and tried.attempt.outcome == "out of memory":
+            return tried
+    return None
+
+
+def _next_count(fitting: Mapping[int, Try], none: int, room: int) -> tuple[int, int]:
+    """Return a number of blocks to try, between what is too few and what fits, and the peak predicted of it."""
+    fewest, most = min(fitting), max(fitting)
+    if fewest == most:
+        return (none + fewest) // 2, 0
+    each = (fitting[fewest].peak - fitting[most].peak) / (most - fewest)  # bytes that a block kept whole takes
+    wanted = fewest - int((room - fitting[fewest].peak) / each) if each > 0 else none + 1
+    count = max(none + 1, min(fewest - 1, wanted))
+    return count, round(fitting[fewest].peak + each * (fewest - count))
+
+
+def _within(attempt: Attempt, limit: Limit) -> Attempt:
+    """Return the attempt; as out of memory where its exact peak, which only it sees itself, was above the room."""
+    peak = max(attempt.peak, attempt.before)
+    if attempt.outcome != "ok" or attempt.device == "cuda" or peak <= limit.room:
+        return attempt
+    return Attempt(**{**vars(attempt), "outcome": "out of memory", "reason": f"{peak / 1e9:.2f} GB at its peak"})
+
+
+def in_words(plan: Mapping[str, Setting]) -> str:
+    """Return a plan in a line."""
+    return ", ".join(f"{name} = {toml_value(setting)}" for name, setting in plan.items()) or "the script as it is"
+
+
+def came_to(tried: Try) -> str:
+    """Return what a try came to, in a few words."""
+    if tried.fits:
+        return f"{tried.peak / 1e6:.0f} MB, {tried.attempt.seconds * 1e3:.1f} ms a step"
+    return f"{tried.attempt.outcome} ({tried.attempt.reason})" if tried.attempt.reason else tried.attempt.outcome

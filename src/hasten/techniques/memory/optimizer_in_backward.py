@@ -1,0 +1,142 @@
+"""Each parameter stepped within the backward, as soon as its gradient is there, which is dropped then."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import types
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hasten import messages
+from hasten.evidence import Evidence
+from hasten.plan import Setting
+from hasten.techniques import onlookers
+from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
+
+if TYPE_CHECKING:
+    from hasten.techniques.memory.step_in_backward import Stepped
+
+_STEPS_OTHERWISE = ("lr_scale", "batch_scale", "schedule")
+
+
+class OptimizerInBackward(Technique):
+    """Step each parameter within the backward and drop its gradient, so that all gradients are never there at once.
+
+    The same bits, with less memory by about the size of the parameters, for optimizers of torch's that step each
+    parameter by itself. The optimizer stays one: groups, state, schedules and checkpoints are as without. A `grad` is
+    an empty stand-in afterwards: what computes with it ends in an error (clipping, norms, accumulation over several
+    backwards, zeros in place), never in another number. So do a forward of the model and changed rates between a
+    backward and its step, and a backward without a step. Not noticed is code that reads weights there otherwise: it
+    sees them stepped already.
+
+    Left alone, with a line that says why: several optimizers, closures, hooks on the step, loss scaling
+    (`GradScaler`), several processes. The Trainer has it as a flag.
+    """
+
+    name = "optimizer_in_backward"
+    effect = Effect.EXACT
+    relieves = Resource.MEMORY
+    sources = ("PyTorch tutorial: how to save memory by fusing the optimizer step into the backward pass",)
+    acts_on = "an optimizer of torch.optim that steps each parameter by itself"
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stepped: Stepped | None = None
+        self._alone = ""  # why nothing is stepped in the backward from here on
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """None by itself: it saves memory."""
+        return Refusal("it saves memory, and no time: `hasten tune --memory SIZE` tries it")
+
+    @classmethod
+    def clashes(cls, setting: Setting, plan: Mapping[str, Setting]) -> str:
+        """What acts within the optimizer's step, or on all gradients before it."""
+        if plan.get("precision") == "16-mixed":
+            return 'precision = "16-mixed" looks for overflows in all gradients before the optimizer steps'
+        inside = next((name for name in _STEPS_OTHERWISE if plan.get(name, False) is not False), "")
+        return f"{inside} acts within the optimizer's step, which is not called then" if inside else ""
+
+    def process(self) -> None:
+        """Notice a script that scales its loss: its gradients are scaled when the backward would step by them."""
+        onlookers.watch_scaling(self, OptimizerInBackward._leave)
+
+    def restore(self) -> None:
+        """Notice nothing more."""
+        onlookers.leave(self)
+
+    def over(self) -> None:
+        """Leave the backward and the optimizer's step as they were."""
+        if self._stepped is not None:
+            self._stepped.end()
+            self._stepped = None
+        self._optimizers.clear()
+
+    def optimizer(self, optimizer: Any) -> None:
+        """Have the backward step its parameters; the step behind it then finds no gradient."""
+        from hasten.techniques.memory.step_in_backward import Stepped, why_not
+
+        self._optimizers.add(optimizer)
+        if self._alone:
+            return
+        if self._stepped is not None:
+            self._leave("the script builds another optimizer: a loss of the one may reach parameters of the other")
+            return
+        if why := why_not(optimizer)[0]:
+            self._leave(why)
+            return
+        stepped = self._stepped = Stepped(optimizer, lambda: self._may_begin(optimizer))
+        plain = optimizer.step
+
+        @functools.wraps(plain)
+        def step(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if (args[0] if args else kwargs.get("closure")) is not None:
+                self._leave("the optimizer's step gets a closure")
+            return stepped.step(functools.partial(plain, *args, **kwargs))
+
+        optimizer.step = types.MethodType(step, optimizer)  # a method, as a schedule that wraps it in its turn expects
+        self.did("optimizer")
+
+    def forward(self, call: Call) -> Call:
+        """Refuse a forward of weights that a backward has stepped, before the script's own step."""
+
+        def in_order(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if (stepped := self._stepped) is not None and stepped.pending and stepped.holds(module):
+                from hasten.techniques.memory.step_in_backward import failure
+
+                raise failure("the model is run between a backward and the optimizer's step, or that step was left out")
+            return call(module, args, kwargs)
+
+        return in_order
+
+    def _may_begin(self, optimizer: Any) -> bool:
+        """Look, before anything is stepped, at what is only known now."""
+        import torch
+
+        from hasten.techniques.memory.step_in_backward import why_not
+
+        groups = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self._alone or (groups and torch.distributed.get_world_size() > 1):
+            self._leave(self._alone or "several processes exchange gradients behind the backward")
+        elif why := why_not(optimizer)[0]:  # a hook that was registered later
+            self._leave(why)
+        else:
+            atexit.register(self._at_the_end)
+        return not self._alone
+
+    def _leave(self, why: str) -> None:
+        """Step no more in the backward. A step that is due is still made by the script's own."""
+        if self._alone:
+            return
+        self._alone = why
+        if self._stepped is not None:
+            self._stepped.end()
+        self.acted.pop("optimizer", None)  # it acts on none
+        self.let_go(why)
+
+    def _at_the_end(self) -> None:
+        if self._stepped is not None and self._stepped.pending:
+            messages.tell("hasten: optimizer_in_backward: the last backward had no step behind it, and was stepped")
