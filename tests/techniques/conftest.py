@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -121,37 +122,51 @@ class Trained:
         return self.evidence.installed
 
 
+def _left_in(folder: Path, code: int) -> Trained:
+    import torch
+
+    left, evidence = folder / "left.pt", folder / "evidence.json"
+    return Trained(
+        code,
+        (folder / "out").read_text(),
+        (folder / "err").read_text(),
+        torch.load(left, weights_only=False) if left.exists() else {},
+        read_evidence(evidence) if evidence.exists() else None,
+    )
+
+
 Train = Callable[..., Trained]
+_plain: dict[str, tuple[Path, int]] = {}  # a script that Python ran -> where, and its exit code
 
 
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
     """Run a script: by Python, or with a plan (`name=setting`) as `hasten run` does, by default with `--evidence`.
 
-    The script leaves what is to be compared by `torch.save({...}, "left.pt")`.
+    The script leaves what is to be compared by `torch.save({...}, "left.pt")`. By Python it is run once in a session:
+    most tests compare several techniques with the same plain run.
     """
     count = [0]
 
     def run(script: str, listen: bool = True, **plan: Setting) -> Trained:
-        import torch
-
         count[0] += 1
         folder = tmp_path / f"run{count[0]}"
         folder.mkdir()
+        text = textwrap.dedent(script)
+        shared = not plan and "run1" not in text  # else it reads what another run of its own test has left
+        if shared and text in _plain:
+            before, code = _plain[text]
+            shutil.copytree(before, folder, dirs_exist_ok=True)
+            return _left_in(folder, code)
         # Every run is of the same file name, which is part of tracebacks and of what evidence says.
-        (folder / "train.py").write_text(textwrap.dedent(script))
-        evidence = folder / "evidence.json"
-        config = RunConfig(techniques=plan, evidence=str(evidence) if listen else "", command=("train.py",))
+        (folder / "train.py").write_text(text)
+        evidence = folder / "evidence.json" if listen else ""
+        config = RunConfig(techniques=plan, evidence=str(evidence), command=("train.py",))
         out, err = folder / "out", folder / "err"
         code = run_in_fork(folder / "train.py", folder, out, err, config=config if plan else None)
-        left = folder / "left.pt"
-        return Trained(
-            code,
-            out.read_text(),
-            err.read_text(),
-            torch.load(left, weights_only=False) if left.exists() else {},
-            read_evidence(evidence) if evidence.exists() else None,
-        )
+        if shared:
+            _plain[text] = folder, code
+        return _left_in(folder, code)
 
     return run
 
