@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import signal
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +14,7 @@ import pytest
 
 from hasten.doctor.verdict.diagnosis import Diagnosis, read_diagnosis
 from hasten.evidence import Evidence, read_evidence
-from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, write
+from tests.taps.scripts import HASTEN, Done, execute, write
 
 TRAIN = """
 import os, sys, time, torch
@@ -355,80 +352,6 @@ def test_a_process_group_that_is_gone_at_the_end_is_not_forgotten(tmp_path: Path
     diagnosis = read_diagnosis(tmp_path / "d.json")
     assert diagnosis.phases["sync"] > 0
     assert any("ranks other than 0 of 2" in line for line in diagnosis.unseen)
-
-
-# -- signals ---------------------------------------------------------------------------------------------------
-
-FOREVER = """
-    from training import *
-    import signal
-    if "stubborn" in sys.argv:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    def then(done):
-        time.sleep(0.02)
-        if done == 20:
-            print("now", flush=True)
-    train(10**9, then)
-"""
-
-
-def _stopped(folder: Path, how: Callable[[subprocess.Popen[str]], None], *arguments: str) -> tuple[int, str, Diagnosis]:
-    write(folder, "training.py", TRAIN)
-    write(folder, "train.py", FOREVER)
-    with subprocess.Popen(
-        [HASTEN, "doctor", "--whole", "--json", "d.json", "train.py", *arguments],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=ctrl_c_works,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            said = ""
-            while "now\n" not in said:
-                said += process.stdout.readline() or pytest.fail(said)
-            how(process)
-            said += process.stdout.read()
-            code = process.wait(60)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    return code, said, read_diagnosis(folder / "d.json")
-
-
-def test_ctrl_c_stops_the_script_and_says_what_was_seen(tmp_path: Path) -> None:
-    """A terminal sends it to both."""
-    code, said, diagnosis = _stopped(tmp_path, lambda process: os.killpg(process.pid, signal.SIGINT))
-    assert code == 130
-    assert said.count("KeyboardInterrupt") == 1
-    assert diagnosis.steps >= 19
-    assert diagnosis.ended == "stopped"
-    assert diagnosis.error == ""
-    assert diagnosis.verdict.resource != "untrained"
-
-
-@pytest.mark.slow  # waits for a script's own end
-def test_sigterm_to_doctor_is_passed_on(tmp_path: Path) -> None:
-    code, _, diagnosis = _stopped(tmp_path, lambda process: process.terminate())
-    assert code == 128 + signal.SIGTERM
-    assert diagnosis.steps >= 19
-    assert diagnosis.ended == "stopped"
-
-
-@pytest.mark.slow  # waits for as long as a script may ignore a signal
-def test_a_second_ctrl_c_ends_a_script_that_ignores_the_first(tmp_path: Path) -> None:
-    def twice(process: subprocess.Popen[str]) -> None:
-        process.send_signal(signal.SIGINT)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(1.5)
-        process.send_signal(signal.SIGINT)
-
-    code, _, diagnosis = _stopped(tmp_path, twice, "stubborn")
-    assert code == 130
-    assert diagnosis.steps >= 19
 
 
 # -- a run that is over, and options ---------------------------------------------------------------------------
