@@ -39,7 +39,6 @@ class Progress(Callback):
         self._on_terminal = False
         self._next = 0  # the next batch at which to look at the clock
         self._drawn_at = 0.0
-        self._drawn_batch = 0
         self._began = 0.0
         self._first = 0  # batch of the epoch with which this run of it began: a resumed one begins in the middle
         self._evaluated = 0.0  # seconds of validation within the epoch
@@ -110,7 +109,7 @@ class Progress(Callback):
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         """A new line."""
         self._began = self._drawn_at = perf_counter()
-        self._next, self._first, self._drawn_batch, self._evaluated = 0, -1, 0, 0.0
+        self._next, self._first, self._evaluated = 0, -1, 0.0
         self._outputs, self._rate, self.skip_batches = None, 0.0, 0
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -135,7 +134,6 @@ class Progress(Callback):
         ahead = min(self._rate * interval / 2, 2.0 * (batch_idx + 1 - self._first), 1e6)
         self._next = batch_idx + 1 + int(ahead)
         self.skip_batches = int(ahead)
-        self._drawn_batch = batch_idx + 1
 
     def _draw_training(self, trainer: Any, module: Any, done: int) -> None:
         self._train_line = self._line(_epoch(trainer), done, trainer.num_training_batches, self._rate)
