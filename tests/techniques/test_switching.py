@@ -77,8 +77,6 @@ PASSES = [
     ("made", "sample_cache", "samples", 0, f"{FETCHER} == '_CachedFetcher'"),
     ("drawn", "sample_cache", "decoded", 0, DECODED),
     ("drawn", "read_ahead", 2, 0, "type(iterator._sampler_iter).__name__ == 'Ahead'"),
-    ("made", "thread_workers", 2, 0, f"{FETCHER} == '_FromThreads'"),
-    ("made", "thread_workers", 2, 1, f"{FETCHER} == '_FromThreads'"),
     ("made", "loader_workers", {"num_workers": 1}, 0, "getattr(iterator, '_hasten_workers', None) is not None"),
     ("made", "loader_workers", {"num_workers": 2}, 1, "iterator._num_workers == 2"),
     ("made", "loader_workers", {"num_workers": 0}, 1, "iterator._num_workers == 0"),

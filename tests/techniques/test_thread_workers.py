@@ -7,6 +7,9 @@ import textwrap
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from hasten.evidence import LoaderFacts, Probe
 from hasten.techniques import Choices, Refusal
@@ -295,6 +298,38 @@ def test_a_pass_that_is_left_ends_its_threads(train: Train) -> None:
     """
     changed = train(SCRIPT + script, thread_workers=2)
     assert changed.left["threads"] <= 2, changed.left
+
+
+class Squares(Dataset[Any]):
+    """Made of their number."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3,), float(index)) ** 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pass_goes_by_what_was_on_when_it_began(workers: int) -> None:
+    technique = ThreadWorkers(2)
+    loader: DataLoader[Any] = DataLoader(Squares(), 4, num_workers=workers)
+    plain = type(loader._get_iterator())
+    technique.loader(loader)
+    wanted = list(map(torch.Tensor.tolist, DataLoader(Squares(), 4)))
+    try:
+        for on in (True, False, True, True):
+            technique.on() if on else technique.off()
+            batches: Any = iter(loader)
+            technique.off()  # a pass that has begun goes on as it began
+            assert (type(getattr(batches, "_dataset_fetcher", None)).__name__ == "_FromThreads") == on
+            assert type(batches) is (_SingleProcessDataLoaderIter if on else plain)
+            assert [batch.tolist() for batch in batches] == wanted
+    finally:
+        technique.over()
+    assert technique.acted == {"pass": 3}
+    technique.on()
+    assert type(iter(loader)) is plain  # the Trainer's stage is over: torch's own function is back
 
 
 def facts(**changes: Any) -> LoaderFacts:
