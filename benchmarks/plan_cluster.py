@@ -6,10 +6,12 @@
    all-reduces of several sizes, to which latency and bandwidth are fitted; a step's phases under
    DistributedDataParallel with all processes computing, each in a group of its own, so that cores which they share and
    what DDP does beside sending count as they are; an all-reduce of the gradients' bytes; their exchange as `hasten run
-   --devices` does it, packing included, which the planner does not count; a step of DDP that sends. Of each the lower
-   quartile is taken, since others disturb. The planner has the first two, and says the others. A loopback has no
-   network card: messages are copied by the cores that compute, so a step is also held against messages that travel
-   beside nothing. Errors are medians of the rounds, a minute each. On a machine where others work too they say nothing.
+   --devices` does it, packing included, which the planner does not count; a step of DDP that sends, and one with a
+   sharded optimizer. Of each the lower quartile is taken, since others disturb. The planner has the first two, and says
+   the others.
+   By two clocks: the wall's, which says nothing where others work too, and that of the process's CPU. A loopback has
+   no network card: messages are copied by the cores that compute, so CPU time holds them, and nothing runs beside
+   anything. Errors are medians of the rounds, a minute each.
 2. Against tables of others, each with its source below. The step on one device (of torchtitan: on 8) is theirs; so only
    what more devices add is predicted. What they do not say, and we had to take, stands beside each.
 """
@@ -32,17 +34,18 @@ from typing import Any
 
 from hasten.planner.collectives import Network, all_reduce, ring_bytes
 from hasten.planner.job import Job
-from hasten.planner.strategies import after_backward, ddp, fsdp
+from hasten.planner.strategies import after_backward, ddp, fsdp, zero1
 
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 WIDTH, DEPTH, BATCH = 640, 8, 64  # 13 MB of gradients
 REPEATS = 15
+CLOCKS = ("wall", "cpu")  # seconds; seconds of CPU of one process, its kernel's part included
 
 # -- one process of several ------------------------------------------------------------------------------------------
 
 
 def worker(out: Path) -> None:
-    """Measure as one rank of torchrun's; rank 0 writes what it saw."""
+    """Measure as one rank of torchrun's; rank 0 writes what it saw, by both clocks."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -50,73 +53,74 @@ def worker(out: Path) -> None:
     from hasten.parallel import World
     from hasten.parallel.averaging import Averaging
     from hasten.parallel.meeting import Meeting
+    from hasten.parallel.zero import ShardedStates
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
     torch.manual_seed(0)
-    layers = [part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-    model = nn.Sequential(*layers)
-    alone = copy.deepcopy(model)
-    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model = nn.Sequential(*(part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
     groups = [dist.new_group([rank]) for rank in range(world.size)]
-    by_itself = nn.parallel.DistributedDataParallel(
-        copy.deepcopy(model), process_group=groups[world.rank], gradient_as_bucket_view=True
-    )
-    its_optimizer = torch.optim.AdamW(by_itself.parameters())
     x = torch.randn(BATCH, WIDTH)
-    tensors = {size: torch.zeros(size // 4) for size in SIZES}
-    gradients = [torch.zeros(sum(p.numel() for p in model.parameters()))]
+    tensors = {f"all_reduce {size}": torch.zeros(size // 4) for size in SIZES}
+    tensors["messages"] = torch.zeros(sum(p.numel() for p in model.parameters()))
+    times: dict[str, list[list[float]]] = defaultdict(list)
+
+    def made(group: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        ddp = nn.parallel.DistributedDataParallel(
+            copy.deepcopy(model), process_group=group, gradient_as_bucket_view=True
+        )
+        return ddp, torch.optim.AdamW(ddp.parameters())
+
+    def measured(what: str, *calls: Callable[[], object]) -> None:
+        """Measure calls that follow each other, which all ranks begin together."""
+        dist.barrier()
+        at = [now()]
+        for call in calls:
+            call()
+            at.append(now())
+        for number, (before, after) in enumerate(pairwise(at)):
+            name = f"{what} {number}" if len(calls) > 1 else what
+            times[name].append([b - a for a, b in zip(before, after, strict=True)])
+
+    (alone, alone_optimizer), (ddp, optimizer), (sharded, sharded_optimizer) = made(groups[world.rank]), made(), made()
+    if world.size > 1:
+        ShardedStates(sharded_optimizer, world)
+    plain = copy.deepcopy(model)
     averaging = Averaging(Meeting(world))  # as `hasten run --devices` has it
-    averaging.add(alone.parameters())
-
-    def begun() -> float:
-        dist.barrier()  # all begin at the same time
-        return time.perf_counter()
-
-    def seconds(call: Callable[[], object]) -> float:
-        start = begun()
-        call()
-        return time.perf_counter() - start
-
-    def phases() -> None:
-        at = [begun()]
-        loss = by_itself(x).square().mean()
-        at.append(time.perf_counter())
-        loss.backward()
-        at.append(time.perf_counter())
-        its_optimizer.step()
-        at.append(time.perf_counter())
-        for name, length in zip(("forward", "backward", "optimizer"), (b - a for a, b in pairwise(at)), strict=True):
-            times[name].append(length)
-        its_optimizer.zero_grad()
-
-    def step() -> None:
-        wrapped(x).square().mean().backward()
-        optimizer.step()
-
-    def exchange(number: int) -> float:
-        averaging.begins()
-        alone(x).square().mean().backward()
-        return seconds(lambda: averaging.ends(number, BATCH))
-
-    times: dict[str, list[float]] = defaultdict(list)
+    averaging.add(plain.parameters())
     for number in range(REPEATS + 2):  # all in turn, so that what else the machine does disturbs each of them
         if number == 2:  # behind the warm-up
             times.clear()
-        for size, tensor in tensors.items():
-            times[f"all_reduce {size}"].append(seconds(partial(dist.all_reduce, tensor)))
-        phases()
-        times["messages"].append(seconds(partial(dist.all_reduce, gradients[0])))
-        times["exchange"].append(exchange(number))
-        times["step"].append(seconds(step))
-        optimizer.zero_grad()
+        for name, tensor in tensors.items():
+            measured(name, partial(dist.all_reduce, tensor))
+        losses: list[Any] = []
+        measured(
+            "phase",
+            lambda: losses.append(alone(x).square().mean()),  # noqa: B023
+            lambda: losses[0].backward(),  # noqa: B023
+            alone_optimizer.step,
+        )
+        measured("step", lambda: ddp(x).square().mean().backward() or optimizer.step())
+        measured("zero1", lambda: sharded(x).square().mean().backward() or sharded_optimizer.step())
+        averaging.begins()
+        plain(x).square().mean().backward()
+        measured("exchange", lambda: averaging.ends(number, BATCH))  # noqa: B023
+        for one in (alone_optimizer, optimizer, sharded_optimizer):
+            one.zero_grad()
     if world.rank == 0:
-        found = {name: statistics.quantiles(every, n=4)[0] for name, every in times.items()}
-        out.write_text(json.dumps({"shapes": [list(p.shape) for p in model.parameters()], **found}))
+        by_clock = {
+            clock: {name: statistics.quantiles([one[at] for one in every], n=4)[0] for name, every in times.items()}
+            for at, clock in enumerate(CLOCKS)
+        }
+        out.write_text(json.dumps({"shapes": [list(p.shape) for p in model.parameters()], **by_clock}))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def now() -> tuple[float, float]:
+    """Return the time by `CLOCKS`."""
+    return time.perf_counter(), time.process_time()
 
 
 # -- gloo -------------------------------------------------------------------------------------------------------------
@@ -132,7 +136,7 @@ def measure(ranks: int) -> dict[str, Any]:
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-def fitted(found: dict[str, Any], ranks: int) -> Network:
+def fitted(found: dict[str, float], ranks: int) -> Network:
     """Return the ring's latency and bandwidth by least squares of relative errors."""
     rows = [(1 / found[f"all_reduce {size}"], size / found[f"all_reduce {size}"]) for size in SIZES]
     aa, ab, bb = sum(a * a for a, _ in rows), sum(a * b for a, b in rows), sum(b * b for _, b in rows)
@@ -142,48 +146,68 @@ def fitted(found: dict[str, Any], ranks: int) -> Network:
     return Network(ring_bytes(1, ranks) / each, fixed / (2 * (ranks - 1)), "ring")
 
 
-def job_of(found: dict[str, Any]) -> Job:
+def job_of(shapes: list[list[int]], found: dict[str, float]) -> Job:
     """Return the job of phases and shapes that were measured."""
-    shapes = tuple(map(tuple, found["shapes"]))
     held = 4 * (DEPTH * (WIDTH * WIDTH + WIDTH))
-    times = {"data": 0.0, "transfer": 0.0, "forward": found["forward"], "backward": found["backward"], "other": 0.0}
+    forward, backward, optimizer = (found[f"phase {number}"] for number in range(3))
     return Job(
-        **times,
-        optimizer=found["optimizer"],
+        data=0.0,
+        transfer=0.0,
+        forward=forward,
+        backward=backward,
+        other=0.0,
+        optimizer=optimizer,
         batches=1,
         parameters=held,
         gradients=held,
         states=2 * held,
         beside=None,
         peak=None,
-        shapes=shapes,
+        shapes=tuple(map(tuple, shapes)),
     )
 
 
 def on_gloo() -> list[dict[str, Any]]:
-    """Return a round: for each number of processes, what was predicted and what was measured."""
-    rows = []
-    of_two = None
+    """Return a round: for each number of processes and each clock, what was predicted and what was measured."""
+    rows: list[dict[str, Any]] = []
+    of_two: dict[str, Network] = {}
     for ranks in (1, 2, 4):
-        found = measure(ranks)
-        job = job_of(found)
-        if ranks == 1:
-            rows.append({"ranks": 1, "what": "step", "predicted": job.step, "measured": found["step"]})
-            continue
-        network = fitted(found, ranks)
-        of_two = of_two or network
-        print(f"{ranks} processes: {network.bandwidth / 1e9:.2f} GB/s, {network.latency * 1e6:.0f} us a message")
-        sent = all_reduce(job.gradients, ranks, network)
-        predicted = {
-            "messages": (sent, found["messages"]),
-            "messages and packing (run)": (after_backward(job, ranks, network).exchange, found["exchange"]),
-            "step (ddp)": (ddp(job, ranks, network).step, found["step"]),
-            "step, if nothing overlaps": (job.step + ddp(job, ranks, network).exchange, found["step"]),
-        }
-        if ranks == 4:
-            predicted["messages, by the network of 2"] = (all_reduce(job.gradients, 4, of_two), found["messages"])
-        rows += [{"ranks": ranks, "what": name, "predicted": p, "measured": m} for name, (p, m) in predicted.items()]
+        both = measure(ranks)
+        for clock in CLOCKS:
+            found = both[clock]
+            job = job_of(both["shapes"], found)
+            if ranks == 1:
+                pairs = {"step": (job.step, found["step"])}
+            else:
+                network = fitted(found, ranks)
+                of_two.setdefault(clock, network)
+                pairs = compared(job, found, ranks, network, clock)
+                if ranks == 4:
+                    told = all_reduce(job.gradients, ranks, of_two[clock])
+                    pairs["messages, by the network of 2"] = (told, found["messages"])
+            rows += [
+                {"clock": clock, "ranks": ranks, "what": name, "predicted": predicted, "measured": measured}
+                for name, (predicted, measured) in pairs.items()
+            ]
     return rows
+
+
+def compared(
+    job: Job, found: dict[str, float], ranks: int, network: Network, clock: str
+) -> dict[str, tuple[float, float]]:
+    """Return what the planner says and what was measured, by what it is."""
+    print(f"  {ranks} processes, {clock}: {network.bandwidth / 1e9:.2f} GB/s, {network.latency * 1e6:.0f} us a message")
+    beside, shared = ddp(job, ranks, network), zero1(job, ranks, network)
+    computing = shared.step - shared.waits  # with a share of the optimizer's time
+    pairs = {
+        "messages": (all_reduce(job.gradients, ranks, network), found["messages"]),
+        "messages and packing (run)": (after_backward(job, ranks, network).exchange, found["exchange"]),
+        "step, messages beside nothing": (job.step + beside.exchange, found["step"]),
+        "zero1, messages beside nothing": (computing + shared.exchange, found["zero1"]),
+    }
+    if clock == "wall":
+        pairs["step"] = (beside.step, found["step"])
+    return pairs
 
 
 # -- published --------------------------------------------------------------------------------------------------------
@@ -288,8 +312,9 @@ def main(rounds: int, out: Path | None) -> None:
     for alike in zip(*every, strict=True):
         errors = [one["predicted"] / one["measured"] - 1 for one in alike]
         middle = sorted(alike, key=lambda one: one["predicted"] / one["measured"])[len(alike) // 2]
+        what = f"{alike[0]['clock']:4} {alike[0]['ranks']} {alike[0]['what']:32}"
         told = f"{1e3 * middle['predicted']:8.2f} {1e3 * middle['measured']:8.2f} ms {statistics.median(errors):+7.1%}"
-        print(f"  {alike[0]['ranks']} {alike[0]['what']:32} {told} ({min(errors):+.1%} to {max(errors):+.1%})")
+        print(f"  {what} {told} ({min(errors):+.1%} to {max(errors):+.1%})")
     if out is not None:
         out.write_text(json.dumps({"published": theirs, "gloo": every, "cores": os.cpu_count()}, indent=1) + "\n")
 

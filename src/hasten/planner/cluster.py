@@ -19,7 +19,7 @@ ALWAYS = (
     "data comes to each device as fast as it came to one",
     "gradients become ready in proportion to their bytes; all links are alike; no device is slower than others",
     "an optimizer that steps a share (zero1, fsdp) takes its share of the time",
-    "to compress gradients takes no time: ddp-powersgd is the least that it takes",
+    "to pack gradients (run, zero1) and to compress them takes no time: run and ddp-powersgd take more than is said",
     "a step is without validation and checkpoints, as it was measured",
 )
 """What each plan assumes."""
