@@ -106,6 +106,8 @@ def test_one_device_is_the_measured_step_and_memory() -> None:
     assert row.seconds == pytest.approx(3200 / 32)
     assert row.cost == pytest.approx(0.1)
     assert set(rows(found, 8)) == set(STRATEGIES)
+    in_steps = rows(found, 8)["ddp"]
+    assert in_steps.seconds == pytest.approx(13 * in_steps.step)  # 3,200 samples are 12.5 steps of 256
     # ddp holds what one device does: the peak is the same.
     assert rows(found, 8)["ddp"].memory_bytes == 100 << 20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -40,7 +41,7 @@ class Row:
         fits: Whether that is within the device's memory; None: one of both is not known.
         efficiency: Samples per second beside so many times those of one device.
         samples_per_second: Of all devices; None: not known.
-        seconds: For the samples that were asked for; None: not known.
+        seconds: For the samples that were asked for, in whole steps; None: not known.
         cost: Of that, in the price's currency; None: not known.
     """
 
@@ -127,7 +128,7 @@ def _row(one: Job, share: Job, devices: int, strategy: str, cost: Cost, memory: 
     many = 1 if share is not one else devices
     samples = one.batch_size * one.batches * many if one.batch_size else None
     rate = samples / cost.step if samples else None
-    seconds = one.samples / rate if rate and one.samples else None
+    seconds = math.ceil(one.samples / samples) * cost.step if samples and one.samples else None
     return Row(
         devices=devices,
         strategy=strategy,
