@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hasten.child import start_logged
+from tests.faults.seconds import counted
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -255,8 +256,6 @@ if trainer.global_rank == 0:
 def test_a_training_that_is_stopped_saves_is_queued_again_and_ends_the_same(
     how: str, slurm: Path, tmp_path: Path
 ) -> None:
-    import torch
-
     (tmp_path / "train.py").write_text(FIT)
     words = ["--nodes", "2", "--accelerator", "cpu", "--time", "10"]
     whole = submit(tmp_path, "--follow", *words, "train.py", "whole", "0")
@@ -271,12 +270,61 @@ def test_a_training_that_is_stopped_saves_is_queued_again_and_ends_the_same(
         first = ["--partition", "high", "--accelerator", "cpu", "--nodes", "2", "--sbatch", "--exclusive"]
         (tmp_path / "short.py").write_text("print('first')")
         job_number(submit(tmp_path, *first, "short.py"))
-    until(lambda: "the job is queued again" in log.read_text())
+    with counted(how):
+        until(lambda: "the job is queued again" in log.read_text())
     assert "SIGTERM: saved" in log.read_text()
     until(lambda: state(job) == "COMPLETED")
     assert "going on from" in log.read_text()
-    ended = [torch.load(tmp_path / f"{name}.pt") for name in ("whole", "stopped")]
-    assert all(torch.equal(ended[0][name], ended[1][name]) for name in ended[0])
+    assert equal(tmp_path, "whole", "stopped")
+
+
+# Of what it waits for only the first time: at its time limit, or for a machine that is taken away.
+WAITS = FIT.replace("float(sys.argv[2])", 'float(sys.argv[2]) * ("SLURM_RESTART_COUNT" not in os.environ)').replace(
+    "import sys", "import os, sys"
+)
+
+
+def equal(folder: Path, one: str, other: str) -> bool:
+    import torch
+
+    ended = [torch.load(folder / f"{name}.pt") for name in (one, other)]
+    return all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())
+
+
+@pytest.mark.slow  # SLURM knows no time limit below a minute
+def test_the_real_time_limit(slurm: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WAITS)
+    words = ["--nodes", "2", "--accelerator", "cpu"]
+    whole = submit(tmp_path, "--follow", *words, "--time", "10", "train.py", "whole", "0")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    limits = ["--time", "1", "--save-seconds", "30"]
+    job = job_number(submit(tmp_path, *words, *limits, "train.py", "stopped", "4"))
+    log = tmp_path / f"train-{job}.log"
+    until(lambda: log.exists() and "the job is queued again" in log.read_text())
+    assert "SIGTERM: saved" in log.read_text()
+    until(lambda: state(job) == "COMPLETED")
+    assert "going on from" in log.read_text()
+    assert equal(tmp_path, "whole", "stopped")
+
+
+@pytest.mark.slow  # a job of a real SLURM, queued again
+def test_a_machine_that_dies(slurm: Path, tmp_path: Path) -> None:
+    """SLURM takes a machine to be dead, ends what the job has on the other, and queues it again."""
+    (tmp_path / "train.py").write_text(WAITS.replace("logger=False", "logger=False, callbacks=[often]").replace(
+        "trainer = ", "often = hasten.callbacks.ModelCheckpoint(sys.argv[1], every_n_train_steps=2)\ntrainer = "
+    ))  # fmt: skip
+    words = ["--nodes", "2", "--accelerator", "cpu", "--time", "10", "train.py"]
+    whole = submit(tmp_path, "--follow", *words, "whole", "0")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    job = job_number(submit(tmp_path, *words, "stopped", "0.5"))
+    until(lambda: any((tmp_path / "stopped").glob("*.ckpt")))
+    told("scontrol", "update", "nodename=n2", "state=down", "reason=power")
+    until(lambda: state(job) == "PENDING")
+    told("scontrol", "update", "nodename=n2", "state=resume")
+    until(lambda: state(job) == "COMPLETED")
+    log = (tmp_path / f"train-{job}.log").read_text()
+    assert "going on from" in log
+    assert equal(tmp_path, "whole", "stopped")
 
 
 @pytest.mark.slow  # a real SLURM lets its time run out

@@ -1,5 +1,6 @@
 """Several processes that train together, on this machine or, started by torchrun or srun, on many."""
 
+from hasten.parallel.alike import refuse_unlike
 from hasten.parallel.ddp import (
     Exchange,
     Step,
@@ -34,6 +35,7 @@ __all__ = [
     "guard",
     "manual_forward",
     "open_world",
+    "refuse_unlike",
     "set_epoch",
     "set_sync",
     "spawn",

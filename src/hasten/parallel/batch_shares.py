@@ -52,10 +52,30 @@ class Pass:
         self.shared = 0
         self.sizes: deque[tuple[float, int]] = deque()  # this rank's samples, and all ranks', by batch to be given
         self.latest = (1.0, 0)  # of the batch given last
+        self._before = 0  # all ranks' samples of the batch given before that
+        self._ahead = False  # two batches were given before the first backward
+
+    def gives(self) -> None:
+        """Its next batch is given."""
+        self.given += 1
+        if self.sizes:
+            self._before, self.latest = self.latest[1], self.sizes.popleft()
 
     def backward(self) -> None:
         """A backward followed a batch of it."""
+        self._ahead = self._ahead or (not self.proven and self.given == 2)
         self.trains = self.proven = self.state.trained = True
+
+    def uneven_ahead(self, size: int) -> bool:
+        """Whether the backward may be of the batch before the latest, and that may weigh otherwise.
+
+        A loop that fetches a batch ahead asks for two before its first backward. One that skips its first batch does so
+        too, and is taken for it.
+
+        Args:
+            size: How many ranks there are: of as many samples as it divides each has the same share.
+        """
+        return self._ahead and (self._before != self.latest[1] or self.latest[1] % size != 0)
 
     def shares(self) -> bool:
         """Whether the next batch is shared out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -79,6 +80,24 @@ def verdict(children: Sequence[RankProcess], size: int) -> HastenError | None:
     if ended:
         return _error(ended[0], size, how_it_ended(ended[0].code() or 0))
     return None
+
+
+def lost_partner(rank: int, size: int, said: str) -> HastenError:
+    """The error of a rank that was started by another launcher, which sees no other rank's end, and lost one.
+
+    Args:
+        rank: This one.
+        size: How many there are.
+        said: What torch said of it.
+    """
+    return HastenError(
+        f"Rank {rank} of {size} on {socket.gethostname()} has lost another rank: that has ended, its machine or the "
+        f"network is gone, or it did not answer in time. torch says: {(said.splitlines() or ['nothing'])[0]}",
+        "Look at what the other ranks wrote: one with another error is to blame; if none has one, look at the machines "
+        "and the network. `timeout` of the strategy is how long a rank is waited for. When it is mended, start all "
+        'ranks again with ckpt_path="last".',
+        code=1,
+    )
 
 
 def end_all(children: Sequence[RankProcess], patience: float = 3.0) -> None:

@@ -141,6 +141,8 @@ def guard(of: World) -> Iterator[None]:
             world.mark_failed()
             if _ranks is not None and _ranks.is_mine():
                 _ranks.explain(error)
+            elif of.launcher != "hasten" and not isinstance(error, HastenError) and is_lost_partner(error):
+                raise fate.lost_partner(of.rank, of.size, str(error)) from error
         raise
 
 

@@ -310,14 +310,17 @@ def _join(
 
 def _meet(place: Place, limit: timedelta) -> Store:
     """The store in which the ranks find each other, once all of them are there; says who is missing if not."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import DistNetworkError, PrefixStore, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
-    if place.launcher == "hasten":
-        store: Store = TCPStore(place.address, place.port, place.size, is_master=False, timeout=limit)
-    else:
-        url = "env://" if place.launcher == "torchrun" else f"tcp://{place.address}:{place.port}"
-        store, _, _ = next(rendezvous(url, place.rank, place.size, timeout=limit))
+    try:
+        if place.launcher == "hasten":
+            store: Store = TCPStore(place.address, place.port, place.size, is_master=False, timeout=limit)
+        else:
+            url = "env://" if place.launcher == "torchrun" else f"tcp://{place.address}:{place.port}"
+            store, _, _ = next(rendezvous(url, place.rank, place.size, timeout=limit))
+    except DistNetworkError as error:
+        raise _not_met(place, str(error)) from error
     store = PrefixStore(f"hasten/{_joined}", store)
     store.set_timeout(limit)
     store.set(f"here/{place.rank}", "1")
@@ -334,6 +337,25 @@ def _meet(place: Place, limit: timedelta) -> Store:
             )
         time.sleep(0.02)
     return store
+
+
+def _not_met(place: Place, said: str) -> HastenError:
+    """The error for a meeting point that this rank cannot open, or not reach."""
+    where = f"{place.address}:{place.port}"
+    if "EADDRINUSE" in said:
+        return HastenError(
+            f"Rank {place.rank} cannot open {where}, where the {place.size} ranks are to meet: another program listens "
+            "there.",
+            "Set MASTER_PORT to a free port on all machines (torchrun: --master-port); a run that was just killed may "
+            "hold it for a moment: `ss -ltnp` names the program.",
+            code=1,
+        )
+    return HastenError(
+        f"Rank {place.rank} of {place.size} cannot meet the others at {where}: {said.splitlines()[0]}",
+        "Rank 0 must run on that machine, and this one must reach it there: look for a firewall, another network "
+        "interface, or a rank 0 that has ended.",
+        code=1,
+    )
 
 
 def _close_at_exit(world: World, pid: int) -> None:

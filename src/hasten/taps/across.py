@@ -8,6 +8,7 @@ What cannot be carried ends the run with an error: unlike other taps, these must
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import weakref
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hasten import messages
 from hasten.data.orders import why_not
@@ -25,6 +27,7 @@ from hasten.evidence import Phase, facts
 from hasten.parallel.averaging import Averaging
 from hasten.parallel.batch_shares import LoaderState, Pass, SharedBatches, shuffles
 from hasten.parallel.meeting import About, Meeting
+from hasten.parallel.same_data import fingerprint
 from hasten.parallel.same_weights import SameWeights
 from hasten.parallel.summed import summed
 from hasten.parallel.world import World, has_failed, mark_failed
@@ -57,6 +60,7 @@ class Across:
         self._meeting: Meeting | None = None
         self._averaging: Averaging | None = None
         self._weights: SameWeights | None = None
+        self._fingerprints: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._early: list[torch.Tensor] = []  # parameters of optimizers built before the ranks met
         self._inside = False  # of a backward
         self._process = os.getpid()
@@ -174,10 +178,27 @@ class Across:
         validates = not torch.is_grad_enabled() or (bool(models) and not any(model.training for model in models))
         return Pass(state, validates, shuffles(batching) and self.optimizers > 0)
 
-    def begins(self) -> None:
+    def begins(self, loader: Any) -> None:
         """A pass through a loader begins, on all ranks."""
-        self.meeting().meet(About.PASS, at=self.fed.given)
+        if not self.meeting().meet(About.PASS, at=self.fed.given, pattern=self._fingerprint(loader.dataset)).same:
+            state = loader.__dict__.get("_hasten_across")
+            where = f" at {state.where}" if state is not None and state.where else ""
+            raise HastenError(
+                f"The ranks have parted: the dataset of the DataLoader{where} does not hold the same on all of them.",
+                "Each rank must read the same files in the same order, and split them alike: seed what splits or "
+                "shuffles, and sort what lists a folder.",
+                code=1,
+            )
         self.weights.agree(self.averaging.averaged)
+
+    def _fingerprint(self, dataset: Any) -> int:
+        """Of a dataset as it was at its first pass."""
+        known: int | None = None
+        with contextlib.suppress(TypeError):  # a list, say: nothing can hold it weakly
+            known = self._fingerprints.get(dataset)
+            if known is None:
+                known = self._fingerprints[dataset] = fingerprint(dataset)
+        return fingerprint(dataset) if known is None else known
 
     def _say(self, state: LoaderState) -> None:
         world = self.meeting().world

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from hasten import messages
 from hasten.parallel.batch_shares import LoaderState, Pass, SharedBatches
 
 
@@ -38,16 +40,21 @@ class Fed:
         self._since[one] = self._since.get(one, 0) + 1
         if isinstance(one, Unshared):
             return
-        one.given += 1
-        if one.sizes:
-            one.latest = one.sizes.popleft()
+        one.gives()
         if one.shared and one.state.where not in self._told:
             self._told.add(one.state.where)
             self.untold.append(one.state)
 
     def over(self, iterator: Any) -> None:
         """A pass is over: what it gave was looked at, and did not feed the backward that comes."""
-        self._since.pop(_pass_of(iterator), None)
+        one = _pass_of(iterator)
+        self._since.pop(one, None)
+        if isinstance(one, Pass) and one.shared and not one.proven and os.environ["RANK"] == "0":
+            messages.tell(
+                f"hasten: the pass over the shuffling loader at {one.state.where} trained nothing, which was known "
+                f"only after its first batches were shared out ({one.shared}): what rank 0 computed of these is of its "
+                "own share. Call model.eval() before such a loop, or put torch.no_grad() around it"
+            )
 
     def backward(self) -> str:
         """Note that a backward begins; return why its batches cannot be shared out, or ""."""
@@ -57,6 +64,12 @@ class Fed:
             if isinstance(one, Unshared):
                 return one.why
             one.backward()
+            if one.uneven_ahead(int(os.environ["WORLD_SIZE"])):
+                return (
+                    f"the loop over the DataLoader at {one.state.where} fetches a batch ahead of the one that it "
+                    "trains on, and ranks have unequal shares of these; set drop_last=True, and a batch size that the "
+                    "number of ranks divides"
+                )
             self.samples, self.all_samples = one.latest
         self._since.clear()
         return ""

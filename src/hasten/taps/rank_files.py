@@ -3,14 +3,19 @@
 The other ranks write nothing among the person's files: they run behind the sandbox of trials, whose scratch folder
 takes what they write (logs, figures, a cache of a dataset) and shows it to them. A checkpoint would fill it, so
 torch.save leaves a mark there; torch.load finds the mark, waits until rank 0 is at the same torch.load, and reads its
-file, which may have another name (`runs/10-31-07/best.pt`).
+file, which may have another name (`runs/10-31-07/best.pt`). Rank 0 waits until all have read it: the script may remove
+the file then, or write over it.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import time
+import zlib
+from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import HastenError
@@ -21,6 +26,8 @@ if TYPE_CHECKING:
 
 _MARK = b"hasten: rank 0 saved a checkpoint under this name\n"
 _LONGEST = 1800.0  # seconds that rank 0 may be behind, as long as gloo waits for a rank
+_READ_SECONDS = 60.0  # that rank 0 waits for others to read what it loads
+_COMPARED = 1 << 23  # bytes at a file's end by which it is known again: the checksums of a zip file's records are there
 _LOADS = "hasten/loads"
 
 
@@ -29,31 +36,22 @@ def install(across: Across) -> None:
     import torch
 
     rank = int(os.environ["RANK"])
-    loads = [0]
+    files: _Rank0 | _Other = _Other(across, rank) if rank else _Rank0(across)
 
     def saving(plain: Any) -> Any:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            if rank and across.acts and _leave_mark(f):
-                return None
-            return plain(obj, f, *args, **kwargs)
+            if not across.acts or not _has_name(f):  # in memory (`BytesIO`), which the rank reads itself
+                return plain(obj, f, *args, **kwargs)
+            return files.save(plain, obj, f, args, kwargs)
 
         return save
 
     def loading(plain: Any) -> Any:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            world = across.world
             # What is unpickled from memory (a tensor that another rank sent) is loaded by torch.load, too.
-            if world is None or world.store is None or not across.acts or not _has_name(f):
+            if not across.acts or not _has_name(f):
                 return plain(f, *args, **kwargs)
-            loads[0] += 1
-            if rank == 0:
-                world.store.set(f"{_LOADS}/{loads[0]}", os.path.abspath(_name(f)))
-                return plain(f, *args, **kwargs)
-            if not _is_marked(f):
-                return plain(f, *args, **kwargs)
-            kwargs.pop("mmap", None)
-            with _opened(_path_at_rank_0(world.store, loads[0], rank, _name(f))) as file:
-                return plain(io.BufferedReader(file), *args, **kwargs)
+            return files.load(plain, f, args, kwargs)
 
         return load
 
@@ -61,16 +59,90 @@ def install(across: Across) -> None:
     tap(torch, "load", loading)
 
 
-def _leave_mark(target: Any) -> bool:
-    """Leave the mark in a file that torch.save is to write; not in memory (`BytesIO`), which the rank reads itself."""
-    if not _has_name(target):
-        return False
-    if isinstance(target, str | os.PathLike):
-        with open(target, "wb") as file:
+class _Rank0:
+    """Saves, and tells the others where what it loads lies."""
+
+    def __init__(self, across: Across) -> None:
+        self._across = across
+        self._saved: set[tuple[int, int]] = set()  # what the bytes of the files are that were saved
+        self._loads: Counter[str] = Counter()
+
+    def save(self, plain: Any, obj: Any, file: Any, args: Any, kwargs: Any) -> Any:
+        result = plain(obj, file, *args, **kwargs)
+        with suppress(OSError, AttributeError):  # gone already, or a pipe: nobody can load it
+            if not isinstance(file, str | os.PathLike):
+                file.flush()
+            self._saved.add(_bytes_of(_name(file)))
+        return result
+
+    def load(self, plain: Any, file: Any, args: Any, kwargs: Any) -> Any:
+        world = self._across.world
+        if world is None or world.store is None:
+            return plain(file, *args, **kwargs)
+        store: Any = world.store
+        key = _key(file, self._loads)
+        store.set(key, os.path.abspath(_name(file)))
+        known = False
+        if self._saved:
+            with suppress(OSError):  # torch.load says so best
+                known = _bytes_of(_name(file)) in self._saved
+        result = plain(file, *args, **kwargs)
+        end = time.monotonic() + _READ_SECONDS
+        while known and store.add(f"{key}/read", 0) < world.size - 1 and time.monotonic() < end:
+            time.sleep(0.01)
+        return result
+
+
+class _Other:
+    """Leaves marks, and reads rank 0's files in their place."""
+
+    def __init__(self, across: Across, rank: int) -> None:
+        self._across = across
+        self._rank = rank
+        self._saves = False
+        self._loads: Counter[str] = Counter()
+
+    def save(self, plain: Any, obj: Any, file: Any, args: Any, kwargs: Any) -> None:
+        self._saves = True
+        if isinstance(file, str | os.PathLike):
+            with open(file, "wb") as opened:
+                opened.write(_MARK)
+        else:
             file.write(_MARK)
-    else:
-        target.write(_MARK)
-    return True
+
+    def load(self, plain: Any, file: Any, args: Any, kwargs: Any) -> Any:
+        world = self._across.world
+        if world is None or world.store is None:
+            return plain(file, *args, **kwargs)
+        store: Any = world.store
+        key = _key(file, self._loads)
+        try:
+            if not _is_marked(file):
+                return plain(file, *args, **kwargs)
+            kwargs.pop("mmap", None)
+            with _opened(_path_at_rank_0(store, key, self._rank, _name(file))) as opened:
+                return plain(io.BufferedReader(opened), *args, **kwargs)
+        finally:
+            if self._saves:
+                store.add(f"{key}/read", 1)
+
+
+def _key(file: Any, loads: Counter[str]) -> str:
+    """Name a load alike on all ranks: how many files of that name were loaded before, but for the digits in it.
+
+    Ranks may have loaded unequally many other files: a dataset of files loads those of its own share.
+    """
+    name = re.sub(r"\d+", "#", os.path.basename(_name(file)))
+    loads[name] += 1
+    return f"{_LOADS}/{name}/{loads[name]}"
+
+
+def _bytes_of(path: str) -> tuple[int, int]:
+    """What a file is known by again: its size, and a checksum of its end."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _COMPARED))
+        return size, zlib.crc32(file.read())
 
 
 def _has_name(file: Any) -> bool:
@@ -97,9 +169,9 @@ def _name(file: Any) -> str:
     return os.fsdecode(file if isinstance(file, str | os.PathLike) else file.name)
 
 
-def _path_at_rank_0(store: Any, count: int, rank: int, name: str) -> str:
-    """Wait until rank 0 is at its torch.load of this number: what it saved and renamed before is in place."""
-    end, key = time.monotonic() + _LONGEST, f"{_LOADS}/{count}"
+def _path_at_rank_0(store: Any, key: str, rank: int, name: str) -> str:
+    """Wait until rank 0 loads it, too: what it saved and renamed before is in place."""
+    end = time.monotonic() + _LONGEST
     while not store.check([key]):
         if time.monotonic() > end:
             raise HastenError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import random
@@ -82,8 +83,23 @@ def _seed(seed: int) -> None:
     def numpy() -> None:
         module: Any = sys.modules["numpy.random"]
         module.seed(seed)
+        module.default_rng = _seeding(module.default_rng, seed)
 
     after_import("numpy.random", numpy)
+
+
+def _seeding(plain: Any, common: int) -> Any:
+    """Let generators without a seed be alike on all ranks: each the next of those that one seed gives.
+
+    In a loader's worker they stay what they are: there each worker must draw something else.
+    """
+    process, made = os.getpid(), itertools.count()
+
+    @functools.wraps(plain)
+    def default_rng(seed: Any = None) -> Any:
+        return plain((common, next(made)) if seed is None and os.getpid() == process else seed)
+
+    return default_rng
 
 
 def _note_errors(path: str, rank: int) -> None:

@@ -103,7 +103,7 @@ def _tap_loaders(across: Across) -> None:
         def __iter__(self: Any) -> Any:
             if not across.acts:
                 return begin(self)
-            across.begins()
+            across.begins(self)
             iterator = begin(self)
             if why := why_not_shared(self):
                 iterator.__dict__["_hasten_unshared"] = Unshared(why)

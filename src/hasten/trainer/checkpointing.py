@@ -14,7 +14,7 @@ from hasten.errors import HastenError
 from hasten.trainer.adapter import offered
 from hasten.trainer.callbacks.buffers import spoilt_buffers
 from hasten.trainer.callbacks.shared import spoilt_weights
-from hasten.trainer.checkpoint import CheckpointError, Claim, claim, latest_good, standing
+from hasten.trainer.checkpoint import CheckpointError, Claim, begun_last, claim, latest_good, standing
 from hasten.trainer.checkpoint.io import CheckpointIO, Files
 from hasten.trainer.checkpoint_contents import contents
 
@@ -100,6 +100,8 @@ class Checkpointing:
     def begin(self) -> None:
         """Training is about to begin: see where folders are, and which buffers hold NaN by design."""
         self.hold_folders()
+        if self.path is None:  # also where the clock was set back since: this run comes after what is there
+            self._begun = max([self._begun, *(begun_last(folder) + 0.001 for folder in self._claims)])
         self._spoilt_before = frozenset(spoilt_buffers(self._trainer.model))
 
     def spoilt(self) -> str:
@@ -234,7 +236,15 @@ class Checkpointing:
                 own(state)
         if (own := hooks.of_module("on_load_checkpoint")) is not None:
             own(state)
-        trainer.engine.strategy.load_model(module, state["state_dict"], module.strict_loading)
+        try:
+            trainer.engine.strategy.load_model(module, state["state_dict"], module.strict_loading)
+        except RuntimeError as error:
+            if "Error(s) in loading state_dict" not in str(error):
+                raise
+            raise OtherModelError(
+                f"{self.path} is a checkpoint of another model than {type(module).__name__}: {error}",
+                "go on with the module that was trained, or start from the beginning in another folder",
+            ) from None
         if trainer.stage.fn != "fit" and not trainer.engine.guest.loads_callbacks:
             return
         for hook in hooks.of_callbacks("on_load_checkpoint"):
@@ -367,6 +377,10 @@ class Checkpointing:
 
 def _load(owner: Any, state: Any) -> None:
     owner.load_state_dict(state)
+
+
+class OtherModelError(HastenError, RuntimeError):
+    """A state_dict that does not fit a module is a RuntimeError in torch."""
 
 
 class NoCheckpointError(HastenError, FileNotFoundError):

@@ -10,9 +10,10 @@ import torch
 
 from hasten import messages
 from hasten.data import rng
+from hasten.errors import is_out_of_memory
 from hasten.parallel import guard, open_world
 from hasten.parallel.sharded import share_of
-from hasten.trainer import attachments, checks, evaluate, feeding, setting_up, signals, spawned
+from hasten.trainer import alike, attachments, checks, evaluate, feeding, setting_up, signals, spawned
 from hasten.trainer.loop import FitLoop
 from hasten.trainer.profiling import measures
 from hasten.trainer.stages import Function
@@ -44,6 +45,8 @@ def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
                 _left(trainer)
                 return None
             explained = engine.strategy.explained(error)
+            if trainer.training and is_out_of_memory(error):
+                error.add_note(_where_memory_ran_out(trainer))
             _failed(trainer, error)
             if explained is not None:
                 raise explained from error
@@ -80,6 +83,17 @@ def _left(trainer: Trainer) -> None:
         logger.finalize("success")
     _tear_down(trainer)
     trainer.stage.status, trainer.stage.stage = "finished", None
+
+
+def _where_memory_ran_out(trainer: Trainer) -> str:
+    """Which batch it was, and what to do about it."""
+    progress = trainer.progress
+    fix = "microbatch=..., smaller" if trainer.config.microbatch else 'microbatch="auto"'
+    return (
+        f"hasten: memory ran out in batch {progress.batch_idx} of epoch {progress.current_epoch} (optimizer step"
+        f" {progress.global_step}).\n  {fix} computes a batch in parts, to the same gradient; `hasten batch` finds the"
+        " largest that fits. Checkpoints that were written are whole."
+    )
 
 
 def _failed(trainer: Trainer, error: BaseException) -> None:
@@ -120,6 +134,8 @@ def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     engine.world.barrier("after setup")
     if (own := hooks.of_module("configure_model")) is not None:
         own()
+    if fn == "fit":
+        alike.check_model(trainer)
     trainer.checkpointing.load(path)
     trainer.checkpointing.restore_model()
     trainer.metrics.clear()

@@ -1,7 +1,7 @@
-"""SIGTERM and Ctrl-C: the training saves and ends with an exit code that says why.
+"""SIGTERM, SIGUSR1 and Ctrl-C: the training saves and ends with an exit code that says why.
 
-Exit codes: 143 after SIGTERM, 130 after Ctrl-C, as shells count them. A second Ctrl-C ends at once, without saving.
-Of several ranks, any one may get the signal; they stop at the same batch (see `Agreement`).
+Exit codes: 143 after SIGTERM, 138 after SIGUSR1, 130 after Ctrl-C, as shells count them. A second Ctrl-C ends at once,
+without saving. Of several ranks, any one may get the signal; they stop at the same batch (see `Agreement`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch
 
 from hasten import messages
 from hasten.parallel import ending, forward
+from hasten.trainer import workers_stay
 from hasten.trainer.adapter import adapter
 from hasten.trainer.watchdog import Watchdog
 from hasten.trainer.watchdog import is_interactive as is_interactive
@@ -25,10 +27,13 @@ from hasten.trainer.watchdog import is_interactive as is_interactive
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
+_ASKS = (int(signal.SIGTERM), int(signal.SIGINT), int(signal.SIGUSR1))
+_JOIN_SECONDS = 2.0
+
 
 @contextlib.contextmanager
 def watched(trainer: Trainer) -> Iterator[None]:
-    """While this lasts, SIGTERM and Ctrl-C only ask the trainer to stop at the end of the batch."""
+    """While this lasts, SIGTERM, SIGUSR1 and Ctrl-C only ask the trainer to stop at the end of the batch."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -37,32 +42,38 @@ def watched(trainer: Trainer) -> Iterator[None]:
     agreement = stopping.agreement = Agreement(trainer) if trainer.world.size > 1 else None
     watchdog = Watchdog(trainer)
     process = os.getpid()
+    heard = 0  # by this process; of what another rank was told it hears from the store, perhaps before that one's word
 
     def asked(number: int, frame: FrameType | None) -> None:
         if os.getpid() != process:
             _in_a_fork(number)
             return
-        if stopping.signal and number == signal.SIGINT:
+        nonlocal heard
+        workers_stay.asked()
+        if heard and number == signal.SIGINT:
             if is_interactive():
                 raise KeyboardInterrupt
             watchdog.end_now(number, "stopped at once, nothing was saved")
         first = not stopping.signal
-        stopping.signal = number
+        stopping.signal = heard = number
         if first:
             _tell(trainer, number)
         own = before.get(number)
         if number != signal.SIGINT and callable(own):  # a script's own handler is called too
             own(number, frame)
 
-    for number in (int(signal.SIGTERM), int(signal.SIGINT)):
+    for number in _ASKS:
         if signal.getsignal(number) is signal.SIG_IGN:  # whoever started us wants this signal ignored
             continue
+        if number == signal.SIGUSR1 and _is_handled(number):  # it may mean anything to a script
+            continue
         before[number] = signal.signal(number, asked)
-    watchdog.start()
+    watchdog.start(before)
     try:
         if agreement is not None:
             agreement.listen()
-        yield
+        with workers_stay.staying():
+            yield
     finally:
         if agreement is not None:
             agreement.close()
@@ -71,8 +82,20 @@ def watched(trainer: Trainer) -> Iterator[None]:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
+def _is_handled(number: int) -> bool:
+    """Whether a signal does something here already: a handler of Python's, or of `faulthandler.register`."""
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        return True
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # no Linux: leave it alone
+        return True
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 def _in_a_fork(number: int) -> None:
-    """A worker was forked while training: the process that trains decides about Ctrl-C; SIGTERM ends the worker."""
+    """A process was forked while training: the training decides about Ctrl-C; SIGTERM ends what was forked."""
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -117,7 +140,7 @@ class Agreement:
     def close(self) -> None:
         """The stage is over."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(_JOIN_SECONDS)  # where the network is cut, it waits for an answer of the store's machine
 
     def _look(self) -> None:
         while not self._over.wait(0.25):

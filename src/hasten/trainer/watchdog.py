@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -51,11 +52,17 @@ class Watchdog:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._before = -1
+        self._asks: frozenset[int] = frozenset()
         self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="hasten-watchdog", daemon=True)
 
-    def start(self) -> None:
-        """Begin; in the main thread."""
+    def start(self, asks: Collection[int]) -> None:
+        """Begin; in the main thread.
+
+        Args:
+            asks: Signals that ask the training to stop; what others mean is not this watchdog's business.
+        """
+        self._asks = frozenset(asks)
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         _watching.append(self)
         self._thread.start()
@@ -97,7 +104,7 @@ class Watchdog:
                 self._pass_on(number)
                 if asked and number == signal.SIGINT and not is_interactive():
                     self.end_now(number, "stopped at once, nothing was saved")
-                if not asked and number in (signal.SIGINT, signal.SIGTERM):
+                if not asked and number in self._asks:
                     asked, since = number, time.monotonic()
             if not asked:
                 continue

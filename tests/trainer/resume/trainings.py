@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import random
 import signal
@@ -54,7 +55,9 @@ class Stream(IterableDataset):
 
 
 class Net(hasten.Module):
-    def __init__(self, scheduler=None, manual=None, dropout=0.3, nan_at=(), lr=0.01):
+    """Steps listed in `nan_at` have a loss of NaN, in `inf_at` infinite gradients, in `huge_at` want 4 EB of memory."""
+
+    def __init__(self, scheduler=None, manual=None, dropout=0.3, nan_at=(), inf_at=(), huge_at=(), lr=0.01, ballast=0):
         super().__init__()
         self.net = torch.nn.Sequential(
             torch.nn.Linear(8, 16),
@@ -65,6 +68,9 @@ class Net(hasten.Module):
         )
         self.other = torch.nn.Linear(8, 2)
         self.scheduler, self.manual, self.nan_at, self.lr = scheduler, manual, set(nan_at), lr
+        self.inf_at, self.huge_at = set(inf_at), set(huge_at)
+        if ballast:  # makes its checkpoints large
+            self.register_buffer("ballast", torch.zeros(ballast))
         self.automatic_optimization = not manual
 
     def _loss(self, batch, net):
@@ -78,6 +84,10 @@ class Net(hasten.Module):
         loss = loss + self._loss(batch, self.other)
         if self.trainer.global_step in self.nan_at:
             loss = loss * float("nan")
+        if self.trainer.global_step in self.inf_at:  # fine forward
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        if self.trainer.global_step in self.huge_at:
+            torch.empty(1 << 62, dtype=torch.uint8)
         self.log("l", loss, on_step=True, on_epoch=True)
         return loss
 
@@ -149,6 +159,10 @@ class Act(Callback):
                 mutex = ctypes.create_string_buffer(64)
                 for _ in range(2):
                     ctypes.CDLL(None).pthread_mutex_lock(mutex)
+            elif self.what == "grow":  # until somebody puts an end to it
+                kept = []
+                while True:
+                    kept.append(b"x" * (1 << 22))
             elif self.what == "raise":
                 raise RuntimeError("the training itself failed")
 
@@ -186,6 +200,8 @@ def run(spec):
     os.environ.update(spec.get("env", {}))
     torch.set_num_threads(1)
     hasten.seed_everything(3)
+    if spec.get("dumps_on"):  # the stack of all threads, as many scripts have it
+        faulthandler.register(spec["dumps_on"])
     root = spec["root"]
     module = Net(**spec.get("module", {}))
     named = {"ema": lambda: EMA(decay=0.9), "early": lambda: EarlyStopping("noise", patience=1),

@@ -75,6 +75,11 @@ class Precision(Technique):
         self._converted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._wides: list[Wide] = []
 
+    @property
+    def drops_overflows(self) -> bool:
+        """Whether steps whose gradients are not finite are dropped here: in fp16, until something speaks against it."""
+        return self._scaler is not None and not self._scaler.gone
+
     @classmethod
     def liveness_of(cls, setting: Setting) -> Liveness:
         """The mixed ones at any step; a model that was converted has lost what float32 held beyond 16 bits."""

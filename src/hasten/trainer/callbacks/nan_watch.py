@@ -78,12 +78,13 @@ class NaNWatch(Callback):
         self._flags: list[tuple[int, torch.Tensor]] = []  # unread: 1 where gradients were bad
         self._read_step = 0
         self._reads_freely = False
-        self._scaled = False
+        self._scaler: Any = None  # the technique that drops overflowed steps, in fp16
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Settle on how to watch, and begin with nothing found; a checkpoint that is loaded later may say otherwise."""
         self._reads_freely = trainer.device.type == "cpu" and trainer.world_size == 1
-        self._scaled = trainer.precision == "16-mixed"
+        scales = trainer.precision == "16-mixed"
+        self._scaler = next((one for one in trainer.run.techniques if one.name == "precision" and scales), None)
         self._where, self._poisoned, self._wary, self._row = "", False, False, 0
         self._losses, self._flags = [], []
         self._buffers, self._kept_buffers, self._window_open, self._bad_window = None, [], False, None
@@ -93,7 +94,12 @@ class NaNWatch(Callback):
         wanted = self._reads_freely or self.watch_gradients or self.action == "skip"
         if hook == "on_train_batch_start":
             return self._drops
-        return hook != "on_before_optimizer_step" or (wanted and not self._scaled)
+        return hook != "on_before_optimizer_step" or wanted
+
+    @property
+    def _scaled(self) -> bool:
+        """Whether overflowed steps are dropped elsewhere; a hook on a gradient, say, ends that within a training."""
+        return self._scaler is not None and self._scaler.drops_overflows
 
     @property
     def _drops(self) -> bool:
@@ -136,6 +142,8 @@ class NaNWatch(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Drop the step if it is poisoned."""
+        if self._scaled:
+            return
         several = not module.automatic_optimization  # then nobody knows which optimizer a bad loss was for
         poisoned, self._poisoned = self._poisoned and not several, self._poisoned and several
         if poisoned:

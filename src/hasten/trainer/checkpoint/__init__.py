@@ -5,7 +5,7 @@
 """
 
 from hasten.trainer.checkpoint.files import read, verify, write
-from hasten.trainer.checkpoint.folder import Claim, claim, latest_good
+from hasten.trainer.checkpoint.folder import Claim, begun_last, claim, latest_good
 from hasten.trainer.checkpoint.refusals import CheckpointError
 from hasten.trainer.checkpoint.saver import Saver
 from hasten.trainer.checkpoint.standing import standing
@@ -17,6 +17,7 @@ __all__ = [
     "Claim",
     "NotSaved",
     "Saver",
+    "begun_last",
     "check_writable",
     "claim",
     "latest_good",

@@ -143,6 +143,15 @@ def latest_good(
     return None if chosen is None else chosen[1], notes
 
 
+def begun_last(folder: Path) -> float:
+    """Return when the run began that was begun last, of those that left checkpoints in a folder; 0 where none did."""
+    begun = 0.0
+    for path, _ in _checkpoints([folder], "*.ckpt"):
+        with contextlib.suppress(CheckpointError):  # damaged, or something else
+            begun = max(begun, standing(path).begun)
+    return begun
+
+
 def _what_is_wrong(path: Path) -> str:
     try:
         verify(path)

@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.trainer.resume.conftest import nursery
+
+__all__ = ["nursery"]
