@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import hasten
 from hasten import by_hand
 from hasten.plan import Plan
+from tests.taps.forks import forked
+from tests.taps.scripts import write
 
 
 @pytest.fixture(autouse=True)
@@ -372,11 +375,13 @@ def test_a_technique_that_comes_too_late_is_said_and_left_out(capfd: Any) -> Non
     assert 'allocator is not installed: "jemalloc" is chosen when a process starts' in capfd.readouterr().err
 
 
-def test_a_technique_that_found_nothing_is_said_when_the_process_ends() -> None:
+def test_a_technique_that_found_nothing_is_said_when_the_process_ends(tmp_path: Path) -> None:
     script = """
         import hasten, torch
         model = hasten.setup(torch.nn.Linear(2, 2), channels_last=True)
         model(torch.ones(1, 2))
     """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True)
-    assert "channels_last found no model with 2-D convolutions to act on" in ended.stderr
+    write(tmp_path, "train.py", script)
+    ended = forked(tmp_path, "train.py")
+    assert ended.code == 0, ended.err
+    assert "channels_last found no model with 2-D convolutions to act on" in ended.err

@@ -18,6 +18,7 @@ from hasten.trainer.config import Config, tables
 from hasten.trainer.hooks import ModuleHooks
 from hasten.trainer.logged import MAY_LOG
 from hasten.trainer.old_flags import OF_OLD
+from tests.taps.forks import forked
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,7 +30,16 @@ def text(name: str) -> str:
     return (DOCS / name).read_text()
 
 
+def ran(script: Path, *arguments: str) -> str:
+    """What a script of a page prints, run in its own folder by a fork that has torch imported."""
+    done = forked(script.parent, script.name, *arguments)
+    assert not done.code, done.out + done.err
+    assert "Traceback" not in done.err, done.err
+    return done.out
+
+
 def run(script: Path, *arguments: str, cwd: Path) -> str:
+    """The same of one that starts processes, in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(script), *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
@@ -125,7 +135,7 @@ def test_the_order_of_hooks(tmp_path):
     page = text("trainer.md").split("`fit` calls, in this order:")[1].split("```")[1]
     names = re.findall(r"^\s*(\w+)\(", page, flags=re.MULTILINE)
     (tmp_path / "order.py").write_text(ORDER)
-    line = next(s for s in run(tmp_path / "order.py", *names, cwd=tmp_path).splitlines() if s.startswith("called:"))
+    line = next(s for s in ran(tmp_path / "order.py", *names).splitlines() if s.startswith("called:"))
     transfers = [name for name in names if "transfer" in name]
     called = line.split()[1:]
     for name in transfers:  # once more, before the validation batch
@@ -149,7 +159,7 @@ def test_the_code_of_the_guide_runs(tmp_path):
     parts = blocks("trainer.md")
     alone = [part for part in parts if "__main__" in part]  # starts processes, which run the script up to there
     (tmp_path / "guide.py").write_text("\n".join(part for part in parts if part not in alone))
-    said = run(tmp_path / "guide.py", cwd=tmp_path)
+    said = ran(tmp_path / "guide.py")
     assert "['train_loss', 'val_loss/dataloader_idx_0', 'val_loss/dataloader_idx_1']" in said
     assert len(list(tmp_path.glob("hasten_logs/version_0/checkpoints/epoch=2-step=189.ckpt"))) == 1
     assert (tmp_path / "runs/digits/version_0/metrics.csv").exists()
@@ -179,13 +189,13 @@ def test_the_loop_of_the_guide_and_its_module_end_alike(tmp_path):
     module = module.replace("trainer.fit(Digits(), loader)", seed + "digits = Digits()\ntrainer.fit(digits, loader)")
     check = "\nassert torch.equal(net.weight, digits.net.weight) and torch.equal(net.bias, digits.net.bias)\n"
     (tmp_path / "both.py").write_text(loop + module + check)
-    run(tmp_path / "both.py", cwd=tmp_path)
+    ran(tmp_path / "both.py")
 
 
 def test_the_code_about_checkpoints_runs(tmp_path):
     pytest.importorskip("safetensors")
     (tmp_path / "checkpoints.py").write_text("\n".join(blocks("checkpoints.md")))
-    assert "['net.bias', 'net.weight']" in run(tmp_path / "checkpoints.py", cwd=tmp_path)
+    assert "['net.bias', 'net.weight']" in ran(tmp_path / "checkpoints.py")
 
 
 @pytest.mark.slow  # trains the example twice

@@ -3,14 +3,18 @@
 import os
 import pty
 import re
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from hasten.trainer.callbacks import ModelSummary, Progress, summarize
+from tests.taps.forks import forked, run_in_fork
+from tests.taps.scripts import write
 from tests.trainer.callbacks.trainings import BATCHES, Regression, trained
+
+ROOT = str(Path(__file__).parents[3])
 
 
 def test_elsewhere_one_plain_line_an_epoch(tmp_path, capsys):
@@ -38,15 +42,17 @@ def test_switched_off(tmp_path, capsys):
 
 
 def test_it_imports_rich_only_on_a_terminal(tmp_path):
-    code = "import sys; sys.path.insert(0, '.')\n"
+    code = f"import sys; sys.path.append({ROOT!r})\n"
+    code += "assert 'rich' not in sys.modules\n"
     code += "from tests.trainer.callbacks.trainings import trained\n"
     code += f"trained({str(tmp_path)!r}, [], enable_progress_bar=True)\nprint('rich' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "False", done.stderr
+    write(tmp_path, "train.py", code)
+    done = forked(tmp_path, "train.py")
+    assert done.out.splitlines()[-1] == "False", done.err
 
 
 def test_on_a_terminal_a_live_line_that_leaves_it_clean(tmp_path):
-    code = "import sys, time; sys.path.insert(0, '.')\n"
+    code = f"import sys, time; sys.path.append({ROOT!r})\n"
     code += "from tests.trainer.callbacks.trainings import Regression, trained\n"
     code += "class Slow(Regression):\n"
     code += "    def training_step(self, *args):\n"
@@ -54,22 +60,24 @@ def test_on_a_terminal_a_live_line_that_leaves_it_clean(tmp_path):
     code += "    def validation_step(self, *args):\n"
     code += "        time.sleep(0.06); super().validation_step(*args)\n"
     code += f"trained({str(tmp_path)!r}, [], Slow(), epochs=2, enable_progress_bar=True)"
+    script = write(tmp_path, "train.py", code)
+    before = "import os; os.environ.update(COLUMNS='100', LINES='20', TERM='xterm'); os.environ.pop('NO_COLOR', None)"
     main, terminal = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "100", "LINES": "20", "TERM": "xterm"}
-    environment.pop("NO_COLOR", None)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=terminal, stderr=terminal, env=environment)
-    os.close(terminal)
-    shown = b""
-    while True:
-        try:
-            part = os.read(main, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        shown += part
-    assert process.wait() == 0, shown.decode()
+    path = Path(os.ttyname(terminal))
+    with ThreadPoolExecutor(1) as runs:
+        run = runs.submit(run_in_fork, script, tmp_path, path, path, before=before)
+        run.add_done_callback(lambda _: os.close(terminal))
+        shown = b""
+        while True:
+            try:
+                part = os.read(main, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            shown += part
     text = shown.decode()
+    assert run.result() == 0, text
     assert "█" in text
     assert "it/s" in text
     assert "validation" in text
