@@ -18,6 +18,12 @@ NONE, PROCESSES, THREADS = {"num_workers": 0}, {"num_workers": 2}, {"num_workers
 WORKERS = pytest.mark.parametrize("workers", [NONE, PROCESSES, THREADS], ids=["none", "processes", "threads"])
 
 
+@pytest.fixture(autouse=True)
+def hung_workers_are_soon_ended(monkeypatch):
+    """torch gives a worker this long to end by itself, then terminates it: what hangs here hangs for good."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+
+
 def indices(loader):
     return [[int(index) for index in batch] for batch in loader]
 
