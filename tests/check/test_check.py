@@ -150,6 +150,64 @@ def test_what_draws_otherwise_is_said_and_the_rest_still_compared(check: Check) 
     assert found.ok is False
 
 
+OBJECTS = """
+import collections, dataclasses
+import numpy as np, torch
+from torch.utils.data import DataLoader, Dataset
+
+@dataclasses.dataclass
+class Batch:
+    x: object
+    y: object
+    names: list
+
+class Encoding(collections.UserDict):
+    pass
+
+class Graph:
+    def __init__(self, x, y):
+        self.x, self.y, self.made = x, y, object()
+
+class Rows(Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, i):
+        x = torch.full((4,), i / 48)
+        return x, x.sum()
+
+def collate(samples):
+    x, y = (torch.stack(part) for part in zip(*samples))
+    return {form}
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(Rows(), batch_size=6, shuffle=True, collate_fn=collate)
+for epoch in range(2):
+    for batch in loader:
+        x, y = torch.as_tensor({x}), torch.as_tensor({y})
+        optimizer.zero_grad()
+        (model(x).squeeze(1) - y).pow(2).mean().backward()
+        optimizer.step()
+"""
+FORMS = {
+    "a dataclass": ("Batch(x, y, ['a'] * 6)", "batch.x", "batch.y"),
+    "a mapping": ("Encoding(x=x, y=y)", "batch['x']", "batch['y']"),
+    "an object": ("Graph(x, y)", "batch.x", "batch.y"),
+    "arrays": ("(x.numpy(), y.numpy())", "batch[0]", "batch[1]"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_samples_are_compared_whatever_a_batch_is_made_of(check: Check, form: str) -> None:
+    made, x, y = FORMS[form]
+    script = OBJECTS.replace("{form}", made).replace("{x}", x).replace("{y}", y)
+    found = check(script, {"drops_a_batch": True})
+    assert found.first is not None
+    assert (found.first.what, found.first.place) == DEFECTS["drops_a_batch"], said(found)
+
+
 def test_a_script_that_does_not_repeat_itself_is_not_blamed_on_the_plan(check: Check) -> None:
     script = training(prelude="torch.manual_seed(int.from_bytes(open('/dev/urandom', 'rb').read(4), 'big'))")
     found = check(script, {"leaves_alone": True})

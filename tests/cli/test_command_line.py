@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.cli.command import split_line as _split
-from tests.taps.scripts import HASTEN, environment, execute
+from tests.taps.scripts import HASTEN, PYTHON, environment, execute
 
 TAKING = {"--plan", "--evidence"}
 OWN = st.one_of(
@@ -48,3 +51,24 @@ def test_help_and_catalogue_need_no_torch(tmp_path) -> None:
         done = execute(HASTEN, *arguments, cwd=tmp_path, env=env)
         assert (done.code, done.err) == (0, ""), arguments
         assert done.out
+
+
+def test_a_python_in_front_of_the_script_is_the_one_that_runs_it(tmp_path) -> None:
+    """As people type it: what is tuned, checked or carried to devices is the script, not a launcher of it."""
+    (tmp_path / "train.py").write_text("def (:\n")
+    (tmp_path / "says.py").write_text("import sys; print(sys.argv, sys.executable)")
+    env = environment(PATH=f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}")
+    for python in ("python", "python3", PYTHON):
+        done = execute(HASTEN, "tune", python, "train.py", cwd=tmp_path, env=env)
+        assert (done.code, "train.py:1: the script has a syntax error" in done.err) == (2, True), done.err
+    done = execute(HASTEN, "run", "--no-plan", "python", "says.py", "-m", cwd=tmp_path, env=env)
+    assert done.out == f"['says.py', '-m'] {PYTHON}\n"
+
+
+def test_another_environments_python_is_left_in_front(tmp_path) -> None:
+    (tmp_path / "says.py").write_text("import sys; print(sys.executable)")
+    other = tmp_path / "bin" / "python"
+    other.parent.mkdir()
+    other.symlink_to(Path(PYTHON).resolve())
+    done = execute(HASTEN, "run", "--no-plan", str(other), "says.py", cwd=tmp_path)
+    assert done.out == f"{other}\n"

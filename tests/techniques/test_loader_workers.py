@@ -239,6 +239,23 @@ def test_a_dataset_with_doings_of_its_own_is_read_by_the_training(train: Train, 
         assert not any(pid for batch in changed["pids"] for pid in batch)
 
 
+def test_a_dataset_that_is_told_its_options_by_a_dataclass_has_workers(train: Train) -> None:
+    """The `__repr__` that Python makes for a dataclass names a thread's number: that is none of the dataset's doing."""
+    middle = """
+    import dataclasses
+    @dataclasses.dataclass
+    class Options:
+        scale: int = 3
+    class Told(Data):
+        def __init__(self, options): self.options = options
+        def __getitem__(self, index): return index * self.options.scale, os.getpid()
+    read(DataLoader(Told(Options()), 3))
+    """
+    _, changed, said = compared(train, middle)
+    assert "left alone" not in said
+    assert changed["pids"] == [[True, True]]
+
+
 PASSES = {
     "inside itself": """
     for number, (x, _) in enumerate(loader):

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from hasten.check import state
 from hasten.check.options import RECORDS, WitnessOptions
 from hasten.check.track import Moment, Track
 from hasten.data import rng
+from hasten.evidence.parts import parts
 from hasten.files import write_whole
 
 _MOST_OF_A_BATCH = 64 << 20  # bytes of a batch that is carried over to a run which draws others
@@ -69,8 +69,7 @@ class Witness:
         texts, digests = state.random_states(), {}
         if indices is not None:
             texts["order of samples"] = repr(indices)
-        leaves, structure = tree_flatten(batch)
-        texts["form of the batch"] = f"{structure} {[_form(leaf) for leaf in leaves]}"
+        leaves, texts["form of the batch"] = parts(batch)
         for number, leaf in enumerate(leaves):
             digests.update(_samples(number, leaf))
         moment = Moment("batch", self._place("batch", f"of {loader}"), texts, digests)
@@ -117,11 +116,11 @@ class Witness:
 
     def validation(self, model: torch.nn.Module, output: Any) -> None:
         """Note what a model gave in eval mode, or without gradients."""
-        leaves, structure = tree_flatten(output)
+        leaves, form = parts(output)
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         name = next((name for name, known in self.names.models.items() if known is model), type(model).__name__)
         values = {f"output {number} of {name}": state.kept(_sparsely(tensor)) for number, tensor in enumerate(tensors)}
-        texts = {"form of the output": f"{structure} {[_form(leaf) for leaf in leaves]}"}
+        texts = {"form of the output": form}
         self._note(Moment("validation", self._place("validation", f"of {name}"), texts, values=values))
 
     def end(self, cut: bool) -> None:
@@ -354,14 +353,6 @@ def _words_of(apart: tuple[float, float, float, float]) -> str:
     if size > 0:
         return f"differs by {difference / size:.2g} of its size"
     return f"differs by {difference:.2g}"
-
-
-def _form(leaf: Any) -> str:
-    """What a part of a batch or an output is; how wide its numbers are is for the comparison of bits to say."""
-    if isinstance(leaf, torch.Tensor):
-        kind = "float" if leaf.is_floating_point() else str(leaf.dtype).removeprefix("torch.")
-        return f"{kind}{tuple(leaf.shape)}"
-    return type(leaf).__name__
 
 
 def _samples(number: int, leaf: Any) -> dict[str, str]:

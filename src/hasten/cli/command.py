@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -23,6 +24,22 @@ def split_line(args: list[str], with_value: set[str]) -> int:
             return position
         position += 2 if word in with_value and "=" not in word else 1
     return position
+
+
+def without_python(command: list[str]) -> list[str]:
+    """Return a training's command without a `python` in front, where that is the one that hasten runs in.
+
+    `hasten tune python train.py` would else be taken for a launcher, whose processes cannot be tuned while they run.
+    Options of Python's (`python -u train.py`) stay, and so does another environment's Python.
+    """
+    if len(command) < 2 or not re.fullmatch(r"python[\d.]*", Path(command[0]).name):
+        return command
+    found, own = shutil.which(command[0]), Path(sys.executable)
+    if (command[1].startswith("-") and command[1] != "-m") or not found:
+        return command
+    # Environments made of the same Python have links to one file: what tells them apart is the folder.
+    here = Path(found).parent.resolve() == own.parent.resolve()
+    return command[1:] if here and Path(found).resolve() == own.resolve() else command
 
 
 def process_arguments(command: list[str], verb: str = "run") -> list[str]:

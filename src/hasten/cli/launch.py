@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten.cli.command import process_arguments, split_line
+from hasten.cli.command import process_arguments, split_line, without_python
 from hasten.errors import HastenError
 from hasten.evidence import this_machine
 from hasten.evidence.live import is_live, live_path
@@ -54,7 +54,7 @@ def launch_quickly(words: list[str]) -> None:
     except argparse.ArgumentError:
         return
     if not unknown:
-        launch(words[split:], How(**vars(options)))
+        launch(without_python(words[split:]), How(**vars(options)))
 
 
 def launch(command: list[str], how: How) -> None:

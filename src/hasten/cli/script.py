@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from hasten.cli.command import split_line
+from hasten.cli.command import split_line, without_python
 
 
 class ScriptCommand(TyperCommand):
@@ -28,4 +28,4 @@ class ScriptCommand(TyperCommand):
 
 def training(ctx: typer.Context) -> list[str]:
     """The training's command line, as it was split off."""
-    return list(ctx.meta["command"])
+    return without_python(list(ctx.meta["command"]))

@@ -22,6 +22,7 @@ from hasten.data.reach import (
     TRUSTED,
     globals_of,
     imports_of,
+    is_pythons_wrapper,
     is_trusted,
     named_at_run_time,
     names_of,
@@ -204,7 +205,7 @@ class Parts:
 
     def _function(self, name: str, function: types.FunctionType) -> None:
         self._all(name, [function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None)])
-        if is_trusted(function):
+        if is_trusted(function) or is_pythons_wrapper(function):
             self.names.add(function.__name__)
             cells = function.__closure__ or ()
             self._all(name, [cell.cell_contents for cell in cells if _is_set(cell)])

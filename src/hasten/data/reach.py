@@ -70,6 +70,20 @@ def lies_among_libraries(path: str) -> bool:
     return any(Path(path).is_relative_to(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib"))
 
 
+def is_pythons_wrapper(function: FunctionType) -> bool:
+    """Whether the standard library made a function around one of the script's: a dataclass's `__repr__`, for example.
+
+    It has the script's module as its own, but its code asks for nothing but what its closure holds.
+    """
+    return _in_the_standard_library(function.__code__.co_filename)
+
+
+@functools.cache
+def _in_the_standard_library(path: str) -> bool:
+    inside = any(Path(path).is_relative_to(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib"))
+    return inside and not {"site-packages", "dist-packages"} & set(Path(path).parts)
+
+
 def names_of(function: FunctionType) -> frozenset[str]:
     """Return all names of globals and attributes in a function's code, functions inside it included."""
     return frozenset(name for code in _codes(function.__code__) for name in code.co_names)

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from hasten.evidence.loaders import LoaderFacts
+from hasten.evidence.parts import parts
 from hasten.evidence.schema import Flags, ModelFacts, OptimizerFacts
 
 _OURS = str(Path(__file__).resolve().parent.parent)
@@ -78,11 +79,10 @@ def _length(sized: Any) -> int | None:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Bytes of the tensors of a batch."""
+    """Bytes of the tensors of a batch, and of its arrays."""
     import torch
-    from torch.utils._pytree import tree_iter
 
-    return sum(part.nbytes for part in tree_iter(batch) if isinstance(part, torch.Tensor))
+    return sum(part.nbytes for part in parts(batch)[0] if isinstance(part, torch.Tensor))
 
 
 def _shape(argument: Any) -> tuple[int, ...] | None:
