@@ -11,6 +11,8 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+from hasten.evidence.libraries import is_library
+
 # Libraries whose functions depend on their arguments only (and on random generators and files): not looked into.
 TRUSTED = frozenset(sys.stdlib_module_names - {"__main__"}) | {
     *("torch", "torchvision", "torchaudio", "numpy", "PIL", "scipy", "pandas", "cv2", "skimage", "sklearn", "tqdm"),
@@ -59,15 +61,7 @@ def is_installed(top: str) -> bool:
     module = sys.modules.get(top)
     file = getattr(module, "__file__", None)
     places = [file] if isinstance(file, str) else list(getattr(module, "__path__", ()))
-    return all(lies_among_libraries(str(place)) for place in places)
-
-
-@functools.cache
-def lies_among_libraries(path: str) -> bool:
-    parts = Path(path).parts
-    if "site-packages" in parts or "dist-packages" in parts:
-        return True
-    return any(Path(path).is_relative_to(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib"))
+    return all(is_library(str(place)) for place in places)
 
 
 def is_pythons_wrapper(function: FunctionType) -> bool:

@@ -10,7 +10,8 @@ import sys
 import types
 from typing import Any
 
-from hasten.data.reach import ALWAYS, TRUSTED, is_installed, lies_among_libraries
+from hasten.data.reach import ALWAYS, TRUSTED, is_installed
+from hasten.evidence.libraries import is_library
 from hasten.evidence.machine import this_machine
 
 # Where a library is installed by another name than that it is imported by.
@@ -97,4 +98,4 @@ def _is_the_scripts(function: types.FunctionType) -> bool:
     if top in ALWAYS:
         return False
     file = function.__code__.co_filename
-    return not file.startswith("<") and not lies_among_libraries(file)
+    return not file.startswith("<") and not is_library(file)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import sysconfig
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
+
+from hasten.evidence.libraries import folders_of_packages
 
 Plain = TypeVar("Plain")
 
@@ -24,8 +25,7 @@ def with_relative_paths(data: Plain) -> Plain:
 @cache
 def _folders(here: str) -> re.Pattern[str]:
     """What is cut off: these folders where a path begins with them, and not in the middle of another."""
-    libraries = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
-    folders = {here, os.path.realpath(here), *libraries} - {os.sep}
+    folders = {here, os.path.realpath(here), *folders_of_packages()} - {os.sep}
     longest_first = sorted((re.escape(folder + os.sep) for folder in folders), key=len, reverse=True)
     return re.compile(rf"(?<![\w./~-])(?:{'|'.join(longest_first)})")
 

@@ -6,8 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
+
+from hasten.evidence.libraries import is_library
 
 _FRAME = re.compile(r"^\s+\S.* \((?P<file>[^()]+):(?P<line>\d+)\)$")
 
@@ -15,7 +16,6 @@ _FRAME = re.compile(r"^\s+\S.* \((?P<file>[^()]+):(?P<line>\d+)\)$")
 def where_is(pid: int) -> str:
     """`file:line` of the script at which a Python process is, past libraries; "" where that cannot be told."""
     spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
-    libraries = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
     try:
         said = subprocess.run(
             [spy, "dump", "--full-filenames", "--nonblocking", "--pid", str(pid)],
@@ -28,5 +28,5 @@ def where_is(pid: int) -> str:
         return ""
     main = said.partition('"MainThread"')[2].split("\nThread ")[0]
     found = [match for line in main.splitlines() if (match := _FRAME.match(line))]
-    own = [match for match in found if not match["file"].startswith(("<", *libraries))]
+    own = [match for match in found if not (match["file"].startswith("<") or is_library(match["file"]))]
     return f"{own[0]['file']}:{own[0]['line']}" if own else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import sysconfig
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,12 +11,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hasten.evidence.libraries import is_library
 from hasten.evidence.loaders import LoaderFacts
 from hasten.evidence.parts import parts
 from hasten.evidence.schema import Flags, ModelFacts, OptimizerFacts
 
 _OURS = str(Path(__file__).resolve().parent.parent)
-_LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def caller(frame: FrameType | None = None) -> str:
@@ -32,7 +31,7 @@ def caller(frame: FrameType | None = None) -> str:
         name = frame.f_code.co_filename
         if not name.startswith(("<", _OURS)):
             place = f"{name}:{frame.f_lineno}"
-            if not name.startswith(_LIBRARIES):
+            if not is_library(name):
                 return place
             fallback = place
         frame = frame.f_back

@@ -28,10 +28,9 @@ def in_one_line(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str:
     """`file:line` of the script's own code in which an error arose, in this process or in a worker; "" if in none."""
-    import sysconfig
+    from hasten.evidence.libraries import is_library
 
-    others = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    own = [place for place in _places(error) if not place.startswith(("<", _OURS, *others))]
+    own = [place for place in _places(error) if not (place.startswith(("<", _OURS)) or is_library(place))]
     return "".join(own[-1:])
 
 

@@ -14,7 +14,8 @@ from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
-from hasten.doctor.observe.log import _LIBRARIES, _OURS
+from hasten.doctor.observe.log import _OURS
+from hasten.evidence.libraries import is_library
 
 _MOST_LINES, _MOST_OF_ONE = 60_000, 600_000  # of a batch and of its first sample: some 30 and 300 ms under the tracer
 _ROUNDS = 300
@@ -68,7 +69,7 @@ class LineTrace:
     def _is_own(self, code: CodeType) -> bool:
         own = self._own.get(code)
         if own is None:
-            own = self._own[code] = not code.co_filename.startswith(("<", _OURS, *_LIBRARIES))
+            own = self._own[code] = not (code.co_filename.startswith(("<", _OURS)) or is_library(code.co_filename))
         return own
 
     def _line(self, frame: FrameType, event: str, _argument: Any) -> Any:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import sysconfig
 from collections.abc import Callable
 from enum import Enum, auto
 from types import CodeType, FrameType
 from typing import Any
 
-from hasten.evidence import Event
+from hasten.evidence import Event, libraries
 from hasten.taps.protocol import Session
 
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
-_TORCH = tuple(os.path.join(folder, "torch") + os.sep for folder in _LIBRARIES)
 _GENERATED = ("<eval_with_key>", "<frozen")  # code that torch or Python made up
 
 
@@ -156,7 +153,8 @@ def event_log(session: Session) -> EventLog:
 
 def is_library(frame: FrameType) -> bool:
     """Whether the frame is not the script's own: a library's, the standard library's, ours, or generated code."""
-    return frame.f_code.co_filename.startswith((*_GENERATED, _OURS, *_LIBRARIES))
+    name = frame.f_code.co_filename
+    return name.startswith((*_GENERATED, _OURS)) or libraries.is_library(name)
 
 
 def script_place(frame: FrameType | None, past_torch: bool = False) -> str | None:
@@ -180,11 +178,11 @@ def script_place(frame: FrameType | None, past_torch: bool = False) -> str | Non
 @functools.cache
 def whose(name: str) -> Whose:
     """Whose code a file of this name holds."""
-    if name.startswith((*_TORCH, *_GENERATED)):
+    if libraries.is_torch(name) or name.startswith(_GENERATED):
         return Whose.TORCH
     if name.startswith(_OURS):
         return Whose.OURS
-    return Whose.LIBRARY if name.startswith(_LIBRARIES) or _is_made_up(name) else Whose.SCRIPT
+    return Whose.LIBRARY if libraries.is_library(name) or _is_made_up(name) else Whose.SCRIPT
 
 
 def _is_made_up(name: str) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sysconfig
 import tokenize
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from hasten.evidence.libraries import folders_of_packages
 from hasten.report import words
 
 _AROUND = 3
@@ -39,7 +39,8 @@ def excerpt(file: str, line: int, created: str = "") -> Excerpt | None:
         return None
     path = Path(file)
     if not path.is_absolute() and not path.is_file():  # a library's, which is named from its package on
-        path = Path(sysconfig.get_path("purelib"), file)
+        among = (Path(folder, file) for folder in folders_of_packages())
+        path = next((one for one in among if one.is_file()), path)
     try:
         if path.suffix != ".py" or not path.is_file() or path.stat().st_size > _LARGEST:
             return None

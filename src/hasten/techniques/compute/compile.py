@@ -13,6 +13,7 @@ from typing import Any
 
 from hasten.errors import HastenError
 from hasten.evidence import Evidence
+from hasten.evidence.libraries import is_library
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.replaced import Replaced
@@ -191,15 +192,11 @@ def differentiates_again(home: str) -> str:
     torch refuses the second backward of what it has compiled, when the forward is long over: so it is looked for in
     source, before. What libraries are installed is not read.
     """
-    import sysconfig
-
-    folders = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
-    libraries = tuple(os.path.realpath(folder) + os.sep for folder in folders)
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
         if not file.endswith(".py") or name.startswith("torch.") or name.partition(".")[0] == "hasten":
             continue
-        if os.path.realpath(file).startswith(libraries) and name not in (home, "__main__"):
+        if (is_library(file) or is_library(os.path.realpath(file))) and name not in (home, "__main__"):
             continue
         if line := _line_of_create_graph(Path(file)):
             return f"{Path(file).name}:{line}"
