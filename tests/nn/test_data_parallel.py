@@ -74,9 +74,21 @@ def test_losses_of_16_bits_do_not_overflow() -> None:
     logits[:, 0] += 30
     outputs = list(logits.tensor_split(2))
     ours = DataParallelCriterion(nn.CrossEntropyLoss())(outputs, target)
-    assert ours.dtype == torch.float16
-    torch.testing.assert_close(ours.float(), F.cross_entropy(logits.float(), target), rtol=2e-3, atol=0)
+    torch.testing.assert_close(ours, F.cross_entropy(logits.float(), target))
     assert DataParallelCriterion(nn.MSELoss())(outputs, logits + 9).isfinite()
+
+
+def test_autocast_reaches_the_shares_and_the_loss_is_in_float32() -> None:
+    torch.manual_seed(0)
+    model, x, target = nn.Linear(16, 5), torch.randn(7, 16), torch.randint(0, 5, (7,))
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = DataParallelModel(model, CPUS)(x)
+        ours = DataParallelCriterion(nn.CrossEntropyLoss())(outputs, target)
+        wanted = F.cross_entropy(model(x), target)
+    assert {output.dtype for output in outputs} == {torch.bfloat16}
+    assert ours.dtype == wanted.dtype == torch.float32
+    torch.testing.assert_close(ours, wanted, rtol=1e-3, atol=1e-3)
+    assert ours.requires_grad
 
 
 def test_a_sum_stays_a_sum_and_tokens_count_by_weigh() -> None:

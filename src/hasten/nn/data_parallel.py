@@ -136,8 +136,7 @@ class DataParallelCriterion(nn.Module):
                 weight = self.weigh(*share, **further)
             losses.append(loss)
             weights.append(weight)
-        kind = outputs[0].dtype if by_class else losses[0].dtype
-        return self._joined(losses, weights, places[0], summed=by_class).to(kind)
+        return self._joined(losses, weights, places[0], summed=by_class).to(losses[0].dtype)
 
     def _joined(self, losses: list[Tensor], weights: list[Any], place: torch.device, summed: bool) -> Tensor:
         """Return the batch's loss in float64: single numbers cost nothing, and sums of 16 bits overflow."""
@@ -176,7 +175,7 @@ def _class_weights(criterion: Any, target: Tensor) -> Tensor:
 
 
 def _wide(output: Any) -> Tensor:
-    """Return logits of 16 bits in float32: a sum over a share's losses would overflow."""
+    """Return logits of 16 bits in float32, as under autocast: a sum over a share's losses would overflow."""
     wide: Tensor = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
     return wide
 
