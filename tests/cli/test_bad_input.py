@@ -55,6 +55,9 @@ FAST = {
     "a syntax error": (["tune", "broken.py"], ["broken.py:3: the script has a syntax error"]),
     "a bad budget": (["tune", "--budget", "soon", "train.py"], ["--budget soon: not a time", "5m"]),
     "no budget": (["tune", "--budget", "0", "train.py"], ["--budget 0: not a time"]),
+    "no size": (["tune", "--memory", "banana", "train.py"], ["--memory banana: not a size", "8GiB"]),
+    "no memory": (["tune", "--memory", "0", "train.py"], ["--memory 0: not a size"]),
+    "memory and seeds": (["tune", "--memory", "1GB", "--seeds", "2", "train.py"], ["--seeds means nothing"]),
     "a bad permission": (["tune", "--allow", "trajectry", "train.py"], ["--allow trajectry", "trajectory"]),
     "a bad technique": (["tune", "--only", "precison", "train.py"], ["--only precison", "'precision'"]),
     "a folder that is none": (["tune", "--out", "no/where/p.toml", "train.py"], ["cannot write", "no such folder"]),
@@ -119,6 +122,7 @@ RUN = {
     "no training": (["tune", "--budget", "60s", "idle.py"], ["no training was found"]),
     "no torch": (["tune", "--budget", "60s", "torchless.py"], ["no training was found"]),
     "no such module": (["tune", "--budget", "60s", "-m", "no.such.module"], ["fails by itself", "no.such"]),
+    "a limit below the model": (["tune", "--memory", "50MB", "train.py"], ["does not fit into 50 MB, not even under"]),
     "too short a budget": (["tune", "--budget", "1s", "train.py"], ["train", "give it", "--budget"]),
 }
 

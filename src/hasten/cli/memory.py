@@ -47,7 +47,13 @@ def check_memory(memory: str, asked: frozenset[str]) -> Limit | None:
 
 
 def fit_into(
-    arguments: list[str], command: list[str], limit: Limit | None, budget: float, only: frozenset[str], out: Path
+    arguments: list[str],
+    command: list[str],
+    limit: Limit | None,
+    budget: float,
+    only: frozenset[str],
+    out: Path,
+    ran_out: str = "",
 ) -> None:
     """Search, write plan and figures, and say what was found.
 
@@ -58,6 +64,7 @@ def fit_into(
         budget: Seconds for all of it.
         only: Names of the techniques to try; empty: all.
         out: Where the plan goes; the figures go beside it.
+        ran_out: How the script as it is has run out of memory, where that is known.
     """
     from importlib.metadata import version
 
@@ -89,7 +96,7 @@ def fit_into(
         attempts = Attempts(
             arguments, tuple(command), Path(scratch), limit.room, timeout, on_gpu=on_gpu, bounds=limit.bounds
         )
-        found = climb(attempts, limit, rungs_for(machine, only), say, start + budget)
+        found = climb(attempts, limit, rungs_for(machine, only), say, start + budget, ran_out)
     if found.chosen.plan:
         if out.is_file():
             write_whole(out.with_name(f"{out.name}.bak"), out.read_bytes())  # a person may have edited it

@@ -109,7 +109,7 @@ def tune(
         tuned = _shown(options.budget, lambda say, on_block: tune_training(arguments, command, options, say, on_block))
     except DoesNotFitError as error:
         messages.tell(f"hasten: {error.message.splitlines()[0]}: looking for a plan under which it fits")
-        fit_into(arguments, command, None, options.budget, only_these, out)
+        fit_into(arguments, command, None, options.budget, only_these, out, ran_out="as tune's first trial showed")
         return
     _leave(tuned.plan, tuned.proof, out)
     if tuned.interrupted:

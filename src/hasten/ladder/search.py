@@ -14,7 +14,7 @@ from hasten.ladder.rungs import Rung, acting, blocks_in, in_order, left_alone
 from hasten.plan import Setting
 from hasten.techniques import toml_value
 
-_SLOWER = 1.05  # times the step: so much a technique that could go may win and is kept
+_SLOWER = 1.05  # times the step: bf16 that brings more is kept where it is not needed
 _MOST_COUNTS = 5  # numbers of blocks that are tried
 _COARSE = 16  # a sixteenth of the blocks is near enough
 
@@ -88,7 +88,12 @@ class Climbed:
 
 
 def climb(
-    plans: Plans, limit: Limit, rungs: Sequence[Rung], say: Callable[[str], None], until: float = float("inf")
+    plans: Plans,
+    limit: Limit,
+    rungs: Sequence[Rung],
+    say: Callable[[str], None],
+    until: float = float("inf"),
+    ran_out: str = "",
 ) -> Climbed:
     """Find the cheapest plan under which a training fits.
 
@@ -102,11 +107,13 @@ def climb(
         rungs: What lowers it, the cheapest first.
         say: Gets a line for each trial.
         until: On the monotonic clock: what is not looked at by then is named in the answer.
+        ran_out: How the script as it is has run out of memory, where that is known; "": it is tried.
 
     Raises:
         HastenError: The script fails by itself, or fits under no plan.
     """
-    return _Climb(plans, limit, rungs, say, until).run()
+    search = _Climb(plans, limit, rungs, say, until)
+    return search.run(Try({}, Attempt(0, "out of memory", reason=ran_out)) if ran_out else None)
 
 
 class _Late(Exception):  # noqa: N818 - no error: the time is over
@@ -125,8 +132,11 @@ class _Climb:
         self._excluded: dict[str, str] = {}
         self._longest = 0.0
 
-    def run(self) -> Climbed:
-        plain = self._try({})
+    def run(self, plain: Try | None) -> Climbed:
+        if plain is None:
+            plain = self._try({})
+        else:
+            self._tries.append(plain)
         if plain.fits:
             return Climbed(self._limit, self._tries, plain)
         if plain.attempt.outcome == "timeout":
@@ -168,7 +178,9 @@ class _Climb:
 
     def _cheapest(self) -> Try:
         """Return the cheapest so far, without techniques that act on nothing."""
-        found = min((one for one in self._tries if one.fits), key=lambda one: one.attempt.seconds)
+        fitting = [one for one in self._tries if one.fits]
+        needed = [one for one in fitting if not any(_is_lighter(other, one) for other in fitting)]
+        found = min(needed, key=lambda one: one.attempt.seconds)
         acts = {name: setting for name, setting in found.plan.items() if name not in self._excluded}
         return Try(acts, found.attempt, found.predicted)
 
@@ -194,7 +206,8 @@ class _Climb:
                     break
                 self._exclude("precision", "it takes more memory than it saves here")
                 continue
-            self._exclude(self._culprit(tried), tried.attempt.reason or tried.attempt.outcome)
+            name, why = self._culprit(tried), tried.attempt.reason or tried.attempt.outcome
+            self._exclude(name, why.partition(f"hasten: {name}: ")[2] or why)
         raise self._hopeless()
 
     def _culprit(self, tried: Try) -> str:
@@ -207,12 +220,13 @@ class _Climb:
         self._rungs = [rung for rung in self._rungs if rung.name != name]
 
     def _hopeless(self) -> HastenError:
-        most = max(self._tries, key=lambda one: len(one.plan)).plan
+        ran_out = [one.plan for one in self._tries if one.attempt.outcome == "out of memory"]
+        most = max(ran_out, key=len)
         lines = [f"the training does not fit into {self._limit.words}, not even under {in_words(most)}"]
         lines += [f"{name} was left out: {why}" for name, why in self._excluded.items()]
         return HastenError(
             "\n".join(lines),
-            "allow more memory, or make the model or the script's batch smaller (`hasten batch` says what it needs)",
+            "allow more memory, or make the model or the script's batch smaller",
         )
 
     # -- the cheapest of them ------------------------------------------------------------------------------
@@ -226,13 +240,14 @@ class _Climb:
         return self._try({rung.name: rung.setting for rung in self._rungs}) if self._rungs else best
 
     def _lighter(self, best: Try) -> Try:
-        """Without each technique that is not needed, the dearest first; one that makes steps shorter stays."""
+        """Without each technique that is not needed, the dearest first. bf16 stays where it makes steps shorter."""
         for name in [rung.name for rung in reversed(self._rungs) if rung.name in best.plan]:
             rest = {other: setting for other, setting in best.plan.items() if other != name}
             if cannot_fit(rest, self._tries):
                 continue
             tried = self._try(rest)
-            if tried.fits and tried.attempt.seconds <= _SLOWER * best.attempt.seconds:
+            # The others never make steps shorter: what a busy machine seems to say of them does not count.
+            if tried.fits and (name != "precision" or tried.attempt.seconds <= _SLOWER * best.attempt.seconds):
                 best = tried
         return best
 
@@ -265,13 +280,18 @@ class _Climb:
                 fitting[count] = tried
             else:
                 none = count
-        found = fitting[min(fitting)]
-        return found if found.attempt.seconds <= _SLOWER * best.attempt.seconds else best
+        return fitting[min(fitting)]
 
 
 _BY_CHANGE = (
     "no_grad_validation", "allocator", "chunked_loss", "precision", "activation_checkpointing", "optimizer_in_backward",
 )  # fmt: skip
+
+
+def _is_lighter(one: Try, other: Try) -> bool:
+    """Whether a plan is a part of another, and both or neither compute in 16 bits."""
+    part = settings_of(one.plan) < settings_of(other.plan)
+    return part and ("precision" in one.plan) == ("precision" in other.plan)
 
 
 def settings_of(plan: Mapping[str, Setting]) -> frozenset[tuple[str, str]]:
@@ -285,8 +305,7 @@ def cannot_fit(plan: Techniques, tries: Sequence[Try]) -> Try | None:
     With 16 bits on one side only there is no telling: casts of many weights may take more than activations save.
     """
     for tried in tries:
-        more = settings_of(plan) < settings_of(tried.plan) and ("precision" in plan) == ("precision" in tried.plan)
-        if more and tried.attempt.outcome == "out of memory":
+        if _is_lighter(Try(plan, tried.attempt), tried) and tried.attempt.outcome == "out of memory":
             return tried
     return None
 

@@ -82,7 +82,7 @@ def hopeless(trial: Trial) -> HastenError:
         )
     if trial.outcome == "out of memory":
         return DoesNotFitError(
-            f"the script runs out of memory as it is: {trial.reason}{said}",
+            f"the script runs out of memory as it is\n{trial.reason}{said}",
             "`hasten tune --memory SIZE` looks for a plan under which it fits",
         )
     if trial.outcome == "timeout":
