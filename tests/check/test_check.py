@@ -150,6 +150,29 @@ def test_what_draws_otherwise_is_said_and_the_rest_still_compared(check: Check) 
     assert found.ok is False
 
 
+def test_a_bias_that_a_batch_norm_takes_away_is_noise_and_so_is_its_square(check: Check) -> None:
+    """Its gradient is what rounding left of zero: channels_last sums otherwise, and parted by Adam's second moment."""
+    script = """
+        import torch
+        from torch import nn
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(64 * 8 * 8, 5))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for _ in range(3):
+            images, labels = 0.2 * torch.rand(32, 3, 32, 32), torch.randint(0, 5, (32,))
+            for image, label in zip(images, labels):
+                image[:, 4 * label + 2 : 4 * label + 7, 5:25] += 0.6
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+    """
+    found = check(script, {"channels_last": True})
+    assert found.ok, said(found)
+
+
 OBJECTS = """
 import collections, dataclasses
 import numpy as np, torch

@@ -19,7 +19,9 @@ SINGLE = 2.0**-23
 # (benchmarks/exactness.py): legitimate rounding stays below 3.1 times the noise, but for a BatchNorm's weight under
 # channels_last (7.8 times, of a sum over 64 images); planted defects are from 10 times on.
 TIMES, _TIMES_16_BITS = 9.0, 6.0
-_ALL_NOISE = 0.5  # a tensor that noise moves by half of its size holds nothing else: a bias in front of a BatchNorm
+# A tensor that noise moves by so much of its size holds nothing else: a bias in front of a BatchNorm. What means
+# something moves by 0.1 % at the most in single precision; in 16 bits, by a fifth.
+_ALL_NOISE, _ALL_NOISE_16_BITS = 0.1, 0.5
 _TIMES_ALL_NOISE = 100.0
 _SUMS = 2.0**10  # units of rounding that a sum over a whole batch may be off, of what noise does not reach: 0.01 %
 _MOST = 1e9  # times its bound, for what has none
@@ -189,6 +191,7 @@ class _Noise:
         self.steps = 0
         self._roundoff = roundoff
         self._times = TIMES if roundoff <= SINGLE else _TIMES_16_BITS
+        self._all_noise = _ALL_NOISE if roundoff <= SINGLE else _ALL_NOISE_16_BITS
         self._may_share: dict[str, float] = {}  # the greatest difference under strong noise, as a share of the tensor
         self._may: dict[str, float] = {}  # and as it is
         self._may_tilt: dict[str, float] = {}  # the same of the mean over all steps
@@ -216,7 +219,9 @@ class _Noise:
     def bound(self, name: str, size: float, whole: float) -> float:
         """Return the greatest norm that a difference may have."""
         share = self._share.get(name, 0.0)
-        times = _TIMES_ALL_NOISE if share > _ALL_NOISE else self._times
+        times = self._times
+        if share > self._all_noise:  # Adam's second moment is its square
+            times = _TIMES_ALL_NOISE**2 if name.startswith("optimizer state") else _TIMES_ALL_NOISE
         # A weight moves by whole units in its last place, however small the step was.
         least = max(_SUMS * SINGLE * size, 8 * SINGLE * whole if name.startswith("weight") else 0.0)
         may = _SLACK * max(self._may_share.get(name, 0.0) * size, self._may.get(name, 0.0))
