@@ -236,6 +236,9 @@ class Checkpointing:
                 own(state)
         if (own := hooks.of_module("on_load_checkpoint")) is not None:
             own(state)
+        for technique in trainer.engine.run.acting("prepare"):
+            if technique.setting == "64-true":  # before it is loaded: float32 would round it
+                technique.prepare(module)
         try:
             trainer.engine.strategy.load_model(module, state["state_dict"], module.strict_loading)
         except RuntimeError as error:

@@ -43,16 +43,38 @@ def found_in(step: Step, module: torch.nn.Module, run: Run, keep: Callable[[list
         skipped = {part for part in module.modules() if hasattr(part, "compute") and hasattr(part, "_forward_cache")}
         handles = []
         for part in module.modules():
-            handles.append(part.register_forward_pre_hook(enter))
-            handles.append(part.register_forward_hook(leave, always_call=True))
+            handles.append(part.register_forward_pre_hook(_Hook(enter)))
+            handles.append(part.register_forward_hook(_Hook(leave), always_call=True))
         try:
             return step(batch, batch_idx, opens, closes)
         finally:
             for handle in handles:
                 handle.remove()
             names = {id(part): name for name, part in module.named_modules()}
-            keep([names[id(called)] for called, _ in calls.values()])
-            for called, args in calls.values():
+            mine = [(called, args) for called, args in calls.values() if id(called) in names]  # still a part of it
+            keep([names[id(called)] for called, _ in mine])
+            for called, args in mine:
                 run.model(called, args)
 
     return first
+
+
+class _Hook:
+    """A hook that copies of its module do not have, such as the teacher that a first step makes."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # what a copy, or a pickle, has in its place
+
+
+def nothing(*args: Any) -> None:
+    """Do nothing: stands where a copied module had a hook of ours."""
+
+
+def _nothing() -> Callable[..., None]:
+    return nothing

@@ -65,6 +65,21 @@ def test_a_checkpoint_goes_on_in_another_precision_as_plain_torch_does(tmp_path:
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.parametrize("flags", [{"precision": "64-true"}, {"plan": hasten.Plan({"precision": "64-true"})}], ids=str)
+def test_what_was_saved_in_float64_is_not_rounded_where_it_goes_on(tmp_path: Path, flags: dict[str, Any]) -> None:
+    nets = []
+    for epochs, path in ((2, None), (1, None), (2, tmp_path / "one.ckpt")):
+        module = Regression(net=network())
+        torch.manual_seed(7)
+        trainer = quiet(max_epochs=epochs, limit_val_batches=0, **flags)
+        trainer.fit(module, loader(), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / "one.ckpt")
+        nets.append(module.net.state_dict())
+    for name, value in nets[0].items():
+        assert value.dtype is torch.float64
+        assert torch.equal(value, nets[2][name]), name
+
+
 class Own(Regression):
     """Differentiates in a way of its own."""
 
