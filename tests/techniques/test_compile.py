@@ -110,6 +110,64 @@ def test_a_mode_keeps_what_it_means(mode: str) -> None:
     assert seen == [{"options": {**expected, "fallback_random": True, "cpp.threads": threads}}]
 
 
+OWN = """
+    import random, types
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    outside, config = random.Random(3), types.SimpleNamespace(rng=random.Random(3), scale=2)
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.rng = nn.Sequential(nn.Linear(4, 4), nn.GELU()), None
+            SETS
+        def forward(self, x):
+            return self.body(x) * DRAWS
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for number in range(4):
+        loss = model(torch.randn(8, 4)).pow(2).mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        losses.append(loss.item())
+    torch.save({"losses": losses, "model": model.state_dict()}, "left.pt")
+"""
+
+
+@pytest.mark.parametrize(
+    ("sets", "draws", "name"),
+    [
+        ("self.rng = random.Random(3)", "self.rng.random()", "rng"),
+        ("pass", "outside.uniform(1, 2)", "the name outside"),
+        ("pass", "config.rng.randint(1, 9) * config.scale", "the name config"),
+    ],
+)
+def test_numbers_of_a_generator_of_pythons_own_kind_are_not_frozen(
+    train: Train, sets: str, draws: str, name: str
+) -> None:
+    script = OWN.replace("SETS", sets).replace("DRAWS", draws)
+    plain, changed = train(script), train(script, compile="default")
+    assert plain.code == changed.code == 0, changed.err
+    assert identical(plain.left, changed.left)
+    assert f"left alone: {name} is a random.Random" in changed.installed["compile"]
+
+
+def test_a_hook_on_all_modules_runs_where_they_were_compiled_before(train: Train) -> None:
+    script = DRAWS.replace(
+        "model.body[0].register_forward_hook(lambda module, inputs, output: output * 2)",
+        "torch.nn.modules.module.register_module_forward_hook("
+        "lambda module, inputs, output: output * 2 if isinstance(module, nn.GELU) else None)",
+    ).replace("import torch\n", "import torch\n    COMPILE\n", 1)
+    # What torch's compiler makes of a graph does not matter here, and the C++ compiler takes long.
+    eager = "plain = torch.compile; torch.compile = lambda f, **_: plain(f, backend='aot_eager')"
+    plain = train(script.replace("COMPILE", "pass"))
+    changed = train(script.replace("COMPILE", eager), compile="default")
+    assert plain.code == changed.code == 0, changed.err
+    assert close(plain.left["losses"], changed.left["losses"], 1e-5)
+    assert "a hook on all modules is set" in changed.err
+
+
 @needs_compiler
 def test_a_module_whose_step_calls_its_own_forward_is_compiled_once(train: Train) -> None:
     script = """

@@ -12,7 +12,7 @@ from hasten.run import Run
 from hasten.techniques import Technique
 from hasten.techniques.base import Call
 from hasten.techniques.compute.precision import device_to_cast
-from hasten.techniques.compute.wide_draws import Wide
+from hasten.techniques.wide_draws import Wide
 
 _SLOT = "_compiled_call_impl"  # what `Module.__call__` calls in place of the module's own way, if it is set
 

@@ -9,6 +9,7 @@ import shutil
 import sys
 import weakref
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hasten.errors import HastenError
@@ -20,6 +21,12 @@ from hasten.techniques.replaced import Replaced
 from hasten.techniques.switches import Switches
 
 KERNEL_THREADS = "HASTEN_KERNEL_THREADS"
+_ON_ALL_MODULES = (
+    "register_module_forward_hook",
+    "register_module_forward_pre_hook",
+    "register_module_full_backward_hook",
+    "register_module_full_backward_pre_hook",
+)
 
 
 class Compile(Technique):
@@ -143,6 +150,9 @@ class Compile(Technique):
             return
         if any(type(layer).__name__ == "OptimizedModule" for layer in model.modules()):
             return
+        if name := _own_random(model):
+            self.refused(f"{name} is a random.Random, of which compiled code would draw the same numbers each time")
+            return
         import torch._inductor
 
         # Random numbers from torch's own generator, as without compiling: else dropout draws other masks.
@@ -160,7 +170,10 @@ class Compile(Technique):
         self.did("model")
 
     def _look_for_create_graph(self) -> None:
-        """Notice gradients that a library differentiates again: that step may fail, and says why; none after it."""
+        """Notice gradients that a library differentiates again: that step may fail, and says why; none after it.
+
+        And hooks on all modules, of which compiled code that is there already runs none.
+        """
         import torch
 
         def noticing(plain: Any) -> Any:
@@ -171,8 +184,18 @@ class Compile(Technique):
 
             return differentiate
 
+        def hooked(plain: Any) -> Any:
+            def register(*args: Any, **kwargs: Any) -> Any:
+                if not str(getattr(args[0] if args else None, "__module__", "")).startswith("hasten."):
+                    self._leave(f"a hook on all modules is set ({plain.__name__})")
+                return plain(*args, **kwargs)
+
+            return register
+
         if not self._gradients:
+            everywhere = torch.nn.modules.module
             self._gradients = [Replaced(torch.autograd, name, noticing) for name in ("grad", "backward")]
+            self._gradients += [Replaced(everywhere, name, hooked) for name in _ON_ALL_MODULES]
             for function in self._gradients:
                 function.put_in_place()
 
@@ -200,6 +223,27 @@ def differentiates_again(home: str) -> str:
             continue
         if line := _line_of_create_graph(Path(file)):
             return f"{Path(file).name}:{line}"
+    return ""
+
+
+def _own_random(model: Any) -> str:
+    """Name a `random.Random` that a model's forward may draw from; "" if there is none.
+
+    Dynamo takes its state once, when it compiles. (Python's own numbers, NumPy's and torch's are drawn as they should.)
+    """
+    import random
+
+    from hasten.techniques.rerun.names import ModuleCode
+
+    named = model.named_modules()
+    held = [(f"{path}.{name}".strip("."), value) for path, part in named for name, value in vars(part).items()]
+    held += [(place.name, place.read()) for place in ModuleCode(model).outside]
+    for name, value in held:
+        inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        plain = not isinstance(value, type | ModuleType) and hasattr(value, "__dict__") and not name.startswith("_")
+        within = [*inside, *(vars(value).values() if plain else ())]
+        if any(isinstance(one, random.Random) for one in (value, *within)):
+            return name
     return ""
 
 

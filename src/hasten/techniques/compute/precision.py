@@ -17,8 +17,8 @@ from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Res
 from hasten.techniques.compute.loss_scaling import LossScaler
 from hasten.techniques.compute.scaled_steps import guard
 from hasten.techniques.compute.true_precision import convert, in_dtype, new_tensors_in
-from hasten.techniques.compute.wide_draws import Wide
 from hasten.techniques.nested import map_tensors
+from hasten.techniques.wide_draws import Wide
 
 _TENSOR_WORK = frozenset(
     [

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from hasten import messages
-from hasten.techniques.compute import wide_draws
+from hasten.techniques import wide_draws
 from hasten.techniques.rerun.surroundings import CannotRepeatError, Known, Then
 
 _MARKED_ON_GPU = 8  # first forwards of a module whose tensors are compared on a GPU, which waits for it; then 1 of ...
