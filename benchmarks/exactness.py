@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import functools
 import json
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -203,19 +203,13 @@ def measure(before: Mapping[str, Any], quick: bool, new: bool, jobs: int, until:
         failed = [child for child in children if os.waitpid(child, 0)[1]]
         for number, task in enumerate(chosen):
             if (path := Path(folder) / str(number)).exists():
-                found[task.key] = json.loads(path.read_text()) | {"commit": _commit()}
+                found[task.key] = json.loads(path.read_text()) | {"on": datetime.date.today().isoformat()}
     if failed:
         print(f"{len(failed)} of {jobs} jobs failed", file=sys.stderr)
     missing = [task for task in tasks if task.key not in found]
     left_out = [{"kind": task.kind, "training": task.training, "plan": task.plan} for task in missing]
     done = [found[task.key] for task in tasks if task.key in found]
     return {"quick": quick, "machine": where, "rows": done, "not_run": left_out}
-
-
-def _commit() -> str:
-    """The commit that is checked."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
-    return subprocess.run(command, cwd=Path(__file__).parent, text=True, capture_output=True, check=True).stdout.strip()
 
 
 def _do(tasks: list[Task], until: float, folder: Path) -> NoReturn:

@@ -15,8 +15,8 @@ def page(results: dict[str, Any]) -> str:
     scripts = [row for row in results["rows"] if row["kind"] not in ("trainer", "apart")]
     trainers = [row for row in results["rows"] if row["kind"] == "trainer"]
     apart = [row for row in results["rows"] if row["kind"] == "apart"]
-    commits = Counter(row["commit"] for row in results["rows"])
-    checked = ", ".join(f"{count} at {commit}" for commit, count in commits.items())
+    days = Counter(row["on"] for row in results["rows"])
+    checked = ", ".join(f"{count} on {day}" for day, count in sorted(days.items()))
     lines = [_HEAD.format(rows=len(scripts), checked=checked, **results["machine"])]
     if left_out := results.get("not_run"):
         lines += [_NOT_RUN.format(left_out=len(left_out), all=len(left_out) + len(results["rows"])), ""]
@@ -142,8 +142,8 @@ saved file after each, on one thread, and compares at each step: samples, losses
 state, the random states of Python, NumPy and torch, and the files. Then it goes on from the saved file both ways: saved
 plain and resumed under the plan, saved under the plan and resumed plain.
 
-On {cores} cores of {cpu}, torch {torch}, Python {python}. No GPU was at hand. Rows were last checked at these commits:
-{checked}.
+On {cores} cores of {cpu}, torch {torch}, Python {python}. No GPU was at hand.
+Rows were last checked: {checked}.
 """
 
 _NOT_RUN = """## Not run
