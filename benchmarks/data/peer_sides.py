@@ -37,19 +37,37 @@ class Facts:
     prepare: Callable[[str, Path], Pass]
 
 
-def _pillow(raw: bytes) -> Any:
-    """A JPEG as tensor, 3 x height x width."""
+def _decoded(raw: bytes) -> Any:
+    """A JPEG as tensor, 3 x height x width; by simplejpeg where it is installed, as hasten does."""
     import torch
-    from PIL import Image
 
-    return torch.from_numpy(np.array(Image.open(io.BytesIO(raw)).convert("RGB"))).permute(2, 0, 1)
+    try:
+        import simplejpeg
+    except ImportError:
+        from PIL import Image
+
+        return torch.from_numpy(np.array(Image.open(io.BytesIO(raw)).convert("RGB"))).permute(2, 0, 1)
+    return torch.from_numpy(simplejpeg.decode_jpeg(raw, "RGB")).permute(2, 0, 1)
+
+
+class Encoded:
+    """Images in memory as JPEG, decoded as all sides decode them."""
+
+    def __init__(self, files: list[bytes]) -> None:
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Any:
+        return _decoded(self.files[index])
 
 
 def _sample(kind: str, row: Any) -> Any:
     """A row as tensor."""
     import torch
 
-    return _pillow(row) if kind == "images" else torch.from_numpy(np.array(row))
+    return _decoded(row) if kind == "images" else torch.from_numpy(np.array(row))
 
 
 def _values(batches: Any) -> Iterator[Any]:
@@ -90,11 +108,11 @@ def _torch(kind: str, folder: Path) -> Pass:
 def _expert(kind: str, folder: Path) -> Pass:
     from torch.utils.data import DataLoader
 
-    from benchmarks.data.loaders import Gathered, Images, as_it_is
+    from benchmarks.data.loaders import Gathered, as_it_is
 
     rows = rows_of(kind, folder)
     loader: Any = (
-        DataLoader(Images(rows), BATCH, shuffle=True, num_workers=THREADS)
+        DataLoader(Encoded(rows), BATCH, shuffle=True, num_workers=THREADS)  # type: ignore[arg-type]
         if kind == "images"
         else DataLoader(Gathered(rows), BATCH, shuffle=True, collate_fn=as_it_is)
     )
@@ -109,7 +127,7 @@ def _datasets(kind: str, folder: Path) -> Pass:
     data = Dataset.from_parquet(str(folder / f"{kind}.parquet"), cache_dir=str(folder / "datasets"))
 
     def decoded(rows: Any) -> Any:
-        return {"image": [_pillow(raw) for raw in rows["image"]]}
+        return {"image": [_decoded(raw) for raw in rows["image"]]}
 
     if kind == "images":
         data = data.with_transform(decoded)
@@ -140,7 +158,7 @@ def _webdataset(kind: str, folder: Path) -> Pass:
 
     def sample(found: Any) -> Any:
         raw = found["bin"]
-        return _pillow(raw) if kind == "images" else torch.frombuffer(bytearray(raw), dtype=kinds[kind])
+        return _decoded(raw) if kind == "images" else torch.frombuffer(bytearray(raw), dtype=kinds[kind])
 
     def begin(number: int) -> Iterator[Any]:
         data = webdataset.WebDataset(shards, shardshuffle=len(shards), seed=number).shuffle(4096).map(sample)
@@ -203,7 +221,7 @@ def _grain(kind: str, folder: Path) -> Pass:
     rows = rows_of(kind, folder)
 
     def as_array(row: Any) -> Any:
-        return _pillow(row).numpy() if kind == "images" else row
+        return _decoded(row).numpy() if kind == "images" else row
 
     def begin(number: int) -> Iterator[Any]:
         data = grain.MapDataset.source(rows).shuffle(seed=number).map(as_array)
@@ -221,7 +239,7 @@ def _spdl(kind: str, folder: Path) -> Pass:
 
     def made(indices: Any) -> Any:
         if kind == "images":
-            return torch.stack([_pillow(rows[index]) for index in indices])
+            return torch.stack([_decoded(rows[index]) for index in indices])
         return torch.from_numpy(rows[indices])
 
     def begin(number: int) -> Iterator[Any]:
@@ -250,7 +268,7 @@ def _arrow_batches(tables: Iterator[Any], kind: str) -> Iterator[Any]:
             held = np.stack([table.column(name).to_numpy(zero_copy_only=False) for name in COLUMNS], axis=1)
         for start in range(0, len(held), BATCH):
             part = held[start : start + BATCH]
-            yield torch.stack([_pillow(raw) for raw in part]) if kind == "images" else torch.from_numpy(part.copy())
+            yield torch.stack([_decoded(raw) for raw in part]) if kind == "images" else torch.from_numpy(part.copy())
 
 
 def _daft(kind: str, folder: Path) -> Pass:
@@ -270,7 +288,8 @@ def _ray(kind: str, folder: Path) -> Pass:
     import ray
     import torch
 
-    ray.init(num_cpus=THREADS, include_dashboard=False, log_to_driver=False, logging_level="error")
+    if not ray.is_initialized():  # by a former kind
+        ray.init(num_cpus=THREADS, include_dashboard=False, log_to_driver=False, logging_level="error")
     ray.data.DataContext.get_current().enable_progress_bars = False
     data = ray.data.read_parquet(str(folder / f"{kind}.parquet"))
 
@@ -280,7 +299,7 @@ def _ray(kind: str, folder: Path) -> Pass:
             for batch in data.iter_batches(batch_format="numpy", **options):
                 (column,) = batch.values()
                 if kind == "images":
-                    yield torch.stack([_pillow(raw) for raw in column])
+                    yield torch.stack([_decoded(raw) for raw in column])
                 else:
                     yield torch.from_numpy(np.stack(column))
             return

@@ -6,7 +6,8 @@
 Kinds: CIFAR-10 as JPEG in Parquet (10,000 of it), a table of 2,000,000 x 32 float32, and 20,000 x 512 int32. A side is
 a process of its own, which imports and converts before the clock runs and then waits. Sides are asked in turn, round by
 round, each for a shuffled epoch or as much of it as `--seconds` allow, its start included. All give batches of 256 as
-tensors. A peer that is not installed, or fails, is named with the reason.
+tensors, and decode by simplejpeg (torch's plain one by Pillow), so that loaders are compared. A peer that is not
+installed, or fails, is named with the reason.
 
 What a side shuffles and how it resumes stands beside its speed: a loader that reads in order has less to do.
 """
@@ -35,30 +36,42 @@ _PATIENCE = 240.0  # seconds for a side to be ready, or to answer
 
 
 class Side:
-    """A process that measures one side of one kind."""
+    """A process that measures one side, kind after kind."""
 
-    def __init__(self, name: str, kind: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
         self.name = name
-        self.speeds: list[float] = []
-        self.failed = ""
-        self.prepared = 0.0
-        self._errors = (folder / f"{name}-{kind}.err").open("w+")
-        command = [sys.executable, __file__, "--side", name, "--kind", kind, "--folder", str(folder)]
+        self._errors = (folder / f"{name}.err").open("w+")
+        command = [sys.executable, str(Path(__file__).resolve()), "--side", name, "--folder", str(folder)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, cwd=folder
         )
-        self.prepared = float(self._hear().get("prepared", 0.0))
 
-    def measure(self, seconds: float) -> None:
-        """Ask for a pass of at most so many seconds."""
+    def prepare(self, kind: str) -> None:
+        """Read or convert a kind of data, and make a first pass that does not count: threads start, pages are read."""
+        self.speeds: list[float] = []
+        self.first: list[float] = []
+        self.failed = ""
+        self.prepared = float(self._ask(kind, 0.0).get("prepared", 0.0))
+        if not self.failed:
+            self._ask(kind, 0.5)
+
+    def measure(self, kind: str, seconds: float) -> None:
+        """Make a pass of at most so many seconds."""
         if self.failed:
             return
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{seconds}\n")
-        self._process.stdin.flush()
-        told = self._hear()
+        told = self._ask(kind, seconds)
         if not self.failed:
             self.speeds.append(told["rows"] / told["seconds"])
+            self.first.append(told["first"])
+
+    def _ask(self, kind: str, seconds: float) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{kind} {seconds}\n")
+            self._process.stdin.flush()
+        except OSError:  # it has ended: `_hear` says how
+            pass
+        return self._hear()
 
     def end(self) -> None:
         """End the process."""
@@ -89,52 +102,42 @@ class Side:
         return {}
 
 
-def serve(name: str, kind: str, folder: Path) -> None:
-    """Measure one side as often as stdin asks for it."""
-
-    def answer(**told: Any) -> None:
-        print(f"PEER {json.dumps(told)}", flush=True)
-
-    start = time.perf_counter()
-    try:
-        begin = SIDES[name].prepare(kind, folder)
-        answer(prepared=time.perf_counter() - start)
-    except Exception as error:  # a peer that is missing, or has changed: it is named, and the others go on
-        answer(failed=f"{type(error).__name__}: {error}".splitlines()[0][:200])
-        return
+def serve(name: str, folder: Path) -> None:
+    """Measure one side as often as stdin asks for it: a kind, and seconds; 0: prepare it."""
+    begin: Any = None
     for number, line in enumerate(sys.stdin):
+        kind, seconds = line.split()
         try:
-            rows, seconds = _pass(begin(number), float(line))
-            answer(rows=rows, seconds=seconds)
-        except Exception as error:  # as above
-            answer(failed=f"{type(error).__name__}: {error}".splitlines()[0][:200])
-            return
+            start = time.perf_counter()
+            if float(seconds):
+                answer = _pass(begin(number), float(seconds))
+            else:
+                begin = None  # what the former kind holds in memory
+                begin = SIDES[name].prepare(kind, folder)
+                answer = {"prepared": time.perf_counter() - start}
+        except Exception as error:  # a peer that is missing, or has changed: it is named, and the others go on
+            answer = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        print(f"PEER {json.dumps(answer)}", flush=True)
 
 
-def _pass(batches: Iterator[Any], limit: float) -> tuple[int, float]:
-    """Rows and seconds of a pass, as far as the time goes."""
-    rows, start = 0, time.perf_counter()
+def _pass(batches: Iterator[Any], limit: float) -> dict[str, Any]:
+    """Rows and seconds of a pass, as far as the time goes, and the seconds to its first batch."""
+    rows, first, start = 0, 0.0, time.perf_counter()
     for batch in batches:
         rows += len(batch)
+        first = first or time.perf_counter() - start
         if time.perf_counter() - start > limit:
             break
-    return rows, time.perf_counter() - start
+    return {"rows": rows, "seconds": time.perf_counter() - start, "first": first}
 
 
-def measured(kind: str, folder: Path, names: list[str], rounds: int, seconds: float) -> dict[str, Any]:
+def measured(sides: list[Side], kind: str, rounds: int, seconds: float) -> dict[str, Any]:
     """Every side of a kind, asked in turn."""
-    sides: list[Side] = []
-    try:
-        for name in names:
-            sides.append(Side(name, kind, folder))
-            sides[-1].measure(0.5)  # a first pass, not counted: pages are read, threads are started
-            sides[-1].speeds.clear()
-        for _ in range(rounds):
-            for side in sides:
-                side.measure(seconds)
-    finally:
+    for side in sides:
+        side.prepare(kind)
+    for _ in range(rounds):
         for side in sides:
-            side.end()
+            side.measure(kind, seconds)
     return {side.name: told(side) for side in sides}
 
 
@@ -150,6 +153,7 @@ def told(side: Side) -> dict[str, Any]:
         "rows_per_second": statistics.median(side.speeds),
         "lowest": min(side.speeds),
         "highest": max(side.speeds),
+        "first_batch_seconds": statistics.median(side.first),
         "prepared_seconds": round(side.prepared, 1),
     }
 
@@ -163,11 +167,16 @@ def _version(package: str) -> str:
 
 def show(kind: str, results: dict[str, Any]) -> None:
     """Print a kind's table, and hasten over the fastest peer and over the limit."""
-    print(f"\n{kind}: rows/s (lowest-highest), batches of {BATCH}")
+    print(f"\n{kind}: rows/s (lowest-highest), seconds to the first batch")
     for name, side in results.items():
-        speed = f"{side['rows_per_second']:12,.0f}" if "rows_per_second" in side else f"{'-':>12}"
-        between = f"({side['lowest']:,.0f}-{side['highest']:,.0f})" if "lowest" in side else side["missing"]
-        print(f"  {name:20} {speed} {between:26} shuffles {side['shuffles']}; resumes {side['resumes']}")
+        facts = f"shuffles {side['shuffles']}; resumes {side['resumes']}"
+        if "missing" in side:
+            print(f"  {name:18} {'-':>11} {side['missing'][:60]:40} {facts}")
+            continue
+        between = f"({side['lowest']:,.0f}-{side['highest']:,.0f})"
+        print(
+            f"  {name:18} {side['rows_per_second']:11,.0f} {between:25} {side['first_batch_seconds']:6.2f} s  {facts}"
+        )
     peers = {
         name: side["rows_per_second"]
         for name, side in results.items()
@@ -188,16 +197,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cifar", default="", help="CIFAR-10 as Parquet; without it no images")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of one pass, at most")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of one pass, at most")
     parser.add_argument("--share", type=float, default=1.0, help="of the rows, to try the script")
     parser.add_argument("--only", default="", help="sides, by commas; default: all")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--out", default="")
-    for name in ("--side", "--kind", "--folder"):
+    for name in ("--side", "--folder"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        serve(options.side, options.kind, Path(options.folder))
+        serve(options.side, Path(options.folder))
         return
     names = options.only.split(",") if options.only else list(SIDES)
     if unknown := [name for name in names if name not in SIDES]:
@@ -206,10 +215,15 @@ def main() -> None:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
         written = write_tables(Path(place), options.share, Path(options.cifar).resolve() if options.cifar else None)
-        for kind in options.kinds.split(","):
-            if kind in written:
-                results[kind] = measured(kind, Path(place), names, options.rounds, options.seconds)
-                show(kind, results[kind])
+        sides = [Side(name, Path(place)) for name in names]
+        try:
+            for kind in options.kinds.split(","):
+                if kind in written:
+                    results[kind] = measured(sides, kind, options.rounds, options.seconds)
+                    show(kind, results[kind])
+        finally:
+            for side in sides:
+                side.end()
     print(f"\n{time.perf_counter() - start:.0f} s in all")
     if options.out:
         Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
