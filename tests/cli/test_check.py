@@ -39,6 +39,7 @@ def test_a_plan_that_keeps_its_word_both_ways(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ok"] is True
+    assert "going on from last.pt" in done.err
     assert {way for way, _ in found["resumed"]} == {
         "saved as it is, resumed under the plan",
         "saved under the plan, resumed as it is",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -215,7 +216,8 @@ class _Check:
                 "the script read nothing of what it had saved: it does not go on from there",
                 "say how it is told to, as in --resume '--resume checkpoint.pt'",
             )
-        self._say(f"going on from {', '.join(read[:3])}")
+        here = f"{self._saved.here}{os.sep}".lstrip(os.sep)  # confined runs save under whole paths
+        self._say(f"going on from {', '.join(file.removeprefix(here) for file in read[:3])}")
         found = []
         for ((plan, level), _), one, other in zip(chosen, there, back, strict=True):
             found.append((_PLAIN_FIRST, self._runs.judge(second, plan, level, *one.result())))
