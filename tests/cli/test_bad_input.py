@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,14 @@ PLANS = {
     ),
     "not text": ("\udcff", ["p.toml"]),
 }
+
+
+@pytest.mark.parametrize("arguments", [["techniques"], ["--help"], ["findings"]])
+def test_output_that_cannot_be_written(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([HASTEN, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "hasten: cannot write to standard output: No space left on device\n"
 
 
 @pytest.mark.parametrize("case", PLANS.values(), ids=PLANS.keys())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import TextIO
 
 from hasten.errors import HastenError
 
@@ -23,3 +25,19 @@ def main() -> None:
     except KeyboardInterrupt:
         print("hasten: stopped before there was anything to keep", file=sys.stderr)
         sys.exit(130)
+    except OSError as error:
+        if _writable(sys.stdout):
+            raise
+        print(f"hasten: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _writable(stream: TextIO) -> bool:
+    """Whether a stream takes an empty line. One that does not leads nowhere from then on: Python flushes it at exit."""
+    try:
+        stream.write("\n")
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return False
+    return True
