@@ -182,7 +182,7 @@ def test_all_together_with_nobody_listening(train: Train) -> None:
 
 
 def test_every_technique_says_what_it_is() -> None:
-    acting = {*PLACES, "environment"}
+    acting = {*PLACES, "environment", "loader"}
     for name, kind in CATALOGUE.items():
         assert kind.name == name
         assert isinstance(kind.effect, Effect)
