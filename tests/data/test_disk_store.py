@@ -316,6 +316,16 @@ def test_folders_of_others_and_such_that_cannot_be_made_are_refused(tmp_path: Pa
         assert "name another cache_dir" in str(raised.value)
 
 
+def test_a_folder_is_the_same_wherever_the_process_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "apart").mkdir()
+    folders = SampleFolder("here"), SampleFolder("~/there")
+    monkeypatch.chdir(tmp_path / "apart")
+    assert [folder.path for folder in folders] == [tmp_path / "here", tmp_path / "there"]
+    assert [folder.taken() for folder in folders] == [0, 0]
+
+
 def test_what_others_left_in_the_folder_stays(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs.samples"
     theirs.write_bytes(bytes(100))

@@ -44,7 +44,7 @@ class SampleFolder:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, limit: int | None = None) -> None:
-        self.path = Path(folder) if folder is not None else _own_folder()
+        self.path = Path(folder).expanduser().absolute() if folder is not None else _own_folder()
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._check_owner()
