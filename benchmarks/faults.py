@@ -28,7 +28,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         noted = Path(folder) / "seconds"
         env = {**os.environ, "HASTEN_FAULT_SECONDS": str(noted)}
-        command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *arguments.tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rs",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "slow or not slow",
+            *arguments.tests,
+        ]
         code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
         lines = [json.loads(line) for line in noted.read_text().splitlines()] if noted.exists() else []
     seconds: dict[str, list[float]] = json.loads(RESULTS.read_text())["seconds"] if RESULTS.exists() else {}

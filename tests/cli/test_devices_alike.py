@@ -67,12 +67,10 @@ sys.exit()
 
 
 def test_a_loop_that_fetches_ahead_is_refused_where_batches_are_uneven(tmp_path: Path) -> None:
-    for more, size in ((", drop_last=True", "9"), ("", "9")):
+    for more in (", drop_last=True", ""):
         loop(tmp_path, before=lines(AHEAD), more=more)
-        script = (
-            (tmp_path / "train.py").read_text().replace("data, 8,", f"data, {size},").replace("nn.BatchNorm1d(8), ", "")
-        )
-        (tmp_path / "train.py").write_text(script)
+        script = (tmp_path / "train.py").read_text().replace("data, 8,", "data, 10,")
+        (tmp_path / "train.py").write_text(script.replace("nn.BatchNorm1d(8), ", ""))
         assert plain(tmp_path, "train.py", "alone.pt").code == 0
         done = on(2, tmp_path, "train.py", "wide.pt")
         if more:
@@ -128,7 +126,7 @@ FILES = """
             optimizer.step()
     torch.save(model.state_dict(), "best.pt")
     model.load_state_dict(torch.load("best.pt"))
-    print(float(model.weight), file=sys.stderr)
+    print(model.weight.item(), file=sys.stderr)
 """
 
 
