@@ -346,7 +346,7 @@ def _soon(fault: Fault, seconds: dict[str, list[float]]) -> str:
     measured = seconds.get(fault.name)
     if "{}" not in fault.soon:
         return fault.soon
-    return fault.soon.format(f"{statistics.median(measured):.1f} s" if measured else "not measured")
+    return fault.soon.format(f"{statistics.median(measured):.1f} s") if measured else "not measured"
 
 
 def page(text: str) -> str:
