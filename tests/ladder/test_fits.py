@@ -48,7 +48,7 @@ DEEP = """
     rows = 589824
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    loader = DataLoader([torch.randn(rows, 8), torch.randn(rows, 8)], batch_size=None)
+    loader = DataLoader([torch.randn(rows, 8)], batch_size=None)
     for epoch in range(4):
         for x in loader:
             loss = model(x.repeat(1, 2)).square().mean()

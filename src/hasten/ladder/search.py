@@ -211,7 +211,9 @@ class _Climb:
         raise self._hopeless()
 
     def _culprit(self, tried: Try) -> str:
-        """Which technique fails: the one that its error names, or else the one that changes most."""
+        """Which technique fails: the one that its error names, or else the one that changes most, or takes longest."""
+        if tried.attempt.outcome == "timeout":
+            return self._rungs[-1].name
         by_name = next((name for name in tried.plan if f"hasten: {name}:" in tried.attempt.reason), "")
         return by_name or next(name for name in reversed(_BY_CHANGE) if name in tried.plan)
 
