@@ -135,7 +135,7 @@ training. Here it is held to it on {rows} small trainings, which together put ev
 beside every kind of model, optimizer, data set and loop below that it can meet: convolutions with BatchNorm and
 dropout, recurrence, attention with tied weights, sparse embeddings; SGD, Adam, AdamW, Adagrad, LBFGS, closures, two
 optimizers; clipping, accumulation, schedules, zeroed gradients, averaged weights, anomaly detection, validation that
-builds graphs; augmentation that draws from Python, NumPy and torch.
+builds graphs; augmentation that draws from Python, NumPy and torch; folders of image files.
 
 Each row runs the training plain and under the plan, in step, over two epochs of six batches with validation and a
 saved file after each, on one thread, and compares at each step: samples, losses, gradients, weights, buffers, optimizer

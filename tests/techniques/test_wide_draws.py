@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten
-from tests.techniques.conftest import identical
+from tests.techniques.conftest import Train, identical
 from tests.trainer.trainings import quiet
 
 DRAWS: dict[str, Callable[[Any], Any]] = {
@@ -95,3 +95,32 @@ def test_a_forward_that_is_run_again_draws_the_same(draw: str, precision: str, a
         repeated = trained(Noisy(DRAWS[draw], again), precision=precision)
     assert identical(plain.state_dict(), repeated.state_dict())
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_script_that_casts_by_itself_draws_in_its_backward_what_its_forward_drew(train: Train) -> None:
+    script = """
+        import torch
+        from torch import nn
+        from torch.utils.checkpoint import checkpoint
+
+        torch.manual_seed(0)
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+            def block(self, h):
+                h = self.first(h)
+                return torch.tanh(h * torch.rand_like(h))
+            def forward(self, x):
+                return self.last(checkpoint(self.block, x, use_reentrant=False))
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.ones(16, 4)).float().pow(2).mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+        torch.save(model.state_dict(), "left.pt")
+    """
+    plain, changed = train(script), train(script, precision="bf16-mixed")
+    assert plain.code == changed.code == 0, changed.err
+    assert identical(plain.left, changed.left)

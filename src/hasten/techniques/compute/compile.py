@@ -37,7 +37,8 @@ class Compile(Technique):
     uncompiled under `hasten run`; in a trial it counts as a failure. Under the Trainer it compiles the modules that
     the step calls (the module itself where it says `self(x)`), not the step around them. Random numbers are those that
     the model draws uncompiled: dropout has the same masks. Compiled graphs cannot be differentiated twice: where the
-    script's code says `create_graph=True`, nothing is compiled.
+    script's code says `create_graph=True`, nothing is compiled; nor is a model that may draw from a `random.Random` of
+    its own. Once a hook on all modules is set, models are called as they are.
     """
 
     name = "compile"

@@ -57,9 +57,9 @@ class Precision(Technique):
     numbers overflow with no scale at all.
 
     "bf16-true", "16-true" and "64-true" are for the Trainer: they convert the model itself, cast floating-point
-    inputs, and let tensors made in the forward be of that type too; outputs stay in it. A script's model is left as
-    it is, since what the script holds of it (an average, weights that processes share, files) would not follow. tune
-    does not try them.
+    inputs, and let tensors made in the forward be of that type too; outputs stay in it, and random numbers are those of
+    float32. A script's model is left as it is, since what the script holds of it (an average, weights that processes
+    share, files) would not follow. tune does not try them.
     """
 
     name = "precision"
@@ -74,6 +74,7 @@ class Precision(Technique):
         self._scaler = LossScaler(self.let_go, self._dropped) if setting == "16-mixed" else None
         self._converted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._wides: list[Wide] = []
+        self._scripts_own = False  # whether the script was seen under its own autocast, whose draws are in 16 bits
 
     @property
     def drops_overflows(self) -> bool:
@@ -254,6 +255,7 @@ class Precision(Technique):
             guard(optimizer, self._scaler, self._may_step)
 
     def _under_autocast(self, kind: str) -> None:
+        self._scripts_own = True
         self._leave("the script runs under autocast itself")
         self.refused(f"the script runs under autocast itself ({kind})")
 
@@ -276,7 +278,7 @@ class Precision(Technique):
         wide = self._wide()
 
         def as_in_forward(*args: Any, **kwargs: Any) -> None:
-            if not self.active or (dtype is not None and not self._converted):
+            if not self.active or self._scripts_own or (dtype is not None and not self._converted):
                 call(*args, **kwargs)
                 return
             with wide, contextlib.nullcontext() if dtype is None else new_tensors_in(dtype):
