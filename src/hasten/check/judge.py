@@ -19,8 +19,9 @@ SINGLE = 2.0**-23
 # (benchmarks/exactness.py): legitimate rounding stays below 3.1 times the noise, but for a BatchNorm's weight under
 # channels_last (7.8 times, of a sum over 64 images); planted defects are from 10 times on.
 TIMES, _TIMES_16_BITS = 9.0, 6.0
-# A tensor that noise moves by so much of its size holds nothing else: a bias in front of a BatchNorm. What means
-# something moves by 0.1 % at the most in single precision; in 16 bits, by a fifth.
+# A tensor that noise moves by so much of its size holds nothing else: a bias in front of a BatchNorm. Gradients that
+# mean something move by 0.1 % at the most in single precision; in 16 bits, by a fifth. A weight in which one sign of
+# sixteen turns in Adam's first step has moved by half and means something all the same.
 _ALL_NOISE, _ALL_NOISE_16_BITS = 0.1, 0.5
 _TIMES_ALL_NOISE = 100.0
 _SUMS = 2.0**10  # units of rounding that a sum over a whole batch may be off, of what noise does not reach: 0.01 %
@@ -191,7 +192,7 @@ class _Noise:
         self.steps = 0
         self._roundoff = roundoff
         self._times = TIMES if roundoff <= SINGLE else _TIMES_16_BITS
-        self._all_noise = _ALL_NOISE if roundoff <= SINGLE else _ALL_NOISE_16_BITS
+        self._single = roundoff <= SINGLE
         self._may_share: dict[str, float] = {}  # the greatest difference under strong noise, as a share of the tensor
         self._may: dict[str, float] = {}  # and as it is
         self._may_tilt: dict[str, float] = {}  # the same of the mean over all steps
@@ -220,7 +221,8 @@ class _Noise:
         """Return the greatest norm that a difference may have."""
         share = self._share.get(name, 0.0)
         times = self._times
-        if share > self._all_noise:  # Adam's second moment is its square
+        narrow = not self._single or name.startswith("weight")
+        if share > (_ALL_NOISE_16_BITS if narrow else _ALL_NOISE):  # Adam's second moment is its square
             times = _TIMES_ALL_NOISE**2 if name.startswith("optimizer state") else _TIMES_ALL_NOISE
         # A weight moves by whole units in its last place, however small the step was.
         least = max(_SUMS * SINGLE * size, 8 * SINGLE * whole if name.startswith("weight") else 0.0)

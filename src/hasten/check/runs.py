@@ -178,6 +178,7 @@ class Runs:
             return Compared(dict(plan), str(level), False, Difference("the run", "the script", how))
         compared = self._held(lap, plan, level, seen, other_start)
         if compared.ok is False and compared.first is not None and compared.first.size is not None:
+            self._say(f"{compared.first.what} is further off than rounding explains: looking closer")
             compared = self._held(lap, plan, level, seen, other_start, in_doubt=True)
         if compared.ok is False and (own := self._parts_from_itself(lap)) is not None:
             note = f"the script does not repeat itself: at {own.place}, {own.what}: {own.how}"
