@@ -6,18 +6,18 @@ would have drawn. Only when it comes to `self.loader(path)` is the image there a
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any
 
 from hasten.data.carried import why_not_carried
+from hasten.data.foresight import Foresight
 from hasten.data.look import Look, ambient, random_states
 from hasten.data.opened import changed_file, hear_again, opened
 from hasten.data.orders import batches
@@ -26,12 +26,14 @@ from hasten.data.repeats import why_not_apart
 from hasten.data.sample_store import pack
 from hasten.evidence.machine import memory_free
 
-_WHOLE_LOOKS = 2  # of the first calls: after so many, everything is looked at
+_CHECKED, _WHOLE_LOOKS = 16, 2  # first calls, made by the training and looked over; after so many, whole looks
 _AUDITED, _LOT = 8, 200  # images that are made again and compared: the first, and one in so many by lot
+_BATCHES = 2  # that are read ahead
 _MOST_BYTES = 1 << 30
 _IN_VAIN = 2  # batches that ask for nothing that was read: then the pass is read no further (a cache has it all)
 _MOST_HEARD = 10_000  # of a batch, or where the script asks for samples itself
 _lot = random.Random()  # of its own: the training's numbers stay. No attribute, else states of the dataset hold it
+_KEYS = (str, int, PurePath)
 
 
 class ReadFunction:
@@ -42,10 +44,6 @@ class ReadFunction:
         threads: How many make them.
         let_go: Told why nothing is read ahead any more.
     """
-
-    takes: tuple[type, ...] = (str, int, PurePath)  # what it is called with
-    first = 16  # calls that are made by the training and looked over
-    ahead = 2  # batches that are read ahead
 
     def __init__(self, function: Any, threads: int, let_go: Callable[[str], None]) -> None:
         self.function = self.__wrapped__ = function
@@ -65,12 +63,12 @@ class ReadFunction:
         self.look_again()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1 or not isinstance(args[0], self.takes) or self.over or self._pid != os.getpid():
+        if kwargs or len(args) != 1 or not isinstance(args[0], _KEYS) or self.over or self._pid != os.getpid():
             return self.function(*args, **kwargs)
         key = args[0]
         if len(self.heard) < _MOST_HEARD:
             self.heard.append(key)
-        if self._checked < self.first:
+        if self._checked < _CHECKED:
             return self._looked_over(key)
         task = self._take(key)
         if task is None or not self._may_give(task):
@@ -87,21 +85,14 @@ class ReadFunction:
     @property
     def ready(self) -> bool:
         """Whether enough calls were looked over to let threads make others."""
-        return self._checked >= self.first and not self.over and self._pid == os.getpid()
+        return self._checked >= _CHECKED and not self.over and self._pid == os.getpid()
 
     def look_again(self) -> None:
         """Look at all that the function depends on; called between passes, in which it may change."""
-        self._look = Look(self.roots())
+        self._look = Look({"loader": self.function})
         self._bytes = min(_MOST_BYTES, memory_free() // 8)
         if why := why_not_apart(self._look):
             self.end(why)
-
-    def roots(self) -> dict[str, Any]:
-        """What the function depends on, by name."""
-        return {"loader": self.function}
-
-    def last_batch(self) -> None:
-        """Called before a pass gives its last batch."""
 
     def end(self, why: str) -> None:
         """Read nothing ahead from here on."""
@@ -201,20 +192,6 @@ def _plain(function: Any) -> Any:
     return function
 
 
-class Foreseen(Protocol):
-    """Says what a pass will ask its function for; see `Foresight`."""
-
-    @property
-    def knows(self) -> bool:
-        """Whether anything was learnt."""
-
-    def of_batch(self, batch: Sequence[int]) -> list[Any]:
-        """Return what a batch's samples will ask for."""
-
-    def learn(self, indices: Sequence[int], keys: Sequence[Any]) -> None:
-        """Learn from a batch that was made."""
-
-
 class Ahead:
     """A pass's batches of indices, drawn ahead so that files are read before their samples are made.
 
@@ -227,7 +204,7 @@ class Ahead:
         foresight: What samples will ask for.
     """
 
-    def __init__(self, iterator: Any, function: ReadFunction, foresight: Foreseen) -> None:
+    def __init__(self, iterator: Any, function: ReadFunction, foresight: Foresight) -> None:
         sampler = iterator._index_sampler
         self._order: Iterator[list[int]] = iterator._sampler_iter
         self._left = len(sampler) - iterator._num_yielded
@@ -249,17 +226,7 @@ class Ahead:
         if self._reads():
             self._draw()
         self._given = self._drawn.popleft() if self._drawn else (self._next(), [])
-        if self._left <= 0 and not self._drawn:
-            self._function.last_batch()  # what the training changes behind it is of the next pass
         return self._given[0]
-
-    def begin(self) -> None:
-        """Draw the first batch now, as worker processes are given theirs when a pass begins."""
-        if self._reads():
-            self._draw()
-        elif self._left > 0:
-            with contextlib.suppress(StopIteration):
-                self._drawn.append((self._next(), []))
 
     def _next(self) -> list[int]:
         self._left -= 1
@@ -270,13 +237,14 @@ class Ahead:
         return usable and _as_on_any_thread()
 
     def _draw(self) -> None:
-        while self._left > 0 and len(self._drawn) <= self._function.ahead:
+        while self._left > 0 and len(self._drawn) <= _BATCHES:
             try:
                 batch = self._next()
             except StopIteration:  # a trial ends it early
                 self._left = 0
                 return
-            self._drawn.append((batch, [self._function.want(key) for key in self._foresight.of_batch(batch)]))
+            keys = [key for index in batch for key in self._foresight.keys(index)]
+            self._drawn.append((batch, [self._function.want(key) for key in keys]))
 
     def _end_of_batch(self) -> None:
         """Learn from the batch that was made, and drop what it did not ask for."""

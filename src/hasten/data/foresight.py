@@ -47,10 +47,6 @@ class Foresight:
             if len(self._ways) >= 2 or (self._ways and len(keys) <= len(indices)):
                 return  # `imgs` beside `samples`: the same said twice
 
-    def of_batch(self, batch: Sequence[int]) -> list[Any]:
-        """Return what the samples of a batch will ask for, in order."""
-        return [key for index in batch for key in self.keys(index)]
-
     def keys(self, index: int) -> list[Any]:
         """Return what sample `index` will ask for; [] where that cannot be said."""
         try:

@@ -34,7 +34,6 @@ from hasten.techniques.data.batched_fetch import BatchedFetch
 from hasten.techniques.data.loader_workers import LoaderWorkers
 from hasten.techniques.data.read_ahead import ReadAhead
 from hasten.techniques.data.sample_cache import SampleCache
-from hasten.techniques.data.thread_workers import ThreadWorkers
 from hasten.techniques.memory.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.memory.allocator import Allocator
 from hasten.techniques.memory.chunked_loss import ChunkedLoss
@@ -50,7 +49,6 @@ CATALOGUE: dict[str, type[Technique]] = {
         SampleCache,
         BatchedFetch,
         LoaderWorkers,
-        ThreadWorkers,
         ReadAhead,
         PinMemory,
         DevicePrefetch,

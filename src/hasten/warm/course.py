@@ -28,9 +28,6 @@ _TOGETHER = {
     ("loader_workers", "sample_cache"): (0.0, 0.15),
     ("loader_workers", "read_ahead"): (0.0, 0.15),  # workers make whole samples: nothing is left to read ahead
     ("read_ahead", "sample_cache"): (0.0, 0.15),
-    ("thread_workers", "loader_workers"): (0.0, 0.15),
-    ("thread_workers", "sample_cache"): (0.0, 0.15),
-    ("thread_workers", "read_ahead"): (0.0, 0.15),
     ("precision", "matmul_precision"): (0.0, 0.1),
     ("precision", "channels_last"): (0.0, 0.12),
     ("precision", "allocator"): (0.0, 0.12),

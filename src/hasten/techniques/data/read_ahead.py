@@ -118,15 +118,12 @@ def _why_not(iterator: Any) -> str:
     from torch.utils.data import SubsetRandomSampler
     from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
-    from hasten.data.ahead import Ahead
     from hasten.data.orders import why_not
 
     if type(iterator) is not _SingleProcessDataLoaderIter:
         return "its batches are not made by torch's own loop in this process"
     if iterator._dataset_kind != _DatasetKind.Map or not iterator._auto_collation:
         return "its dataset gives no samples by index, of which a loader makes batches"
-    if isinstance(iterator._sampler_iter, Ahead):
-        return "threads make whole batches already"
     dataset = iterator._dataset_fetcher.dataset
     if with_loader_function(dataset) is None:
         return f"{type(dataset).__name__} has no `loader` function that reads a file"
