@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from hasten.errors import is_out_of_memory
 from hasten.trainer.microbatch.before import Before, versions
+from hasten.trainer.microbatch.watched import Watched
 from hasten.trainer.outputs import loss_of
 
 if TYPE_CHECKING:
@@ -22,35 +23,74 @@ _ROUNDING = 2e-3  # of float32, TF32 included, as a share of the gradient
 _ROUNDING_16 = 3e-2
 _ROUNDING_64 = 1e-7
 _RANDOM = 0.4  # what a step that draws numbers itself makes of its loss; a sum in place of a mean is off by half
+_PARTS = 16  # of the largest size: more samples of a batch are not looked at
 _SCALE_FP16 = 1024.0  # small gradients would be lost; all are off by as much, so it need not be taken out
 
 Called = Callable[[Any, int], Any]
 Gradients = list[torch.Tensor | None]
 
 
+class Group(NamedTuple):
+    """Samples that are computed together: makes them, how much their loss counts, and how many they are."""
+
+    make: Callable[[], Any]
+    share: float
+    samples: int
+
+
 class Look(NamedTuple):
-    """What a look at a few samples has shown.
+    """What a look at some samples has shown.
 
     Attributes:
         wrong: What is wrong with the loss, or the step, that is to be computed in parts; "" if nothing is.
         gradients: Whether gradients were compared, rather than losses alone.
+        fix: What to do, where more is known than that it does not add up.
     """
 
     wrong: str
     gradients: bool
+    fix: str = ""
 
 
 class _Side(NamedTuple):
-    """What the step gave for some samples; None: no loss, or gradients that were not asked for."""
+    """What the step gave for some samples; None: no loss, or gradients that were not asked for.
+
+    `norm` is that of the gradients, of several parts the mean of their norms: what rounding is measured by.
+    """
 
     loss: float | None
     gradients: Gradients | None
+    norm: float = 0.0
+
+
+def groupings(count: int, size: int) -> list[list[list[int]]]:
+    """Return places of a batch's samples in parts of up to `size`: as they are run, first with last, smaller ones.
+
+    Samples beside each other may be of one class, or one length: then any loss adds up. Those of a large batch are
+    taken from across it.
+    """
+    size = min(count, size)
+    used = min(count, _PARTS * size)
+    rows = [place * count // used for place in range(used)]
+    mixed = [rows[place // 2] if place % 2 == 0 else rows[-1 - place // 2] for place in range(used)]
+    short = max(min(2, size // 2), size // 3)  # one sample alone, for which a step may not be written, if need be
+    smaller: list[list[int]] = []
+    start = 0
+    while start < used:
+        width = size - short if len(smaller) % 2 else short
+        smaller.append(rows[start : start + width])
+        start += width
+    if len(smaller) > 1 and len(smaller[-1]) == 1 < short:
+        last = smaller.pop()
+        smaller[-1] += last
+    found = [[order[start : start + size] for start in range(0, used, size)] for order in (rows, mixed)]
+    return [*(found if used > size else found[:1]), smaller]
 
 
 def look(
-    trainer: Trainer, before: Before, step: Called, batch: Any, halves: list[tuple[Any, float]], gradients: bool
+    trainer: Trainer, before: Before, step: Called, groups: list[list[Group]], gradients: bool, by_samples: bool
 ) -> Look:
-    """Compare the loss of some samples, and its gradients, with those of their halves.
+    """Compare the loss of some samples, and its gradients, in parts with those of the same samples in other parts.
 
     Losses alone do not tell: before anything is learnt, each token costs nearly the same. Not with a backward of the
     module's own, nor with hooks of the Trainer. Whoever calls puts random states, buffers, gradients and metrics back.
@@ -59,23 +99,25 @@ def look(
         trainer: Whose module it is.
         before: Has just kept what the step stands on.
         step: `(batch, batch_idx)` -> what training_step gives.
-        batch: Some samples.
-        halves: The same in two parts, and how much the loss of each counts.
+        groups: The same samples, grouped in several ways.
         gradients: Whether to compare gradients.
+        by_samples: Whether parts count by samples, so that a mean over anything else is wrong.
     """
     module = trainer.model
     parameters = versions(module.parameters())
     buffers = {name: buffer._version for name, buffer in module.named_buffers()}
     scale = _SCALE_FP16 if trainer.config.precision == "16-mixed" else 1.0
+    watched = Watched(module)
+    found = Look("", False)
     try:
-        with _resting(module):
-            whole = _side(before, step, batch, gradients, scale)
+        with _resting(module), watched:
+            first = _summed(before, step, groups[0], gradients, scale, watched)
             draws = before.drawn()
-            apart = []
-            for half, _ in halves:
-                before.draw_again()
-                apart.append(_side(before, step, half, whole.gradients is not None, scale))
-            found = _compared(trainer, before, whole, apart, [share for _, share in halves], scale, draws)
+            for grouping in groups[1:]:
+                other = _summed(before, step, grouping, first.gradients is not None, scale, watched)
+                found = _compared(trainer, before, first, other, scale, draws)
+                if found.wrong:
+                    break
     except Exception as error:
         if is_out_of_memory(error):  # the parts will be smaller; how they add up is then not known
             return Look("", False)
@@ -86,10 +128,36 @@ def look(
         raise
     if versions(module.parameters()) != parameters:
         return Look("training_step changes weights itself, which it would do once for each part", False)
+    if by_samples and (seen := watched.wrong()):
+        return Look(seen[0], found.gradients, seen[1])
     changed = [name for name, buffer in module.named_buffers() if buffer._version != buffers.get(name)]
     if changed:
         trainer.say(f"microbatch: {', '.join(changed[:3])} change with each part, not once a batch", once=True)
     return found
+
+
+def _summed(
+    before: Before, step: Called, groups: list[Group], gradients: bool, scale: float, watched: Watched
+) -> _Side:
+    """Compute parts one after the other, as a step in parts does; what is kept of each is its share of the gradient."""
+    loss, norm = 0.0, 0.0
+    total: Gradients | None = None
+    for group in groups:
+        before.draw_again()
+        side = _side(before, step, group.make(), gradients, scale)
+        watched.part(group.samples)
+        if side.loss is None:
+            return side
+        loss += side.loss * group.share
+        gradients = gradients and side.gradients is not None
+        if not gradients or side.gradients is None:
+            total = None
+            continue
+        norm += side.norm * group.share
+        none: Gradients = [None] * len(side.gradients)
+        before_it = none if total is None else total
+        total = [_minus(one, part, -group.share) for one, part in zip(before_it, side.gradients, strict=True)]
+    return _Side(loss, total, norm)
 
 
 def _side(before: Before, step: Called, batch: Any, gradients: bool, scale: float) -> _Side:
@@ -102,36 +170,39 @@ def _side(before: Before, step: Called, batch: Any, gradients: bool, scale: floa
         return _Side(float(loss.detach()), None)
     before.drop_gradients()
     torch.autograd.backward(loss * scale)
-    return _Side(float(loss.detach()), before.drop_gradients())
+    found = before.drop_gradients()
+    return _Side(float(loss.detach()), found, _norm(found))
 
 
-def _compared(
-    trainer: Trainer, before: Before, whole: _Side, apart: list[_Side], shares: list[float], scale: float, draws: bool
-) -> Look:
-    """Compare the whole with the sum of its parts, each by how much it counts."""
-    if whole.loss is None or any(side.loss is None for side in apart):
+def _compared(trainer: Trainer, before: Before, one: _Side, other: _Side, scale: float, draws: bool) -> Look:
+    """Compare what the same samples come to in two ways."""
+    if one.loss is None or other.loss is None:
         return Look("", False)
     relative, unit = _rounding(trainer, before.parameters)
-    summed = sum(side.loss * share for side, share in zip(apart, shares, strict=True) if side.loss is not None)
     allowed = _RANDOM if draws else max(relative, _ROUNDING)
-    if abs(summed - whole.loss) > allowed * max(abs(summed), abs(whole.loss)) + 1e-6:
-        return Look(f"the loss of a few samples is {whole.loss:.4g}, the mean over their halves {summed:.4g}", False)
-    if whole.gradients is None or any(side.gradients is None for side in apart):
+    finite = math.isfinite(one.loss)
+    if finite != math.isfinite(other.loss) or (
+        finite and abs(other.loss - one.loss) > allowed * max(abs(other.loss), abs(one.loss)) + 1e-6
+    ):
+        return Look(
+            f"the loss of some samples is {one.loss:.4g}, and {other.loss:.4g} when they are parted otherwise", False
+        )
+    if one.gradients is None or other.gradients is None:
         return Look("", False)
-    largest, difference = _norm(whole.gradients), whole.gradients
-    for side, share in zip(apart, shares, strict=True):
-        assert side.gradients is not None
-        largest = max(largest, _norm(side.gradients))
-        difference = [_minus(one, part, share) for one, part in zip(difference, side.gradients, strict=True)]
-    off = _norm(difference)
+    norms = _norm(one.gradients), _norm(other.gradients)
+    off = _norm([_minus(left, right, 1.0) for left, right in zip(one.gradients, other.gradients, strict=True)])
     if not math.isfinite(off):
+        # Single samples have larger gradients than their mean: fp16 may hold the one and not the other.
+        if scale == 1.0 and math.isfinite(norms[0]) != math.isfinite(norms[1]):
+            return Look("gradients of some samples are finite, and not when they are parted otherwise", True)
         return Look("", False)
+    largest = max(one.norm, other.norm)
     # Where little is left to learn, the gradient itself is what rounding makes of numbers as large as the loss.
-    weights = _norm([one for one in before.parameters if one.requires_grad])
-    left = 8 * unit * scale * max(1.0, abs(whole.loss)) / (weights or 1.0)
+    weights = _norm([part for part in before.parameters if part.requires_grad])
+    left = 8 * unit * scale * max(1.0, abs(one.loss)) / (weights or 1.0)
     if off <= relative * largest + left:
         return Look("", True)
-    return Look(f"gradients of a few samples and of their halves are {100 * off / largest:.2g} % apart", True)
+    return Look(f"gradients of some samples, parted in two ways, are {100 * off / largest:.2g} % apart", True)
 
 
 def _rounding(trainer: Trainer, parameters: list[Any]) -> tuple[float, float]:

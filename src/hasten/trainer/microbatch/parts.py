@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hasten.errors import HastenError, is_out_of_memory
@@ -13,9 +14,9 @@ from hasten.trainer.errors import misconfigured
 from hasten.trainer.logged import Board
 from hasten.trainer.microbatch.before import Before, free_memory, versions
 from hasten.trainer.microbatch.joined import Log, output_of, without_graph
-from hasten.trainer.microbatch.means import Look, look
+from hasten.trainer.microbatch.means import Group, Look, groupings, look
 from hasten.trainer.microbatch.refusals import refuse
-from hasten.trainer.microbatch.splitting import samples_in, split
+from hasten.trainer.microbatch.splitting import chosen, labels_differ, samples_in, split
 from hasten.trainer.outputs import loss_of
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class _Parts:
         self._counts_terms = own_split is not None
         self._before = Before(trainer.model, trainer.engine.optimizing.optimizers[0], trainer.engine.run.techniques)
         self._looked = 0  # windows whose first batch was split
+        self._differed = False  # whether samples of several labels were looked at
 
     def fixed(self, batch: Any, batch_idx: int, first: bool) -> Any:
         """Differentiate in parts of so many samples as the flag says."""
@@ -169,22 +171,22 @@ class _Parts:
 
     def _shares(self, parts: list[Any], counts: list[int]) -> list[float]:
         """Return how much each part's loss counts: by the terms that it is a mean over, or its samples."""
-        terms = [float(one) for one in (counts if self._terms is None else map(self._terms, parts))]
-        total = math.fsum(terms)
-        return [one / total for one in terms] if total else [1.0 / len(parts)] * len(parts)
+        return _shares_of(counts if self._terms is None else [float(self._terms(part)) for part in parts])
 
     def look(self, batch: Any) -> None:
         """Look whether parts add up, at the first batch that is split and, ever more rarely, at later ones.
 
-        The 4th, the 16th: sentences of the first may all be of one length. Call it at the beginning of a window, when
-        there are no gradients that would have to be kept.
+        The 4th, the 16th: sentences of the first may all be of one length. And at the first whose labels differ.
+        Call it at the beginning of a window, when there are no gradients that would have to be kept.
         """
         self._looked += 1
-        if self._looked & (self._looked - 1) == 0 and self._looked.bit_length() % 2:
+        differ = not self._differed and not self._counts_terms and labels_differ(batch)
+        self._differed |= differ
+        if differ or (self._looked & (self._looked - 1) == 0 and self._looked.bit_length() % 2):
             self.check(batch)
 
     def check(self, batch: Any, gradients: bool = True) -> None:
-        """Compare a few samples with their halves: the loss, and its gradients.
+        """Compare samples in parts with the same samples in other parts: the loss, and its gradients.
 
         Args:
             batch: What they are taken of.
@@ -198,7 +200,8 @@ class _Parts:
             over = "samples" if self._terms is None else "what loss_terms counts"
             raise misconfigured(
                 f"microbatch: {found.wrong}: training_step does not return a mean over {over}",
-                "return a mean over the samples; over something else (tokens that are not padding), define"
+                found.fix
+                or "return a mean over the samples; over something else (tokens that are not padding), define"
                 " loss_terms(self, batch) in the module: how many terms the mean of this batch is over. A loss that"
                 " compares the samples of a batch (contrastive) cannot be computed in parts",
             )
@@ -211,8 +214,8 @@ class _Parts:
             )
 
     def _found(self, batch: Any, gradients: bool) -> Look:
-        few, halves = self._few(batch)
-        if len(halves) < 2:
+        groupings = self._groupings(batch)
+        if len(groupings) < 2:
             return Look("", False)
         compiled = [one for one in self._trainer.engine.run.techniques if one.name == "compile" and one.active]
         for technique in compiled:  # which would compile for these two shapes as well
@@ -220,27 +223,41 @@ class _Parts:
         self._before.take()
         try:
             with Log(self.board), self.exchange.nothing() if self.exchange is not None else contextlib.nullcontext():
-                return look(self._trainer, self._before, self.step, few, halves, gradients)
+                return look(self._trainer, self._before, self.step, groupings, gradients, self._terms is None)
         finally:
             self._before.put_back()
             for technique in compiled:
                 technique.on()
 
-    def _few(self, batch: Any) -> tuple[Any, list[tuple[Any, float]]]:
-        """Return some samples, as many as a part may have, and the same in two parts, and how much each counts."""
-        count = max(2, min(self.count(batch), self._size()))
-        few = self._split(batch, count if self._counts_terms else count // 2 * 2)[0]
-        if self._counts_terms:
-            half = math.ceil(self.count(few) / 2)
-            halves = self._split(few, half)
-        else:
-            half = count // 2
-            halves = self._split(batch, half)[:2]
-        return few, list(zip(halves, self._shares(halves, self._counts(halves, batch, half)), strict=True))
+    def _groupings(self, batch: Any) -> list[list[Group]]:
+        """Return the same samples in parts of several kinds, none larger than what is computed together anyway."""
+        size = max(2, self._size())
+        if self._counts_terms:  # only the module can cut it, in order
+            cuts = [self._split(batch, one) for one in sorted({size, (size + 1) // 2, max(1, size // 3)}, reverse=True)]
+            cuts = [parts for place, parts in enumerate(cuts) if not place or len(parts) != len(cuts[place - 1])]
+            return [self._grouped(parts, [samples_in(part) for part in parts], _itself) for parts in cuts]
+        rows = groupings(self.count(batch), size)
+        return [self._grouped(parts, [*map(len, parts)], functools.partial(chosen, batch)) for parts in rows]
+
+    def _grouped(self, parts: list[Any], counts: list[int], make: Called) -> list[Group]:
+        """Return parts that are made when they are needed, and how much each counts."""
+        terms = counts if self._terms is None else [float(self._terms(make(part))) for part in parts]
+        shares = _shares_of(terms)
+        together = zip(parts, shares, counts, strict=True)
+        return [Group(functools.partial(make, part), share, count) for part, share, count in together if share]
 
     def _size(self) -> int:
         flag = self._trainer.config.microbatch
         return flag if isinstance(flag, int) else self._trainer.progress.microbatch or 2
+
+
+def _itself(part: Any) -> Any:
+    return part
+
+
+def _shares_of(terms: Sequence[float]) -> list[float]:
+    total = math.fsum(terms)
+    return [one / total for one in terms] if total else [1.0 / len(terms)] * len(terms)
 
 
 class _Tried:

@@ -50,7 +50,20 @@ def split(batch: Any, size: int) -> list[Any]:
     if count <= size:
         return [batch]
     leaves = _Leaves(batch, count)
-    return [mapped(batch, leaves, _Cut(count, start, start + size)) for start in range(0, count, size)]
+    return [mapped(batch, leaves, _Cut(count, slice(start, start + size))) for start in range(0, count, size)]
+
+
+def chosen(batch: Any, rows: list[int]) -> Any:
+    """Return a copy of these samples of a batch that `split` can split, in this order."""
+    count = samples_in(batch)
+    return mapped(batch, _Leaves(batch, count), _Cut(count, rows))
+
+
+def labels_differ(batch: Any) -> bool:
+    """Whether a tensor with one number a sample (labels, lengths) does not have the same number for all of them."""
+    count = samples_in(batch)
+    labels = [one for one in tensors(batch) if one.dim() and len(one) == one.numel() == count]
+    return any(bool((one != one[:1]).any()) for one in labels)
 
 
 class _Leaves:
@@ -81,10 +94,10 @@ class _Leaves:
 
 
 class _Cut:
-    """Cuts leaves of one part."""
+    """Cuts leaves of one part: a slice of the samples (tensors stay views), or those at some places (copies)."""
 
-    def __init__(self, count: int, start: int, stop: int) -> None:
-        self._count, self._start, self._stop = count, start, stop
+    def __init__(self, count: int, rows: slice | list[int]) -> None:
+        self._count, self._rows = count, rows
 
     def __call__(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor | numpy.ndarray):
@@ -98,7 +111,9 @@ class _Cut:
                 )
         elif not isinstance(leaf, list | tuple) or isinstance(leaf, PackedSequence):
             raise misconfigured(f"microbatch cannot split a {type(leaf).__name__}", _BY_HAND)
-        return leaf[self._start : self._stop]
+        if isinstance(leaf, list | tuple) and not isinstance(self._rows, slice):
+            return type(leaf)([leaf[row] for row in self._rows])
+        return leaf[self._rows]
 
 
 def _lists_of_samples(batch: Any) -> list[list[Any] | tuple[Any, ...]]:
