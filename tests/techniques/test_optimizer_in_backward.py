@@ -122,6 +122,45 @@ def test_a_model_may_be_moved_and_copied_afterwards(train: Train) -> None:
     assert identical(under.left, plain.left)
 
 
+CHECKPOINTED = (
+    "h = cp(model.blocks[0], x.requires_grad_(), use_reentrant={0}); "
+    "F.mse_loss(model.blocks[2](cp(model.blocks[1], h, use_reentrant={0})), y).backward()"
+)
+IMPORTED = "from torch.utils.checkpoint import checkpoint as cp; optimizer.zero_grad()"
+ALLOWED = {
+    "groups that swap their parameters": {
+        "before": "a, b = optimizer.param_groups; optimizer.zero_grad(); "
+        "a['params'], b['params'] = (b['params'], a['params']) if step == 5 else (a['params'], b['params'])",
+    },
+    "a parameter that is taken out": {
+        "optimizer": "torch.optim.SGD(groups, lr=0.1)",
+        "before": "model.zero_grad(); step == 5 and optimizer.param_groups[1]['params'].clear()",
+    },
+    "a hook of the script's that drops a gradient first": {
+        "optimizer": "(first.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', None)), "
+        "torch.optim.AdamW(groups, lr=0.01))[1]",
+    },
+    "checkpoint": {"before": IMPORTED, "backward": CHECKPOINTED.format(False)},
+    "reentrant checkpoint": {"before": IMPORTED, "backward": CHECKPOINTED.format(True)},
+}
+
+
+@pytest.mark.parametrize("changes", ALLOWED.values(), ids=ALLOWED.keys())
+def test_what_a_script_may_do_beside_it_gives_the_same_bits(train: Train, changes: dict[str, str]) -> None:
+    source = script(**changes)
+    plain, under = train(source), train(source, optimizer_in_backward=True)
+    assert plain.code == 0, plain.err
+    assert under.code == 0, under.err
+    assert under.installed["optimizer_in_backward"] == "optimizer"
+    assert identical(under.left, plain.left)
+
+
+def test_a_failure_that_a_script_swallows_is_in_the_evidence(train: Train) -> None:
+    swallowed = "if step == 2: exec('try: first.grad.norm()\\nexcept Exception: pass')"
+    under = train(script(between=swallowed), optimizer_in_backward=True)
+    assert "failed: the script looks at a gradient" in under.installed["optimizer_in_backward"]
+
+
 MISSED = {
     "clipping": {"between": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"},
     "a norm by hand": {"between": "sum(p.grad.norm() for p in model.parameters() if p.grad is not None)"},
@@ -136,6 +175,31 @@ MISSED = {
     "another rate": {"between": "optimizer.param_groups[0]['lr'] *= 0.9"},
     "a forward before the step": {"between": "model(x)"},
     "a step left out": {"step": "step == 3 or optimizer.step()"},
+    "a dropped gradient": {"between": "if step == 2: first.grad = None"},
+    "a bad batch that is skipped": {"between": "if step == 2: optimizer.zero_grad()"},
+    "another gradient": {"between": "first.grad = torch.ones(8, 8)"},
+    "another gradient's data": {"between": "first.grad.data = torch.ones(8, 8)"},
+    "a second step": {"step": "optimizer.step(); optimizer.step()"},
+    "a backward that is done again": {
+        "backward": "loss = model.unused(x).square().mean(); loss.backward(retain_graph=True); optimizer.zero_grad(); "
+        "loss.backward()",
+    },
+    "a hook of the script's that drops it": {
+        "before": "step or first.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', None)); "
+        "optimizer.zero_grad()",
+    },
+    "a hook on the step, registered too late": {
+        "between": "if step == 2: optimizer.register_step_pre_hook(lambda *_: None)",
+    },
+    "an average of the weights": {"between": "first.detach().mean()"},
+    "weights written": {"between": "with torch.no_grad(): first.mul_(0.9)"},
+    "weights replaced": {"between": "first.data = torch.ones(8, 8)"},
+    "a checkpoint": {"between": "torch.save(model.state_dict(), 'kept.pt')"},
+    "a checkpoint of the optimizer": {"between": "kept = optimizer.state_dict()"},
+    "weights without a step, saved at the end": {"step": "step == 7 or optimizer.step()"},
+    "weights that are read within the backward": {
+        "backward": "extra = F.mse_loss(model.tied(x) @ first.data, y); (extra + F.mse_loss(model(x), y)).backward()",
+    },
 }
 
 

@@ -20,6 +20,7 @@ from hasten.errors import OUT_OF_MEMORY, HastenError
 from hasten.evidence import Evidence, Phase, read_evidence
 from hasten.plan import Setting
 from hasten.taps.config import DoctorOptions, RunConfig, TrialOptions, environment
+from hasten.techniques.base import FAILED
 from hasten.techniques.memory.allocator import LEAN
 from hasten.tuner.command_line import with_argument
 from hasten.tuner.trial import last_lines
@@ -190,6 +191,8 @@ def _judged(size: int, code: int | None, over: bool, peak: int, workers: int, fo
         return Attempt(size, "timeout", peak, reason="it took too long")
     if code and not (evidence and evidence.ended == "complete"):
         return Attempt(size, "failed", peak, reason=error or f"exit code {code}")
+    if evidence is not None and (failed := _swallowed(evidence)):
+        return Attempt(size, "failed", peak, reason=failed)
     if evidence is None or not evidence.step_start or not result.is_file():
         return Attempt(size, "failed", peak, reason="no training step was seen")
     figures = json.loads(result.read_text())
@@ -207,6 +210,14 @@ def _judged(size: int, code: int | None, over: bool, peak: int, workers: int, fo
         device=figures["device"],
         device_bytes=figures["device_bytes"],
     )
+
+
+def _swallowed(evidence: Evidence) -> str:
+    """Return the error by which a technique ended a step, where the script went on behind it; "" for none."""
+    for name, did in evidence.installed.items():
+        if why := did.partition(FAILED)[2]:
+            return f"hasten: {name}: {why}"
+    return ""
 
 
 def _step_seconds(evidence: Evidence) -> float:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Call = Callable[..., Any]
 
+FAILED = "failed: "  # begins what `Technique.failed` notes in a run's evidence
+
 
 class Effect(StrEnum):
     """What a technique may do to the result of a training."""
@@ -230,6 +232,10 @@ class Technique:
     def refused(self, why: str) -> None:
         """Note that the technique left something alone, and why."""
         self.acted[f"left alone: {why}"] = self.acted.get(f"left alone: {why}", 0) + 1
+
+    def failed(self, why: str) -> None:
+        """Note that the technique has ended a step in an error: a script may swallow that, a trial must not."""
+        self.did(f"{FAILED}{why}")
 
     def let_go(self, why: str) -> None:
         """Say, once for each reason, that the technique acts no more from here on; the caller sees to that."""

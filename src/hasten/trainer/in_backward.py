@@ -32,8 +32,8 @@ def step_in_backward(trainer: Trainer, hooks: Hooks, optimizer: Any) -> list[Any
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     stepper = _Stepper(trainer, optimizer, names)
     return [
-        parameter.register_post_accumulate_grad_hook(stepper.of(index))
-        for index, group in enumerate(optimizer.param_groups)
+        parameter.register_post_accumulate_grad_hook(stepper)
+        for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.requires_grad
     ]
@@ -52,16 +52,18 @@ class _Stepper:
         self._progress, self._names = trainer.progress, names
         self._one_by_one = OneByOne(optimizer)
         self._stepped: dict[int, int] = {}  # at which step of the training
+        self._of_step = -1
 
-    def of(self, index: int) -> Any:
-        """Return the hook for parameters of a group."""
-
-        def hook(parameter: torch.Tensor) -> None:
-            self._once(parameter)
-            self._one_by_one.step(parameter, index)
-            parameter.grad = None
-
-        return hook
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Step a parameter whose gradient is there; one that is in no group now keeps it."""
+        if self._of_step != self._progress.global_step:
+            self._of_step = self._progress.global_step
+            self._one_by_one.begin()
+        if parameter.grad is None or not self._one_by_one.has(parameter):
+            return
+        self._once(parameter)
+        self._one_by_one.step(parameter)
+        parameter.grad = None
 
     def _once(self, parameter: torch.Tensor) -> None:
         now = self._progress.global_step

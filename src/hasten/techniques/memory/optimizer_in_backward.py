@@ -27,9 +27,11 @@ class OptimizerInBackward(Technique):
     The same bits, with less memory by about the size of the parameters, for optimizers of torch's that step each
     parameter by itself. The optimizer stays one: groups, state, schedules and checkpoints are as without. A `grad` is
     an empty stand-in afterwards: what computes with it ends in an error (clipping, norms, accumulation over several
-    backwards, zeros in place), never in another number. So do a forward of the model and changed rates between a
-    backward and its step, and a backward without a step. Not noticed is code that reads weights there otherwise: it
-    sees them stepped already.
+    backwards, zeros in place), never in another number. So does a step whose gradients were dropped or replaced
+    (`p.grad = None`, `zero_grad` to skip a bad batch), a second step, changed rates, and whatever reads, saves or
+    writes the weights between a backward and its step (an average, a checkpoint, a forward), or again within it once
+    they are stepped. Blocks computed again by torch's `checkpoint` are equal. Not noticed between a backward and its
+    step: another thread, numpy arrays over the weights' memory, and a look at the values through `.data` alone.
 
     Left alone, with a line that says why: several optimizers, closures, hooks on the step, loss scaling
     (`GradScaler`), several processes. The Trainer has it as a flag.
@@ -45,6 +47,7 @@ class OptimizerInBackward(Technique):
         super().__init__(setting)
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stepped: Stepped | None = None
+        self._began = False
         self._alone = ""  # why nothing is stepped in the backward from here on
 
     @classmethod
@@ -71,13 +74,13 @@ class OptimizerInBackward(Technique):
     def over(self) -> None:
         """Leave the backward and the optimizer's step as they were."""
         if self._stepped is not None:
-            self._stepped.end()
+            self._stepped.over()
             self._stepped = None
         self._optimizers.clear()
 
     def optimizer(self, optimizer: Any) -> None:
         """Have the backward step its parameters; the step behind it then finds no gradient."""
-        from hasten.techniques.memory.step_in_backward import Stepped, why_not
+        from hasten.techniques.memory.step_in_backward import Stepped, noting, why_not
 
         self._optimizers.add(optimizer)
         if self._alone:
@@ -89,22 +92,40 @@ class OptimizerInBackward(Technique):
             self._leave(why)
             return
         stepped = self._stepped = Stepped(optimizer, lambda: self._may_begin(optimizer))
+        noting.add(self)
         plain = optimizer.step
 
         @functools.wraps(plain)
         def step(this: Any, *args: Any, **kwargs: Any) -> Any:
-            if (args[0] if args else kwargs.get("closure")) is not None:
+            has_closure = (args[0] if args else kwargs.get("closure")) is not None
+            if has_closure:
                 self._leave("the optimizer's step gets a closure")
-            return stepped.step(functools.partial(plain, *args, **kwargs))
+            return stepped.step(functools.partial(plain, *args, **kwargs), has_closure)
 
         optimizer.step = types.MethodType(step, optimizer)  # a method, as a schedule that wraps it in its turn expects
         self.did("optimizer")
 
+    def backward(self, call: Call) -> Call:
+        """See to it that nobody touches what a backward has stepped, until the step behind it."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._stepped is None:
+                return call(*args, **kwargs)
+            return self._stepped.backward(functools.partial(call, *args, **kwargs))
+
+        return watched
+
     def forward(self, call: Call) -> Call:
-        """Refuse a forward of weights that a backward has stepped, before the script's own step."""
+        """Refuse a forward of weights that a backward has stepped, before the script's own step.
+
+        Within a backward it is a recomputation, which may well come before its weights are stepped.
+        """
+        import torch
 
         def in_order(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if (stepped := self._stepped) is not None and stepped.pending and stepped.holds(module):
+            stepped = self._stepped
+            between = stepped is not None and stepped.pending and torch._C._current_graph_task_id() == -1
+            if stepped is not None and between and stepped.holds(module):
                 from hasten.techniques.memory.step_in_backward import failure
 
                 raise failure("the model is run between a backward and the optimizer's step, or that step was left out")
@@ -117,13 +138,17 @@ class OptimizerInBackward(Technique):
         import torch
 
         from hasten.techniques.memory.step_in_backward import why_not
+        from hasten.techniques.memory.weights_at_rest import others_on
 
         groups = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self._alone or (groups and torch.distributed.get_world_size() > 1):
             self._leave(self._alone or "several processes exchange gradients behind the backward")
         elif why := why_not(optimizer)[0]:  # a hook that was registered later
             self._leave(why)
-        else:
+        elif others_on():
+            self._leave("the script has a TorchDispatchMode around its backward")
+        elif not self._began:
+            self._began = True
             atexit.register(self._at_the_end)
         return not self._alone
 
@@ -139,4 +164,7 @@ class OptimizerInBackward(Technique):
 
     def _at_the_end(self) -> None:
         if self._stepped is not None and self._stepped.pending:
-            messages.tell("hasten: optimizer_in_backward: the last backward had no step behind it, and was stepped")
+            messages.tell(
+                "hasten: optimizer_in_backward: the last backward had no step behind it, and was stepped: weights that "
+                "were saved since have taken a step that the script never made"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hasten import messages
 from hasten.errors import HastenError
 from hasten.evidence.facts import caller
+from hasten.techniques.memory.weights_at_rest import AtRest, others_on
 
 # These compute each parameter's step from that parameter alone: its gradient, its state, its group's options.
 BY_ITSELF = (
@@ -21,6 +23,9 @@ BY_ITSELF = (
 # witness looks. None: nobody looks, so nothing is kept.
 looked_into: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 
+# Techniques that note each failure in the run's evidence: a script may swallow the error.
+noting: weakref.WeakSet[Any] = weakref.WeakSet()
+
 _MOVES = ("aten::_to_copy", "aten::clone", "aten::detach", "aten::alias")
 
 
@@ -30,12 +35,20 @@ def why_not(optimizer: Any) -> tuple[str, str]:
     if not kind.__module__.startswith("torch.optim") or kind.__name__ not in BY_ITSELF:
         return f"{kind.__name__} may need more than one parameter at a time", f"use one of {', '.join(BY_ITSELF)}"
     options = [option for option in ("differentiable", "capturable") if optimizer.defaults.get(option)]
-    if options or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if options or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _hooks_on_all_steps():
         what = f"{options[0]}=True" if options else "hooks on its step"
         return f"{kind.__name__} has {what}, and would be stepped once for each parameter", "leave it out"
     if any(not parameter.is_leaf for group in optimizer.param_groups for parameter in group["params"]):
         return "a parameter is no leaf of the graph", "give the optimizer the module's parameters"
     return "", ""
+
+
+def _hooks_on_all_steps() -> bool:
+    """Return whether others than hasten listen to the steps of all optimizers."""
+    from torch.optim import optimizer
+
+    hooks = [*optimizer._global_optimizer_pre_hooks.values(), *optimizer._global_optimizer_post_hooks.values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("hasten.") for hook in hooks)
 
 
 class OneByOne:
@@ -51,14 +64,22 @@ class OneByOne:
         # Without torch's wrapper around it: hooks that listen to all steps hear of the script's own alone.
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
         self._lock = threading.Lock()  # parameters on several devices have backwards in several threads
+        self._groups: dict[int, dict[str, Any]] = {}
 
-    def step(self, parameter: torch.Tensor, index: int) -> None:
-        """Step one parameter of the group of this index, by its gradient and the group's options of now."""
+    def begin(self) -> None:
+        """Look which group each parameter is in, at the first gradient of a step: a script may have moved it."""
+        self._groups = {id(one): group for group in self._optimizer.param_groups for one in group["params"]}
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter is in one of the optimizer's groups."""
+        return id(parameter) in self._groups
+
+    def step(self, parameter: torch.Tensor) -> None:
+        """Step one parameter by its gradient and the options of its group."""
         optimizer = self._optimizer
         with self._lock:
             groups = optimizer.param_groups
-            # As it is now: a scheduler has changed its rate, a checkpoint has put others there.
-            optimizer.param_groups = [{**groups[index], "params": [parameter]}]
+            optimizer.param_groups = [{**self._groups[id(parameter)], "params": [parameter]}]
             try:
                 self._step(optimizer)
             finally:
@@ -83,6 +104,12 @@ class SpentGradient(torch.Tensor):
     def _is_looked_at(self, *_: Any, **__: Any) -> Any:
         raise failure("the script looks at a gradient")
 
+    def _becomes(self, other: Any) -> None:
+        if type(other) is not SpentGradient:  # one that was moved, as `model.double()` does
+            self._is_looked_at()
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+
+    data = property(_is_looked_at, _becomes)
     # What reads memory past the dispatcher.
     numpy = tolist = __array__ = data_ptr = untyped_storage = _is_looked_at
 
@@ -108,13 +135,16 @@ _MEANS = {
 
 
 def failure(why: str) -> HastenError:
-    """Return the error for a script that needs a gradient which is gone, and say it."""
+    """Return the error for a script that needs what the backward has changed, say it, and note it in the evidence."""
     where = f" ({place})" if (place := caller()) else ""
     error = HastenError(
-        f"hasten: optimizer_in_backward: {why}, after the backward has stepped{where}",
-        "Take optimizer_in_backward out of the plan; what was trained until this step is as without it.",
+        f"hasten: optimizer_in_backward: {why}, but the backward has stepped already{where}",
+        "Take optimizer_in_backward out of the plan. The weights have taken part of this step already: "
+        "go on from the last checkpoint.",
     )
     messages.tell(str(error))  # a script that skips batches by their errors would hide it
+    for technique in list(noting):
+        technique.failed(why)
     return error
 
 
@@ -123,24 +153,29 @@ class Stepped:
 
     Args:
         optimizer: One for which `why_not` has nothing to say.
-        may_begin: Asked before the first parameter is stepped; False leaves the training as it is.
+        may_begin: Asked before the first parameter of each step is stepped; False leaves the training as it is.
     """
 
     def __init__(self, optimizer: Any, may_begin: Callable[[], bool]) -> None:
         self._optimizer, self._may_begin = optimizer, may_begin
         self._one_by_one = OneByOne(optimizer)
+        self._at_rest = AtRest(_touched)
         self._options: list[dict[str, Any]] = []
-        self.began = self.pending = False
+        self._done: dict[int, _Done] = {}  # by the parameter's id, since the last step of the script's own
+        self.pending = False
         self._states = 0  # of the optimizer, when the backward began
+        self._begins = threading.Lock()
         self._handles: list[Any] = []
         try:
-            for index, group in enumerate(optimizer.param_groups):
+            for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.requires_grad:
-                        self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))
+                        self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook))
         except BaseException:  # one that takes no hooks, as lazy ones do not: none has one then
             self.end()
             raise
+        optimizer.register_state_dict_pre_hook(self._saved)
+        optimizer.register_load_state_dict_pre_hook(self._saved)
 
     def holds(self, module: Any) -> bool:
         """Return whether a module has parameters of this optimizer."""
@@ -153,31 +188,77 @@ class Stepped:
             handle.remove()
         self._handles = []
 
-    def step(self, plain: Callable[[], Any]) -> Any:
+    def over(self) -> None:
+        """Leave all alone, what is due too."""
+        self.end()
+        self.pending, self._done = False, {}
+        self._at_rest.end()
+
+    def backward(self, call: Callable[[], Any]) -> Any:
+        """Run a backward; until the step behind it nobody may touch what it has stepped."""
+        if self._at_rest.open:  # within another one, or a second one before the step
+            return call()
+        if others_on() or not self._handles:
+            return call()
+        self._at_rest.begin()
+        try:
+            return call()
+        finally:
+            if not self.pending:
+                self._at_rest.end()
+
+    def step(self, plain: Callable[[], Any], has_closure: bool = False) -> Any:
         """Make the script's own step, for what the backward has not stepped.
 
         Raises:
-            HastenError: Rates or other options were changed behind the backward, which stepped with the former ones.
+            HastenError: Gradients, weights or options were changed behind the backward, which stepped by the former.
         """
-        if self.pending and _options(self._optimizer) != self._options:
-            raise failure("options of the optimizer are changed between the backward and its step")
         spent = [
             (parameter, parameter.grad)
             for group in self._optimizer.param_groups
             for parameter in group["params"]
             if type(parameter.grad) is SpentGradient
         ]
+        if why := self._changed(has_closure) or self._stale(spent):
+            raise failure(why)
+        if not self._at_rest.end():
+            raise failure("a TorchDispatchMode is entered between a backward and its step")
         for parameter, _ in spent:
             parameter.grad = None
         try:
             return plain()
         finally:
             self._in_order()
-            self.pending = False
+            self.pending, self._done = False, {}
             for parameter, gradient in spent:
                 parameter.grad = gradient
             if looked_into is not None:
                 looked_into.clear()
+
+    def _changed(self, has_closure: bool) -> str:
+        """Return what the script has changed since the backward, which its step would have taken into account."""
+        if not self.pending:
+            return ""
+        if has_closure:
+            return "the optimizer's step gets a closure"
+        if _options(self._optimizer) != self._options:
+            return "options of the optimizer are changed between the backward and its step"
+        if why := why_not(self._optimizer)[0]:
+            return why
+        if any(one.parameter.grad is not one.stand_in for one in self._done.values()):
+            return "a gradient was dropped or replaced between the backward and its step"
+        if any(one.is_changed() for one in self._done.values()):
+            return "weights are written between the backward and its step"
+        return ""
+
+    def _stale(self, spent: list[tuple[Any, Any]]) -> str:
+        """Return what is wrong with stand-ins that this step would have used."""
+        stale = any(id(parameter) not in self._done for parameter, _ in spent)
+        return "a step uses a gradient of an earlier backward again (a second step, or no zero_grad)" if stale else ""
+
+    def _saved(self, *_: Any) -> None:
+        if self.pending:
+            raise failure("the optimizer's state is saved or loaded between a backward and its step")
 
     def _in_order(self) -> None:
         """Put states that this step has made in the order of the parameters, as they lie in a checkpoint."""
@@ -190,26 +271,57 @@ class Stepped:
                     if id(parameter) in made:
                         state[parameter] = state.pop(parameter)
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        def hook(parameter: torch.Tensor) -> None:
-            if not self.began:
-                if not self._may_begin():
-                    self.end()
-                    return
-                self.began = True
-            if not self._handles:
-                return
-            if not self.pending:
-                self.pending, self._options = True, _options(self._optimizer)
-                self._states = len(self._optimizer.state)
-            gradient = parameter.grad
-            assert gradient is not None
-            if looked_into is not None:
-                looked_into[id(parameter)] = parameter.detach().clone(), gradient.clone()
-            self._one_by_one.step(parameter, index)
-            parameter.grad = SpentGradient(parameter)
+    def _begin(self) -> bool:
+        """Look, before the first parameter of a step is stepped, whether it may be; return whether it may."""
+        with self._begins:
+            if self.pending or not self._handles:
+                return self.pending and bool(self._handles)
+            if not self._may_begin():
+                self.end()
+                return False
+            self._options, self._states = _options(self._optimizer), len(self._optimizer.state)
+            self._one_by_one.begin()
+            self.pending = True
+            return True
 
-        return hook
+    def _hook(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is None or not self._begin() or not self._one_by_one.has(parameter):
+            return
+        if id(parameter) in self._done:
+            raise failure("a parameter gets a second gradient before the optimizer's step")
+        with self._at_rest.of_our_own():
+            if looked_into is not None:
+                looked_into[id(parameter)] = parameter.detach().clone(), parameter.grad.clone()
+            self._one_by_one.step(parameter)
+            self._done[id(parameter)] = done = _Done(parameter)
+            parameter.grad = done.stand_in
+            self._at_rest.add(parameter, *_tensors(self._optimizer.state.get(parameter)))
+
+
+class _Done:
+    """A parameter as it was left when the backward had stepped it."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter, self.stand_in = parameter, SpentGradient(parameter)
+        self._version, self._storage = parameter._version, parameter.untyped_storage()
+
+    def is_changed(self) -> bool:
+        """Return whether it was written, or given another storage."""
+        now = self.parameter.untyped_storage()._cdata
+        return self.parameter._version != self._version or now != self._storage._cdata
+
+
+def _touched(operation: str) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        raise failure(
+            f"weights that it has stepped are used again within it ({operation}: a recomputation, or a stop-gradient)"
+        )
+    raise failure(f"weights are read, saved or written between a backward and its step ({operation})")
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    """Return the tensors of a parameter's state."""
+    return [value for value in (state or {}).values() if isinstance(value, torch.Tensor)]
 
 
 def _options(optimizer: Any) -> list[dict[str, Any]]:
@@ -220,5 +332,6 @@ def _options(optimizer: Any) -> list[dict[str, Any]]:
             for name, value in group.items()
             if name != "params"
         }
+        | {"params": [id(parameter) for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
