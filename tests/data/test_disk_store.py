@@ -60,6 +60,20 @@ def test_it_is_a_dictionary_that_the_next_process_finds_again(
     assert again.get("never put") is MISSING
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file can be given to another user by root alone")
+@pytest.mark.parametrize("name", ["samples", "making"])
+def test_a_file_of_another_user_is_not_read(tmp_path: Path, name: str) -> None:
+    assert opened(tmp_path).put(1, "theirs")
+    (path,) = tmp_path.glob("*.samples")
+    if name == "making":
+        path = path.rename(tmp_path / ".hasten-samples-making")
+    os.chown(path, 12345, 12345)
+    store = opened(tmp_path)
+    assert store.get(1) is MISSING
+    assert store.put(1, "own")
+    assert [found.stat().st_uid for found in tmp_path.glob("*.samples")] == [0]
+
+
 def test_a_name_of_its_own_is_a_file_of_its_own(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.put(1, "one state")

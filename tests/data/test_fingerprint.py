@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import decimal
 import json
 import sys
 from collections.abc import Callable
@@ -139,6 +141,58 @@ def test_anything_that_differs_gives_another_name(change: str) -> None:
     assert name_of(data) != before
 
 
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __getitem__(self, index: int) -> Any:
+        return f"{self.held}", self.held.level
+
+
+BODY = "def level(self): return {level}"
+MADE = {
+    "a method of an Enum": f"import enum\nclass Kind(enum.Enum):\n ONE = 1\n {BODY}\nheld = Kind.ONE",
+    "a method of a Path": f"import pathlib\nclass Own(pathlib.PurePosixPath):\n {BODY}\nheld = [Own('x').level]",
+    "a method of an array": f"import numpy\nclass Own(numpy.ndarray):\n {BODY}\nheld = numpy.zeros(2).view(Own)",
+    "a method of a tensor": f"import torch\nclass Own(torch.Tensor):\n {BODY}\nheld = torch.ones(1).as_subclass(Own)",
+    "an attribute of a tensor": "import torch\nheld = torch.ones(1)\nheld.level = {level}",
+    "an attribute of a function": "def held(): return held.level\nheld.level = {level}",
+    "a method of a metaclass": f"class Meta(type):\n {BODY}\nclass held(metaclass=Meta): pass",
+    "the text of an object": "class Own:\n def __str__(self): return '{level}'\nheld = Own()",
+    "what stands for a file": "class Own:\n def read(self): return {level}\nheld = Own()",
+    "a module's own names": "import types\nheld = types.ModuleType('conf')\n"
+    "def by_name(name): return {level}\nheld.__getattr__ = by_name",
+    "what a getter is asked for": "import operator, types\nconf = types.ModuleType('conf')\nconf.apart = {level}\n"
+    "held = [operator.attrgetter('apart'), conf]",
+    "code around a library's function": "import functools, numpy\n@functools.wraps(numpy.sqrt)\n"
+    "def held(x): return x * {level}",
+    "a name put among Python's own": "import builtins\nbuiltins.the_level = {level}\ndef held(): return the_level",
+    "a compiled module": "import sys, types\nconf = types.ModuleType('conf_{level}')\nconf.__name__ = 'conf'\n"
+    "open(f'{{folder}}/{level}.so', 'w').write('{level}')\nconf.__file__ = f'{{folder}}/{level}.so'\n"
+    "sys.modules['conf'] = conf\nheld = conf",
+}
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_an_edited_line_is_found_wherever_it_stands(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "conf", None)  # put back afterwards
+    monkeypatch.setattr(builtins, "the_level", 0, raising=False)
+
+    def name(level: int) -> str:
+        room: dict[str, Any] = {"__name__": "script", "folder": tmp_path}
+        exec(MADE[what].format(level=level), room)
+        look = Look({"dataset": (data := Holder(room["held"]))})
+        assert not look.blind
+        return fingerprint(look, {"dataset": data})
+
+    if what == "a method of a Path":  # its text is the script's own, too
+        with pytest.raises(Unnamed, match="which cannot be told"):
+            name(1)
+        return
+    assert name(1) == name(1)
+    assert name(1) != name(2)
+
+
 def test_globals_class_attributes_folders_and_switches_belong_to_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -154,7 +208,14 @@ def test_globals_class_attributes_folders_and_switches_belong_to_it(
     with monkeypatch.context() as changed:
         changed.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 100)
         names.add(name_of(data))
-    assert len(names) == 6
+    with monkeypatch.context() as changed:
+        changed.setenv("TZ", "Asia/Kolkata")
+        names.add(name_of(data))
+    with decimal.localcontext(prec=9):
+        names.add(name_of(data))
+    with np.printoptions(precision=3):
+        names.add(name_of(data))
+    assert len(names) == 9
     assert name_of(data) in names
 
 

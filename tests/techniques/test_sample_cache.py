@@ -268,6 +268,25 @@ def test_a_dataset_that_is_gone_leaves_its_room(train: Train) -> None:
     assert left["open"][0] == 1
 
 
+@pytest.mark.parametrize("kind", ["torch.arange(4.0)", "np.arange(4.0)"])
+def test_parts_of_a_sample_that_share_memory_still_do(train: Train, kind: str) -> None:
+    script = f"""
+    class Two(Dataset):
+        def __len__(self): return 4
+        def __getitem__(self, index):
+            x = {kind} + index
+            return {{"x": x, "head": x[:2]}}
+    def collate(samples):
+        for sample in samples: sample["head"][:] = 0
+        return [sample["x"].tolist() for sample in samples]
+    loader = DataLoader(Two(), batch_size=2, collate_fn=collate)
+    torch.save({{"seen": [x for epoch in range(3) for x in loader]}}, "left.pt")
+    """
+    changed = train(IMAGES + script, sample_cache="samples")
+    assert train(IMAGES + script).left == changed.left
+    assert "share memory" in changed.installed["sample_cache"]
+
+
 def test_samples_are_the_readers_own(train: Train) -> None:
     script = """
     class Same(Dataset):
@@ -379,6 +398,18 @@ def test_why_it_lets_go_is_said_once_where_a_script_makes_a_dataset_for_each_epo
             for x in DataLoader(list(torch.arange(8.0)), 4): pass
     """
     assert train(script, sample_cache="samples").err.count("sample_cache") == 1
+
+
+def test_each_dataset_that_is_let_go_is_named(train: Train) -> None:
+    script = """
+        import torch
+        from torch.utils.data import DataLoader
+        for rows in (8, 12):
+            for x in DataLoader(list(torch.arange(float(rows))), 4): pass
+    """
+    err = train(script, sample_cache="samples").err
+    assert "list of 8 samples" in err
+    assert "list of 12 samples" in err
 
 
 def test_the_cache_adds_no_generator_to_what_a_checkpoint_holds_of_the_dataset(train: Train) -> None:

@@ -80,7 +80,10 @@ BEGIN = """
     draw()
 """
 # Samples that are made again to be compared would count as read; the lot is of memory's tests, too.
-NOT_LOOKED_OVER = "\n    import hasten.techniques.data.kept as kept; kept._AUDITED, kept._LOT = 0, 10**9\n"
+NOT_LOOKED_OVER = """
+    import hasten.techniques.data.kept as kept, hasten.techniques.data.kept_on_disk as later
+    kept._AUDITED, kept._LOT, later._LOT = 0, 10**9, 10**9
+"""
 
 Run = Callable[..., tuple[Trained, int]]
 
@@ -156,6 +159,22 @@ def test_a_sample_that_is_no_longer_what_is_made_is_found_and_its_file_goes(run:
     assert not list((tmp_path / "cache").glob("*.samples"))
 
 
+def test_of_what_a_former_run_kept_more_is_compared_and_what_went_out_is_said(run: Run) -> None:
+    """Of samples that differ where nothing shows it, past those that are compared first."""
+    script = f"""{BEGIN}
+    import itertools, hasten.techniques.data.kept as kept
+    kept._AUDITED, kept._lot.random = 6, itertools.cycle([0.9, 0.04]).__next__  # one in 20 takes it, one in 200 not
+    fit(DataLoader(Images("images"), 4), epochs=2)
+    """
+    other = (
+        "import numpy as n, functools as f, itertools as t; count = t.count()\n"
+        "n.asarray = f.partial(lambda real, x: real(x) + (next(count) > 5), n.asarray)"
+    )
+    run(script, "samples")
+    kept, _ = run(script, "samples", before=other)
+    assert "gave another sample than before: samples taken from the cache until now may not be what" in kept.err
+
+
 def test_a_function_put_in_a_librarys_place_is_seen(run: Run) -> None:
     script = f"""{BEGIN}
     real = Image.open
@@ -222,6 +241,7 @@ def test_a_script_that_was_edited_gets_samples_of_its_own(run: Run) -> None:
         ("self.count = getattr(self, 'count', 0) + 1", "changes what the dataset holds"),
         ("x = x * (1 + hash(self.samples[index]) % 3)", "differs from process to process"),
         ("x = x * time.time()", "what that does cannot be seen"),
+        ("import pickle, io; pickle.loads(pickle.dumps(self))", "unpickles Other, whose code is not looked at"),
     ],
 )
 def test_what_does_not_repeat_itself_is_refused_with_the_reason(run: Run, tmp_path: Path, line: str, why: str) -> None:

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
+import torch
+
+from hasten.data.look import Look
+from hasten.data.repeats import why_not_repeated
 from tests.techniques.conftest import Train
 
 SCRIPT = """
@@ -123,6 +133,58 @@ WAYS = {
             return os.read(self.file, 1)[0]
     data = Data()
     """,
+    "code around a library's function": """
+    import functools
+    level = 1
+    def scaled(function):
+        @functools.wraps(function)
+        def inner(x): return function(x) * level
+        return inner
+    root, data = scaled(np.sqrt), Data()
+    Data.scale = lambda self, index: float(root(index))
+    def change(): global level; level = 3
+    """,
+    "a method of an Enum": """
+    import enum
+    level = 1
+    class Kind(enum.IntEnum):
+        ONE = 1
+        def scale(self): return self.value * level
+    data = Data()
+    data.kind = Kind.ONE
+    Data.scale = lambda self, index: self.kind.scale()
+    def change(): global level; level = 3
+    """,
+    "an attribute of a tensor": """
+    data = Data()
+    data.weight = torch.ones(1)
+    data.weight.level = 1
+    Data.scale = lambda self, index: self.weight.level
+    def change(): data.weight.level = 3
+    """,
+    "an attribute of a function": """
+    def scaled(index): return scaled.level
+    scaled.level, data = 1, Data()
+    Data.scale = lambda self, index: scaled(index)
+    def change(): scaled.level = 3
+    """,
+    "a ufunc made of a function": """
+    level = 1
+    times, data = np.frompyfunc(lambda x: x * level, 1, 1), Data()
+    Data.scale = lambda self, index: float(times(index))
+    def change(): global level; level = 3
+    """,
+    "a module by its name": """
+    Path("conf.py").write_text("level = 1")
+    import conf
+    Data.scale, data = lambda self, index: vars(conf)["level"] + sys.modules["conf"].level, Data()
+    def change(): conf.level = 3
+    """,
+    "a switch of the processor": """
+    tiny = torch.full((1,), 1e-40)
+    Data.scale, data = lambda self, index: float((tiny * 2).item() > 0), Data()
+    def change(): torch.set_flush_denormal(True)
+    """,
     "an instance's own __getitem__": """
     Data.scale, data = lambda self, index: 1, Data()
     data.__getitem__ = lambda index: torch.zeros(2)  # which Python does not ask
@@ -135,8 +197,12 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("plan", PLANS)
+OF_A_LOOK = [*WAYS][-8:-1]  # what a look misses, it misses under each plan
+
+
+@pytest.mark.parametrize(
+    ("way", "plan"), [(way, plan) for way in WAYS for plan in PLANS if plan == "cache" or way not in OF_A_LOOK]
+)
 def test_samples_are_what_they_would_have_been(train: Train, way: str, plan: str) -> None:
     script = SCRIPT.replace("WHAT", WAYS[way])
     if way == "the working folder":
@@ -144,6 +210,34 @@ def test_samples_are_what_they_would_have_been(train: Train, way: str, plan: str
     plain, changed = train(script), train(script, **PLANS[plan])
     assert plain.code == changed.code == 0, plain.err + changed.err
     assert plain.left == changed.left
+
+
+BODIES = {
+    "return torch.initial_seed()": "names `initial_seed`",
+    "return importlib.import_module('json').x": "names `import_module`",
+    "return Path('~').expanduser()": "names `expanduser`",
+    "return sys.argv[1]": "names `argv`",
+    "return os.access('x', os.R_OK)": "names `access`",
+    "return np.random.Generator(np.random.PCG64()).random()": "names `PCG64`",
+    "return random.Random().random()": "a generator without a seed",
+    "return torch.ops.mine.f(index)": "names `ops`",
+    "return builtins.level": "names `builtins`",
+    "return ImageFont.truetype('a.ttf')": "names `truetype`",
+    "return random.Random(index).random()": "",
+    "return torchvision.ops.nms(index)": "",
+    "return torch.ops.aten.add(index, 1)": "",
+    "return f'{self.folder}/{index % 3}.png'": "",
+    "return np.sqrt(index) + np.load(os.path.join(self.folder, str(index)))": "",
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_what_code_names_is_refused_where_it_cannot_be_followed(body: str) -> None:
+    inside: dict[str, Any] = {"__name__": "script", "Path": Path, "torch": torch, "np": np, "random": random}
+    inside |= {"os": os, "sys": sys}
+    exec(f"class Data:\n folder = 'x'\n def __getitem__(self, index): {body}", inside)
+    assert BODIES[body] in (why := why_not_repeated(Look({"dataset": inside["Data"]()})))
+    assert bool(BODIES[body]) == bool(why)
 
 
 def test_a_clock_is_known_by_another_name(train: Train) -> None:

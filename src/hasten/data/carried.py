@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import OrderedDict, deque
 from typing import Any
 
 from hasten.data.look_parts import ATOMS
+from hasten.data.look_stamp import Stamp
 from hasten.data.sample_store import pack
 
 
-def why_not_carried(value: Any) -> str:
-    """Return what of a sample or batch may not come back as it was: "holds a Lock"; "" where all does."""
+def why_not_carried(value: Any, by_torch: bool = False) -> str:
+    """Return what of a sample or batch may not come back as it was: "hold a Lock"; "" where all does.
+
+    Args:
+        value: The sample or batch.
+        by_torch: It comes by way of torch's queues, which leave tensors of one memory in one memory.
+    """
     queue, seen = deque([value]), set()
     unknown = ""
+    places: list[tuple[int, int]] = []  # memory of arrays and tensors: a change to one must stay out of the others
     while queue:
         part = queue.popleft()
         kind = type(part)
@@ -29,7 +37,11 @@ def why_not_carried(value: Any) -> str:
             queue.extend(part)
         elif kind.__module__ == "PIL.Image" and kind.__name__ == "Image" and part.mode in ("1", "L", "RGB", "RGBA"):
             queue.append(part.info)
-        elif not _is_plain_array(part):
+        elif _is_plain_array(part):
+            place = Stamp.memory_of(part)
+            if place is not None and place[0] < place[1] and not (by_torch and kind.__name__ == "Tensor"):
+                places.append(place)
+        else:
             if not _is_known_object(kind):
                 return f"hold a {kind.__qualname__}"
             unknown = kind.__qualname__
@@ -38,6 +50,9 @@ def why_not_carried(value: Any) -> str:
             pack(value)
     except Exception as error:  # whatever its pickling raises
         return f"hold a {unknown}, which cannot be pickled ({type(error).__name__})"
+    places.sort()
+    if any(start < end for (_, end), (start, _) in itertools.pairwise(places)):
+        return "hold arrays or tensors that share memory"
     return ""
 
 

@@ -74,16 +74,17 @@ class DiskStore:
         self._file = file  # the former one is closed when no thread reads it any more
 
     def _is_whole(self, fd: int) -> bool:
-        head = os.pread(fd, HEAD.size, 0)
-        if len(head) < HEAD.size or os.fstat(fd).st_size < self._data:
-            return False
+        head, found = os.pread(fd, HEAD.size, 0), os.fstat(fd)
+        if len(head) < HEAD.size or found.st_size < self._data or found.st_uid != os.geteuid():
+            return False  # another user's: what he writes into it would be unpickled
         mark, slots, after, granted, spoilt = HEAD.unpack(head)
         return bool(mark == MARK and slots == self._slots and not spoilt and self._data <= after <= granted)
 
     def _make(self, path: Path) -> _File:
         """Make an empty file; the folder's lock is held, so a file under the other name is of one who was killed."""
         making = self.folder.path / ".hasten-samples-making"
-        file = _File(making, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
+        making.unlink(missing_ok=True)
+        file = _File(making, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
         os.ftruncate(file.fd, self._data)
         _write(file.fd, HEAD.pack(MARK, self._slots, self._data, 0, 0), 0)
         if not self.folder.grant(file.fd, self._data):

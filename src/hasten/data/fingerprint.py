@@ -17,6 +17,7 @@ import logging
 import operator
 import platform
 import re
+import sys
 import types
 from pathlib import Path, PurePath
 from typing import Any
@@ -117,11 +118,14 @@ class _Naming:
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, types.ModuleType):
-            self.say("module", _MAIN.get(value.__name__, value.__name__))
+            self.say("module", _MAIN.get(value.__name__, value.__name__), compiled(value.__name__))
             self._of_nodes(value)
         elif (stamp := self._stamps.get(id(value))) is not None:
             self.say(kind.__module__, kind.__qualname__)
             self._hash.update(stamp.told())
+            self._of_nodes(value)  # attributes that the script gave it
+            if not is_trusted(kind):
+                self.visit(kind)
         elif not self._callable(value) and not self._closed(value, kind):
             self._instance(value, kind)
 
@@ -156,6 +160,7 @@ class _Naming:
             for cell in function.__closure__ or ():
                 self.visit(_held(cell))
             self.visit(getattr(function, "__wrapped__", None))
+            self._of_nodes(function)
             return
         self._code(function.__code__)
         self._of_nodes(function)  # none where nothing names it: then its instructions are more than enough
@@ -175,6 +180,9 @@ class _Naming:
             self.say("class", _MAIN.get(base.__module__, base.__module__), base.__qualname__)
             if is_trusted(base):
                 continue
+            self.say(compiled(base.__module__))
+            if not is_trusted(type(base)):
+                self.visit(type(base))
             for name, part in vars(base).items():
                 if name in _OF_CLASSES:
                     continue
@@ -207,6 +215,7 @@ class _Naming:
         elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
             owner = value.__self__
             self.say("built in", getattr(value, "__module__", None), value.__qualname__, type(owner).__qualname__)
+            self.say(compiled(str(value.__module__)))
             if not isinstance(owner, types.ModuleType | None) and type(owner).__name__ != "PyCapsule":
                 self.visit(owner)
         elif isinstance(value, operator.itemgetter | operator.attrgetter):
@@ -228,15 +237,20 @@ class _Naming:
         if kind.__module__.startswith("hasten."):  # a technique's wrapper: what it wraps counts
             self.visit(getattr(value, "__wrapped__", None))
         elif isinstance(value, enum.Enum):
-            self.say(value.name)
-            self.visit(value.value)
+            self.say(value._name_)
+            self.visit(value._value_)
+            if not is_trusted(kind):
+                self._of_nodes(value)
+                self.visit(kind)
         elif isinstance(value, logging.Logger):
             self.say(value.name)
         elif isinstance(value, _BY_REPR):
+            if not is_trusted(kind):
+                raise Unnamed(f"samples are made of a {kind.__qualname__}, which cannot be told in another process")
             _refuse_addresses(text := repr(value))
             self.say(text)
         elif isinstance(value, datetime.tzinfo) or kind.__module__.partition(".")[0] in ("torch", "numpy"):
-            if id(value) in self._nodes:
+            if id(value) in self._nodes or not is_trusted(kind):
                 return False
             _refuse_addresses(text := repr(value))
             self.say(text)
@@ -251,6 +265,21 @@ class _Naming:
         elif not known and id(value) not in self._reached:
             raise Unnamed(f"samples are made of a {kind.__qualname__}, which cannot be told in another process")
         self.visit(kind)
+
+
+def compiled(module: str) -> str:
+    """Return a digest of the file of a compiled module that no library's version stands for; "" of any other.
+
+    Raises:
+        Unnamed: It cannot be read.
+    """
+    file = getattr(sys.modules.get(module), "__dict__", {}).get("__file__")
+    if not isinstance(file, str) or file.endswith((".py", ".pyc")) or is_trusted(sys.modules[module]):
+        return ""
+    try:
+        return hashlib.blake2b(Path(file).read_bytes(), digest_size=20).hexdigest()
+    except OSError:
+        raise Unnamed(f"the file of the module {module} cannot be read") from None
 
 
 def _only_asked(code: types.CodeType, constant: frozenset[Any]) -> bool:

@@ -61,7 +61,7 @@ class _Maker:
         self._looked = True
         if not changed and self._look.holds(batch):
             changed = "its batches have parts that are the dataset's own"
-        elif not changed and (why := why_not_carried(batch)):
+        elif not changed and (why := why_not_carried(batch, by_torch=True)):
             changed = f"its batches {why}"
         return Made(None if changed else batch, changed, random_states() != before, heard.files)
 

@@ -17,6 +17,7 @@ from hasten.data.look_stamp import Stamp
 _QUICK_PARTS, _QUICK_NODES, _QUICK_BYTES = 600, 60, 1 << 14  # what a quick look goes through: some 15 us
 _LISTS = 4  # long lists, and as many arrays, that are looked at where samples have their rows
 _SHARE = 0.01  # of the time between looks may go into whole ones
+_SMALLEST = sys.float_info.min  # half of it is a denormal number
 
 
 class Look:
@@ -135,7 +136,8 @@ def ambient() -> Any:
     import torch
 
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    return torch.get_default_dtype(), autocast, torch.is_inference_mode_enabled()
+    flushes = _SMALLEST / 2 == 0.0  # `torch.set_flush_denormal`, which has no other sign
+    return torch.get_default_dtype(), autocast, torch.is_inference_mode_enabled(), flushes
 
 
 def random_states() -> tuple[Any, ...]:

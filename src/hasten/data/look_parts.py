@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import datetime
 import decimal
 import enum
@@ -20,10 +21,12 @@ from typing import Any
 from hasten.data.look_stamp import Stamp
 from hasten.data.reach import (
     TRUSTED,
+    formats,
     globals_of,
     imports_of,
-    is_pythons_wrapper,
+    is_of_library,
     is_trusted,
+    makes_unseeded,
     named_at_run_time,
     names_of,
     stores,
@@ -40,13 +43,19 @@ _CLOSED = (
     *(types.MethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType, types.GenericAlias),
     *(types.ClassMethodDescriptorType, types.CodeType, operator.itemgetter, operator.attrgetter, slice),
 )  # fmt: skip
-_IMMUTABLE = words("torch.dtype torch.device torch.Size torch.layout torch.memory_format numpy.ufunc")
+_IMMUTABLE = words("torch.dtype torch.device torch.Size torch.layout torch.memory_format")
 # Methods that nothing in a sample's making calls, unless their class is itself named there.
 _NOT_CALLED = words(
     "__init__ __new__ __post_init__ __repr__ __str__ __del__ __getstate__ __setstate__ __reduce__ __reduce_ex__ "
     "__init_subclass__ __class_getitem__ __set_name__ __sizeof__ __format__ __dir__"
 )
-_BY_LIBRARIES = frozenset({"forward", "transform", "get_params", "loader", "target_transform", "transforms"})
+_FOR_TEXT = frozenset({"__repr__", "__str__", "__format__"})
+# Methods that libraries call of what is given to them: of transforms, of what stands for a file.
+_BY_LIBRARIES = words(
+    "forward transform get_params loader target_transform transforms read readline readlines readinto seek tell"
+)
+_OPS = ("aten", "prim", "prims", "torchvision")  # namespaces of `torch.ops` that are libraries' own
+_BY_THEIR_NAME = words("secrets builtins")  # modules that are refused, whatever they were imported as
 
 
 def same_parts(was: list[Any], now: list[Any]) -> bool:
@@ -118,8 +127,7 @@ class Parts:
         elif isinstance(value, type):
             self._class(name, value, constructed=True)
         elif isinstance(value, types.ModuleType):
-            if not is_trusted(value):
-                self._modules.append((name, value, set()))
+            self._module(name, value)
         elif isinstance(value, types.FunctionType):
             self._function(name, value)
         elif isinstance(value, types.MethodType):
@@ -133,13 +141,25 @@ class Parts:
             self.names.add("getLogger")
         elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
             self.names.add(value.__name__)  # `from time import monotonic as clock`
+            module = sys.modules.get(str(value.__module__))
+            if module is not None and not is_trusted(module):
+                self._all(name, [module])
             if type(value.__self__).__name__ != "PyCapsule":  # pybind11's; else `table.get`, `random.Random(3).random`
                 self._all(name, [value.__self__])
-        elif not self._is_closed(value, kind) and not self._stamped(name, value):
+        elif not self._is_closed(name, value, kind) and not self._stamped(name, value):
             self._instance(name, value, kind)
 
-    def _is_closed(self, value: Any, kind: type) -> bool:
-        if kind is object or isinstance(value, _CLOSED) or _is_numpy_scalar(value):
+    def _is_closed(self, name: str, value: Any, kind: type) -> bool:
+        if isinstance(value, operator.attrgetter):
+            self._reach({part for path in value.__reduce__()[1] for part in path.split(".")})
+        if isinstance(value, _CLOSED) and not is_trusted(kind):  # the script's own Enum, Path, tzinfo: with methods
+            self._attributes(name, value)
+            self._class(name, kind, constructed=False)
+            return True
+        if kind is object or isinstance(value, _CLOSED) or _is_numpy_scalar(value) or _is_known_ufunc(value):
+            return True
+        if kind.__module__ == "torch._ops" and not str(value).startswith(_OPS):
+            self.blind = f"calls an operator that the script may have defined, {value} ({name})"
             return True
         if kind.__module__.startswith("hasten."):  # a technique's wrapper: what it wraps counts
             self._all("", [getattr(value, "__wrapped__", None)])
@@ -155,7 +175,15 @@ class Parts:
             return False
         self.stamps.append(stamp)
         self._bytes += stamp.size
+        self._attributes(name, value)
+        if not is_trusted(type(value)):
+            self._class(name, type(value), constructed=False)
         return True
+
+    def _attributes(self, name: str, value: Any) -> None:
+        """Go into the attributes that a script has given to an array, a tensor, a member of an Enum."""
+        if getattr(value, "__dict__", None):
+            self._node(name, value, _instance_parts)
 
     def _instance(self, name: str, value: Any, kind: type) -> None:
         contained = True
@@ -205,10 +233,12 @@ class Parts:
 
     def _function(self, name: str, function: types.FunctionType) -> None:
         self._all(name, [function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None)])
-        if is_trusted(function) or is_pythons_wrapper(function):
+        if is_trusted(function):
             self.names.add(function.__name__)
             cells = function.__closure__ or ()
             self._all(name, [cell.cell_contents for cell in cells if _is_set(cell)])
+            if function.__dict__ and not is_of_library(function.__module__ or ""):  # around one of the script's
+                self._node(name, function, _function_attributes)
             return
         names = names_of(function)
         self._reach(names)
@@ -219,21 +249,38 @@ class Parts:
             self._reach(list(self._waiting))
         self._imports(name, imports_of(function))
         self.stores = self.stores or stores(function)
+        if formats(function):
+            self._reach(_FOR_TEXT)
+        if makes_unseeded(function):
+            self.blind = f"draws from a generator without a seed ({function.__name__})"
+        if function.__dict__:
+            self._node(name, function, _function_attributes)
         cells, room, used = function.__closure__ or (), function.__globals__, globals_of(function)
 
         def read(thing: types.FunctionType) -> list[Any]:
             inside = [cell.cell_contents if _is_set(cell) else _MISSING for cell in cells]
-            own = [thing.__code__, thing.__defaults__, thing.__kwdefaults__]
-            return [*own, *inside, *(room.get(name, _MISSING) for name in used)]
+            own = [thing.__code__, thing.__defaults__, thing.__kwdefaults__, len(thing.__dict__)]
+            return [*own, *inside, *(room.get(name, vars(builtins).get(name, _MISSING)) for name in used)]
 
         parts = read(function)
         self.nodes.append((f"{name}: what {function.__name__} reads", function, read, parts))
         named = [*(code_name for code_name in function.__code__.co_freevars), *used]
         self._queue.extend(
             (f"{name}: {label}", part)
-            for label, part in zip(named, parts[3:], strict=True)
+            for label, part in zip(named, parts[4:], strict=True)
             if type(part) not in ATOMS and part is not _MISSING
         )
+
+    def _module(self, name: str, module: types.ModuleType) -> None:
+        kind = type(module).__name__
+        if kind == "_OpNamespace" and module.__name__.rpartition(".")[2] not in _OPS:
+            self.blind = f"calls operators that the script may have defined, {module.__name__} ({name})"
+        elif not is_trusted(module):
+            self._modules.append((name, module, set()))
+        elif kind == "_Ops":
+            self.names.add("ops")
+        elif module.__name__ in _BY_THEIR_NAME:
+            self.names.add(module.__name__)
 
     def _imports(self, name: str, modules: list[str]) -> None:
         """Go into the modules that code imports as it runs: `from config import LEVEL` inside `__getitem__`."""
@@ -245,6 +292,8 @@ class Parts:
                 self.blind = f"imports {full} as it runs ({name})"
 
     def _class(self, name: str, kind: type, constructed: bool) -> None:
+        if not is_trusted(type(kind)):
+            self._class(name, type(kind), constructed=False)
         library = any(is_trusted(base) and base.__module__ not in _NEUTRAL for base in kind.__mro__)
         for base in kind.__mro__:
             if is_trusted(base) or (id(base) in self.alive and not constructed):
@@ -259,10 +308,10 @@ class Parts:
         if not callable(part) and not isinstance(part, property | staticmethod | classmethod):
             if not special and not isinstance(part, types.GetSetDescriptorType):
                 self._all(name, [part])
-        elif key in _NOT_CALLED:
+        elif key in _NOT_CALLED and (constructed or key not in _FOR_TEXT):
             if constructed and isinstance(part, types.FunctionType):
                 self._queue.append((name, part))
-        elif special or called or self._any_name or key in self.names:
+        elif (special and key not in _FOR_TEXT) or called or self._any_name or key in self.names:
             self._queue.append((name, part))
         else:
             self._waiting.setdefault(key, []).append((name, part))
@@ -277,7 +326,7 @@ class Parts:
         """Go into what code may read off the script's own modules: `config.size`."""
         for name, module, known in self._modules:
             inside = vars(module)
-            named = self.names & inside.keys()
+            named = (self.names | {"__getattr__"}) & inside.keys()
             if self._any_name:
                 named |= {key for key, part in inside.items() if key[:2] != "__" and not callable(part)}
             used = sorted(named - known)
@@ -297,6 +346,12 @@ _NEUTRAL = words("builtins typing abc collections torch.utils.data.dataset torch
 def _class_parts(kind: type) -> list[Any]:
     inside = vars(kind)
     return [*inside, *inside.values()]
+
+
+def _function_attributes(function: types.FunctionType) -> list[Any]:
+    """Return a function's own attributes; what a library hides behind a view (`singledispatch`) its closure has."""
+    inside = vars(function)
+    return [*inside, *(part for part in inside.values() if type(part) is not types.MappingProxyType)]
 
 
 def _slots(base: type) -> list[str]:
@@ -322,6 +377,14 @@ def _has_hidden_state(kind: type, slots: int, has_dict: bool) -> bool:
 def _is_numpy_scalar(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic | numpy.dtype) and type(value) is not numpy.void
+
+
+def _is_known_ufunc(value: Any) -> bool:
+    """Whether it is a library's own: `np.frompyfunc` makes others of any function."""
+    if type(value).__name__ != "ufunc":
+        return False
+    places = (sys.modules.get(name) for name in ("numpy", "scipy.special"))
+    return any(getattr(place, value.__name__, None) is value for place in places if place is not None)
 
 
 def _a(kind: type) -> str:

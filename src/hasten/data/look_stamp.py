@@ -154,7 +154,8 @@ def _of_numpy(numpy: Any, name: str, value: Any) -> Stamp | str | None:
 
 def _tensor_head(tensor: Any) -> Any:
     version = None if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), version, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+    what = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+    return *what, version, len(tensor.__dict__)  # with attributes that a script gives it
 
 
 def _tensor_body(tensor: Any) -> int:

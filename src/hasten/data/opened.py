@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hasten.data.reach import is_of_library
+
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _DOINGS = (
     *("socket.", "subprocess.", "sqlite3.", "urllib.", "ftplib.", "shutil.", "ctypes.dlopen", "os.system"),
@@ -42,6 +44,8 @@ class Opened:
         """Hear of an audit event of Python's."""
         if event in ("open", "os.listdir", "os.scandir"):
             self._open(args[0], args[2] if event == "open" and len(args) > 2 else 0)
+        elif event == "pickle.find_class" and not is_of_library(str(args[0])):
+            self.doing = self.doing or f"unpickles {args[1]}, whose code is not looked at"
         elif event.startswith(_DOINGS):
             self.doing = self.doing or f"does {event}"
 

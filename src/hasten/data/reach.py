@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
-import functools
+import itertools
 import sys
-import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
-from types import CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from hasten.evidence.libraries import is_library
@@ -34,10 +33,16 @@ WRITES = words(
     "write writelines write_text write_bytes dump imwrite to_csv to_pickle savetxt savez savez_compressed tofile save "
     "mkdir makedirs unlink rename rmtree touch system popen Popen check_call check_output setattr"
 )
-# What no look at objects and opened files shows.
+# What no look at objects and opened files shows: files' state, the process and its clock, generators, names made up.
 UNSEEN = words(
-    "exists isfile is_file isdir is_dir stat getmtime getsize environ getenv time perf_counter monotonic now today "
-    "time_ns getpid urandom urlopen token_bytes uuid1 uuid4 default_rng RandomState SystemRandom seed"
+    "exists isfile is_file isdir is_dir stat lstat getmtime getsize access lexists islink is_symlink readlink realpath "
+    "resolve samefile environ environb getenv getenvb expandvars expanduser home argv orig_argv flags getpid "
+    "time time_ns perf_counter perf_counter_ns monotonic monotonic_ns process_time process_time_ns now today utcnow "
+    "fromtimestamp localtime gmtime strftime ctime mktime astimezone gethostname getlogin getuser cpu_count urlopen "
+    "urandom secrets token_bytes token_hex token_urlsafe randbelow uuid1 uuid4 default_rng RandomState SystemRandom "
+    "PCG64 PCG64DXSM MT19937 Philox SFC64 SeedSequence seed initial_seed get_rng_state getstate get_state "
+    "vars __dict__ __globals__ __getattribute__ modules import_module __import__ locate resolve_name _getframe "
+    "builtins __builtins__ truetype load_default getOpenProfile set_flush_denormal set_printoptions"
 )
 # What reads files where Python does not hear of it.
 UNREAD = words(
@@ -49,11 +54,28 @@ UNREAD = words(
 
 def is_trusted(thing: Any) -> bool:
     """Whether a class, function or module is of a library that is not looked into."""
-    name = getattr(thing, "__module__", None) or getattr(thing, "__name__", None) or ""
-    if not isinstance(name, str):
-        return True
-    top = name.partition(".")[0]
-    return top in ALWAYS or (top in TRUSTED and is_installed(top))
+    if isinstance(thing, FunctionType):
+        # Where its code is from: `functools.wraps` gives the script's function a library's name, and the reverse.
+        name, file = thing.__globals__.get("__name__"), thing.__code__.co_filename
+        return isinstance(name, str) and is_of_library(name) and (_is_always(name) or _is_librarys(file))
+    if isinstance(thing, ModuleType):
+        name = thing.__name__  # its own `__getattr__` may answer for anything else
+    else:
+        name = getattr(thing, "__module__", None) or getattr(thing, "__name__", None) or ""
+    return not isinstance(name, str) or is_of_library(name)
+
+
+def is_of_library(module: str) -> bool:
+    """Whether a module's name is of a library that is not looked into."""
+    return _is_always(module) or (module.partition(".")[0] in TRUSTED and is_installed(module.partition(".")[0]))
+
+
+def _is_always(module: str) -> bool:
+    return module.partition(".")[0] in ALWAYS
+
+
+def _is_librarys(file: str) -> bool:
+    return file.startswith("<") or is_library(file)  # "<frozen os>", what a library made by `exec`
 
 
 def is_installed(top: str) -> bool:
@@ -62,20 +84,6 @@ def is_installed(top: str) -> bool:
     file = getattr(module, "__file__", None)
     places = [file] if isinstance(file, str) else list(getattr(module, "__path__", ()))
     return all(is_library(str(place)) for place in places)
-
-
-def is_pythons_wrapper(function: FunctionType) -> bool:
-    """Whether the standard library made a function around one of the script's: a dataclass's `__repr__`, for example.
-
-    It has the script's module as its own, but its code asks for nothing but what its closure holds.
-    """
-    return _in_the_standard_library(function.__code__.co_filename)
-
-
-@functools.cache
-def _in_the_standard_library(path: str) -> bool:
-    inside = any(Path(path).is_relative_to(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib"))
-    return inside and not {"site-packages", "dist-packages"} & set(Path(path).parts)
 
 
 def names_of(function: FunctionType) -> frozenset[str]:
@@ -113,6 +121,28 @@ def named_at_run_time(function: FunctionType) -> tuple[set[str], bool]:
     return names, hidden
 
 
+def formats(function: FunctionType) -> bool:
+    """Whether a function's code may ask objects for their text: f-strings, `str(it)`, `"%s" % it`."""
+    if names_of(function) & {"str", "repr", "format", "format_map", "ascii"}:
+        return True
+    return any(
+        step.opname.startswith(("FORMAT_", "CONVERT_VALUE"))
+        or (step.opname == "LOAD_CONST" and isinstance(step.argval, str) and "%" in step.argval)
+        for code in _codes(function.__code__)
+        for step in dis.get_instructions(code)
+    )
+
+
+def makes_unseeded(function: FunctionType) -> bool:
+    """Whether a function's code makes a `random.Random()` without a seed."""
+    for code in _codes(function.__code__):
+        steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]
+        for step, then in itertools.pairwise(steps):
+            if step.argval == "Random" and then.opname == "CALL" and then.arg == 0:
+                return True
+    return False
+
+
 def imports_of(function: FunctionType) -> list[str]:
     """Return the modules that a function's code imports when it runs, by their full names."""
     names = []
@@ -136,12 +166,18 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def globals_of(function: FunctionType) -> list[str]:
-    """Return the globals that a function's code reads, in order."""
+    """Return the globals that a function's code reads, in order, and what was put among Python's own names."""
     return sorted(
         {
             instruction.argval
             for code in _codes(function.__code__)
             for instruction in dis.get_instructions(code)
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval in function.__globals__
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+            and (instruction.argval in function.__globals__ or _is_put_into_builtins(instruction.argval))
         }
     )
+
+
+def _is_put_into_builtins(name: str) -> bool:
+    value = vars(builtins).get(name)
+    return name in vars(builtins) and not isinstance(value, type | BuiltinFunctionType)

@@ -22,6 +22,8 @@ def why_not_repeated(look: Look) -> str:
     named = sorted(look.names & (SAYS | WRITES | UNSEEN | UNREAD))
     if named:
         return f"samples' code names `{named[0]}`: what that does cannot be seen"
+    if "ops" in look.names and not look.names & {"aten", "prim", "prims", "torchvision"}:
+        return "samples' code names `ops`: an operator may be one that the script has defined"
     return "making a sample changes what the dataset holds" if look.stores else ""
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import decimal
 import functools
 import importlib.metadata
+import locale
 import os
 import platform
 import sys
@@ -23,7 +25,7 @@ _DISTRIBUTIONS = {
 }
 _VARIABLES = (
     *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
-    *("ONEDNN_DEFAULT_FPMATH_MODE", "NPY_DISABLE_CPU_FEATURES", "OPENBLAS_CORETYPE"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "NPY_DISABLE_CPU_FEATURES", "OPENBLAS_CORETYPE", "TZ"),
 )
 # With what they are in a process that has not loaded the module yet.
 _ATTRIBUTES = {
@@ -47,9 +49,17 @@ def switches() -> tuple[Any, ...]:
         torch.get_default_device().type,
     )
     errors = tuple(sorted(numpy.geterr().items()))
+    texts = (
+        repr(numpy.get_printoptions()),
+        repr(sorted(vars(torch._tensor_str.PRINT_OPTS).items())),
+        *(sys.flags.utf8_mode, locale.getpreferredencoding(False), locale.setlocale(locale.LC_ALL)),
+    )
+    context = decimal.getcontext()
+    decimals = (context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp)
     variables = tuple((name, os.environ.get(name)) for name in _VARIABLES)
     attributes = tuple((name, repr(_attribute(name, usual))) for name, usual in _ATTRIBUTES.items())
-    return platform.system(), machine.cpu, machine.cpu_flags, versions(), of_torch, errors, variables, attributes
+    of_libraries = of_torch, errors, texts, decimals
+    return platform.system(), machine.cpu, machine.cpu_flags, versions(), of_libraries, variables, attributes
 
 
 @functools.cache

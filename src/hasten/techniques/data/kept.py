@@ -55,6 +55,8 @@ class Kept:
         self._roots = roots
         self._let_go = let_go
         self._hits = self._made = 0
+        self._unseen = False  # whether a sample was taken without being made again to compare
+        self._pid = os.getpid()
         self._over = False
         self._began()
         if why := self._why_not():
@@ -105,13 +107,21 @@ class Kept:
             return self._make(key, make, keep=found is _MISSING or self._replaces)
         hear_again(found[0])
         self._hits += 1
-        if self._hits <= _AUDITED or _lot.random() * _LOT < 1:
+        if self._hits <= _AUDITED or _lot.random() * self._one_in() < 1:
             made = self._make(key, make, keep=False)
             if pack(made) != pack(found[1]):
-                self.end("the same index gave another sample than before")
+                why = "the same index gave another sample than before"
+                if self._unseen or self._pid != os.getpid():  # taken here, or by another worker
+                    why += ": samples taken from the cache until now may not be what they would have been"
+                self.end(why)
                 raise Stale
             return made
+        self._unseen = True
         return found[1]
+
+    def _one_in(self) -> int:
+        """Of how many samples that are taken one is made again."""
+        return _LOT
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy in another process shares nothing

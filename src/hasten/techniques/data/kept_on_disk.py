@@ -13,11 +13,13 @@ from typing import Any
 from hasten.data.disk_store import DiskStore
 from hasten.data.fingerprint import Unnamed, fingerprint
 from hasten.data.look import ambient
+from hasten.techniques.data import kept as memory
 from hasten.techniques.data.kept import Kept
 
 _EVERY = 0.05  # seconds between whole looks, at least
 _SHARE = 50  # and so many times as long as such a look takes
 _MOST_BYTES = 32 << 20  # of samples that wait for one
+_LOT = 20  # one sample in so many is made again in a process's first pass: what is there another run may have kept
 
 
 class KeptOnDisk(Kept):
@@ -62,6 +64,9 @@ class KeptOnDisk(Kept):
 
     def _why_not(self) -> str:
         return super()._why_not() or self._unnamed
+
+    def _one_in(self) -> int:
+        return _LOT if self._hits <= self._files.samples else memory._LOT
 
     def _named(self, key: Any) -> Any:
         import torch

@@ -36,14 +36,15 @@ class SampleCache(Technique):
 
     A sample is taken from memory only while all it was made of is as it was: what its code reads (attributes, elements,
     arrays, globals, closures), and the files that were opened for it. Left alone, with the reason, are datasets that
-    cannot be looked into, and samples that draw random numbers, change something, or are read where Python does not
-    hear of it. One in 200 samples, by lot, is made again and compared; should one differ, that batch is made without
-    the cache, and so are all later ones.
+    cannot be looked into, and samples that draw random numbers, change something, have parts that share memory, or are
+    read where Python does not hear of it. One in 200 samples, by lot, is made again and compared; should one differ,
+    that batch is made without the cache, and so are all later ones, and it is said that earlier ones may be wrong.
 
     A table keeps them on disk, `{keep = "decoded", where = "disk"}`: where memory is short, for workers that are not
     forked, ranks and later runs, under a name for all that they are made of (dataset, code, transforms, libraries). The
     folder (`cache_dir`; by default this user's on the fastest local disk) has a bound (`cache_size` bytes; by default a
-    quarter of what is free), and what no training uses goes first. Each process compares its first 16 samples of it.
+    quarter of what is free), and what no training uses goes first. Each process compares its first 16 samples of it,
+    and one in 20 of its first pass.
     """
 
     name = "sample_cache"
@@ -61,6 +62,7 @@ class SampleCache(Technique):
         self.keep = table["keep"]
         self.on_disk = table.get("where") == "disk"
         self._pid = os.getpid()
+        self._told: set[tuple[str, str]] = set()
         self._cache_dir, self._cache_size = table.get("cache_dir"), table.get("cache_size")
         # id of a dataset -> what is kept of it; that holds the dataset, and is held by its loaders
         self._kept: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
@@ -144,7 +146,7 @@ class SampleCache(Technique):
         inner = with_loader_function(dataset)
         if inner is None or isinstance(inner.loader, CachedFunction):
             return
-        kept = self._keeping(len(inner), {"loader": inner.loader})
+        kept = self._keeping(inner, {"loader": inner.loader})
         if kept is not None and not kept.is_over():
             inner.loader = CachedFunction(inner.loader, kept)
             self._kept[id(inner)] = kept
@@ -167,7 +169,7 @@ class SampleCache(Technique):
             return
         kept = self._kept.get(id(dataset))
         if kept is None:
-            kept = self._keeping(len(dataset), {"dataset": dataset})
+            kept = self._keeping(dataset, {"dataset": dataset})
             if kept is None:
                 return
             self._kept[id(dataset)] = kept
@@ -190,16 +192,18 @@ class SampleCache(Technique):
         kept.look(whole=True)
         return fetcher if kept.is_over() else _CachedFetcher(fetcher, kept)
 
-    def _keeping(self, samples: int, roots: dict[str, Any]) -> Kept | None:
-        """What keeps so many samples; None where the disk's folder cannot be used."""
+    def _keeping(self, dataset: Any, roots: dict[str, Any]) -> Kept | None:
+        """What keeps a dataset's samples; None where the disk's folder cannot be used."""
+        samples = len(dataset)
+        let_go = functools.partial(self._let_go, f"{type(dataset).__qualname__} of {samples:,} samples")
         if not self.on_disk:
-            return Kept(SampleStore(samples, room()), roots, self._let_go)
+            return Kept(SampleStore(samples, room()), roots, let_go)
         try:
             files = DiskStore(samples, SampleFolder(self._cache_dir, self._cache_size))
         except HastenError as error:
-            self._let_go(error.message)
+            let_go(error.message)
             return None
-        return KeptOnDisk(files, roots, self._let_go)
+        return KeptOnDisk(files, roots, let_go)
 
     def _in_worker(self, dataset: Any) -> Kept | None:
         """What a worker that was not forked takes samples from: no loader was built in its process."""
@@ -207,7 +211,7 @@ class SampleCache(Technique):
 
         if get_worker_info() is None or self._pid != os.getpid() or holds_rows(dataset) or _fetches_of_its_own(dataset):
             return None
-        kept = self._keeping(len(dataset), {"dataset": dataset})
+        kept = self._keeping(dataset, {"dataset": dataset})
         if kept is not None:
             self._kept[id(dataset)] = kept
             kept.paused = not self.active
@@ -230,11 +234,13 @@ class SampleCache(Technique):
         for kept in list(self._kept.values()):
             kept.paused = paused
 
-    def _let_go(self, why: str) -> None:
-        known = f"left alone: {why}" in self.acted  # of a dataset before: a script may make one for each epoch
+    def _let_go(self, dataset: str, why: str) -> None:
         self.refused(why)
-        if self.active and not known:
-            messages.tell(f"hasten: sample_cache: {why}; the dataset is read without the cache from here on.")
+        if self.active and (dataset, why) not in self._told:  # a script may make the same one for each epoch
+            self._told.add((dataset, why))
+            messages.tell(
+                f"hasten: sample_cache: {why}; the dataset ({dataset}) is read without the cache from here on."
+            )
 
 
 def _fetches_of_its_own(dataset: Any) -> str:
