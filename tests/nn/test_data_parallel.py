@@ -5,6 +5,7 @@ Devices are "cpu" several times: what the GPUs' own path adds is torch's `replic
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(samples: int, many: int
     wanted = torch.autograd.grad(loss, list(model.parameters()))
     outputs = DataParallelModel(model, ["cpu"] * many)(x, 2.0, mask=mask)
     assert len(outputs) == min(samples, many)
-    ours = DataParallelCriterion(both)(outputs, target, other)
+    ours = DataParallelCriterion(both, reduction="mean")(outputs, target, other)
     torch.testing.assert_close(ours, loss)
     torch.testing.assert_close(torch.autograd.grad(ours, list(model.parameters())), wanted)
     torch.testing.assert_close(gather(outputs), whole)
@@ -124,6 +125,89 @@ def test_a_training_is_that_of_the_plain_model_and_its_checkpoints_those_of_data
     assert set(model.state_dict()) == set(nn.DataParallel(plain).state_dict())
 
 
+def sum_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, reduction="sum")
+
+
+class Holds(nn.Module):
+    """A criterion within a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 2.0]))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.loss(output, target)
+        return loss
+
+
+class Doubled(nn.CrossEntropyLoss):
+    """A loss of its own by inheritance."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return 2 * super().forward(input, target)
+
+
+WEIGHT = torch.tensor([1.0, 5.0, 2.0])
+FUNCTIONS: dict[str, Any] = {
+    "plain": F.cross_entropy,
+    "ignored": functools.partial(F.cross_entropy, ignore_index=1),
+    "weights": functools.partial(F.cross_entropy, weight=WEIGHT),
+    "smoothed": functools.partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1),
+    "sum": functools.partial(F.cross_entropy, reduction="sum"),
+    "the old sum": functools.partial(F.multi_margin_loss, size_average=False),
+    "margins": functools.partial(F.multi_margin_loss, weight=WEIGHT),
+    "nested": functools.partial(functools.partial(F.cross_entropy, weight=WEIGHT), reduction="sum"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:size_average")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_torchs_are_as_their_modules(name: str) -> None:
+    torch.manual_seed(0)
+    function = FUNCTIONS[name]
+    model, x, target = nn.Linear(4, 3), torch.randn(7, 4), torch.tensor([0, 1, 2, 0, 1, 1, 1])
+    if name in ("plain", "weights", "sum"):
+        target[-3:] = -100  # the whole last share, and one more
+    ours = DataParallelCriterion(function)(DataParallelModel(model, CPUS)(x), target)
+    wanted = function(model(x), target)
+    torch.testing.assert_close(ours, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, list(model.parameters())) for loss in (ours, wanted)))
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        sum_of,
+        Holds(),
+        Doubled(),
+        functools.partial(sum_of),
+        functools.partial(F.cosine_similarity, dim=1),
+        lambda output, target: F.cross_entropy(output, target),
+    ],
+)
+def test_a_criterion_that_nobody_knows_is_refused(criterion: Any) -> None:
+    with pytest.raises(HastenError, match="nobody knows what") as caught:
+        DataParallelCriterion(criterion)
+    assert 'reduction="sum"' in str(caught.value)
+    assert "weigh=" in str(caught.value)
+
+
+def test_what_it_is_can_be_said() -> None:
+    torch.manual_seed(0)
+    model, x, target = nn.Linear(4, 3), torch.randn(7, 4), torch.tensor([0, 1, 2, 0, 1, -100, -100])
+    holds = Holds()
+    kept = DataParallelCriterion(holds, weigh=lambda target: WEIGHT[target.clamp(min=0)][target >= 0].sum())
+    said = {kept: holds, DataParallelCriterion(sum_of, reduction="sum"): sum_of}
+    for ours, plain in said.items():
+        pair = ours(DataParallelModel(model, CPUS)(x), target), plain(model(x), target)
+        torch.testing.assert_close(*pair)
+        torch.testing.assert_close(*(torch.autograd.grad(loss, list(model.parameters())) for loss in pair))
+    everything = torch.full((7,), -100)
+    assert kept(DataParallelModel(model, CPUS)(x), everything).isnan()  # as plain is
+    assert holds(model(x), everything).isnan()
+
+
 def test_without_gradients_there_is_no_graph() -> None:
     with torch.no_grad():
         outputs = DataParallelModel(nn.Linear(4, 2), CPUS)(torch.randn(5, 4))
@@ -143,7 +227,15 @@ def test_what_cannot_be_right_is_refused() -> None:
         "Linear has parameters": lambda: DataParallelCriterion(nn.Linear(2, 1)),
         "an output of 3 samples beside targets of 2": lambda: criterion(model(torch.randn(9, 4)), target),
         "but fewer targets": lambda: criterion(model(torch.randn(9, 4)), target[:2]),
-        "has the shape": lambda: DataParallelCriterion(lambda output, target: output)(model(torch.randn(6, 4)), target),
+        "has the shape": lambda: DataParallelCriterion(lambda output, target: output, reduction="mean")(
+            model(torch.randn(6, 4)), target
+        ),
+        'has reduction="mean"': lambda: DataParallelCriterion(nn.MSELoss(), reduction="sum"),
+        "a sum is not weighed": lambda: DataParallelCriterion(sum_of, weigh=len, reduction="sum"),
+        "reduction='median'": lambda: DataParallelCriterion(sum_of, reduction="median"),
+        "ignore_index= says": lambda: DataParallelCriterion(F.cross_entropy)(
+            model(torch.randn(6, 4)), target, ignore_index=0
+        ),
         "several types": lambda: DataParallelModel(nn.Linear(4, 2), ["cpu", "meta"]),
         "the module lies on cpu": lambda: DataParallelModel(nn.Linear(4, 2), ["meta"]),
     }

@@ -106,6 +106,26 @@ def test_wrong_arguments_have_torchs_own_errors(technique: ChunkedLoss) -> None:
         F.cross_entropy(logits, torch.zeros(5, dtype=torch.int64), reduction="average")
 
 
+@pytest.mark.parametrize(("target", "ignored"), [(7, -100), (-1, -100), (-100, -1)])
+def test_a_target_that_is_no_class_has_torchs_own_error(technique: ChunkedLoss, target: int, ignored: int) -> None:
+    targets = torch.tensor([0, 1, 2, 3, target])  # not in the first row
+    said = []
+    for function in (PLAIN, F.cross_entropy):
+        with pytest.raises(IndexError) as caught:
+            function(torch.randn(5, 4, requires_grad=True), targets, ignore_index=ignored)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+
+
+def test_logits_changed_in_place_behind_the_loss_name_the_technique(technique: ChunkedLoss) -> None:
+    logits = torch.randn(5, 4, requires_grad=True) * 1
+    loss = F.cross_entropy(logits, torch.tensor([0, 1, 2, 3, 0]))
+    logits.mul_(2)
+    with pytest.raises(RuntimeError, match="inplace operation") as caught:
+        loss.backward()
+    assert "chunked_loss" in "".join(caught.value.__notes__)
+
+
 def test_a_gradient_of_gradients_is_an_error(technique: ChunkedLoss) -> None:
     logits = torch.randn(5, 4, requires_grad=True)
     loss = F.cross_entropy(logits, torch.randint(0, 4, (5,)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,19 +79,30 @@ class DataParallelCriterion(nn.Module):
     by the weights of classes, as they do on one device. With `reduction="sum"` it is the shares' sum.
 
     Args:
-        criterion: Called with an output and its share of the targets; a mean over its samples, or a sum.
+        criterion: Called with an output and its share of the targets. Of torch's modules and functions (also
+            `functools.partial(F.cross_entropy, ignore_index=0)`) it is known what they are; of any other, `reduction`
+            or `weigh` has to say it.
         weigh: By what a share's mean counts, from its targets, where that is not the number of samples: a mean over
             tokens that are not padding counts by those, `lambda target: (target != 0).sum()`. A share whose weight is 0
-            must have a loss that is finite.
+            does not count, unless all are.
+        reduction: "mean": the criterion is a mean over its samples; "sum": a sum. None: known, or `weigh` is given.
 
     Raises:
-        HastenError: A criterion with `reduction="none"`, or one that learns.
+        HastenError: A criterion of which nobody knows what it is a mean over, one with `reduction="none"`, or one that
+            learns.
     """
 
-    def __init__(self, criterion: Callable[..., Tensor], weigh: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        criterion: Callable[..., Tensor],
+        weigh: Callable[..., Any] | None = None,
+        reduction: str | None = None,
+    ) -> None:
         super().__init__()
-        reduction = getattr(criterion, "reduction", "mean")
-        if reduction == "none":
+        if reduction not in (None, "mean", "sum"):
+            raise HastenError(f"{_CRITERION}: reduction={reduction!r}", 'give "mean" or "sum"')
+        criterion, known = _known(criterion)
+        if known == "none":
             raise HastenError(
                 'DataParallelCriterion: reduction="none" gives a loss for each sample, not one of the batch',
                 'use reduction="mean" or "sum"; for single losses call the criterion on hasten.nn.gather(outputs)',
@@ -99,9 +112,20 @@ class DataParallelCriterion(nn.Module):
                 f"DataParallelCriterion: {type(criterion).__name__} has parameters, which lie on one device",
                 "make it a part of the module, whose forward then returns what is left to be compared",
             )
+        name = getattr(criterion, "__name__", type(criterion).__name__)
+        if known is None and weigh is None and reduction is None:
+            raise HastenError(
+                f"{_CRITERION}: nobody knows what {name} is a mean over, so shares cannot be joined",
+                'a mean over samples: reduction="mean"; a sum: reduction="sum"; a mean over something else (targets'
+                " that are not ignored, weights of classes): weigh=lambda target: (target != -100).sum()",
+            )
+        if reduction is not None and known not in (None, reduction):
+            raise HastenError(f'{_CRITERION}: {name} has reduction="{known}"', f"leave reduction={reduction!r} out")
+        if weigh is not None and reduction == "sum":
+            raise HastenError(f"{_CRITERION}: a sum is not weighed", "leave weigh or reduction out")
         self.criterion = criterion
         self.weigh = weigh
-        self._sums = reduction == "sum"
+        self._sums = (known or reduction) == "sum"
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **options: Any) -> Tensor:
         """Return the batch's loss, on the first output's device.
@@ -114,6 +138,11 @@ class DataParallelCriterion(nn.Module):
         Raises:
             HastenError: A share has other samples than its output, or its loss is more than one number.
         """
+        if said := sorted({"reduction", "size_average", "reduce", "weight", "ignore_index"} & {*options}):
+            raise HastenError(
+                f"{_CRITERION}: {said[0]}= says how losses are joined",
+                f"give it beforehand: {_CRITERION}(functools.partial(F.cross_entropy, {said[0]}=...))",
+            )
         places = [_place(output) for output in outputs]
         given = (targets, options)
         if _samples(given, _CRITERION) < len(places):
@@ -144,8 +173,13 @@ class DataParallelCriterion(nn.Module):
         if self._sums:
             return torch.stack(parts).sum()
         counts = torch.stack([torch.as_tensor(weight, device=place).to(torch.float64) for weight in weights])
-        every = torch.stack(parts)
-        return (every if summed else every * counts).sum() / counts.sum()
+        if summed:
+            return torch.stack(parts).sum() / counts.sum()
+        if self.weigh is not None and 0 < int((counts != 0).sum()) < len(parts):
+            # A mean over nothing is nan, and so is its gradient, times 0 too.
+            parts = [part for part, count in zip(parts, counts.tolist(), strict=True) if count]
+            counts = counts[counts != 0]
+        return (torch.stack(parts) * counts).sum() / counts.sum()
 
     def _counts_by_class(self, targets: Any) -> bool:
         """Whether the criterion's mean is over class indices that are not ignored, by the weights of classes."""
@@ -155,6 +189,9 @@ class DataParallelCriterion(nn.Module):
 
     def _copy(self, place: torch.device, sums: bool) -> Callable[..., Tensor]:
         """Return the criterion for a device: a copy if it lies elsewhere, or is asked to be a sum."""
+        if isinstance(self.criterion, functools.partial):
+            moved = tree_map_only(Tensor, lambda tensor: tensor.to(place), self.criterion.keywords)
+            return functools.partial(self.criterion.func, *self.criterion.args, **moved)
         if not isinstance(self.criterion, nn.Module):
             return self.criterion
         if not sums and all(buffer.device == place for buffer in self.criterion.buffers()):
@@ -163,6 +200,34 @@ class DataParallelCriterion(nn.Module):
         if sums:
             own.reduction = "sum"
         return own  # type: ignore[no-any-return]
+
+
+def _known(criterion: Any) -> tuple[Any, str | None]:
+    """Return a criterion, and torch's word for how it is reduced; None: it is not torch's own.
+
+    F.cross_entropy and F.nll_loss come back as their modules, which know what their means are over.
+    """
+    forward = getattr(type(criterion), "forward", None)
+    if isinstance(criterion, nn.Module) and getattr(forward, "__module__", "") == nn.modules.loss.__name__:
+        return criterion, getattr(criterion, "reduction", "mean")
+    if not isinstance(criterion, functools.partial):
+        function, options = criterion, {}
+    elif criterion.args:
+        return criterion, None
+    else:
+        function, options = criterion.func, criterion.keywords
+    if getattr(function, "__module__", "") != nn.functional.__name__:
+        return criterion, "none" if getattr(criterion, "reduction", None) == "none" else None
+    modules = {"cross_entropy": nn.CrossEntropyLoss, "nll_loss": nn.NLLLoss}
+    if function.__name__ in modules and not {"input", "target"} & {*options}:
+        made = modules[function.__name__](**options)
+        return made, made.reduction
+    parameters = inspect.signature(function).parameters
+    if "reduction" not in parameters:
+        return criterion, None
+    if options.get("size_average") is not None or options.get("reduce") is not None:
+        return criterion, nn._reduction.legacy_get_string(options.get("size_average"), options.get("reduce"))
+    return criterion, options.get("reduction", parameters["reduction"].default)
 
 
 def _class_weights(criterion: Any, target: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class _ByRows(torch.autograd.Function):
         total = torch.empty(len(logits), dtype=wide, device=logits.device)
         for part in _parts(logits):
             total[part] = logits[part].to(wide).logsumexp(1)
-        losses = (total - logits.gather(1, index).squeeze(1).to(wide)).where(counts, 0)
+        losses = (total - _picked(logits, index).squeeze(1).to(wide)).where(counts, 0)
         count = counts.sum()
         scale = (1 / count if reduction == "mean" else torch.ones((), device=logits.device)).to(wide)
         ctx.save_for_backward(logits, index, total, counts, scale)
@@ -51,7 +51,14 @@ class _ByRows(torch.autograd.Function):
                 "hasten: chunked_loss: a loss by rows cannot be differentiated twice (create_graph=True). Take "
                 "chunked_loss out of the plan."
             )
-        logits, index, total, counts, scale = ctx.saved_tensors
+        try:
+            logits, index, total, counts, scale = ctx.saved_tensors
+        except RuntimeError as error:  # changed in place behind the loss
+            error.add_note(
+                "hasten: raised by the technique chunked_loss, which keeps the logits themselves where F.cross_entropy"
+                " keeps a copy. Change them out of place, or take chunked_loss out of the plan."
+            )
+            raise
         # Behind the division: where no row counts, gradients are 0 and not NaN.
         each = (grad_outputs[0].to(total.dtype) * scale).expand_as(total).where(counts, 0).unsqueeze(1)
         gradient = torch.empty_like(logits)
@@ -60,6 +67,21 @@ class _ByRows(torch.autograd.Function):
             chunk.scatter_add_(1, index[part], torch.full_like(chunk[:, :1], -1.0))
             gradient[part] = chunk.mul_(each[part])
         return gradient, None, None, None
+
+
+def _picked(logits: Tensor, index: Tensor) -> Tensor:
+    """Return the logits of the targets.
+
+    Raises:
+        IndexError: A target is no class; in the words of F.cross_entropy. On a GPU it ends as torch's own does there.
+    """
+    try:
+        return logits.gather(1, index)
+    except RuntimeError as error:
+        wrong = index[(index < 0) | (index >= logits.shape[1])] if logits.device.type == "cpu" else index[:0]
+        if len(wrong):
+            raise IndexError(f"Target {int(wrong[0])} is out of bounds.") from error
+        raise
 
 
 def _parts(logits: Tensor) -> list[slice]:
