@@ -111,6 +111,33 @@ def test_an_attempt_sets_its_own_bounds_and_an_allocation_beyond_them_is_its_res
     assert under.evidence.installed["activation_checkpointing"] == "6 x block"
 
 
+SWALLOWS = """
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in torch.utils.data.DataLoader(torch.randn(400, 64), batch_size=10):
+        try:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        except Exception:
+            continue
+"""
+
+
+def test_a_technique_whose_steps_fail_in_a_script_that_swallows_it_is_a_failed_attempt(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    path = write(tmp_path, "train.py", SWALLOWS)
+    attempts = Attempts([sys.executable, str(path)], ("train.py",), tmp_path / "scratch", 8 << 30)
+    under = attempts.run(plan={"optimizer_in_backward": True})
+    assert under.outcome == "failed"
+    assert under.reason.startswith("hasten: optimizer_in_backward: the script looks at a gradient")
+
+
 def test_the_limit_that_stands_is_the_least_of_machine_and_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert standing(on_gpu=False).bounds == {}
     kinds = {resource.RLIMIT_AS: 3 << 30, resource.RLIMIT_DATA: resource.RLIM_INFINITY}

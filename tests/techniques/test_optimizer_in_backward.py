@@ -195,6 +195,8 @@ MISSED = {
     "weights written": {"between": "with torch.no_grad(): first.mul_(0.9)"},
     "weights replaced": {"between": "first.data = torch.ones(8, 8)"},
     "a checkpoint": {"between": "torch.save(model.state_dict(), 'kept.pt')"},
+    "the whole model saved": {"between": "torch.save(model, 'kept.pt')"},
+    "weights as numpy": {"between": "first.data.cpu().numpy()"},
     "a checkpoint of the optimizer": {"between": "kept = optimizer.state_dict()"},
     "weights without a step, saved at the end": {"step": "step == 7 or optimizer.step()"},
     "weights that are read within the backward": {

@@ -108,6 +108,26 @@ class Twice(Grouped):
         self.training_step(next(iter(loader())), 0).backward()
 
 
+class ReadsAgain(Grouped):
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        stopped = F.mse_loss((x @ self.tied) @ self.net[0].weight.data.t(), torch.zeros(len(x), 16))
+        return stopped + super().training_step(batch, batch_idx)
+
+
+class Drops(Callback):
+    """Takes a group of parameters out of the optimizer as training goes on."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        trainer.optimizers[0].param_groups[0]["params"].clear()
+
+
+def test_a_parameter_that_was_taken_out_of_the_optimizer_stays_as_it_is():
+    plain = trained(Grouped(), callbacks=[Drops()])
+    inside = trained(Grouped(), optimizer_in_backward=True, callbacks=[Drops()])
+    assert_same(plain.model.state_dict(), inside.model.state_dict())
+
+
 class Manual(Grouped):
     automatic_optimization = False
 
@@ -131,7 +151,8 @@ class Third(torch.optim.SGD):
         (Manual(), {}, "manual optimization"),
         (Regression(lambda parameters: Third(parameters, lr=0.1)), {}, "Third may need more than one parameter"),
         (Regression(lambda parameters: torch.optim.LBFGS(parameters)), {}, "LBFGS may need"),
-        (Twice(), {}, "got a second gradient in one step"),
+        (Twice(), {}, "stepped are used again in it"),
+        (ReadsAgain(), {}, "stepped are used again in it"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hasten.errors import HastenError
-from hasten.techniques.memory.step_in_backward import OneByOne, why_not
+from hasten.techniques.memory.step_in_backward import OneByOne, tensors_of, why_not
+from hasten.techniques.memory.weights_at_rest import AtRest
 
 if TYPE_CHECKING:
     from hasten.trainer.hooks import Hooks
@@ -16,13 +18,15 @@ if TYPE_CHECKING:
 _SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 
 
-def step_in_backward(trainer: Trainer, hooks: Hooks, optimizer: Any) -> list[Any]:
+def step_in_backward(
+    trainer: Trainer, hooks: Hooks, optimizer: Any, backward: Callable[..., None]
+) -> tuple[list[Any], Callable[..., None]]:
     """Have the backward step the parameters of an optimizer; the step behind it then finds no gradient.
 
     The optimizer stays one, with its groups and its state: schedulers and checkpoints see no difference.
 
     Returns:
-        Handles, whose `remove` ends it.
+        Handles, whose `remove` ends it, and `backward`, which ends in an error where it uses again what it has stepped.
 
     Raises:
         HastenError: Something needs all gradients at once, or more than once a step.
@@ -31,12 +35,21 @@ def step_in_backward(trainer: Trainer, hooks: Hooks, optimizer: Any) -> list[Any
         raise trainer.misconfigured(f"optimizer_in_backward=True: {why[0]}", why[1])
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     stepper = _Stepper(trainer, optimizer, names)
-    return [
+    handles = [
         parameter.register_post_accumulate_grad_hook(stepper)
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.requires_grad
     ]
+
+    def watched(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        stepper.at_rest.begin()
+        try:
+            backward(loss, *args, **kwargs)
+        finally:
+            stepper.at_rest.end()
+
+    return handles, watched
 
 
 class _Stepper:
@@ -50,7 +63,8 @@ class _Stepper:
 
     def __init__(self, trainer: Trainer, optimizer: Any, names: dict[int, str]) -> None:
         self._progress, self._names = trainer.progress, names
-        self._one_by_one = OneByOne(optimizer)
+        self._optimizer, self._one_by_one = optimizer, OneByOne(optimizer)
+        self.at_rest = AtRest(_touched)
         self._stepped: dict[int, int] = {}  # at which step of the training
         self._of_step = -1
 
@@ -62,8 +76,10 @@ class _Stepper:
         if parameter.grad is None or not self._one_by_one.has(parameter):
             return
         self._once(parameter)
-        self._one_by_one.step(parameter)
-        parameter.grad = None
+        with self.at_rest.of_our_own():
+            self._one_by_one.step(parameter)
+            parameter.grad = None
+            self.at_rest.add(parameter, *tensors_of(self._optimizer.state.get(parameter)))
 
     def _once(self, parameter: torch.Tensor) -> None:
         now = self._progress.global_step
@@ -74,6 +90,14 @@ class _Stepper:
                 "leave the flag out: something differentiates twice in a step (two losses, reentrant checkpoints)",
             )
         self._stepped[id(parameter)] = now
+
+
+def _touched(operation: str) -> None:
+    raise HastenError(
+        f"optimizer_in_backward=True: weights that the backward has stepped are used again in it ({operation}), by a"
+        " second loss, a recomputation or a stop-gradient",
+        "leave the flag out, and go on from the last checkpoint: the weights have taken part of this step already",
+    )
 
 
 def _refusal(trainer: Trainer, hooks: Hooks, optimizer: Any) -> tuple[str, str] | None:

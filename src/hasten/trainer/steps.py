@@ -91,6 +91,8 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
     window = Window(trainer, hooks, optimizer)
     clear = window.clear
     backward = backward_of(trainer, hooks)
+    if trainer.config.optimizer_in_backward:
+        optimizing.in_backward, backward = step_in_backward(trainer, hooks, optimizer, backward)
     prepare = optimizing.prepare = preparation(trainer, hooks, optimizer)
     own_step = hooks.of_module("optimizer_step")
     names = module.__dict__
@@ -129,8 +131,6 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
         progress.global_step += 1
         return outputs
 
-    if trainer.config.optimizer_in_backward:
-        optimizing.in_backward = step_in_backward(trainer, hooks, optimizer)
     by_closure = own_step is not None or needs_closure(optimizer)
     with_closure = stepping_by_closure(trainer, differentiate, own_step) if by_closure else None
     return step

@@ -30,8 +30,8 @@ class OptimizerInBackward(Technique):
     backwards, zeros in place), never in another number. So does a step whose gradients were dropped or replaced
     (`p.grad = None`, `zero_grad` to skip a bad batch), a second step, changed rates, and whatever reads, saves or
     writes the weights between a backward and its step (an average, a checkpoint, a forward), or again within it once
-    they are stepped. Blocks computed again by torch's `checkpoint` are equal. Not noticed between a backward and its
-    step: another thread, numpy arrays over the weights' memory, and a look at the values through `.data` alone.
+    they are stepped. Blocks computed again by torch's `checkpoint` are equal. Not noticed there: another thread, and
+    numpy arrays over the weights' memory that were made earlier.
 
     Left alone, with a line that says why: several optimizers, closures, hooks on the step, loss scaling
     (`GradScaler`), several processes. The Trainer has it as a flag.

@@ -204,7 +204,9 @@ class Stepped:
         try:
             return call()
         finally:
-            if not self.pending:
+            if self.pending:
+                self._at_rest.between()
+            else:
                 self._at_rest.end()
 
     def step(self, plain: Callable[[], Any], has_closure: bool = False) -> Any:
@@ -219,7 +221,9 @@ class Stepped:
             for parameter in group["params"]
             if type(parameter.grad) is SpentGradient
         ]
-        if why := self._changed(has_closure) or self._stale(spent):
+        with self._at_rest.of_our_own():
+            why = self._changed(has_closure) or self._stale(spent)
+        if why:
             raise failure(why)
         if not self._at_rest.end():
             raise failure("a TorchDispatchMode is entered between a backward and its step")
@@ -295,7 +299,7 @@ class Stepped:
             self._one_by_one.step(parameter)
             self._done[id(parameter)] = done = _Done(parameter)
             parameter.grad = done.stand_in
-            self._at_rest.add(parameter, *_tensors(self._optimizer.state.get(parameter)))
+            self._at_rest.add(parameter, *tensors_of(self._optimizer.state.get(parameter)))
 
 
 class _Done:
@@ -319,7 +323,7 @@ def _touched(operation: str) -> None:
     raise failure(f"weights are read, saved or written between a backward and its step ({operation})")
 
 
-def _tensors(state: Any) -> list[torch.Tensor]:
+def tensors_of(state: Any) -> list[torch.Tensor]:
     """Return the tensors of a parameter's state."""
     return [value for value in (state or {}).values() if isinstance(value, torch.Tensor)]
 

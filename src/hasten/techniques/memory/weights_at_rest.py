@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 # Kinds of tensors whose storage cannot be asked for: they share none with a parameter.
@@ -31,6 +32,7 @@ class AtRest(TorchDispatchMode):
         self._fail = fail
         self._stepped: dict[int, tuple[Any, list[Range]]] = {}  # by storage, which is kept: its address stays taken
         self._own = threading.local()
+        self._by_name = _ByName(self._look)
         self.open = False
 
     def begin(self) -> None:
@@ -38,11 +40,22 @@ class AtRest(TorchDispatchMode):
         self.open = True
         self.__enter__()  # type: ignore[no-untyped-call]
 
+    def between(self) -> None:
+        """The backward is over: see from here on too what reads memory without an operation."""
+        self._by_name.__enter__()  # type: ignore[no-untyped-call]
+        self._by_name.open = True
+
     def end(self) -> bool:
         """See nothing more; return whether it was this mode's turn to end, and not that of one begun since."""
         self._stepped = {}
         if not self.open:
             return True
+        if self._by_name.open:
+            functions = _get_current_function_mode_stack()
+            if not functions or functions[-1] is not self._by_name:
+                return False
+            self._by_name.__exit__(None, None, None)
+            self._by_name.open = False
         stack = _get_current_dispatch_mode_stack()
         if not stack or stack[-1] is not self:
             return False
@@ -67,9 +80,13 @@ class AtRest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._stepped and not getattr(self._own, "working", False) and self._touches((args, kwargs)):
-            self._fail(func._schema.name.removeprefix("aten::"))
+        with torch._C.DisableTorchFunction():
+            self._look(func._schema.name.removeprefix("aten::"), (args, kwargs))
         return func(*args, **kwargs)
+
+    def _look(self, name: str, given: Any) -> None:
+        if self._stepped and not getattr(self._own, "working", False) and self._touches(given):
+            self._fail(name)
 
     def _touches(self, value: Any) -> bool:
         if isinstance(value, torch.Tensor):
@@ -84,6 +101,30 @@ class AtRest(TorchDispatchMode):
         if isinstance(value, list | tuple):
             return any(map(self._touches, value))
         return isinstance(value, dict) and any(map(self._touches, value.values()))
+
+
+class _ByName(TorchFunctionMode):
+    """Sees what reads or exchanges a tensor's memory without an operation: numpy, pickle, `.data`."""
+
+    def __init__(self, look: Callable[[str, Any], None]) -> None:
+        super().__init__()
+        self._look = look
+        self.open = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if name := _PAST_OPERATIONS.get(func):
+            self._look(name, args[:1])
+        return func(*args, **(kwargs or {}))
+
+
+_PAST_OPERATIONS: dict[Any, str] = {
+    torch.Tensor.data.__get__: "data",  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__: "data",  # type: ignore[attr-defined]
+    **{
+        getattr(torch.Tensor, name): name
+        for name in ("numpy", "tolist", "__array__", "__dlpack__", "__reduce_ex__", "data_ptr", "untyped_storage")
+    },
+}
 
 
 def others_on() -> bool:
