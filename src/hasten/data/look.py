@@ -136,8 +136,12 @@ def ambient() -> Any:
     import torch
 
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    flushes = _SMALLEST / 2 == 0.0  # `torch.set_flush_denormal`, which has no other sign
-    return torch.get_default_dtype(), autocast, torch.is_inference_mode_enabled(), flushes
+    return torch.get_default_dtype(), autocast, torch.is_inference_mode_enabled()
+
+
+def flushes_denormals() -> bool:
+    """Whether `torch.set_flush_denormal` is on, which has no other sign than what it does."""
+    return _SMALLEST / 2 == 0.0
 
 
 def random_states() -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from hasten.data import SampleStore
 from hasten.data.carried import why_not_carried
 from hasten.data.disk_store import DiskStore
-from hasten.data.look import Look, ambient, random_states
+from hasten.data.look import Look, ambient, flushes_denormals, random_states
 from hasten.data.opened import changed_file, hear_again, opened
 from hasten.data.repeats import why_not_repeated
 from hasten.data.sample_store import pack
@@ -135,7 +135,7 @@ class Kept:
         return f"{time.time_ns()}-{_lot.getrandbits(64)}-{os.getpid()}"
 
     def _named(self, key: Any) -> Any:
-        return self._state, ambient(), key
+        return self._state, ambient(), flushes_denormals(), key
 
     def _keep(self, key: Any, value: Any) -> None:
         self._store.put(self._named(key), value)

@@ -12,7 +12,7 @@ from typing import Any
 
 from hasten.data.disk_store import DiskStore
 from hasten.data.fingerprint import Unnamed, fingerprint
-from hasten.data.look import ambient
+from hasten.data.look import ambient, flushes_denormals
 from hasten.techniques.data import kept as memory
 from hasten.techniques.data.kept import Kept
 
@@ -72,7 +72,7 @@ class KeptOnDisk(Kept):
         import torch
 
         # The number of threads decides how sums are rounded; workers have one.
-        return ambient(), torch.get_num_threads(), key
+        return ambient(), flushes_denormals(), torch.get_num_threads(), key
 
     def _keep(self, key: Any, value: Any) -> None:
         if self.pid != os.getpid():  # forked: what waits is the parent's
