@@ -243,6 +243,11 @@ ALONE = {
         {"before": "step or optimizer.register_step_pre_hook(lambda *_: None); optimizer.zero_grad()"},
         "hooks on its step",
     ),
+    "an engine that is called by itself": (
+        {"backward": "torch.autograd.Variable._execution_engine.run_backward("
+         "(loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)"},
+        "engine itself",
+    ),
     "LBFGS": ({"optimizer": "torch.optim.LBFGS(model.parameters())", "backward": "", "step": CLOSURE}, "LBFGS"),
 }  # fmt: skip
 

@@ -91,7 +91,7 @@ class OptimizerInBackward(Technique):
         if why := why_not(optimizer)[0]:
             self._leave(why)
             return
-        stepped = self._stepped = Stepped(optimizer, lambda: self._may_begin(optimizer))
+        stepped = self._stepped = Stepped(optimizer, lambda seen: self._may_begin(optimizer, seen))
         noting.add(self)
         plain = optimizer.step
 
@@ -133,7 +133,7 @@ class OptimizerInBackward(Technique):
 
         return in_order
 
-    def _may_begin(self, optimizer: Any) -> bool:
+    def _may_begin(self, optimizer: Any, seen: bool) -> bool:
         """Look, before anything is stepped, at what is only known now."""
         import torch
 
@@ -147,6 +147,8 @@ class OptimizerInBackward(Technique):
             self._leave(why)
         elif others_on():
             self._leave("the script has a TorchDispatchMode around its backward")
+        elif not seen:
+            self._leave("the script calls torch's engine itself, not torch.autograd.backward")
         elif not self._began:
             self._began = True
             atexit.register(self._at_the_end)

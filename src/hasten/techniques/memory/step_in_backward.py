@@ -153,10 +153,11 @@ class Stepped:
 
     Args:
         optimizer: One for which `why_not` has nothing to say.
-        may_begin: Asked before the first parameter of each step is stepped; False leaves the training as it is.
+        may_begin: Asked before the first parameter of each step is stepped, with whether the backward's begin was
+            seen; False leaves the training as it is.
     """
 
-    def __init__(self, optimizer: Any, may_begin: Callable[[], bool]) -> None:
+    def __init__(self, optimizer: Any, may_begin: Callable[[bool], bool]) -> None:
         self._optimizer, self._may_begin = optimizer, may_begin
         self._one_by_one = OneByOne(optimizer)
         self._at_rest = AtRest(_touched)
@@ -280,7 +281,7 @@ class Stepped:
         with self._begins:
             if self.pending or not self._handles:
                 return self.pending and bool(self._handles)
-            if not self._may_begin():
+            if not self._may_begin(self._at_rest.open):
                 self.end()
                 return False
             self._options, self._states = _options(self._optimizer), len(self._optimizer.state)
