@@ -258,11 +258,11 @@ class Config:
         "gather batches of a TensorDataset at once rather than sample by sample; technique `batched_fetch`",
         technique="batched_fetch",
     )
-    activation_checkpointing: bool | str | None = _flag(
+    activation_checkpointing: bool | int | str | None = _flag(
         None,
         SPEED,
-        "True, or the class names of blocks: recompute their activations in the backward; less memory, more time;"
-        " technique `activation_checkpointing`",
+        "True, how many blocks, their class names, or \"sqrt\": recompute activations in the backward; less memory,"
+        " more time; technique `activation_checkpointing`",
         technique="activation_checkpointing",
     )
 
