@@ -261,7 +261,7 @@ class Config:
     activation_checkpointing: bool | int | str | None = _flag(
         None,
         SPEED,
-        "True, how many blocks, their class names, or \"sqrt\": recompute activations in the backward; less memory,"
+        'True, how many blocks, their class names, or "sqrt": recompute activations in the backward; less memory,'
         " more time; technique `activation_checkpointing`",
         technique="activation_checkpointing",
     )
