@@ -29,6 +29,11 @@ ASK = """
 
     class Colour(enum.Enum):
         RED = 1
+    @dataclasses.dataclass
+    class Options:
+        size: int = 3
+        ratios: tuple = (0.5, 2.0)
+        def half(self): return self.size / 2
     LEVEL = {"a": 1, "b": (2, 3)}
     def clean(x, by=2): return x * by * LEVEL["a"]
     class Step:
@@ -43,12 +48,13 @@ ASK = """
             self.steps, self.ask = [Step(), functools.partial(clean, by=3)], operator.itemgetter(1)
             self.pattern, self.day = re.compile("a+"), datetime.date(2026, 1, 1)
             self.colour, self.path, self.kinds = Colour.RED, Path("x"), {3, 1, 2}
+            self.options = Options()
             self.table = collections.OrderedDict(a=[1, [2]], b=None)
             self.__dict__.update(parts)
         def __len__(self): return 100
         @property
         def one(self): return 1
-        def helper(self, index): return self.samples[index][1] + self.one
+        def helper(self, index): return self.samples[index][1] + self.one + self.options.half()
         def __getitem__(self, index):
             x = torch.tensor(float(self.labels[index] + self.helper(index)))
             if self.path.suffix in (".a", ".b") or self.path.suffix in {".jpg", ".png"}: x += 1

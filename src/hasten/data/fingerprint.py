@@ -194,7 +194,7 @@ class _Naming:
 
     def _is_known(self, part: Any) -> bool:
         code = isinstance(part, types.FunctionType | property | staticmethod | classmethod | functools.cached_property)
-        return code or id(part) in self._reached or type(part) in ATOMS or isinstance(part, tuple | _DESCRIPTORS)
+        return code or id(part) in self._reached or type(part) in ATOMS or isinstance(part, (tuple, *_DESCRIPTORS))
 
     def _callable(self, value: Any) -> bool:
         """Say what a bound, wrapped or built-in function is; False where it is none."""
