@@ -31,11 +31,18 @@ _TOGETHER = {
     ("precision", "matmul_precision"): (0.0, 0.1),
     ("precision", "channels_last"): (0.0, 0.12),
     ("precision", "allocator"): (0.0, 0.12),
+    ("precision", "attention"): (
+        0.0,
+        0.2,
+    ),  # its kernels differ by dtype: by hand it may lose alone and win beside bf16
+    ("matmul_precision", "attention"): (0.0, 0.2),
     ("compile", "precision"): (0.0, 0.12),
     ("compile", "channels_last"): (0.0, 0.12),
+    ("compile", "attention"): (0.0, 0.12),
     ("compile", "cpu_threads"): (0.0, 0.12),
 }
 """Expectation of what two do together beyond what each does alone (log(seconds per step): mean, standard deviation)."""
+AS_GOOD = 0.015  # of log(seconds per step): sets this near to each other are alike
 _AGREES = 0.5  # of what an earlier tune left open: as far new blocks may move its mean
 _FINE = 0.02  # of log(seconds per step): a spread at which what was known need not be asked again
 _NO_DOUBT = 1e-3
@@ -175,31 +182,60 @@ class Course:
         return self._validation_share if self.validation.seen else 0.0
 
     def finalists(self) -> list[frozenset[int]]:
-        """Sets that may be the best: what is sure beside the others, what is expected, what ran fastest."""
-        ran = {i for block in self.posterior.seen for i in block.on} - set(self.out)
+        """Sets that may be the best: what is sure beside the others, what is expected, what ran fastest.
+
+        What comes last is not among them: it is measured beside what was settled.
+        """
+        ran = {i for block in self.posterior.seen for i in block.on} - set(self.out) - self._last
         best = self._best(self._expected(), ran)
-        sets = [self._as_sure_as_asked(best), best, *self._fastest()]
-        return list(dict.fromkeys(one for one in sets if not one & set(self.out)))
+        return list(dict.fromkeys([self._as_sure_as_asked(best), best, *self._fastest()]))
 
     def _fastest(self) -> list[frozenset[int]]:
-        """The set of blocks that ran fastest, by more than one block."""
+        """The set of blocks that ran fastest, by more than one block; none of what is off for good in it."""
         paces: dict[frozenset[int], list[float]] = {}
         for block in self.posterior.seen:
-            paces.setdefault(block.on, []).append(block.pace)
+            if not block.on & (set(self.out) | self._last):
+                paces.setdefault(block.on, []).append(block.pace)
         often = {on: statistics.median(seen) for on, seen in paces.items() if len(seen) > 1}
         return [min(often, key=lambda on: often[on])] if often else []
 
     def settle(self, on: frozenset[int]) -> None:
-        """This set won the play-off: it is what is chosen."""
+        """This set ran faster than the others that may be the best: it is what is chosen."""
         self._settled = on
 
+    def best_measured(self) -> frozenset[int]:
+        """Of the sets that may be the best and ran, the first that is as fast as any of them."""
+        ran = [one for one in self.finalists() if any(one == block.on for block in self.posterior.seen)]
+        fastest = min((self._at_most(one) for one in ran), default=0.0)
+        return next((one for one in ran if self._at_most(one) <= fastest + AS_GOOD), frozenset())
+
     def chosen(self) -> frozenset[int]:
-        """What won the play-off; before it, what helps beside the others as surely as its effect on the result asks."""
+        """What was settled; before that, what helps beside the others as surely as its effect on the result asks."""
         if self._settled is not None:
-            on = self._settled - set(self.out)
-            return frozenset(i for i in on if self._is_sure(i, self._estimate(i, on), _HARMS))
+            return self._without_the_needless(self._settled - set(self.out))
         ran = {i for block in self.posterior.seen for i in block.on}
         return self._as_sure_as_asked(self._best(self._expected(), ran - set(self.out)))
+
+    def _at_most(self, on: Collection[int]) -> float:
+        """What log(seconds per step) changes by with these on, a standard deviation to the slower side."""
+        mean, spread = self.posterior.gain(on)
+        return mean + spread
+
+    def _without_the_needless(self, on: frozenset[int]) -> frozenset[int]:
+        """Of a set that ran, without what does not help: as far as the rest is surely no slower for it."""
+        while on:
+            unsure = [i for i in on if not self._is_sure(i, self._estimate(i, on), _HARMS)]
+            leaves = [i for i in unsure if self._must_be_sure(i) or self._may_leave(i, on)]
+            if not leaves:
+                break
+            on -= {min(leaves, key=lambda i: self._estimate(i, on).helps)}
+        return on
+
+    def _may_leave(self, index: int, on: frozenset[int]) -> bool:
+        """Whether a set is no slower without this; kernels are compiled for one set, and others compile them again."""
+        if on & self._last - {index}:
+            return False
+        return self._at_most(on - {index}) <= self._at_most(on) + AS_GOOD
 
     def _expected(self) -> list[float]:
         effects = self.posterior.means()
@@ -224,12 +260,18 @@ class Course:
 
     def _is_sure(self, index: int, found: CandidateEstimate, least: float = 1.0) -> bool:
         """Whether it helps as surely as its effect on the result asks, or as `least` where it only rounds."""
-        one = self.candidates[index]
-        effect = CATALOGUE[one.name].effect_of(one.setting)
-        asked = _LEAST_SURE[effect]
-        if effect in (Effect.EXACT, Effect.ROUNDING):
+        asked = _LEAST_SURE[self._effect(index)]
+        if not self._must_be_sure(index):
             asked = min(asked, least)
         return found.helps >= asked and -found.mean >= _WORTH
+
+    def _effect(self, index: int) -> Effect:
+        one = self.candidates[index]
+        return CATALOGUE[one.name].effect_of(one.setting)
+
+    def _must_be_sure(self, index: int) -> bool:
+        """Whether it changes the result by more than rounding."""
+        return self._effect(index) not in (Effect.EXACT, Effect.ROUNDING)
 
     def doubtful(self) -> list[int]:
         """Of which more blocks could still change the choice."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from hasten.techniques import Liveness
 from hasten.warm.blocks import Wish
-from hasten.warm.course import Course
+from hasten.warm.course import AS_GOOD, Course
 from hasten.warm.options import WarmOptions
 from hasten.warm.record import Event, Measured
 
@@ -26,7 +26,6 @@ _SEARCHING = 0.85  # of the search's time; then the best sets are measured in tu
 _PLAIN_EVERY = 12  # blocks of the search, of which one is of the script as it is
 _ROUNDS = 3
 _STEPS = 6  # that a block takes at the least, with those behind the switch that do not count
-_AS_GOOD = 0.015  # of log(seconds per step): sets this near to each other are alike
 _LATE = 5.0  # seconds that the last round may take longer
 _LEAST_PAIRS, _MOST_PAIRS = 3, 8
 
@@ -54,8 +53,8 @@ def schedule(course: Course, options: WarmOptions, host: Host) -> Wishes:
     plan = frozenset(options.plan) if options.plan is not None else None
     if plan is None:
         yield from search(course, options)
-        yield from _compile(course, options, host)
         yield from play_off(course, options, host)
+        yield from _compile(course, options, host)
         plan = course.chosen()
     host.note(Event("chosen", tuple(sorted(plan))))
     if plan:
@@ -82,7 +81,7 @@ def search(course: Course, options: WarmOptions) -> Wishes:
 
 
 def play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
-    """Measure the sets that may be the best in turn: what the posterior adds up may not be so."""
+    """Measure the sets that may be the best in turn, and settle on one: what the posterior adds up may not be so."""
     finalists = course.finalists()
     if not finalists:
         return
@@ -103,9 +102,15 @@ def play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
     if len(known) > 1:
         fastest = min(known.values())
         # The first is the one whose parts are all sure: others must be clearly faster.
-        near = [on for on in finalists if on in known and known[on] <= fastest + _AS_GOOD]
-        course.settle(near[0])
-        host.note(Event("settled", tuple(sorted(near[0]))))
+        settled = next(on for on in finalists if on in known and known[on] <= fastest + AS_GOOD)
+    else:  # no time for it: what the posterior adds up, and never ran, may be far off
+        settled = course.best_measured()
+    _settle(settled, course, host)
+
+
+def _settle(on: frozenset[int], course: Course, host: Host) -> None:
+    course.settle(on)
+    host.note(Event("settled", tuple(sorted(on))))
 
 
 def ask(course: Course, wish: Wish) -> Wishes:
@@ -135,23 +140,32 @@ def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
             continue
         chosen = course.chosen()
         expected = math.exp(course.posterior.level + course.posterior.gain(chosen)[0])
+        paces: dict[frozenset[int], list[float]] = {chosen: [], chosen | {index}: []}
         for turn in range(_COMPILE_BLOCKS):
-            first = Wish(chosen | {index}, "compile", skip=3, expected=expected)
-            measured = yield first
+            measured = yield Wish(chosen | {index}, "compile", skip=3, expected=expected)
             if not turn:
                 cost = max(0.0, host.compiling - 3 * expected)
-            if not measured.trouble:
-                course.saw(measured.on, measured.step_seconds)
-            yield from ask(course, Wish(chosen, "compile"))
+            _note(measured, course, paces)
+            _note((yield Wish(chosen, "compile")), course, paces)
             if time.monotonic() > options.search_until + _COMPILE_SECONDS:
                 break
         host.note(Event("compiled", (index,), cost))
-        saved = expected * (1 - math.exp(course.estimates()[index].mean)) * options.total_steps
+        plain, compiled = (statistics.median(seen) if seen else math.inf for seen in paces.values())
+        saved = (math.exp(plain) - math.exp(compiled)) * options.total_steps if compiled < plain else 0.0
         again = max(_AGAIN * cost, min(cost, _AGAIN_SECONDS))
         if saved < again:
-            why = f"a run pays {again:.0f} s for compiling, which saves {max(0.0, saved):.0f} s of the full training"
+            why = f"a run pays {again:.0f} s for compiling, which saves {saved:.0f} s of the full training"
             course.drop([index], why)
             host.note(Event("not worth it", (index,), text=why))
+        elif compiled < plain - AS_GOOD:
+            _settle(chosen | {index}, course, host)  # measured in turn just now
+
+
+def _note(measured: Measured, course: Course, paces: dict[frozenset[int], list[float]]) -> None:
+    """A block of compiling counts for the set that was asked for, unless that did not act."""
+    if not measured.trouble:
+        course.saw(measured.on, measured.step_seconds)
+        paces.get(frozenset(measured.on), []).append(math.log(measured.step_seconds))
 
 
 def _claim(plan: frozenset[int], course: Course, options: WarmOptions, host: Host) -> Wishes:
