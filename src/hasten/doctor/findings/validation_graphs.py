@@ -64,7 +64,7 @@ from hasten.evidence import Evidence, Finding, Phase, Severity
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import seconds_of
 from hasten.techniques.base import Refusal
-from hasten.techniques.memory.no_grad_validation import NoGradValidation
+from hasten.techniques.memory.no_grad_validation import NoGradValidation, unused_graphs
 
 _PREDICTS = re.compile(r"predict|infer")
 
@@ -83,8 +83,9 @@ class ValidationGraphs(Rule):
         Rests on counting them. What they cost differs (none for a small MLP, 2.7x for a convolutional net, measured
         here) and is not known here, so it is given no worth (Falcon, tip 3; Lin, tip 12; Kuhn, tip 17).
         """
-        if isinstance(NoGradValidation.settings(evidence), Refusal):
+        if isinstance(unused_graphs(evidence), Refusal):
             return None
+        cured = not isinstance(NoGradValidation.settings(evidence), Refusal)
         models = [model for model in evidence.models if model.eval_calls_with_graph]
         count, all_calls = sum(m.eval_calls_with_graph for m in models), sum(m.eval_calls for m in models)
         if count < max(2, all_calls // 2):
@@ -101,8 +102,8 @@ class ValidationGraphs(Rule):
             severity=Severity.MEDIUM if share >= 0.05 else Severity.NOTE,
             where=models[0].name,
             details=(f"the validation's loader is built at {loader.where}",) if loader is not None else (),
-            technique=NoGradValidation.name,
-            setting="true",
+            technique=NoGradValidation.name if cured else "",
+            setting="true" if cured else "",
         )
 
     @classmethod

@@ -9,6 +9,8 @@ from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
 
+_TRACKING = 75e-6  # seconds a layer that noting what a repeated forward needs takes, on a CPU
+_AT_MOST = 0.1  # of a batch of validation
 _KEEPS = 2  # first forwards in eval mode that keep all until their end
 
 
@@ -31,17 +33,17 @@ class NoGradValidation(Technique):
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """On where eval-mode forwards built graphs that nobody used."""
-        with_graph = sum(model.eval_calls_with_graph for model in evidence.models)
-        if not any(model.eval_calls for model in evidence.models):
-            return Refusal("no forward in eval mode was seen")
-        if not with_graph:
-            return Refusal("validation builds no graphs already")
-        if any(model.backward_through_eval for model in evidence.models):
-            return Refusal("a backward went through a forward in eval mode: the graph is used")
-        if not any(model.train_calls for model in evidence.models):
-            return Refusal("the model is never in train mode, so eval mode does not tell validation")
-        return Choices((True,), f"{with_graph} forwards in eval mode built graphs that no backward used")
+        """On where eval-mode forwards built graphs that nobody used, and are long beside what it notes of each."""
+        if isinstance(count := unused_graphs(evidence), Refusal):
+            return count
+        layers = max(sum(model.layers.values()) for model in evidence.models if model.eval_calls_with_graph)
+        seconds = _seconds_of_validation(evidence)
+        if 0 < seconds < layers * _TRACKING / _AT_MOST:
+            return Refusal(
+                f"a batch of validation takes {seconds * 1e3:.1f} ms: noting what a graph without activations needs "
+                f"would take longer than a graph does; write `with torch.no_grad():` around it"
+            )
+        return Choices((True,), f"{count} forwards in eval mode built graphs that no backward used")
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -91,6 +93,27 @@ class NoGradValidation(Technique):
                 self.let_go(f"{kind}: {reason}")
 
         return Repeatable(self.name, left_alone, asked, waits=_KEEPS, with_hooks=True)
+
+
+def unused_graphs(evidence: Evidence) -> int | Refusal:
+    """How many forwards in eval mode built a graph that nobody used; or why none can be told to."""
+    with_graph = sum(model.eval_calls_with_graph for model in evidence.models)
+    if not any(model.eval_calls for model in evidence.models):
+        return Refusal("no forward in eval mode was seen")
+    if not with_graph:
+        return Refusal("validation builds no graphs already")
+    if any(model.backward_through_eval for model in evidence.models):
+        return Refusal("a backward went through a forward in eval mode: the graph is used")
+    if not any(model.train_calls for model in evidence.models):
+        return Refusal("the model is never in train mode, so eval mode does not tell validation")
+    return with_graph
+
+
+def _seconds_of_validation(evidence: Evidence) -> float:
+    """Seconds a batch behind the first of each pass; 0 where no pass was seen."""
+    passes = [one for one in evidence.passes if not one.trained and one.batches > 1]
+    batches = sum(one.batches - 1 for one in passes)
+    return sum(one.end - one.first for one in passes) / batches if batches else 0.0
 
 
 class _Forward:
