@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.taps.forks import command
 from tests.taps.scripts import HASTEN, execute, write
 
 TRAIN = """
@@ -23,7 +24,7 @@ for epoch in range(50):
 
 def said(folder: Path, *arguments: str) -> str:
     """What hasten says when it refuses."""
-    done = execute(HASTEN, *arguments, cwd=folder)
+    done = command(folder, *arguments)
     assert done.code not in (0, -2, -15), done.out
     assert "Traceback" not in done.err
     assert "src/hasten" not in done.err

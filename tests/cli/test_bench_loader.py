@@ -18,6 +18,7 @@ import pytest
 from hasten.doctor import flame
 from hasten.doctor.verdict.diagnosis import SCHEMA
 from tests.report.test_html import Page, drawings
+from tests.taps.forks import command
 from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, write
 from tests.tuner.evidence import evidence
 
@@ -344,7 +345,7 @@ def test_of_several_ranks_one_measures(tmp_path: Path) -> None:
 )
 def test_bad_arguments(tmp_path: Path, arguments: list[str], says: str) -> None:
     write(tmp_path, "train.py", BAD)
-    done = execute(HASTEN, "bench-loader", *arguments, cwd=tmp_path)
+    done = command(tmp_path, "bench-loader", *arguments)
     assert done.code == 2
     assert says in done.err
     assert "Traceback" not in done.err

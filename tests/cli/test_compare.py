@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hasten.doctor.diagnose import diagnose
 from tests.doctor.views import diagnoses
+from tests.taps.forks import command
+from tests.taps.scripts import Done
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +25,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def hasten(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "hasten", "compare", *arguments]
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+def hasten(folder: Path, *arguments: str) -> Done:
+    return command(folder, "compare", *arguments)
 
 
 def test_numbers_that_no_run_leaves_are_one_message(runs):
@@ -36,16 +35,16 @@ def test_numbers_that_no_run_leaves_are_one_message(runs):
     (runs / "deep.json").write_text("[" * 10**5)
     for name in ("strange.json", "deep.json"):
         done = hasten(runs, "main.json", name)
-        assert "Traceback" not in done.stderr
-        assert name in done.stderr or done.returncode == 0
+        assert "Traceback" not in done.err
+        assert name in done.err or done.code == 0
 
 
 def test_slower_beyond_the_limit_is_exit_code_one(runs):
     done = hasten(runs, "main.json", "slow.json", "--fail-if-slower", "5%", "--json", "out.json")
-    assert done.returncode == 1, done.stderr
-    assert "SLOWER by more than 5 %" in done.stdout
-    assert "95 % interval" in done.stdout
-    assert "data wait" in done.stdout
+    assert done.code == 1, done.err
+    assert "SLOWER by more than 5 %" in done.out
+    assert "95 % interval" in done.out
+    assert "data wait" in done.out
     written = json.loads((runs / "out.json").read_text())
     assert written["schema"] == "hasten-comparison/1"
     assert written["typical"]["ratio"] > 1.05
@@ -54,15 +53,15 @@ def test_slower_beyond_the_limit_is_exit_code_one(runs):
 
 def test_evidence_and_diagnosis_can_be_mixed_and_the_same_again_is_not_slower(runs):
     done = hasten(runs, "main.json", "again.json", "--fail-if-slower", "5%")
-    assert done.returncode == 0, done.stdout
-    assert "Not slower by more than 5 %" in done.stdout
+    assert done.code == 0, done.out
+    assert "Not slower by more than 5 %" in done.out
 
 
 def test_without_a_limit_slower_is_no_failure(runs):
     done = hasten(runs, "main.json", "slow.json")
-    assert done.returncode == 0
-    assert "The typical step takes" in done.stdout
-    assert "SLOWER" not in done.stdout
+    assert done.code == 0
+    assert "The typical step takes" in done.out
+    assert "SLOWER" not in done.out
 
 
 @pytest.mark.parametrize(
@@ -81,12 +80,12 @@ def test_without_a_limit_slower_is_no_failure(runs):
 )
 def test_bad_input_is_exit_code_two(runs, arguments, why):
     done = hasten(runs, *arguments)
-    assert done.returncode == 2
-    assert why in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.code == 2
+    assert why in done.err
+    assert "Traceback" not in done.err
 
 
 def test_the_help_tells_the_rule_and_the_exit_codes(runs):
-    text = " ".join(hasten(runs, "--help").stdout.split())
+    text = " ".join(hasten(runs, "--help").out.split())
     assert "Exit codes: 0 not slower, or nothing was asked; 1 slower; 2 bad input" in text
     assert "95 % interval" in text

@@ -1,4 +1,4 @@
-"""`hasten plan-cluster`, as a process, on evidence that a real training left."""
+"""`hasten plan-cluster` on evidence that a real training left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from hasten.planner.cluster import SCHEMA
 from hasten.planner.strategies import STRATEGIES
-from tests.taps.scripts import HASTEN, LISTEN, Done, execute, write
+from tests.taps.forks import command
+from tests.taps.scripts import LISTEN, Done, execute, write
 
 TRAIN = """
 import torch
@@ -44,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(folder: Path, *arguments: str) -> Done:
-    return execute(HASTEN, "plan-cluster", *arguments, cwd=folder)
+    return command(folder, "plan-cluster", *arguments)
 
 
 def test_evidence_of_one_device_becomes_a_table_and_a_file(folder: Path) -> None:

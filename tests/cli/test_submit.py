@@ -16,6 +16,7 @@ import pytest
 
 from hasten.child import start_logged
 from tests.faults.seconds import counted
+from tests.taps.forks import command
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -87,10 +88,10 @@ def test_the_plan_of_the_folder_is_used_and_checked(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_said_before_anything_is_sent(words: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORDS)
-    done = submit(tmp_path, *words)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    done = command(tmp_path, "submit", *words)
+    assert done.code == 2
+    assert said in done.err
+    assert "Traceback" not in done.err
 
 
 def test_without_slurm_the_message_says_where_to_go(tmp_path: Path) -> None:

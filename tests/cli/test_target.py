@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hasten.child import family
+from tests.taps.forks import command
 from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, write
 
 pytestmark = pytest.mark.timeout(300)
@@ -103,7 +104,8 @@ REFUSED = {
 def test_bad_input_is_refused_in_one_message(tmp_path: Path, case: tuple[list[str], list[str]]) -> None:
     words, said = case
     (tmp_path / "train.json").write_text('{"mine": 1}')
-    done = tune(tmp_path, TRAIN, *words, "train.py", "--lr", "0.5", "--epochs", "2")
+    write(tmp_path, "train.py", TRAIN)
+    done = command(tmp_path, "tune", *words, "train.py", "--lr", "0.5", "--epochs", "2")
     assert done.code == 2
     message = done.err[done.err.index("hasten: ") :]
     assert "Traceback" not in done.err

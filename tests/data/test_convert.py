@@ -20,6 +20,8 @@ from hasten.data import DataLoader, ParquetDataset
 from hasten.data.convert.kinds import source_of
 from hasten.data.convert.write import Conversion
 from hasten.errors import HastenError
+from tests.taps.forks import command
+from tests.taps.scripts import Done
 
 pq = pytest.importorskip("pyarrow.parquet")
 Image = pytest.importorskip("PIL.Image")
@@ -35,9 +37,8 @@ def converted(source: Path | str, out: Path, **options: Any) -> list[dict[str, A
     return [row for file in sorted(out.glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
 
 
-def hasten(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hasten", "convert", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, cwd=cwd)
+def hasten(*arguments: str | Path) -> Done:
+    return command(Path.cwd(), "convert", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +138,12 @@ def test_a_conversion_that_is_killed_goes_on_and_gives_the_same_files(kind: str,
         lines = ["n,text", *(f"{row['n']},{row['text']}" for row in rows)]
         source.write_text("\n".join(map(json.dumps, rows) if kind == "jsonl" else lines))
     limits = ["--group-size", "4kB", "--file-size", "8kB"] if kind == "images" else ["--file-size", "1MB"]
-    assert hasten(source, tmp_path / "whole", *limits).returncode == 0
+    assert hasten(source, tmp_path / "whole", *limits).code == 0
     whole = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
     assert len(whole) > 4
-    command = [sys.executable, "-m", "hasten", "convert", str(source), str(tmp_path / "out"), *limits]
+    line = [sys.executable, "-m", "hasten", "convert", str(source), str(tmp_path / "out"), *limits]
     for files in (1, 3):
-        running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        running = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until = time.monotonic() + 60
         while len(list((tmp_path / "out").glob("*.parquet"))) < files and running.poll() is None:
             assert time.monotonic() < until
@@ -151,9 +152,9 @@ def test_a_conversion_that_is_killed_goes_on_and_gives_the_same_files(kind: str,
         running.wait()
     (tmp_path / "out" / ".hasten-1-a.tmp").write_text("half a file of a writer that was killed")
     done = hasten(source, tmp_path / "out", *limits)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == whole
-    assert "is finished" in hasten(source, tmp_path / "out", *limits).stderr
+    assert "is finished" in hasten(source, tmp_path / "out", *limits).err
 
 
 def test_bad_records_end_it_or_are_left_out_and_counted(photos: Path, tmp_path: Path) -> None:
@@ -164,14 +165,14 @@ def test_bad_records_end_it_or_are_left_out_and_counted(photos: Path, tmp_path: 
     (mixed / "cat" / "bad.jpg").write_text("no image")
     (mixed / "cat" / "empty.png").write_text("")
     done = hasten(mixed, tmp_path / "out")
-    assert done.returncode == 2
-    assert "it is" in done.stderr
-    assert "--skip-bad" in done.stderr
+    assert done.code == 2
+    assert "it is" in done.err
+    assert "--skip-bad" in done.err
     done = hasten(mixed, tmp_path / "skipped", "--skip-bad")
-    assert done.returncode == 0, done.stderr
-    assert "60 images" in done.stdout
-    assert "2 bad records" in done.stdout
-    assert "bad.jpg: it is no image" in done.stderr
+    assert done.code == 0, done.err
+    assert "60 images" in done.out
+    assert "2 bad records" in done.out
+    assert "bad.jpg: it is no image" in done.err
     (tmp_path / "t.csv").write_text("a,b\n1,2\n3\n4,5\n")
     with pytest.raises(HastenError, match=r"t.csv, row 3: it has 1 fields, the first line 2"):
         converted(tmp_path / "t.csv", tmp_path / "csv")

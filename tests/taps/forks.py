@@ -1,4 +1,7 @@
-"""Runs scripts in forks of a process that has torch imported already, which saves seconds of CPU a script."""
+"""Runs scripts in forks of a process that has torch imported already, which saves seconds of CPU a script.
+
+The command `hasten` runs in forks of another one, which has its commands imported, and no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,7 @@ from pathlib import Path
 
 from hasten.evidence import Evidence, read_evidence
 from hasten.taps.config import RunConfig
-from tests.taps.scripts import PYTHON, Done, environment
-
-_SERVER = Path(__file__).with_name("fork_server.py")
-_servers: list[subprocess.Popen[str]] = []  # at most one; it ends with this process
+from tests.taps.scripts import HASTEN, PYTHON, Done, environment
 
 
 def forked(folder: Path, *arguments: str, config: RunConfig | None = None, before: str = "") -> Done:
@@ -49,7 +49,7 @@ def run_in_fork(
         "hasten": json.dumps(dataclasses.asdict(config)) if config is not None else "",
         "before": before,
     }
-    return _answer(json.dumps(job))
+    return _trainings.answer(job)
 
 
 def listened_in_fork(folder: Path, *arguments: str, before: str = "") -> tuple[Done, Evidence]:
@@ -60,31 +60,52 @@ def listened_in_fork(folder: Path, *arguments: str, before: str = "") -> tuple[D
     return done, read_evidence(path)
 
 
-def _answer(job: str) -> int:
-    if not _servers:
-        _servers.append(_start())
-    (server,) = _servers
-    assert server.stdin is not None
-    assert server.stdout is not None
-    try:
-        print(job, file=server.stdin, flush=True)
-        return int(server.stdout.readline())
-    except BaseException:  # it hangs: the answer must not be taken for the next one's
-        _servers.clear()
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        raise
+def command(folder: Path, *arguments: str | Path) -> Done:
+    """What `hasten` does with these arguments. It has no torch yet, and what it starts are whole processes."""
+    with tempfile.TemporaryDirectory() as apart:
+        out, err = Path(apart, "out"), Path(apart, "err")
+        words = list(map(str, arguments))
+        job = {"script": HASTEN, "arguments": words, "folder": str(folder), "out": str(out), "err": str(err)}
+        return Done(_commands.answer(job), out.read_text(), err.read_text())
 
 
-def _start() -> subprocess.Popen[str]:
-    server = subprocess.Popen(
-        [PYTHON, str(_SERVER)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        start_new_session=True,
-    )
-    assert server.stdout is not None
-    assert server.stdout.readline() == "ready\n"
-    return server
+class _Server:
+    """A process that forks, started when it is first asked; it ends with this one.
+
+    Args:
+        name: Its script, beside this file.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._script = Path(__file__).with_name(name)
+        self._process: subprocess.Popen[str] | None = None
+
+    def answer(self, job: dict[str, object]) -> int:
+        """Return the exit code of the fork that did the job, minus the signal that killed it."""
+        server = self._process = self._process or self._start()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            print(json.dumps(job), file=server.stdin, flush=True)
+            return int(server.stdout.readline())
+        except BaseException:  # it hangs: the answer must not be taken for the next one's
+            self._process = None
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+            raise
+
+    def _start(self) -> subprocess.Popen[str]:
+        server = subprocess.Popen(
+            [PYTHON, str(self._script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            start_new_session=True,
+        )
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        return server
+
+
+_trainings, _commands = _Server("fork_server.py"), _Server("command_server.py")

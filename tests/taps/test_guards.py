@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from hasten.taps.config import RunConfig, TrialOptions
 from hasten.taps.config import environment as trial_environment
 from hasten.techniques.data.probe import probe
-from tests.taps.forks import forked
+from tests.taps.forks import command, forked, listened_in_fork
 from tests.taps.scripts import HASTEN, PYTHON, environment, execute, listened, write
 
 
@@ -62,8 +62,7 @@ TWO_PHASES = """
 
 def test_a_model_that_goes_on_training_in_eval_mode_is_left_alone(tmp_path: Path) -> None:
     write(tmp_path, "train.py", TWO_PHASES)
-    write(tmp_path, "hasten.toml", "[techniques]\nno_grad_validation = true\n")
-    done = execute(HASTEN, "run", "train.py", cwd=tmp_path)
+    done = forked(tmp_path, "train.py", config=RunConfig({"no_grad_validation": True}, command=("train.py",)))
     assert (done.code, done.out) == (0, "moved True\n"), done.err
     assert "does not act from here on: Linear: a backward goes through it in eval mode" in done.err
 
@@ -118,9 +117,8 @@ READS_A_GLOBAL = """
 
 def test_a_cache_sees_a_global_change(tmp_path: Path) -> None:
     write(tmp_path, "train.py", READS_A_GLOBAL)
-    write(tmp_path, "hasten.toml", '[techniques]\nsample_cache = "samples"\n')
     expected = forked(tmp_path, "train.py")
-    done = execute(HASTEN, "run", "train.py", cwd=tmp_path)
+    done = forked(tmp_path, "train.py", config=RunConfig({"sample_cache": "samples"}, command=("train.py",)))
     assert done.out == expected.out
 
 
@@ -145,7 +143,7 @@ SCRIPTED = """
 
 def test_listening_leaves_torchscript_alone(tmp_path: Path) -> None:
     write(tmp_path, "train.py", SCRIPTED)
-    done, _ = listened(tmp_path, "train.py")
+    done, _ = listened_in_fork(tmp_path, "train.py")
     assert (done.code, done.out) == (0, "1.0\n"), done.err
 
 
@@ -180,7 +178,7 @@ def test_a_trial_leaves_a_disk_in_memory_alone(tmp_path: Path) -> None:
 
 def test_tune_does_not_write_its_plan_over_something_else(tmp_path: Path) -> None:
     script = write(tmp_path, "train.py", "import torch\n")
-    done = execute(HASTEN, "tune", "--out", "train.py", "train.py", cwd=tmp_path)
+    done = command(tmp_path, "tune", "--out", "train.py", "train.py")
     assert done.code == 2
     assert "is not a plan" in done.err
     assert script.read_text() == "import torch\n"

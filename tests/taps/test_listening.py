@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hasten.evidence import Phase
+from tests.taps.forks import listened_in_fork
 from tests.taps.heard import HEAD, heard
 from tests.taps.scripts import Done, listened, plain, write
 
@@ -304,6 +305,6 @@ def test_evidence_of_a_script_that_was_stopped(tmp_path: Path) -> None:
             model(x).sum().backward()
         """,
     )
-    done, evidence = listened(tmp_path, "train.py")
+    done, evidence = listened_in_fork(tmp_path, "train.py")
     assert done.code == 3
     assert len(evidence.step_start) == 5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,10 @@ import pytest
 from hasten.doctor.lint.check import check, silenced
 from hasten.evidence import Finding, Severity
 from tests.doctor.lint.scripts import training
+from tests.taps.forks import command
 
 ILL = training("losses.append(loss)\nvalue = loss.item()", before="losses = []")
 HEALTHY = "import torch\n\nprint(torch.zeros(3))\n"
-
-
-def hasten(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command, run in a folder."""
-    command = [sys.executable, "-m", "hasten", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
 
 
 def names(path: Path) -> list[str]:
@@ -47,9 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_text_json_and_sarif_say_the_same(folder: Path) -> None:
-    text = hasten(folder, "doctor", "--source", ".", "--format", "text")
-    assert text.returncode == 1, text.stderr
-    lines = text.stdout.splitlines()
+    text = command(folder, "doctor", "--source", ".", "--format", "text")
+    assert text.code == 1, text.err
+    lines = text.out.splitlines()
     assert lines[0].startswith("a/train.py:23:")
     assert " medium retained_graph: " in lines[0]
     assert "(fix: " in lines[0]
@@ -57,10 +51,10 @@ def test_text_json_and_sarif_say_the_same(folder: Path) -> None:
     assert [line.split("/")[0] for line in lines[:-1]] == sorted(line.split("/")[0] for line in lines[:-1])
     assert {line.split("/")[0] for line in lines[:-1]} == {"a", "b", "sp ace"}
 
-    again = hasten(
+    again = command(
         folder, "doctor", "--source", "b", "a", "sp ace", "healthy.py", "--format", "json", "--out", "out.json"
     )
-    assert (again.returncode, again.stdout) == (1, "")
+    assert (again.code, again.out) == (1, "")
     plain = json.loads((folder / "out.json").read_text())
     assert plain["schema"] == "hasten-source/1"
     assert plain["errors"] == []
@@ -69,9 +63,9 @@ def test_text_json_and_sarif_say_the_same(folder: Path) -> None:
     assert (first["worth"], first["how_known"]) == (None, "read")
     assert len(plain["findings"]) == len(lines) - 1
 
-    sarif = hasten(folder, "doctor", "--source", ".", "--format", "sarif")
-    log = json.loads(sarif.stdout)
-    assert (sarif.returncode, log["version"]) == (1, "2.1.0")
+    sarif = command(folder, "doctor", "--source", ".", "--format", "sarif")
+    log = json.loads(sarif.out)
+    assert (sarif.code, log["version"]) == (1, "2.1.0")
     run = log["runs"][0]
     rules = run["tool"]["driver"]["rules"]
     assert all(rule["help"]["text"] and rule["shortDescription"]["text"] for rule in rules)
@@ -87,17 +81,17 @@ def test_text_json_and_sarif_say_the_same(folder: Path) -> None:
 
 
 def test_exit_codes_and_what_is_asked_wrongly(folder: Path) -> None:
-    healthy = hasten(folder, "doctor", "--source", "healthy.py", "empty.py")
-    assert (healthy.returncode, healthy.stdout) == (0, "nothing found in 2 files\n")
-    assert hasten(folder, "doctor", "--source", "a", "--select", "data_parallel").returncode == 0
-    assert hasten(folder, "doctor", "--source", "a", "--fail-on", "high").returncode == 0
-    wrong = hasten(folder, "doctor", "--source", "a", "--select", "host_sink")
-    assert (wrong.returncode, "did you mean 'host_sync'?" in wrong.stderr) == (2, True)
-    wrong = hasten(folder, "doctor", "--source", "a", "--format", "sarfi")
-    assert (wrong.returncode, "sarif" in wrong.stderr) == (2, True)
-    assert hasten(folder, "doctor", "--source").returncode == 2
-    wrong = hasten(folder, "doctor", "--source", "a", "--out", "nowhere/x.json")
-    assert (wrong.returncode, "Traceback" in wrong.stderr) == (2, False)
+    healthy = command(folder, "doctor", "--source", "healthy.py", "empty.py")
+    assert (healthy.code, healthy.out) == (0, "nothing found in 2 files\n")
+    assert command(folder, "doctor", "--source", "a", "--select", "data_parallel").code == 0
+    assert command(folder, "doctor", "--source", "a", "--fail-on", "high").code == 0
+    wrong = command(folder, "doctor", "--source", "a", "--select", "host_sink")
+    assert (wrong.code, "did you mean 'host_sync'?" in wrong.err) == (2, True)
+    wrong = command(folder, "doctor", "--source", "a", "--format", "sarfi")
+    assert (wrong.code, "sarif" in wrong.err) == (2, True)
+    assert command(folder, "doctor", "--source").code == 2
+    wrong = command(folder, "doctor", "--source", "a", "--out", "nowhere/x.json")
+    assert (wrong.code, "Traceback" in wrong.err) == (2, False)
 
 
 def test_files_that_cannot_be_read_are_named_and_the_rest_goes_on(tmp_path: Path) -> None:
@@ -113,14 +107,14 @@ def test_files_that_cannot_be_read_are_named_and_the_rest_goes_on(tmp_path: Path
     (tmp_path / "note.ipynb").write_text("{}")
     (tmp_path / "train.py").write_text(ILL)
     for words in (("doctor", "--source"), ("fix",)):
-        done = hasten(tmp_path, *words, ".", "note.ipynb", "missing.py", "i_pipe.py")
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
-        assert "a_syntax.py:2: syntax error" in done.stderr
-        assert "g_other.py:1: syntax error" in done.stderr
+        done = command(tmp_path, *words, ".", "note.ipynb", "missing.py", "i_pipe.py")
+        assert done.code == 2
+        assert "Traceback" not in done.err
+        assert "a_syntax.py:2: syntax error" in done.err
+        assert "g_other.py:1: syntax error" in done.err
         for name in ("b_latin", "c_null", "d_cookie", "e_deep", "f_large", "note.ipynb", "missing.py", "i_pipe"):
-            assert name in done.stderr
-        assert "train.py" in done.stdout  # the rest went on
+            assert name in done.err
+        assert "train.py" in done.out  # the rest went on
 
 
 def test_the_diff_is_what_patch_takes_and_what_write_writes(tmp_path: Path) -> None:
@@ -132,17 +126,17 @@ def test_the_diff_is_what_patch_takes_and_what_write_writes(tmp_path: Path) -> N
         (tmp_path / name / "latin.py").write_bytes(cookie.encode("latin-1"))
         (tmp_path / name / "train.py").chmod(0o751)
     before = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
-    shown = hasten(tmp_path / "one", "fix", ".")
-    assert shown.returncode == 1
+    shown = command(tmp_path / "one", "fix", ".")
+    assert shown.code == 1
     assert {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()} == before
-    assert "host_sync left alone: the number is used right there" in shown.stderr
-    (tmp_path / "fix.diff").write_text(hasten(tmp_path / "one", "fix", "train.py").stdout)
+    assert "host_sync left alone: the number is used right there" in shown.err
+    (tmp_path / "fix.diff").write_text(command(tmp_path / "one", "fix", "train.py").out)
     subprocess.run(["patch", "-p1", "-i", "../fix.diff"], cwd=tmp_path / "one", check=True, capture_output=True)
 
     link = tmp_path / "two" / "link.py"
     link.symlink_to("train.py")
-    written = hasten(tmp_path / "two", "fix", ".", "link.py", "--write")
-    assert written.returncode == 0, written.stderr
+    written = command(tmp_path / "two", "fix", ".", "link.py", "--write")
+    assert written.code == 0, written.err
     assert link.is_symlink()
     assert {path.name for path in (tmp_path / "two").iterdir()} == {*before, "link.py"}  # nothing lies about
     assert (tmp_path / "two" / "train.py").read_bytes() == (tmp_path / "one" / "train.py").read_bytes()
@@ -151,15 +145,15 @@ def test_the_diff_is_what_patch_takes_and_what_write_writes(tmp_path: Path) -> N
         mended = (tmp_path / "two" / name).read_bytes()
         assert mended == raw.replace(b"losses.append(loss)", b"losses.append(loss.detach())")
         assert mended != raw
-    again = hasten(tmp_path / "two", "fix", ".")
-    assert (again.returncode, again.stdout) == (0, "")
-    assert "nothing to mend" in again.stderr
+    again = command(tmp_path / "two", "fix", ".")
+    assert (again.code, again.out) == (0, "")
+    assert "nothing to mend" in again.err
 
 
 def test_fix_of_some_rules_only(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ILL.replace("zero_grad()", "zero_grad(set_to_none=False)"))
-    done = hasten(tmp_path, "fix", "train.py", "--select", "zeroed_gradients", "--write")
-    assert done.returncode == 0
+    done = command(tmp_path, "fix", "train.py", "--select", "zeroed_gradients", "--write")
+    assert done.code == 0
     text = (tmp_path / "train.py").read_text()
     assert "zero_grad()" in text
     assert "losses.append(loss)" in text

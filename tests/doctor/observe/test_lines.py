@@ -9,10 +9,9 @@ import pytest
 from hasten.doctor.observe import OBSERVERS
 from hasten.evidence import Evidence, read_evidence
 from hasten.taps.config import DoctorOptions, RunConfig
-from hasten.taps.config import environment as told
 from tests.doctor.observe.listening import HEAD, at, observed
 from tests.taps.forks import forked
-from tests.taps.scripts import PYTHON, Done, environment, execute, write
+from tests.taps.scripts import Done, write
 
 BUSY = """
 import threading, time
@@ -54,7 +53,7 @@ def looked_at(folder: Path, text: str, sample: bool = True) -> tuple[Done, Evide
     path = folder / "evidence.json"
     options = DoctorOptions(steps=0, seconds=0, sample=sample, observers=OBSERVERS)
     config = RunConfig(evidence=str(path), command=("train.py",), doctor=options)
-    done = execute(PYTHON, "train.py", cwd=folder, env=told(config, environment()))
+    done = forked(folder, "train.py", config=config)
     assert done.code == 0, done.err
     evidence = read_evidence(path)
     assert evidence.skipped == ()

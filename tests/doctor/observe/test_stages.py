@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -12,10 +11,9 @@ import pytest
 
 from hasten.doctor.observe import OBSERVERS
 from hasten.evidence import Evidence, Stages, read_evidence
-from hasten.taps.config import DoctorOptions, RunConfig, environment
+from hasten.taps.config import DoctorOptions, RunConfig
 from tests.taps.forks import forked
-from tests.taps.scripts import OURS, Done, execute, write
-from tests.taps.scripts import environment as bare
+from tests.taps.scripts import OURS, Done, write
 
 HEAD = """
 import builtins, hashlib, io, json, os, random, sys, time
@@ -99,7 +97,8 @@ def listen(folder: Path, *arguments: str) -> tuple[Done, Evidence]:
     )
     # With a short path, as workers' sockets lie below it: that of a test under pytest-xdist is too long for them.
     with tempfile.TemporaryDirectory(prefix="hs") as temporary:
-        done = execute(sys.executable, *arguments, cwd=folder, env=environment(config, bare(TMPDIR=temporary)))
+        there = f"import os, tempfile; os.environ['TMPDIR'] = {temporary!r}; tempfile.tempdir = None"
+        done = forked(folder, *arguments, config=config, before=there)
         assert os.listdir(temporary) == []  # nothing is left behind
     assert (folder / "e.json").is_file(), done.err
     return done, read_evidence(folder / "e.json")
