@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -28,7 +29,35 @@ def children(pid):
 
 
 def gone(pids):
-    until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids))
+    until(lambda: not any(map(lives, pids)))
+
+
+def lives(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def rests(pid):
+    """Whether a process waits for something: one that only has no turn on a busy machine is `running`."""
+    return all(psutil.Process(pid).status() == psutil.STATUS_SLEEPING and not time.sleep(0.02) for _ in range(3))
+
+
+def tell(pid, number):
+    """Send a signal and wait until it has arrived: a second one that comes before that is none."""
+    os.kill(pid, number)
+    until(lambda: not waits(pid, number))
+
+
+def waits(pid, number):
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # gone
+        return False
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    pending = int(fields["SigPnd"], 16) | int(fields["ShdPnd"], 16)
+    return "zombie" not in fields["State"] and bool(pending >> (number - 1) & 1)
 
 
 def hung(nursery, tmp_path, where, env=SOON):
@@ -38,21 +67,22 @@ def hung(nursery, tmp_path, where, env=SOON):
     if where == "native code":
         spec |= {"acts": [{"what": "hang", "hook": "on_train_batch_start", "nth": 3, "file": str(file)}]}
         spec |= {"data": {"workers": 1}}
-    else:
-        spec |= {"acts": [{"what": "say", "hook": "on_train_batch_end", "nth": 1, "file": str(file)}]}
-        spec |= {"data": {"workers": 2, "breaks": "hang", "at": 77}}
+    else:  # sample 77 is in the tenth batch of 8: nine are trained on
+        spec |= {"acts": [{"what": "say", "hook": "on_train_batch_end", "nth": 9, "file": str(file)}]}
+        spec |= {"data": {"workers": 2, "breaks": "hang", "at": 77, "shuffle": False}}
     process = nursery.start(spec)
     until(lambda: file.exists() and file.read_text())
-    return process, until(lambda: children(process.pid))
+    until(lambda: rests(process.pid))
+    return process, children(process.pid)
 
 
 @pytest.mark.parametrize("where", ["native code", "a worker"])
 @pytest.mark.parametrize("numbers", [[TERM], [INT], [INT, INT], [TERM, INT]], ids=str)
 def test_it_ends_and_leaves_nothing(nursery, tmp_path, where, numbers):
     process, workers = hung(nursery, tmp_path, where, SOON if len(numbers) == 1 else {})
+    assert workers
     for number in numbers:
-        time.sleep(0.2)
-        process.kill(number)
+        tell(process.pid, number)
     assert process.wait() == 128 + numbers[-1], process.said()
     gone(workers)
     assert not (tmp_path / "run" / ".hasten.lock").exists()
@@ -67,9 +97,10 @@ def test_ranks_of_which_one_hangs(tmp_path, monkeypatch, numbers):
     ranks = Ranks(tmp_path).start(100_000)
     pids = [ranks.pid(0), ranks.pid(1)]
     os.kill(pids[1], signal.SIGSTOP)
+    until(lambda: psutil.Process(pids[1]).status() == psutil.STATUS_STOPPED)
+    until(lambda: rests(pids[0]))
     for number in numbers:
-        time.sleep(0.5)
-        os.kill(pids[0], number)
+        tell(pids[0], number)
     code, said = ranks.ended()
     assert code == 128 + numbers[-1], said
     gone(pids)

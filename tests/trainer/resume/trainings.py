@@ -184,7 +184,7 @@ def loaders(data):
     train = Drawing(data["size"], data.get("breaks", ""), data.get("at", -1))
     if data["kind"] == "stream":
         return DataLoader(Stream(data["size"]), batch_size=data["batch"], **common, **more), validation(data)
-    first = DataLoader(train, batch_size=data["batch"], shuffle=True, **common, **more)
+    first = DataLoader(train, batch_size=data["batch"], shuffle=data.get("shuffle", True), **common, **more)
     if data["kind"] == "two":
         return [first, DataLoader(Drawing(40), batch_size=data["batch"], shuffle=True, **common)], validation(data)
     return first, validation(data)
