@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -19,6 +21,36 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("fuzz", deadline=None)
 settings.load_profile("same")
+
+# Their tests wait for many seconds each and compute little: searches, time-outs, trainings that sleep.
+WAITING = (
+    "cli/test_tune.py",
+    "warm/test_warm.py",
+    "warm/test_auto.py",
+    "cli/test_target.py",
+    "trainer/test_tuning.py",
+    "cli/test_bench_loader.py",
+)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let half of the processes of pytest-xdist begin with what waits, while the others compute.
+
+    At the end, where their names would put most of them, nothing would run beside them. xdist's `worksteal` first gives
+    each process an equal number of neighbours, in the order that is made here.
+    """
+    here = Path(__file__).parent
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    half = max(1, workers // 2)
+    files = [here / name for name in WAITING]
+    others = iter([item for item in items if item.path not in files])
+    dealt: list[pytest.Item] = []
+    for worker in range(workers):
+        share = (len(items) - len(dealt)) // (workers - worker)
+        first = [item for item in items if item.path in files[worker::half]] if worker < half else []
+        dealt += [*first, *islice(others, max(0, share - len(first)))]
+    items[:] = [*dealt, *others]
 
 
 @pytest.fixture(autouse=True)
