@@ -146,10 +146,8 @@ def fitted(found: dict[str, float], ranks: int) -> Network:
     return Network(ring_bytes(1, ranks) / each, fixed / (2 * (ranks - 1)), "ring")
 
 
-def job_of(shapes: list[list[int]], found: dict[str, float]) -> Job:
-    """Return the job of phases and shapes that were measured."""
-    held = 4 * (DEPTH * (WIDTH * WIDTH + WIDTH))
-    forward, backward, optimizer = (found[f"phase {number}"] for number in range(3))
+def job_of(forward: float, backward: float, optimizer: float, held: int, **more: Any) -> Job:
+    """Return a job of these phases (seconds), whose parameters and gradients take so many bytes each, under AdamW."""
     return Job(
         data=0.0,
         transfer=0.0,
@@ -163,8 +161,14 @@ def job_of(shapes: list[list[int]], found: dict[str, float]) -> Job:
         states=2 * held,
         beside=None,
         peak=None,
-        shapes=tuple(map(tuple, shapes)),
+        **more,
     )
+
+
+def measured_job(shapes: list[list[int]], found: dict[str, float]) -> Job:
+    """Return the job of phases and shapes that were measured."""
+    held = 4 * (DEPTH * (WIDTH * WIDTH + WIDTH))
+    return job_of(*(found[f"phase {number}"] for number in range(3)), held, shapes=tuple(map(tuple, shapes)))
 
 
 def on_gloo() -> list[dict[str, Any]]:
@@ -175,7 +179,7 @@ def on_gloo() -> list[dict[str, Any]]:
         both = measure(ranks)
         for clock in CLOCKS:
             found = both[clock]
-            job = job_of(both["shapes"], found)
+            job = measured_job(both["shapes"], found)
             if ranks == 1:
                 pairs = {"step": (job.step, found["step"])}
             else:
@@ -269,23 +273,7 @@ def published() -> list[dict[str, Any]]:
 
 def computing(step: float, parameters: int, number: int = 4, units: int | None = None) -> Job:
     """Return a job whose step is a forward and a backward of twice its length, which we take."""
-    held = parameters * number
-    return Job(
-        data=0.0,
-        transfer=0.0,
-        forward=step / 3,
-        backward=step * 2 / 3,
-        other=0.0,
-        optimizer=0.0,
-        batches=1,
-        parameters=held,
-        gradients=held,
-        states=2 * held,
-        beside=None,
-        peak=None,
-        number=number,
-        units=units,
-    )
+    return job_of(step / 3, step * 2 / 3, 0.0, parameters * number, number=number, units=units)
 
 
 def row(

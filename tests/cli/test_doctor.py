@@ -14,6 +14,7 @@ import pytest
 
 from hasten.doctor.verdict.diagnosis import Diagnosis, read_diagnosis
 from hasten.evidence import Evidence, read_evidence
+from tests.taps.forks import command
 from tests.taps.scripts import HASTEN, Done, execute, write
 
 TRAIN = """
@@ -289,71 +290,6 @@ def test_a_compiled_training(tmp_path: Path) -> None:
     assert diagnosis.pauses.first_step > 10 * diagnosis.median  # compilation
 
 
-@pytest.mark.slow  # torchrun and its ranks import torch, one after the other
-def test_torchrun(tmp_path: Path) -> None:
-    """All ranks end when rank 0 has enough, and the launcher does not call it a failure; a slow rank is waited for."""
-    write(
-        tmp_path,
-        "train.py",
-        """
-        import time
-        import torch
-        import torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel
-        from torch.utils.data import DataLoader, TensorDataset
-
-        dist.init_process_group("gloo")
-        model = DistributedDataParallel(torch.nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        while True:
-            for (x,) in DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4):
-                optimizer.zero_grad()
-                loss = model(x).square().mean()
-                time.sleep(0.04 * dist.get_rank())
-                loss.backward()
-                optimizer.step()
-        """,
-    )
-    arguments = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29631", "train.py"]
-    done = execute(HASTEN, "doctor", "--steps", "40", "--json", "d.json", *arguments, cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert "Traceback" not in done.err
-    diagnosis = read_diagnosis(tmp_path / "d.json")
-    assert diagnosis.steps == 40
-    assert diagnosis.verdict.resource == "network"
-    assert 0.6 * diagnosis.step < diagnosis.phases["sync"] < diagnosis.step
-    assert diagnosis.phases["sync"] > 5 * diagnosis.phases["backward"]
-    assert sum(diagnosis.phases.values()) == pytest.approx(diagnosis.step)
-
-
-@pytest.mark.slow  # a doctor's run of two ranks
-def test_a_process_group_that_is_gone_at_the_end_is_not_forgotten(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        "train.py",
-        """
-        import torch
-        import torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel
-
-        dist.init_process_group("gloo")
-        model = DistributedDataParallel(torch.nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(30):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-        dist.destroy_process_group()
-        """,
-    )
-    arguments = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29633", "train.py"]
-    done = execute(HASTEN, "doctor", "--json", "d.json", *arguments, cwd=tmp_path)
-    assert done.code == 0, done.err
-    diagnosis = read_diagnosis(tmp_path / "d.json")
-    assert diagnosis.phases["sync"] > 0
-    assert any("ranks other than 0 of 2" in line for line in diagnosis.unseen)
-
-
 # -- a run that is over, and options ---------------------------------------------------------------------------
 
 
@@ -366,7 +302,7 @@ def test_a_run_that_is_over_is_looked_at_again(examine: Callable[[str], Seen], t
     for named in ("today/evidence.json", "today"):
         options = ["--json", "again.json"]
         line = [named, *options] if named.endswith("json") else [*options, named]
-        done = execute(HASTEN, "doctor", *line, cwd=tmp_path)
+        done = command(tmp_path, "doctor", *line)
         assert done.code == 0, done.err
         again = read_diagnosis(tmp_path / "again.json")
         assert again.phases == seen.diagnosis.phases
@@ -380,7 +316,7 @@ def test_fail_on(examine: Callable[[str], Seen]) -> None:
     bad = dataclasses.replace(seen.evidence, losses=(float("inf"), *seen.evidence.losses[1:]), bad_losses=1)
     bad.write(seen.folder / "bad.json")
     for severity, code in (("note", 1), ("high", None)):
-        done = execute(HASTEN, "doctor", "bad.json", "--json", "bad-d.json", "--fail-on", severity, cwd=seen.folder)
+        done = command(seen.folder, "doctor", "bad.json", "--json", "bad-d.json", "--fail-on", severity)
         found = {finding.severity for finding in read_diagnosis(seen.folder / "bad-d.json").findings}
         assert done.code == (int("high" in found) if code is None else code), found
 
@@ -400,7 +336,7 @@ def test_fail_on(examine: Callable[[str], Seen]) -> None:
 def test_what_cannot_be_done_is_said_before_anything_runs(tmp_path: Path, arguments: list[str], said: str) -> None:
     write(tmp_path, "x.py", "print('it ran')")
     write(tmp_path, "x.json", json.dumps({"schema": "other"}))
-    done = execute(HASTEN, "doctor", *arguments, cwd=tmp_path)
+    done = command(tmp_path, "doctor", *arguments)
     assert done.code == 2
     assert said in done.err
     assert "it ran" not in done.out

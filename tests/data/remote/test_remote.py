@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import warnings
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from hasten.data import DataLoader, ParquetDataset, Remote, RemoteError
@@ -21,74 +17,11 @@ from hasten.data.remote import web
 from hasten.errors import HastenError
 from tests.data.loader_trainings import ranks_loaders
 from tests.data.remote.range_server import Server
+from tests.data.remote.tables import ROWS, afar, near, rows_of, used_bytes, write
 
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
+pytest.importorskip("pyarrow")
 pytest.importorskip("aiohttp")
 fsspec = pytest.importorskip("fsspec")
-
-ROWS, GROUP = 3000, 250
-
-
-def write(folder, name, start, rows=ROWS // 2, group=GROUP):
-    draw = np.random.default_rng(start)
-    columns = {
-        "id": np.arange(start, start + rows),
-        "unused": draw.random((rows,)),
-        "x": draw.random(rows, np.float32),
-        "vector": pa.FixedSizeListArray.from_arrays(pa.array(draw.random(rows * 16, np.float32)), 16),
-        "text": [f"row {row} {draw.random()}" for row in range(start, start + rows)],
-    }
-    folder.mkdir(exist_ok=True)
-    pq.write_table(pa.table(columns), folder / name, row_group_size=group)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    write(tmp_path / "data", "a.parquet", 0)
-    write(tmp_path / "data", "b.parquet", ROWS // 2, group=200)
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def server(folder):
-    server = Server(folder)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def remote(tmp_path):
-    return Remote(cache_dir=tmp_path / "cache", timeout=0.5)
-
-
-def afar(server, remote, columns=("id", "x", "vector"), **options):
-    urls = [f"{server.url}/a.parquet", f"{server.url}/b.parquet"]
-    return ParquetDataset(urls, list(columns), remote=remote, window=4, **options)
-
-
-def near(folder, columns=("id", "x", "vector"), **options):
-    return ParquetDataset(folder, list(columns), window=4, **options)
-
-
-def rows_of(loader):
-    return [
-        (batch["id"].tolist(), batch["x"].tolist(), batch["vector"].sum(1).tolist() if "vector" in batch else [])
-        for batch in loader
-    ]
-
-
-def used_bytes(folder, columns):
-    """What the columns of all row groups and the footers take."""
-    total = 0
-    for path in folder.glob("*.parquet"):
-        metadata = pq.read_metadata(path)
-        total += metadata.serialized_size + 8
-        for group in map(metadata.row_group, range(metadata.num_row_groups)):
-            chunks = map(group.column, range(group.num_columns))
-            total += sum(c.total_compressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
-    return total
-
 
 WORKERS = {"none": {}, "threads": {"num_workers": 2}, "processes": {"num_workers": 1, "workers": "process"}}
 
@@ -142,15 +75,6 @@ def test_few_bytes_are_fetched_that_are_not_used(folder, tmp_path, shuffle, rank
     assert used <= server.sent <= 1.1 * used
     sizes = [path.stat().st_size for path in folder.glob("*.parquet")]
     assert server.sent < 0.8 * sum(sizes), "of columns that nobody asked for nothing is fetched"
-
-
-def test_the_second_epoch_and_the_second_run_come_from_the_cache(server, remote):
-    first = rows_of(loader := DataLoader(afar(server, remote), batch_size=64, shuffle=True, num_workers=2))
-    sent = server.sent
-    rows_of(loader)
-    assert server.sent == sent
-    assert rows_of(DataLoader(afar(server, remote), batch_size=64, shuffle=True)) == first
-    assert server.sent - sent <= 2 << 14, "footers: the file may have changed"
 
 
 @pytest.mark.filterwarnings("ignore:.*come twice")
@@ -357,49 +281,3 @@ def test_any_store_of_fsspec(folder, remote):
     with pytest.raises(RemoteError, match=r"ftp://127.0.0.1:1/a.parquet cannot be read: no connection .*refused"):
         ParquetDataset("ftp://me:secret@127.0.0.1:1/a.parquet", remote=remote)
     assert len(ParquetDataset(folder.as_uri(), ["id"])) == ROWS
-
-
-SHARING = """
-import sys
-from hasten.data.remote.files import Reader, RemoteFile
-from hasten.data.remote.options import Remote
-reader = Reader(Remote(cache_dir=sys.argv[1]))
-total = 0
-for url in sys.argv[2:]:
-    file = RemoteFile(url, reader)
-    for group in range(file.metadata.num_row_groups):
-        total += sum(file.read(group, ["id"])["id"].to_pylist())
-print(total, "torch" in sys.modules)
-"""
-
-
-def test_several_processes_share_one_cache(server, tmp_path):
-    server.delay = 0.01
-    command = [sys.executable, "-c", SHARING, tmp_path / "cache", f"{server.url}/a.parquet", f"{server.url}/b.parquet"]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert {process.communicate(timeout=100)[0].strip() for process in processes} == {f"{sum(range(ROWS))} False"}
-    asked = [one for one in server.asked if not one[1].startswith("bytes=-")]
-    assert len(set(asked)) == len(asked), "each range is fetched by one of them"
-
-
-def test_a_cache_that_cannot_be_written_costs_time_only(folder, server, tmp_path):
-    (tmp_path / "file").touch()
-    data = afar(server, Remote(cache_dir=tmp_path / "file" / "cache"))
-    with pytest.warns(UserWarning, match="fetched bytes are not kept in") as warned:
-        assert rows_of(DataLoader(data, batch_size=64)) == rows_of(DataLoader(near(folder), batch_size=64))
-    assert len([one for one in warned if "not kept" in str(one.message)]) == 1
-
-
-def test_the_default_cache_is_this_users_own(monkeypatch, tmp_path, server):
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    place = Remote().folder()
-    assert place == tmp_path / f"hasten-cache-{os.geteuid()}"
-    place.mkdir()
-    place.chmod(0o777)
-    with pytest.warns(UserWarning, match="others may write to it"):
-        afar(server, Remote())[0]
-    place.chmod(0o700)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        afar(server, Remote())[0]
-    assert list(Path(place).glob("*.part"))
