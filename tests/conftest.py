@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where there are more: they otherwise spin while they wait, which takes four times the CPU of the tests themselves.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+gc.disable()  # while tests are collected: all of it stays
 
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("fuzz", deadline=None)
@@ -51,6 +54,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         first = [item for item in items if item.path in files[worker::half]] if worker < half else []
         dealt += [*first, *islice(others, max(0, share - len(first)))]
     items[:] = [*dealt, *others]
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was collected and imported out of garbage collections, here and in what is forked from here."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
