@@ -18,7 +18,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 TESTS  ?= tests
 MARK   ?= not slow
-JOBS   ?= 3
+JOBS   ?= 4
 BUDGET ?= 3m
 
 BIN   := .venv/bin
