@@ -318,3 +318,24 @@ def test_the_store_of_a_machine_listens_to_that_machine_alone() -> None:
     assert listening == {f"0100007F:{store.port:04X}"}
     store.set("said", "something")
     assert TCPStore("127.0.0.1", store.port, 2, is_master=False).get("said") == b"something"
+
+
+def test_a_process_group_of_somebody_else_is_used_with_its_store(tmp_path: Path) -> None:
+    """Ray Train opens one, a script may: SIGTERM to one rank must reach the others there, too."""
+
+    def run() -> tuple[Any, ...]:
+        rank = int(os.environ["RANK"])
+        torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'meet'}", rank=rank, world_size=2)
+        world = World.from_environment("gloo")
+        assert world.store is not None
+        world.store.set(f"said/{rank}", str(rank))
+        said = [world.store.get(f"said/{one}") for one in range(2)]
+        world.close()  # not ours: it stays open
+        return said, torch.distributed.is_initialized(), world.sum(torch.tensor(1)).item()
+
+    assert spawn(run, 2, strategy="ddp_fork") == ([b"0", b"1"], True, 2)
+
+
+def test_groups_of_neighbors() -> None:
+    groups = [World(rank=rank, size=6).in_groups(3) for rank in range(6)]
+    assert [(group.rank, group.size) for group in groups] == [(0, 2)] * 3 + [(1, 2)] * 3

@@ -150,34 +150,39 @@ class Exchange:
 _AT_ONCE = 25 * 2**20  # bytes sent in one go, as DistributedDataParallel does
 
 
-def average(gradients: list[torch.Tensor], world: World) -> None:
+def average(gradients: list[torch.Tensor], world: World, group: Any = None) -> None:
     """Average gradients over the ranks, in place.
+
+    Args:
+        gradients: The same on all ranks, in order, shape and type.
+        world: The ranks; its size is theirs.
+        group: Their process group; None: all there are.
 
     Raises:
         HastenError: One is sparse.
     """
-    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for gradient in gradients:
         if gradient.is_sparse:
             raise HastenError("sparse gradients of several ranks cannot be averaged here", "use dense embeddings")
-        groups.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    for group in groups.values():
+        kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for alike in kinds.values():
         bucket: list[torch.Tensor] = []
         held = 0
-        for place, gradient in enumerate(group):
+        for place, gradient in enumerate(alike):
             bucket.append(gradient)
             held += gradient.nbytes
-            if held >= _AT_ONCE or place == len(group) - 1:
-                _average_together(bucket, world)
+            if held >= _AT_ONCE or place == len(alike) - 1:
+                _average_together(bucket, world, group)
                 bucket, held = [], 0
 
 
-def _average_together(bucket: list[torch.Tensor], world: World) -> None:
+def _average_together(bucket: list[torch.Tensor], world: World, group: Any) -> None:
     import torch.distributed as dist
 
     flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
     flat.mul_(1.0 / world.size)  # before the sum, as DistributedDataParallel does: the same bits
-    dist.all_reduce(flat)
+    dist.all_reduce(flat, group=group)
     for gradient, averaged in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
         gradient.copy_(averaged.view_as(gradient))
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hasten.errors import HastenError
-from hasten.parallel.sharded import is_sharded, local
+from hasten.parallel.sharded import by_mesh, is_sharded, local
 from hasten.parallel.world import World
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
     shard_size: int | None = None,
+    mesh: Any = None,
 ) -> Root:
     """Leave each rank its part of a module's parameters; whole ones are put together where a unit computes.
 
@@ -77,6 +78,7 @@ def shard(
         mp_policy: In which formats FSDP gathers and reduces; None: as the parameters are.
         reshard_after_forward: Whether units are let go between forward and backward; None: all but the root.
         shard_size: How many neighboring ranks share one copy of the module; None: all.
+        mesh: The ranks to share it among, where they are not all: the "data" of a mesh whose layers are split already.
 
     Returns:
         What steps are called through.
@@ -89,15 +91,15 @@ def shard(
     if (root := root_of(module)) is not None:
         return root
     _refuse(module)
-    mesh = _mesh(world, shard_size or world.size)
+    mesh = _mesh(world, shard_size or world.size) if mesh is None else mesh
     # Inputs stay as they are: autocast casts them, or the technique `precision` has.
     policy = mp_policy or MixedPrecisionPolicy(cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     for block in apart(module, blocks):
-        _as_on_rank_0(block, world)
+        as_on_rank_0(block, world)
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     root = Root(module)
-    _as_on_rank_0(module, world)
+    as_on_rank_0(module, world)
     fully_shard(root, reshard_after_forward=reshard_after_forward, **options)
     vars(module)[_ROOT] = root  # not as a part of it, which would be a circle
     return root
@@ -144,7 +146,7 @@ def _refuse(module: nn.Module) -> None:
             )
 
 
-def _as_on_rank_0(module: nn.Module, world: World) -> None:
+def as_on_rank_0(module: nn.Module, world: World) -> None:
     """Bring whole parameters and buffers to the device, and give all ranks those of rank 0, as DDP does."""
     import torch.distributed as dist
 
@@ -204,13 +206,16 @@ def accumulated(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
         name = names.get(id(kept.sharded_param))
         if gradient is not None and name is not None:
             waiting[name] = gradient
-    mean = {name: world.mean(gradient).to(gradient.dtype) for name, gradient in waiting.items()}
+    mean = {name: world.mean(_full(gradient)).to(gradient.dtype) for name, gradient in waiting.items()}
     for name, parameter in module.named_parameters():  # of a window that began before the last resume
         if parameter.grad is not None:
-            before: Any = parameter.grad
-            full = before.full_tensor() if is_sharded(before) else before
+            full = _full(parameter.grad)
             mean[name] = mean[name] + full if name in mean else full.clone()
     return mean
+
+
+def _full(gradient: Any) -> torch.Tensor:
+    return gradient.full_tensor() if is_sharded(gradient) else gradient  # type: ignore[no-any-return]
 
 
 def begin_again(module: nn.Module) -> None:
@@ -253,15 +258,11 @@ def clip_norm(parameters: Iterable[torch.Tensor], value: float) -> None:
     """Clip gradients by their norm over all parameters and ranks, as `clip_grad_norm_` does for whole ones.
 
     Args:
-        parameters: Sharded over one mesh; those that are whole count once.
+        parameters: Sharded over any meshes; those that are whole count once.
         value: The largest norm.
     """
     given = [parameter for parameter in parameters if parameter.grad is not None]
-    norms = []
-    for group in ([p for p in given if is_sharded(p.grad)], [p for p in given if not is_sharded(p.grad)]):
-        if group:
-            norm: Any = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
-            norms.append(norm.full_tensor() if is_sharded(norm) else norm)
+    norms = [_full(nn.utils.get_total_norm(same)) for same in by_mesh([p.grad for p in given if p.grad is not None])]
     if not norms:
         return
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

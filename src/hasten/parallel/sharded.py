@@ -5,6 +5,7 @@ Nothing here imports DTensor unless there is one: a tensor that is whole passes 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -52,3 +53,15 @@ def share_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     moved = tensor.detach().to(like.device)
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
     return distribute_tensor(moved, mesh, placements, src_data_rank=None)
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return tensors in lists of one mesh each, whole ones in one of their own.
+
+    torch's functions of several tensors refuse those that lie on several meshes.
+    """
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if is_sharded(tensor) else None  # type: ignore[attr-defined]
+        kinds.setdefault(mesh, []).append(tensor)
+    return list(kinds.values())

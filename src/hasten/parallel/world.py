@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,19 @@ class World:
     @property
     def store(self) -> Store | None:
         """What ranks leave for each other without meeting; None when alone."""
-        return self._store
+        if self._store is not None or self.size == 1:
+            return self._store
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return PrefixStore("hasten", _get_default_store())  # of whoever opened the process group
+
+    def in_groups(self, size: int) -> World:
+        """Return a world that counts groups of `size` neighboring ranks in place of ranks: who shares out samples.
+
+        For its numbers alone: its methods would meet all ranks.
+        """
+        return self if size == 1 else replace(self, rank=self.rank // size, size=self.size // size)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """Any picklable object of rank `src`, on all ranks."""

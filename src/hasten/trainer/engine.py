@@ -179,7 +179,10 @@ class Engine:
         return Board(training, None if self.world.size == 1 else self._reduce, self.trainer.misconfigured)
 
     def _reduce(self, value: torch.Tensor, reduce_op: str = "mean", group: Any = None) -> torch.Tensor:
-        return self.world.reduce(value, str(reduce_op).lower().replace("avg", "mean"))
+        operation = str(reduce_op).lower().replace("avg", "mean")
+        if self.world.rank % self.strategy.copies and operation in ("sum", "product"):
+            value = torch.zeros_like(value) if operation == "sum" else torch.ones_like(value)  # its batch counts once
+        return self.world.reduce(value, operation)
 
     # -- loaders -----------------------------------------------------------------------------------------
 

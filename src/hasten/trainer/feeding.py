@@ -111,9 +111,10 @@ def _ready(trainer: Trainer, leaf: Any, kind: str) -> Any:
         if same is not leaf:
             trainer.warn(f"requested to overfit but enabled {kind} dataloader shuffling: it is off, for equal batches")
             leaf = same
-    if trainer.world.size > 1 and config.use_distributed_sampler:
+    shares = trainer.engine.strategy.shares(trainer.world)
+    if shares.size > 1 and config.use_distributed_sampler:
         leaf, text = distributed_loader(
-            leaf, trainer.world, train=kind == "train", seed=config.seed or 0, repeat=kind != "predict"
+            leaf, shares, train=kind == "train", seed=config.seed or 0, repeat=kind != "predict"
         )
         if text:
             trainer.say(text, once=True)

@@ -223,7 +223,8 @@ def train(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
     parameters = dict(trainer.model.named_parameters())
     for name, gradient in (resumed or {"gradients": {}})["gradients"].items():
         parameter = parameters[name]  # of 16 bits, its gradient may have been gathered in float32 (FSDP)
-        parameter.grad = share_of(gradient.to(parameter.device, parameter.dtype), parameter)
+        if not parameter.is_meta:  # another stage's
+            parameter.grad = share_of(gradient.to(parameter.device, parameter.dtype), parameter)
     engine.board = loop.board
     if trainer.validates_this_epoch and engine.feeds["val"].source is None:
         feeding.setup(trainer, "val")

@@ -114,6 +114,8 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
         return output
 
     differentiate: Differentiate = whole
+    if engine.strategy.differentiates:
+        differentiate = differentiated_within(trainer, hooks, training_step, clear)
     if trainer.config.microbatch is not None:
         differentiate = in_parts(trainer, hooks, training_step, clear, backward)
 
@@ -134,6 +136,43 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
     by_closure = own_step is not None or needs_closure(optimizer)
     with_closure = stepping_by_closure(trainer, differentiate, own_step) if by_closure else None
     return step
+
+
+def differentiated_within(
+    trainer: Trainer, hooks: Hooks, training_step: Callable[..., Any], clear: Callable[[int], None]
+) -> Differentiate:
+    """Return what computes a batch's gradients where `training_step` runs the backward as well: a pipeline's does.
+
+    Raises:
+        HastenError: Something wants to see the loss in between.
+    """
+    for name in ("on_before_backward", "backward"):
+        if hooks.of_module(name) is not None:
+            raise trainer.misconfigured(
+                f"{trainer.engine.strategy.label}Strategy runs forwards and backwards of a batch's parts in turn:"
+                f" {name} could not be called between them",
+                "leave this hook out",
+            )
+    # Of callbacks, such as NaNWatch: they look at the loss, which is known when the backward is over.
+    before, after = hooks.of_callbacks("on_before_backward"), hooks.of("on_after_backward")
+
+    def differentiate(batch: Any, batch_idx: int, first: bool) -> Any:
+        if trainer.engine.optimizing.skips_backward:
+            raise trainer.misconfigured(
+                f"{trainer.engine.strategy.label}Strategy cannot leave the backward out, as stochastic weight averaging"
+                " does at its end",
+                "use the callback EMA",
+            )
+        if first:
+            clear(batch_idx)
+        output = training_step(batch, batch_idx)
+        for hook in before:
+            hook(output)
+        for hook in after:
+            hook()
+        return output
+
+    return differentiate
 
 
 def stepping_by_closure(

@@ -82,10 +82,10 @@ class Tokens(hasten.Module):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-def loader(batch_size: int) -> DataLoader[Any]:
+def loader(batch_size: int, shuffle: bool = False) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 11, (SAMPLES,), generator=generator)
-    return DataLoader(TensorDataset(tokens, (tokens * 3 + 1) % 11), batch_size=batch_size)
+    return DataLoader(TensorDataset(tokens, (tokens * 3 + 1) % 11), batch_size=batch_size, shuffle=shuffle)
 
 
 @dataclass
@@ -102,6 +102,7 @@ class Case:
         batch: Samples of a step, of all ranks together.
         validates: Whether it validates after each epoch.
         saves_at: Also save NAME-within.ckpt behind this batch.
+        shuffles: Whether the loader draws its order.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Case:
     batch: int = 8
     validates: bool = False
     saves_at: int | None = None
+    shuffles: bool = False
 
 
 class Saving(hasten.callbacks.Callback):
@@ -126,8 +128,8 @@ class Saving(hasten.callbacks.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def fit(case: Case, folder: Path, devices: int, strategy: Any) -> dict[str, Any]:
-    """Train a case here, save it, and return what was logged."""
+def fit(case: Case, folder: Path, devices: int, strategy: Any, copies: int = 1) -> dict[str, Any]:
+    """Train a case here, save it, and return what was logged; `copies` processes work on one batch."""
     flags = {"max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     flags |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     callbacks = case.callbacks() if case.callbacks is not None else []
@@ -135,22 +137,24 @@ def fit(case: Case, folder: Path, devices: int, strategy: Any) -> dict[str, Any]
     trainer = hasten.Trainer(**{**flags, **case.flags}, callbacks=callbacks, devices=devices, strategy=strategy)
     module = case.kind(**case.model)
     before = None if case.goes_on is None else str(folder / f"{case.goes_on}.ckpt")
-    train = loader(case.batch // devices)
+    train = loader(case.batch * copies // devices, case.shuffles)
     trainer.fit(module, train, loader(4) if case.validates else None, ckpt_path=before)
     trainer.save_checkpoint(folder / f"{case.name}.ckpt")
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def _all(cases: list[Case], folder: Path, devices: int, strategy: Any) -> list[dict[str, Any]]:
-    return [fit(case, folder, devices, strategy) for case in cases]
+def _all(cases: list[Case], folder: Path, devices: int, strategy: Any, copies: int) -> list[dict[str, Any]]:
+    return [fit(case, folder, devices, strategy, copies) for case in cases]
 
 
-def train(cases: list[Case], folder: Path, devices: int = 1, strategy: Any = "auto") -> list[dict[str, Any]]:
+def train(
+    cases: list[Case], folder: Path, devices: int = 1, strategy: Any = "auto", copies: int = 1
+) -> list[dict[str, Any]]:
     """Train cases one behind the other, in this process or in ranks of their own; return what each has logged."""
     folder.mkdir(exist_ok=True)
     if devices == 1:
-        return _all(cases, folder, devices, strategy)
-    return spawn(_all, devices, (cases, folder, devices, strategy), strategy="ddp_fork")
+        return _all(cases, folder, devices, strategy, copies)
+    return spawn(_all, devices, (cases, folder, devices, strategy, copies), strategy="ddp_fork")
 
 
 def saved(folder: Path, name: str) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def spoilt_buffers(module: torch.nn.Module, spoilt_before: frozenset[str] = froz
     statistics, others = {}, {}
     for prefix, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
-            if buffer is None or name in owner._non_persistent_buffers_set:
+            if buffer is None or buffer.is_meta or name in owner._non_persistent_buffers_set:
                 continue
             name = f"{prefix}.{name}" if prefix else name
             if isinstance(owner, torch.nn.modules.batchnorm._NormBase):

@@ -55,7 +55,12 @@ def spoilt_weights(module: torch.nn.Module) -> list[str]:
 
     Only parameters that are trained are asked: a frozen table of attention masks may well hold infinities.
     """
-    trained = {n: local(p) for n, p in module.named_parameters() if p.requires_grad and p.layout == torch.strided}
+    trained = {
+        name: local(parameter)
+        for name, parameter in module.named_parameters()
+        # Without memory here: another process has it, a stage of a pipeline.
+        if parameter.requires_grad and parameter.layout == torch.strided and not parameter.is_meta
+    }
     if all(finite(group) for group in alike(trained.values())):
         return []
     return [name for name, p in trained.items() if not torch.isfinite(p).all()]
@@ -68,7 +73,7 @@ def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in map(local, tensors):
-        if tensor.is_floating_point() and tensor.numel() and tensor.layout == torch.strided:
+        if tensor.is_floating_point() and tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta:
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(groups.values())
 

@@ -46,6 +46,8 @@ class Strategy:
         label: What it is called in a profile.
         timeout: Seconds that a process waits for the others where they meet; None: torch's default.
         inference_mode: Whether evaluations may run under `torch.inference_mode`.
+        copies: How many neighboring processes work on one and the same batch.
+        differentiates: Whether `training_step` also runs the backward.
     """
 
     name = "auto"
@@ -54,6 +56,8 @@ class Strategy:
     label = "SingleDevice"
     timeout: float | timedelta | None = None
     inference_mode = True
+    copies = 1
+    differentiates = False
 
     def within(self, world: World) -> Strategy:
         """Return what to do in a world that is open: where several processes are, they must exchange gradients."""
@@ -66,6 +70,10 @@ class Strategy:
             techniques: Those that are installed, with their settings.
             plan: The flag `plan`.
         """
+
+    def shares(self, world: World) -> World:
+        """Return who shares out samples: the ranks, or groups of those that work on one batch."""
+        return world.in_groups(self.copies)
 
     # -- set-up ----------------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 _REFUSED = {
-    "compile": "compiled models and FSDP's hooks were not tried together yet",
-    "channels_last": "FSDP shards parameters that are contiguous in memory only",
+    "compile": "compiled models and sharded parameters were not tried together yet",
+    "channels_last": "parameters are sharded only where they are contiguous in memory",
     "fused_optimizer": "its kernels read whole parameters; torch's own take sharded ones: AdamW(..., fused=True)",
 }
 
@@ -86,20 +86,31 @@ class FSDPStrategy(Strategy):
 
     def check(self, techniques: Mapping[str, Any], plan: Any = None) -> None:
         """Refuse what sharded parameters do not take part in."""
-        for name, why in _REFUSED.items():
-            if name in techniques:
-                raise ContradictionError(f'{name} and strategy="fsdp" do not go together: {why}', f"leave {name} out")
-        if techniques.get("precision") == "16-mixed":
-            raise ContradictionError(
-                'precision="16-mixed" and strategy="fsdp" do not go together: each process sees only a part of the'
-                " gradients, and would scale its loss on its own",
-                'use precision="bf16-mixed"',
-            )
-        if plan == "auto":
-            raise ContradictionError(
-                'plan="auto" and strategy="fsdp" do not go together: its techniques were not tried on sharded models',
-                "give the flags themselves",
-            )
+        refuse_beside('strategy="fsdp"', techniques, plan)
+
+
+def refuse_beside(label: str, techniques: Mapping[str, Any], plan: Any) -> None:
+    """Raise for techniques that cannot work where each process has only parts of the parameters.
+
+    Args:
+        label: Of the strategy, for messages.
+        techniques: Those that are installed, with their settings.
+        plan: The Trainer's flag.
+    """
+    for name, why in _REFUSED.items():
+        if name in techniques:
+            raise ContradictionError(f"{name} and {label} do not go together: {why}", f"leave {name} out")
+    if techniques.get("precision") == "16-mixed":
+        raise ContradictionError(
+            f'precision="16-mixed" and {label} do not go together: each process sees only a part of the'
+            " gradients, and would scale its loss on its own",
+            'use precision="bf16-mixed"',
+        )
+    if plan == "auto":
+        raise ContradictionError(
+            f'plan="auto" and {label} do not go together: its techniques were not tried on sharded models',
+            "give the flags themselves",
+        )
 
 
 class FSDP(Strategy):

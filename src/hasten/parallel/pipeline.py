@@ -1,0 +1,358 @@
+"""Layers in stages, one a rank: torch's pipeline schedules over an `nn.Sequential`, which is split in place."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hasten.errors import HastenError
+from hasten.parallel.world import World
+
+_SPLIT = "_hasten_stages"
+_APART = 1e-3  # relative difference at which a loss is no mean over samples: far beyond the rounding of 16 bits
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def bounds_of(layers: nn.Sequential, stages: int, points: Sequence[int] | None) -> list[int]:
+    """Return where the stages begin, and the end: `stages + 1` positions of layers.
+
+    Args:
+        layers: To be split.
+        stages: How many.
+        points: Positions at which the second and further stages begin; None: so that the stage with most parameters
+            has as few as can be.
+
+    Raises:
+        HastenError: The points do not split these layers into so many stages.
+    """
+    if points is not None:
+        bounds = [0, *points, len(layers)]
+        if len(points) != stages - 1 or any(one >= other for one, other in itertools.pairwise(bounds)):
+            raise HastenError(
+                f"PipelineStrategy(split_points={list(points)}) does not split {len(layers)} layers into {stages}"
+                " stages.",
+                f"Give {stages - 1} ascending positions between 0 and {len(layers)}: where the next stages begin.",
+            )
+        return bounds
+    if len(layers) < stages:
+        raise HastenError(
+            f"{len(layers)} layers cannot be split into {stages} stages.", "Use fewer processes in a pipeline."
+        )
+    weights = [sum(parameter.numel() for parameter in layer.parameters()) + 1 for layer in layers]
+    return _evened(weights, stages)
+
+
+def _evened(weights: list[int], stages: int) -> list[int]:
+    """Cut a row into so many pieces that the heaviest is as light as can be; each has at least one."""
+    total = [0]
+    for weight in weights:
+        total.append(total[-1] + weight)
+    best: list[tuple[int, list[int]]] = [(total[end], [0, end]) for end in range(len(weights) + 1)]
+    for stage in range(2, stages + 1):
+        best = [
+            min(
+                ((max(best[cut][0], total[end] - total[cut]), [*best[cut][1], end]) for cut in range(stage - 1, end)),
+                default=(total[-1] + 1, []),
+            )
+            for end in range(len(weights) + 1)
+        ]
+    return best[-1][1]
+
+
+def refuse(module: nn.Module, layers: nn.Module, bounds: list[int]) -> None:
+    """Raise for what stages would not train as one process does.
+
+    Args:
+        module: The whole.
+        layers: The part of it that is split.
+        bounds: From `bounds_of`.
+    """
+    inside = {id(parameter) for parameter in layers.parameters()}
+    outside = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
+    if outside:
+        raise HastenError(
+            f"{outside[0]} lies outside of the layers that the pipeline splits, and would not be trained.",
+            "Put all layers into one nn.Sequential, or freeze it by requires_grad_(False).",
+        )
+    owner: dict[int, int] = {}
+    for stage, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        for layer in list(layers.children())[begin:end]:
+            for name, parameter in layer.named_parameters():
+                if owner.setdefault(id(parameter), stage) != stage:
+                    raise HastenError(
+                        f"{name} is one weight in stages {owner[id(parameter)]} and {stage}: each would train its own.",
+                        "Do not share weights between stages, or choose split_points that keep them in one.",
+                    )
+    norms = [name for name, part in layers.named_modules() if isinstance(part, _BatchNorm) and part.training]
+    if norms:
+        raise HastenError(
+            f"{norms[0]} counts over the samples that are computed together: over a microbatch, not over the batch.",
+            "Use GroupNorm or LayerNorm, or put BatchNorm into eval mode.",
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands in its pipeline.
+
+    Attributes:
+        group: The ranks of the pipeline, in the order of their stages.
+        stage: This rank's.
+        stages: How many.
+        device: This rank's.
+    """
+
+    group: Any
+    stage: int
+    stages: int
+    device: torch.device
+
+    def rank(self, stage: int) -> int:
+        """Return the global rank of a stage."""
+        import torch.distributed as dist
+
+        return dist.get_global_rank(self.group, stage)
+
+
+def split(layers: nn.Sequential, bounds: list[int], world: World, stage: int) -> None:
+    """Give all ranks rank 0's values, and let go of all layers but this stage's: they are left without memory.
+
+    Layers that are split already stay as they are.
+
+    Raises:
+        HastenError: They are split otherwise.
+    """
+    from hasten.parallel.fsdp import as_on_rank_0
+
+    before = vars(layers).get(_SPLIT)
+    if before is not None and before != (bounds, stage):
+        raise HastenError(
+            f"The layers are split at {before[0]} by a Trainer before, not at {bounds}.",
+            "Split them alike, or build the module again and go on from a checkpoint.",
+        )
+    if before is not None:
+        return
+    for at, layer in enumerate(layers):
+        as_on_rank_0(layer, world)
+        if not bounds[stage] <= at < bounds[stage + 1]:
+            layer.to("meta")
+    vars(layers)[_SPLIT] = bounds, stage
+
+
+class Pipeline:
+    """Runs batches through the stages.
+
+    Args:
+        own: The layers of this rank's stage.
+        place: Where that is.
+        loss: `(output, target)` -> the mean over their samples.
+        microbatches: Parts of a batch, at most.
+        schedule: "gpipe" or "1f1b".
+    """
+
+    def __init__(self, own: nn.Sequential, place: Place, loss: Loss, microbatches: int, schedule: str) -> None:
+        self.own, self.place, self._loss = own, place, loss
+        self._microbatches, self._kind = microbatches, schedule
+        self._schedules: dict[Any, Any] = {}
+        self._share = 1.0  # of a microbatch in the gradient
+        self._kept: list[tuple[Any, Any]] | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.place.stage == self.place.stages - 1
+
+    def step(self, inputs: torch.Tensor, target: Any, weight: float = 1.0, looks: bool = False) -> torch.Tensor:
+        """Add the gradients of a batch to this stage's parameters; a collective of the pipeline's ranks.
+
+        Args:
+            inputs: Of the first layer: (samples, ...).
+            target: Of the loss: (samples, ...).
+            weight: Of the batch's loss in the gradient: a part of an accumulation window.
+            looks: Whether to compare the mean of the parts' losses with the whole batch's.
+
+        Returns:
+            The batch's mean loss, without a graph, on all ranks of the pipeline.
+
+        Raises:
+            HastenError: The loss is no mean over samples; on all ranks.
+        """
+        parts = parts_of(len(inputs), self._microbatches)
+        schedule = self._schedule(inputs, parts)
+        self._share, self._kept = weight / parts, [] if looks else None
+        losses: list[torch.Tensor] = []
+        stage, options = self.place.stage, _without_outputs(schedule)
+        if stage == 0:
+            schedule.step(inputs, **options)
+        elif self.is_last:
+            schedule.step(target=target, losses=losses, **options)
+        else:
+            schedule.step(**options)
+        mean = torch.stack([loss.detach() for loss in losses]).sum() / weight if losses else None
+        return self._told(mean)
+
+    def _schedule(self, inputs: torch.Tensor, parts: int) -> Any:
+        """Return the schedule for batches of this shape; the first one of a shape runs through the stages once."""
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+        precision = torch.is_autocast_enabled(self.place.device.type)
+        key = (inputs.shape, inputs.dtype, parts, precision, self.own.training)
+        if key not in self._schedules:
+            first, out = self._shapes(inputs[: len(inputs) // parts])
+            place = self.place
+            # Shapes are given: torch would find them by running made-up numbers through layers and loss.
+            stage = PipelineStage(
+                self.own, place.stage, place.stages, place.device, input_args=first, output_args=out, group=place.group
+            )
+            loss = self._weighed if self.is_last else _elsewhere
+            # A stage of 1F1B must have as many parts as there are stages; both have the same result.
+            kind = Schedule1F1B if self._kind == "1f1b" and parts >= place.stages else ScheduleGPipe
+            self._schedules[key] = kind(stage, parts, loss_fn=loss, scale_grads=False)
+        return self._schedules[key]
+
+    def _weighed(self, output: Any, target: Any) -> torch.Tensor:
+        loss = self._loss(output, target)
+        if self._kept is not None:
+            self._kept.append((output.detach(), target))
+        return loss * self._share
+
+    def _told(self, mean: torch.Tensor | None) -> torch.Tensor:
+        """Send the last stage's loss, and whether it is a mean, to all."""
+        import torch.distributed as dist
+
+        message = torch.zeros(2, dtype=torch.float64)
+        if mean is not None:
+            message[0] = mean.double().cpu()
+            if self._kept:
+                message[1] = self._whole(self._kept)
+        self._kept = None
+        message = message.to(self.place.device)
+        dist.broadcast(message, self.place.rank(self.place.stages - 1), group=self.place.group)
+        found, whole = message.tolist()
+        if whole and abs(found - whole) > _APART * max(abs(found), abs(whole)):
+            raise HastenError(
+                f"The loss of the whole batch is {whole:.6g}, the mean of its parts' losses {found:.6g}: it is no mean"
+                " over samples.",
+                'Use reduction="mean" without weights or an ignore_index that parts have unequally many of; or'
+                " microbatches=1.",
+            )
+        return message[0].float()
+
+    def _whole(self, kept: list[tuple[Any, Any]]) -> float:
+        with torch.no_grad():
+            outputs, targets = (torch.cat(parts) for parts in zip(*kept, strict=True))
+            return float(self._loss(outputs, targets))
+
+    # -- without a backward ------------------------------------------------------------------------------
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the output of all layers, on all ranks of the pipeline; a collective, without a graph.
+
+        Raises:
+            HastenError: Gradients are on: it was called outside of the schedule.
+        """
+        import torch.distributed as dist
+
+        if torch.is_grad_enabled():
+            raise HastenError(
+                "The layers of a pipeline were called with gradients on, outside of its schedule.",
+                "Each process has one stage: call them in validation_step, test_step or predict_step only.",
+            )
+        _, output = self._relayed(inputs)
+        last = self.place.rank(self.place.stages - 1)
+        box: list[Any] = [(output.shape, output.dtype) if self.is_last else None]
+        dist.broadcast_object_list(box, src=last, group=self.place.group)
+        whole = output.contiguous() if self.is_last else torch.empty(box[0][0], dtype=box[0][1], device=output.device)
+        dist.broadcast(whole, last, group=self.place.group)
+        return whole
+
+    def _relayed(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a batch through the stages, one after the other; return this stage's input and output."""
+        import torch.distributed as dist
+
+        place = self.place
+        if place.stage:
+            box: list[Any] = [None]
+            dist.recv_object_list(box, src=place.rank(place.stage - 1), group=place.group)
+            inputs = torch.empty(box[0][0], dtype=box[0][1], device=place.device)
+            dist.recv(inputs, place.rank(place.stage - 1), group=place.group)
+        output = self.own(inputs)
+        if not isinstance(output, torch.Tensor):
+            raise HastenError(
+                f"Stage {place.stage} of the pipeline gives a {type(output).__name__}, and one tensor is sent on.",
+                "Let the layers at split_points take and give one tensor.",
+            )
+        if not self.is_last:
+            dist.send_object_list([(output.shape, output.dtype)], place.rank(place.stage + 1), group=place.group)
+            dist.send(output.contiguous(), place.rank(place.stage + 1), group=place.group)
+        return inputs, output
+
+    def _shapes(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tensors without memory, as this stage's input and output for a part are.
+
+        In eval mode: counters and statistics stay, nothing is drawn.
+        """
+        modes = [(module, module.training) for module in self.own.modules()]
+        self.own.eval()
+        try:
+            with torch.no_grad():
+                inputs, output = self._relayed(part)
+        finally:
+            for module, training in modes:
+                module.training = training
+        first = torch.empty_like(inputs, device="meta")
+        if self.place.stage and first.is_floating_point():
+            first.requires_grad_()
+        return first, torch.empty_like(output, device="meta").requires_grad_(output.is_floating_point())
+
+
+def parts_of(samples: int, most: int) -> int:
+    """Return into how many equal parts a batch is split: the most that divide it, so that their mean is the batch's."""
+    return next(parts for parts in range(min(most, samples), 0, -1) if not samples % parts)
+
+
+def _elsewhere(output: Any, target: Any) -> torch.Tensor:
+    raise AssertionError("only the last stage computes the loss")
+
+
+def _without_outputs(schedule: Any) -> dict[str, bool]:
+    """Let a schedule keep no outputs, where this torch can (2.10)."""
+    return {"return_outputs": False} if "return_outputs" in inspect.signature(schedule.step).parameters else {}
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def gathered(tensors: list[torch.Tensor], place: Place) -> list[torch.Tensor]:
+    """Return tensors of which each rank has some, and others without memory, all on the first stage; a collective.
+
+    Args:
+        tensors: The same ones in the same order on all ranks of the pipeline; on "meta" where another rank has it.
+        place: This rank's.
+
+    Returns:
+        On the first stage, those of other stages on the CPU; all others as they were given.
+    """
+    import torch.distributed as dist
+
+    mine = torch.tensor([place.stages if one.is_meta else place.stage for one in tensors], dtype=torch.int64)
+    owners = mine.to(place.device, copy=True)
+    dist.all_reduce(owners, dist.ReduceOp.MIN, group=place.group)
+    found = []
+    for tensor, own, owner in zip(tensors, mine.tolist(), owners.tolist(), strict=True):
+        if place.stage and own == owner < place.stages:
+            dist.send(tensor.detach().to(place.device).contiguous(), place.rank(0), group=place.group)
+        if place.stage == 0 and own == place.stages > owner:
+            there = torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
+            dist.recv(there, place.rank(owner), group=place.group)
+            tensor = there.cpu()
+        found.append(tensor)
+    return found

@@ -1,0 +1,253 @@
+"""Layers split over neighboring ranks: torch's `parallelize_module`, with checks before and while it trains."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hasten.errors import HastenError
+from hasten.parallel.groups import Doubling, SameBatch, average_all
+from hasten.parallel.sharded import is_sharded, local
+from hasten.parallel.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_MESH = "_hasten_tensor_mesh"
+_APART = 1e-3  # relative difference of losses and gradients: far beyond the rounding of 16 bits
+
+
+def matched(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """Return the parts that a key of a plan means, as `parallelize_module` reads it: names, `*` within one of them."""
+    found = [("", module)]
+    for token in pattern.split(".") if pattern else ():
+        found = [
+            (f"{path}.{name}".lstrip("."), child)
+            for path, parent in found
+            for name, child in parent.named_children()
+            if fnmatchcase(name, token)
+        ]
+    return found
+
+
+def split_layers(module: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh, world: World) -> None:
+    """Split a module's layers over the ranks of each group, in place, as a plan says.
+
+    Rank 0's parameters and buffers go to all ranks first. A module that has been split already is left as it is.
+
+    Args:
+        module: On any device; a device needs room for the whole of it once.
+        plan: Path of layers within the module -> a style of `torch.distributed.tensor.parallel`.
+        mesh: From `groups.mesh_of`.
+        world: The ranks.
+
+    Raises:
+        HastenError: The plan means nothing here, or what it splits would no longer be the same model.
+    """
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from hasten.parallel.fsdp import as_on_rank_0
+
+    if (before := vars(module).get(_MESH)) is not None:
+        if before != mesh:
+            raise HastenError(
+                f"{type(module).__name__} is split over {before['group'].size()} processes by a Trainer before.",
+                "Use the same tensor_parallel_size, or build the module again and go on from a checkpoint.",
+            )
+        return
+    _refuse(module, plan, mesh["group"].size())
+    as_on_rank_0(module, world)
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    for path, style in plan.items():
+        # All ranks hold the same values by now: none has to be sent.
+        parallelize_module(module, mesh["group"], {path: style}, src_data_rank=None)
+    for name, parameter in module.named_parameters():
+        if name in frozen:  # SequenceParallel builds parameters that require gradients
+            parameter.requires_grad_(False)
+    vars(module)[_MESH] = mesh  # not as a part of it
+
+
+def _refuse(module: nn.Module, plan: Mapping[str, Any], size: int) -> None:
+    """Raise for a plan that torch would leave out with a warning, or take to another model."""
+    split: dict[int, str] = {}
+    for pattern, style in plan.items():
+        if not (parts := matched(module, pattern)):
+            top = ", ".join(name for name, _ in module.named_children())
+            raise HastenError(
+                f"TensorParallelStrategy(plan=...): {pattern!r} is no part of {type(module).__name__}.",
+                f"Paths begin at the module that is trained, which has: {top}; `*` stands for any one name.",
+            )
+        kind = type(style).__name__
+        for path, part in parts:
+            if kind not in ("ColwiseParallel", "RowwiseParallel"):
+                continue
+            if id(part) in split:
+                raise HastenError(
+                    f"TensorParallelStrategy(plan=...): {path} is split twice, by {split[id(part)]!r} and {pattern!r}.",
+                    "Leave one of them out.",
+                )
+            split[id(part)] = pattern
+            _refuse_layer(path, part, kind, size)
+    _refuse_tied(module, plan)
+
+
+def _refuse_layer(path: str, part: nn.Module, kind: str, size: int) -> None:
+    if not isinstance(part, nn.Linear | nn.Embedding):
+        raise HastenError(
+            f"{kind} cannot split {path}, which is a {type(part).__name__}.",
+            "torch splits nn.Linear and nn.Embedding; name the layers inside of it.",
+        )
+    if any(nn.parameter.is_lazy(parameter) for parameter in part.parameters()):
+        raise HastenError(f"{path} has no shape yet.", "Call the lazy layer once before fit.")
+    if isinstance(part, nn.Embedding) and part.sparse:
+        raise HastenError(f"{path} has sparse gradients, which cannot be split.", "Use sparse=False.")
+    names = {
+        ("ColwiseParallel", True): "out_features",
+        ("RowwiseParallel", True): "in_features",
+        ("ColwiseParallel", False): "embedding_dim",
+        ("RowwiseParallel", False): "num_embeddings",
+    }
+    name = names[kind, isinstance(part, nn.Linear)]
+    if (length := getattr(part, name)) % size:
+        raise HastenError(
+            f"{kind} cannot split {path} over {size} processes: its {name}={length} does not come out even.",
+            f"Use a multiple of {size}, or leave the layer out of the plan.",
+        )
+
+
+def _refuse_tied(module: nn.Module, plan: Mapping[str, Any]) -> None:
+    """A split layer gets parameters of its own: a weight that it shares would be two from then on."""
+    replaced = {"ColwiseParallel", "RowwiseParallel", "SequenceParallel"}
+    inside = {
+        id(part): path
+        for pattern, style in plan.items()
+        if type(style).__name__ in replaced
+        for path, root in matched(module, pattern)
+        for part in root.modules()
+    }
+    owners: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
+    for path, part in module.named_modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                owners[id(parameter)].append((id(part), f"{path}.{name}".lstrip(".")))
+    for several in owners.values():
+        if len(several) > 1 and any(part in inside for part, _ in several):
+            names = " and ".join(name for _, name in several)
+            raise HastenError(
+                f"{names} are one weight: a plan that splits one of them would train them as two.",
+                'Leave these layers out of the plan, or use strategy="fsdp".',
+            )
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------
+
+
+class Gradients:
+    """Makes gradients whole as a backward goes on, and averages them over the groups of ranks when it is over.
+
+    Args:
+        parameters: Those that are trained.
+        shares: The groups, from `World.in_groups`.
+        mesh: From `groups.mesh_of`.
+
+    Attributes:
+        averages: Whether the next backward ends by averaging: off while gradients are only accumulated.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], shares: World, mesh: DeviceMesh) -> None:
+        self._parameters = [one for one in parameters if one.requires_grad]
+        self._shares, self._group = shares, mesh["data"].get_group()
+        self.averages, self._waits = True, False
+        self._handles = [one.register_post_accumulate_grad_hook(self._arrived) for one in self._parameters]
+
+    def begin(self) -> None:
+        """A step begins; one before may have broken off within its backward."""
+        self._waits = False
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        gradient: Any = parameter.grad
+        if is_sharded(gradient) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+            # Of a layer on part of the sequence: a sum over the ranks that has not been made yet.
+            parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        if self.averages and not self._waits and self._shares.size > 1:
+            self._waits = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        self._waits = False
+        average_all(self._parameters, self._shares, self._group)
+
+    def remove(self) -> None:
+        """The training is over."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+# -- what must be equal --------------------------------------------------------------------------------------------
+
+
+class Compared(SameBatch):
+    """Compares what must be equal on the ranks of a group, in steps 1, 2, 4, 8, ... of a training."""
+
+    def __init__(self, group: Any, world: World) -> None:
+        super().__init__(group, world)
+        self._optimizer_steps = Doubling()
+
+    def loss(self, value: torch.Tensor) -> None:
+        """Raise where the ranks of a group have other losses.
+
+        Raises:
+            HastenError: On all ranks of the group.
+        """
+        losses = self.gathered([float(local(value))])[:, 0]
+        if _differ(losses):
+            text = ", ".join(f"{one:.6g}" for one in losses.tolist())
+            raise HastenError(
+                f"The {self._size} processes that share the layers have other losses for the same batch: {text}. What"
+                " reaches the loss is a part of an output, or random numbers differ.",
+                "End the plan with a layer whose output is whole: RowwiseParallel(), or"
+                " ColwiseParallel(output_layouts=Replicate()).",
+            )
+
+    def gradients(self, names: Mapping[int, str], optimizer: Any) -> None:
+        """Raise where gradients of layers that each rank has whole differ; an optimizer is about to step.
+
+        Raises:
+            HastenError: On all ranks of the row; names the first parameters.
+        """
+        if not next(self._optimizer_steps):
+            return
+        whole = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None and not _is_split(parameter)
+        ]
+        if not whole:
+            return
+        norms = self.gathered([float(torch.linalg.vector_norm(local(one.grad).double())) for one in whole])
+        wrong = [names.get(id(one), "a parameter") for one, norm in zip(whole, norms.T, strict=True) if _differ(norm)]
+        if wrong:
+            listed = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
+            raise HastenError(
+                f"Layers outside of the plan see a part of the activations only, so that their gradients differ between"
+                f" the {self._size} processes: {listed}.",
+                "Put them into the plan (SequenceParallel() for LayerNorm), or give them whole activations.",
+            )
+
+
+def _is_split(parameter: Any) -> bool:
+    """Whether a parameter is one of the plan's layers."""
+    return is_sharded(parameter) and "group" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _differ(values: torch.Tensor) -> bool:
+    if not bool(torch.isfinite(values).all()):
+        return False  # NaN and infinity are others' to tell
+    most = float(values.abs().max())
+    return float(values.max() - values.min()) > _APART * most + 1e-12

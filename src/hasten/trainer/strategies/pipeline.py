@@ -1,0 +1,342 @@
+"""Pipeline parallel: each process has some of the layers; parts of a batch are on their way through all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from hasten.errors import HastenError
+from hasten.parallel import World
+from hasten.parallel.groups import SameBatch, average_all, mesh_of
+from hasten.parallel.pipeline import Pipeline, Place, bounds_of, gathered, refuse, split
+from hasten.trainer.batches import mapped
+from hasten.trainer.errors import ContradictionError, WrongValueError
+from hasten.trainer.loss_module import LossModule
+from hasten.trainer.outputs import loss_of
+from hasten.trainer.precision import Precision
+from hasten.trainer.strategies.base import Forward, Strategy, check_timeout
+from hasten.trainer.strategies.drawing import draw_alike, drawn_apart
+from hasten.trainer.strategies.fsdp import refuse_beside
+
+_LABEL = "PipelineStrategy"
+_REFUSED = {
+    "activation_checkpointing": "they were not tried together yet",
+    "batch_split": "a pipeline splits batches itself: say microbatches=...",
+}
+
+
+@dataclass
+class PipelineStrategy(Strategy):
+    """Several processes by torch's pipeline schedules; on one process it does nothing.
+
+    Each process has one stage: some layers of an `nn.Sequential`. A batch goes through the stages in equal parts, so
+    that they compute at the same time; its gradient is the whole batch's. The batch is `(input, target)`, and what is
+    trained is `loss(layers(input), target)`, as by `fit(nn.Sequential(...), loader, loss=fn)`. A module of your own
+    names both; its `training_step` must compute just that, which its first batch is checked for, and is not called
+    afterwards: `train_loss` is logged in its place.
+
+    Several pipelines share out the data, as processes do under DDP. Checkpoints are gathered: an ordinary file.
+
+    Args:
+        layers: Name of the `nn.Sequential` in the module; all that is trained lies in it.
+        loss: Name of the module's method or attribute that takes `(output, target)`: a mean over samples.
+        microbatches: Parts of a batch, at most: as many as divide it are taken. More parts wait less for each other.
+        schedule: "1f1b": a stage computes backwards as soon as it can, and keeps activations of few parts; "gpipe":
+            all forwards come first.
+        split_points: Positions of the layers at which the second and further stages begin; None: so that parameters
+            come out even.
+        pipeline_parallel_size: Stages; None: as many as there are processes. Neighbors are one pipeline.
+        timeout: As for DDPStrategy.
+
+    Raises:
+        HastenError: An argument is out of its range.
+    """
+
+    layers: str = "net"
+    loss: str = "loss"
+    microbatches: int = 4
+    schedule: str = "1f1b"
+    split_points: Sequence[int] | None = None
+    pipeline_parallel_size: int | None = None
+    timeout: float | timedelta | None = None
+
+    name = "pipeline"
+    collective = "ddp"
+
+    def __post_init__(self) -> None:
+        check_timeout(_LABEL, self.timeout)
+        if self.schedule not in ("gpipe", "1f1b"):
+            raise WrongValueError(f"{_LABEL}(schedule={self.schedule!r})", 'there are: "gpipe", "1f1b"')
+        for name, least in (("microbatches", 1), ("pipeline_parallel_size", 2)):
+            value: Any = getattr(self, name)
+            wrong = not isinstance(value, int) or isinstance(value, bool) or value < least
+            if wrong and not (value is None and name == "pipeline_parallel_size"):
+                raise WrongValueError(f"{_LABEL}({name}={value!r})", f"a whole number of at least {least}")
+        for name in ("layers", "loss"):
+            if not isinstance(getattr(self, name), str):
+                raise WrongValueError(f"{_LABEL}({name}=...)", "give its name in the module that is trained")
+
+    def within(self, world: World) -> Strategy:
+        """Return the strategy at work; alone, nothing is split."""
+        return self if world.size == 1 else InStages(self, world)
+
+    def check(self, techniques: Mapping[str, Any], plan: Any = None) -> None:
+        """Refuse what was not tried with stages."""
+        refuse_beside(_LABEL, techniques, plan)
+        for name, why in _REFUSED.items():
+            if name in techniques:
+                raise ContradictionError(f"{name} and {_LABEL} do not go together: {why}", f"leave {name} out")
+
+    def __repr__(self) -> str:
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{_LABEL}({', '.join(given)})"
+
+
+class InStages(Strategy):
+    """PipelineStrategy where several processes are."""
+
+    name = "pipeline"
+    collective = "ddp"
+    label = "Pipeline"
+    differentiates = True
+    inference_mode = False  # what is sent there could not be trained with later
+
+    def __init__(self, given: PipelineStrategy, world: World) -> None:
+        self.given, self._world = given, world
+        self.copies = given.pipeline_parallel_size or world.size
+        self._mesh = mesh_of(world, self.copies, "pipeline_parallel_size")
+        group = self._mesh["group"].get_group()
+        self.place = Place(group, world.rank % self.copies, self.copies, world.device)
+        self._same = SameBatch(group, world)
+        self._pipeline: Pipeline | None = None
+        self._module: Any = None
+        self._averages = True
+
+    def within(self, world: World) -> Strategy:
+        """Return itself: the world stays as it is."""
+        return self
+
+    # -- set-up ----------------------------------------------------------------------------------------
+
+    def to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Bring what lies outside of the layers there; of these, each stage its own."""
+        inside = set(self._layers(model).modules())
+        for part in model.modules():
+            if part not in inside:
+                for tensor in (*part._parameters.values(), *part._buffers.values()):
+                    if tensor is not None:
+                        tensor.data = tensor.data.to(device)
+
+    def prepare(self, model: Any, world: World, precision: Precision) -> None:
+        """Split the layers, if that has not been done."""
+        if not getattr(model, "automatic_optimization", True):
+            raise HastenError(f"{_LABEL} with manual optimization: it differentiates itself", "use automatic")
+        layers, given = self._layers(model), self.given
+        loss = getattr(model, given.loss, None)
+        if not callable(loss):
+            raise HastenError(
+                f'{_LABEL}(loss="{given.loss}"): {type(model).__name__} has no such method',
+                "give the name of what takes (output, target) and returns the mean loss",
+            )
+        bounds = bounds_of(layers, self.copies, given.split_points)
+        refuse(model, layers, bounds)
+        draw_alike(self.place.group, world)
+        split(layers, bounds, world, self.place.stage)
+        begin, end = bounds[self.place.stage : self.place.stage + 2]
+        own = nn.Sequential(*list(layers)[begin:end])
+        own.train(layers.training)
+        self._module = model
+        self._pipeline = Pipeline(own, self.place, loss, given.microbatches, given.schedule)
+        vars(layers)["forward"] = self._pipeline.forward
+
+    def _layers(self, model: nn.Module) -> nn.Sequential:
+        found: Any = model
+        for name in self.given.layers.split("."):
+            found = getattr(found, name, None)
+        if not isinstance(found, nn.Sequential):
+            raise HastenError(
+                f'{_LABEL}(layers="{self.given.layers}"): {type(model).__name__} has'
+                f" {'no such part' if found is None else f'a {type(found).__name__} there'}, and an nn.Sequential is"
+                " what can be split",
+                "write the layers as nn.Sequential, each taking and giving one tensor, and give its name",
+            )
+        return found
+
+    def optimizers(self, optimizers: list[Any], world: World) -> None:
+        """Refuse those that look at all parameters in one piece, or call the model themselves."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise HastenError(f"LBFGS and {_LABEL} do not go together", "use another optimizer")
+
+    # -- the step --------------------------------------------------------------------------------------
+
+    def training_step(self, method: Forward) -> Forward:
+        """Return what runs a batch through the stages, forwards and backwards."""
+        pipeline, module, same = self._pipeline, self._module, self._same
+        assert pipeline is not None
+        config, progress = module.trainer.config, module.trainer.progress
+        own = [parameter for parameter in pipeline.own.parameters() if parameter.requires_grad]
+        shares, group = self.shares(self._world), self._mesh["data"].get_group()
+        device, stage = self.place.device, self.place.stage
+        unproven = [not isinstance(module, LossModule)]
+
+        def step(batch: Any, *idx: Any) -> Any:
+            inputs, target = _pair(batch)
+            looks = same.due()
+            if looks:
+                same.batch((inputs, target))
+            if unproven[0]:
+                unproven[0] = False
+                self._prove(method, batch, idx)
+            weight = 1 / config.accumulate_grad_batches
+            with drawn_apart(device, progress.total_batches, stage):
+                loss = pipeline.step(inputs, target, weight, looks)
+            if self._averages and shares.size > 1:
+                average_all(own, shares, group)
+            module.log("train_loss", loss, prog_bar=True)
+            return loss
+
+        return step
+
+    def _prove(self, method: Forward, batch: Any, idx: Any) -> None:
+        """Raise where `training_step` computes something else than the stages; on all ranks of the pipeline."""
+        module, engine = self._module, self._module.trainer.engine
+        pipeline, kept = self._pipeline, engine.board
+        assert pipeline is not None
+        modes = [(part, part.training) for part in module.modules()]
+        module.eval()  # nothing is drawn
+        engine.board = engine.new_board(training=True)
+        try:
+            with torch.no_grad():
+                loss = loss_of(method(batch, *idx))
+                # On "meta": it has used a layer that is another stage's.
+                found = math.nan if loss is None or loss.is_meta else float(loss)
+                inputs, target = _pair(batch)
+                stages = float(getattr(module, self.given.loss)(self._layers(module)(inputs), target))
+        finally:
+            engine.board = kept
+            for part, training in modes:
+                part.training = training
+        wrong = abs(found - stages) > 1e-3 * max(abs(found), abs(stages)) or math.isnan(found) > math.isnan(stages)
+        if any(self._same.gathered([float(wrong)]).flatten().tolist()):
+            raise HastenError(
+                f"training_step computes another loss than {self.given.loss}({self.given.layers}(input), target), which"
+                f" is what {_LABEL} trains: {found:.6g} and {stages:.6g} on rank {self._world.rank}.",
+                "Move what training_step does besides into the layers or the loss. What needs more than the last output"
+                ' cannot be split into stages: use strategy="fsdp".',
+            )
+
+    def exchange(self, tries: bool) -> None:
+        """Refuse steps in parts: a pipeline's are parts already."""
+        raise ContradictionError(f"microbatch and {_LABEL}: it has parts of its own", "say microbatches=...")
+
+    def syncing(self) -> Callable[[bool], None]:
+        """Return the switch: while gradients are only accumulated, pipelines do not exchange them."""
+
+        def sync(on: bool) -> None:
+            self._averages = on
+
+        return sync
+
+    def clip(self, optimizer: Any, value: float | None, algorithm: str = "norm") -> None:
+        """Clip by the norm over all stages."""
+        import torch.distributed as dist
+
+        if not value:
+            return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if str(algorithm).endswith("value"):
+            for gradient in gradients:
+                gradient.clamp_(-value, value)
+            return
+        square = torch.zeros((), device=self.place.device)
+        if gradients:
+            square = nn.utils.get_total_norm(gradients).float().square()
+        dist.all_reduce(square, group=self.place.group)
+        scale = torch.clamp(value / (square.sqrt() + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale)
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def whole(self, state: Any, keep: bool) -> Any:
+        """Gather what other stages have."""
+        if self._world.rank >= self.copies:  # another pipeline has the same
+            return state
+        found: list[torch.Tensor] = []
+        mapped(state, torch.Tensor, found.append)
+        several = iter(gathered(found, self.place))
+        return mapped(state, torch.Tensor, lambda tensor: next(several))
+
+    def optimizer_state(self, optimizer: Any, keep: bool) -> dict[str, Any]:
+        """Return the state of all stages' parameters: with its numbers on the first stage, without memory elsewhere."""
+        import torch.distributed as dist
+
+        state: dict[str, Any] = optimizer.state_dict()
+        if self._world.rank >= self.copies:
+            return state
+        place, first = self.place, self.place.stage == 0
+        on_cpu = mapped(state["state"], torch.Tensor, lambda tensor: tensor.detach().cpu())
+        shapes: list[Any] = [None] * self.copies
+        dist.all_gather_object(
+            shapes, mapped(on_cpu, torch.Tensor, lambda tensor: tensor.to("meta")), group=place.group
+        )
+        several: list[Any] | None = [None] * self.copies if first else None
+        dist.gather_object(on_cpu, several, dst=place.rank(0), group=place.group)
+        merged = {at: kept for one in several or shapes for at, kept in one.items()}
+        return {**state, "state": dict(sorted(merged.items()))}
+
+    def load_optimizer(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Give it the states of this stage's parameters."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = {at: kept for at, kept in state["state"].items() if at < len(parameters) and not parameters[at].is_meta}
+        optimizer.load_state_dict({**state, "state": own})
+
+    def load_model(self, model: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+        """Give a module its weights, or its stage's where it is split already."""
+        own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        given = {name: own[name] if name in own and own[name].is_meta else value for name, value in state.items()}
+        model.load_state_dict(given, strict=strict)
+
+    def accumulated(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the mean of what the pipelines have gathered; of other stages' parameters, tensors without memory."""
+        named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        has = self._world.reduce(torch.tensor([one.grad is not None for _, one in named], dtype=torch.uint8), "max")
+        waits = [one for one, somewhere in zip(named, has.tolist(), strict=True) if somewhere]
+        before = {name: one.grad for name, one in waits}
+        if self._world.size > self.copies:
+            group = self._mesh["data"].get_group()
+            for _, one in waits:
+                if one.grad is not None:
+                    one.grad = one.grad.clone()
+            average_all([one for _, one in waits if not one.is_meta], self.shares(self._world), group)
+        found = {}
+        for name, one in waits:
+            gradient = one.grad
+            found[name] = one.detach() if one.is_meta or gradient is None else gradient.detach().clone()
+            one.grad = before[name]
+        return found
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Let go of the schedules; the layers stay split."""
+        self._pipeline = self._module = None
+
+
+def _pair(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(one, torch.Tensor) for one in batch):
+        inputs, target = batch
+        if inputs.dim() and target.dim() and len(inputs) == len(target) > 0:
+            return inputs, target
+    raise HastenError(
+        f"{_LABEL} takes batches of (input, target), two tensors of as many samples; this one is a"
+        f" {type(batch).__name__}{f' of {len(batch)}' if isinstance(batch, tuple | list) else ''}",
+        "let the dataset give pairs: the first goes to the first layer, the second to the loss",
+    )

@@ -1,0 +1,240 @@
+"""Tensor parallel: neighboring processes share each layer's work on one batch; groups of them share out the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from hasten.errors import HastenError
+from hasten.parallel import World
+from hasten.parallel.fsdp import Buffers, begin_again, shard
+from hasten.parallel.groups import mesh_of
+from hasten.parallel.sharded import by_mesh, is_sharded
+from hasten.parallel.tensor import Compared, Gradients, split_layers
+from hasten.trainer.batches import tensors
+from hasten.trainer.errors import ContradictionError, WrongValueError
+from hasten.trainer.outputs import loss_of
+from hasten.trainer.precision import Precision
+from hasten.trainer.strategies.base import Forward, Strategy, check_timeout
+from hasten.trainer.strategies.drawing import draw_alike
+from hasten.trainer.strategies.fsdp import FSDP, FSDPStrategy, refuse_beside
+
+_LABEL = "TensorParallelStrategy"
+
+
+@dataclass
+class TensorParallelStrategy(Strategy):
+    """Several processes by torch's `parallelize_module`; on one process it does nothing.
+
+    Each group of `tensor_parallel_size` neighboring processes has one copy of the model between them: of the layers in
+    the plan each process holds and computes a part, all other layers it has whole. A group works on one batch. Several
+    groups share out the data, as processes do under DDP or FSDP. Checkpoints are gathered: an ordinary file.
+
+    Args:
+        plan: Path of layers within the module that is trained ("net.blocks.*.wide"; `*` is any one name) -> a style of
+            `torch.distributed.tensor.parallel`: `ColwiseParallel()`, `RowwiseParallel()`, `SequenceParallel()`, ...
+        tensor_parallel_size: Processes in a group; None: all. Neighbors, so those of one machine come first.
+        data_parallel: Between groups: "ddp": gradients are averaged when a backward is over; "fsdp": each group's
+            parameters, gradients and optimizer states are sharded over the groups too, by torch's `fully_shard`.
+        blocks: Units of "fsdp", as for `FSDPStrategy`.
+        timeout: As for DDPStrategy.
+
+    Raises:
+        HastenError: An argument is out of its range.
+    """
+
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    tensor_parallel_size: int | None = None
+    data_parallel: str = "ddp"
+    blocks: Any = None
+    timeout: float | timedelta | None = None
+
+    name = "tensor_parallel"
+    collective = "ddp"
+
+    def __post_init__(self) -> None:
+        check_timeout(_LABEL, self.timeout)
+        plan: Any = self.plan
+        if not isinstance(plan, Mapping) or not plan:
+            raise WrongValueError(f"{_LABEL}(plan={plan!r})", 'give {"net.blocks.*.wide": ColwiseParallel(), ...}')
+        for path, style in plan.items():
+            if not isinstance(path, str) or isinstance(style, type) or not hasattr(style, "_apply"):
+                raise WrongValueError(
+                    f"{_LABEL}(plan=...): {path!r} has {style!r}",
+                    "each path has an object of torch.distributed.tensor.parallel, such as ColwiseParallel()",
+                )
+        size: Any = self.tensor_parallel_size
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 2):
+            raise WrongValueError(f"{_LABEL}(tensor_parallel_size={size!r})", "a whole number of at least 2, or None")
+        if self.data_parallel not in ("ddp", "fsdp"):
+            raise WrongValueError(f"{_LABEL}(data_parallel={self.data_parallel!r})", 'there are: "ddp", "fsdp"')
+        if self.blocks is not None and self.data_parallel != "fsdp":
+            raise ContradictionError(f'{_LABEL}(blocks=...) without data_parallel="fsdp"', "leave one of them out")
+        self.units = FSDPStrategy(blocks=self.blocks)
+
+    def within(self, world: World) -> Strategy:
+        """Return the strategy at work; alone, nothing is split."""
+        return self if world.size == 1 else TensorParallel(self, world)
+
+    def check(self, techniques: Mapping[str, Any], plan: Any = None) -> None:
+        """Refuse what split parameters do not take part in."""
+        refuse_beside(_LABEL, techniques, plan)
+
+
+class TensorParallel(FSDP):
+    """TensorParallelStrategy where several processes are."""
+
+    name = "tensor_parallel"
+    label = "TensorParallel"
+
+    def __init__(self, given: TensorParallelStrategy, world: World) -> None:
+        super().__init__(given.units)
+        self.tensor = given
+        self.copies = given.tensor_parallel_size or world.size
+        self._mesh = mesh_of(world, self.copies, "tensor_parallel_size")
+        self._compared = Compared(self._mesh["group"].get_group(), world)
+        self._gradients: Gradients | None = None
+        self._names: dict[int, str] = {}
+        self._looking: list[Any] = []
+
+    # -- set-up ----------------------------------------------------------------------------------------
+
+    def prepare(self, model: Any, world: World, precision: Precision) -> None:
+        """Split the layers, if that has not been done; then shard them over the groups, if asked to."""
+        if not getattr(model, "automatic_optimization", True):
+            raise HastenError(
+                f"{_LABEL} with manual optimization: gradients would not be averaged over the groups",
+                'use automatic optimization, or strategy="ddp"',
+            )
+        self._world = world
+        draw_alike(self._mesh["group"].get_group(), world)
+        split_layers(model, self.tensor.plan, self._mesh, world)
+        if self.tensor.data_parallel == "fsdp" and world.size > self.copies:
+            self._root = shard(model, self._blocks(model), world, self._policy(precision), mesh=self._mesh["data"])
+            begin_again(model)
+        self._buffers = Buffers(model)
+
+    def optimizers(self, optimizers: list[Any], world: World) -> None:
+        """Refuse those that compute across parameters of several kinds, and look at gradients before each step."""
+        super().optimizers(optimizers, world)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                together = [name for name in ("foreach", "fused") if group.get(name)]
+                if together and len(by_mesh(group["params"])) > 1:
+                    raise HastenError(
+                        f"{type(optimizer).__name__}({together[0]}=True) and {_LABEL}: it steps all parameters of a"
+                        " group at once, and torch does not mix split and whole ones in that",
+                        f"leave {together[0]} out, or give split and whole parameters in groups of their own",
+                    )
+            if hasattr(optimizer, "register_step_pre_hook"):  # torch's
+                self._looking.append(optimizer.register_step_pre_hook(self._look))
+
+    def wrap(self, model: Any, world: World) -> None:
+        """Listen to the gradients."""
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        if self._root is None:
+            self._gradients = Gradients(model.parameters(), self.shares(world), self._mesh)
+
+    def _look(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._compared.gradients(self._names, optimizer)
+
+    # -- the step --------------------------------------------------------------------------------------
+
+    def training_step(self, method: Forward) -> Forward:
+        """Return the step, which compares batch and loss within a group now and then."""
+        buffers, compared, gradients = self._buffers, self._compared, self._gradients
+        assert buffers is not None
+        send = buffers.send if buffers and self._root is None and self._world.size > self.copies else None
+        inner = super().training_step(method) if self._root is not None else method
+
+        def step(*args: Any) -> Any:
+            looks = compared.due()
+            if looks:
+                compared.batch(tensors(args[0]))
+            if send is not None:
+                send()
+            if gradients is not None:
+                gradients.begin()
+            output = inner(*args)
+            loss = loss_of(output)
+            if loss is None:
+                raise HastenError(
+                    f"training_step returned no loss on rank {self._world.rank}: under {_LABEL} all ranks"
+                    " differentiate in each batch, or they wait for each other",
+                    "return a loss of 0 times the outputs, or use batches that are never skipped",
+                )
+            if looks:
+                compared.loss(loss)
+            return output
+
+        return step
+
+    def evaluation_step(self, method: Forward) -> Forward:
+        """Return the step as it is; between FSDP's hooks where parameters are sharded over the groups."""
+        return method if self._root is None else super().evaluation_step(method)
+
+    def exchange(self, tries: bool) -> None:
+        """Refuse steps in parts: all processes of a group must come to the same parts."""
+        raise ContradictionError(
+            f"microbatch and {_LABEL}: processes exchange activations in each part, some have more parts than others",
+            "use accumulate_grad_batches with a smaller batch_size",
+        )
+
+    def syncing(self) -> Callable[[bool], None] | None:  # type: ignore[override]
+        """Return the switch: while gradients are only accumulated, groups do not exchange them."""
+        if self._root is not None:
+            return super().syncing()
+        gradients = self._gradients
+        assert gradients is not None
+
+        def sync(on: bool) -> None:
+            gradients.averages = on
+
+        return None if self._world.size == self.copies else sync
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def accumulated(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the mean of what the groups have gathered, whole."""
+        if self._root is not None:
+            return super().accumulated(model)
+        named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        has = self._world.reduce(torch.tensor([one.grad is not None for _, one in named], dtype=torch.uint8), "max")
+        found = {}
+        for (name, parameter), somewhere in zip(named, has.tolist(), strict=True):
+            if somewhere:
+                gradient: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                found[name] = self._world.mean(gradient.full_tensor() if is_sharded(gradient) else gradient)
+        return found
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def explained(self, error: BaseException) -> HastenError | None:
+        """Return what to do where split and whole tensors meet, or a shape is that of a whole layer."""
+        text = str(error)
+        if "mixed torch.Tensor and DTensor" in text:
+            return HastenError(
+                f"Under {_LABEL} a split tensor (DTensor) and an ordinary one met in one operation: {text[:200]}",
+                "A layer of the plan gives a DTensor where the next one takes a tensor: use_local_output=True, or"
+                " PrepareModuleInput/PrepareModuleOutput between them. Outside of its steps do not call the model.",
+            )
+        if "shapes cannot be multiplied" in text or "is invalid for input of size" in text:
+            return HastenError(
+                f"Under {_LABEL} a part of a layer's output came where the whole was expected: {text[:200]}",
+                "A ColwiseParallel layer gives a part: let a RowwiseParallel one follow, or output_layouts=Replicate();"
+                " where a view names the number of heads, say -1.",
+            )
+        return super().explained(error)
+
+    def release(self) -> None:
+        """Let go of the model, which stays split."""
+        super().release()
+        while self._looking:
+            self._looking.pop().remove()
+        if self._gradients is not None:
+            self._gradients.remove()
+        self._gradients = None
