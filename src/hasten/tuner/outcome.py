@@ -92,7 +92,7 @@ def proof_of(all_: Measurements) -> Proof:
         speedup=speedup,
         speedup_how=how,
         epoch_speedup=ratio_of(timings, lambda timing, step: timing.epoch_of(step)) if whole else None,
-        full_run=_full_run(*timings[len(timings) // 2], all_.length) if whole else None,
+        full_run=full_run(timings, all_.length),
         parity=_parity(all_),
         memory=_memory([a for a, _ in pairs] or [baseline], [b for _, b in pairs] or [baseline]),
         phases=_phases(found, baseline, timings),
@@ -175,7 +175,11 @@ def _parity(all_: Measurements) -> Parity:
     return parity_of(all_.pairs, effects_of(all_.found))
 
 
-def _full_run(a: Timing, b: Timing, length: Length) -> FullRun:
+def full_run(timings: Sequence[tuple[Timing, Timing]], length: Length) -> FullRun | None:
+    """The whole training on either side; None where no process came to the end of an epoch."""
+    if not timings or any(side.epoch is None for pair in timings for side in pair):
+        return None
+    a, b = timings[len(timings) // 2]
     before, after = (full_seconds(side, length.epochs) for side in (a, b))
     gain = (a.epoch or 0.0) - (b.epoch or 0.0)
     even = None if gain <= 0 else max(0, int((b.startup - a.startup) / gain) + 1)

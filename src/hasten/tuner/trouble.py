@@ -4,38 +4,52 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hasten.techniques import CATALOGUE, Effect
 from hasten.tuner.found import Found
-from hasten.tuner.outcome import effects_of, timings_of
+from hasten.tuner.length import Length
+from hasten.tuner.outcome import effects_of, full_run, timings_of
 from hasten.tuner.parity import parity_of
 from hasten.tuner.proof import Answer
 from hasten.tuner.stats import ratio_of
 from hasten.tuner.trial import Trial
 
+_PAID_AT_THE_START = ("sample_cache", "loader_workers", "compile")
+
 
 @dataclass(frozen=True)
 class Trouble:
-    """What the proof found. `hopeless`: nothing of the plan is worth keeping; else its result is in doubt."""
+    """What the proof found, and the techniques that are taken back for it."""
 
     reason: str
-    hopeless: bool
+    blamed: tuple[str, ...]
 
 
-def trouble_of(found: Found, pairs: list[tuple[Trial, Trial]]) -> Trouble | None:
+def trouble_of(found: Found, pairs: list[tuple[Trial, Trial]], length: Length) -> Trouble | None:
     """Why the proof does not bear the plan out, if it does not."""
     if not found.chosen:
         return None
+    plan = found.plan()
+    whole = tuple(plan)
     claim = found.claim()
     if claim is not None and claim.ratio < 1.0:
-        return Trouble(f"measured in turn it was not faster: {claim.ratio:.2f}x", True)
+        return Trouble(f"measured in turn it was not faster: {claim.ratio:.2f}x", whole)
     if not pairs:
         return None
-    broken = next((plan for _, plan in pairs if not plan.ok and plan.outcome != "nan"), None)
+    broken = next((trial for _, trial in pairs if not trial.ok and trial.outcome != "nan"), None)
     if broken is not None:
-        return Trouble(f"the whole plan failed in a fresh process: {broken.outcome}: {broken.reason}", True)
+        return Trouble(f"the whole plan failed in a fresh process: {broken.outcome}: {broken.reason}", whole)
     timings = timings_of(pairs)
     if timings and (speed := ratio_of(timings)).ratio < 1.0:
-        return Trouble(f"fresh processes did not confirm it: {speed.ratio:.2f}x", True)
+        return Trouble(f"fresh processes did not confirm it: {speed.ratio:.2f}x", whole)
+    if (run := full_run(timings, length)) is not None and run.ratio < 1.0:
+        epochs = f"{run.epochs} epoch{'s' * (run.epochs != 1)}"
+        reason = (
+            f"the whole run ({epochs}) would take {run.plan_seconds:.1f} s under it, for {run.baseline_seconds:.1f} s "
+            "as it is: what it costs at the start is not won back"
+        )
+        return Trouble(reason, tuple(name for name in plan if name in _PAID_AT_THE_START) or whole)
     parity = parity_of(pairs, effects_of(found))
     if parity.answer is Answer.DOES_NOT:
-        return Trouble(parity.note or "; ".join(one.what for one in parity.checks if not one.ok), False)
+        rounding = tuple(name for name, value in plan.items() if CATALOGUE[name].effect_of(value) is not Effect.EXACT)
+        return Trouble(parity.note or "; ".join(one.what for one in parity.checks if not one.ok), rounding)
     return None

@@ -15,7 +15,6 @@ from hasten.child import remove_when_gone
 from hasten.errors import HastenError
 from hasten.plan import Plan
 from hasten.taps.config import TrialOptions
-from hasten.techniques import CATALOGUE, Effect
 from hasten.tuner.apart import search_apart
 from hasten.tuner.baseline import run_baseline
 from hasten.tuner.check import CheckOptions, check
@@ -303,18 +302,16 @@ class _Tune:
     def _prove(self, baseline: Trial) -> None:
         """Prove the plan in fresh processes; what they do not bear out is taken back."""
         self._claim_again()
-        if not trouble_of(self.found, self.pairs):
+        if not trouble_of(self.found, self.pairs, self.length):
             self._in_turn(baseline)
-        if not (trouble := trouble_of(self.found, self.pairs)):
+        if not (trouble := trouble_of(self.found, self.pairs, self.length)):
             return
-        plan = self.found.plan()
-        exact = {name for name, value in plan.items() if CATALOGUE[name].effect_of(value) is Effect.EXACT}
-        self._take_back([name for name in plan if trouble.hopeless or name not in exact], trouble.reason)
+        self._take_back(list(trouble.blamed), trouble.reason)
         self.pairs = []
         self._check(baseline)
         self._claim_again()
         self._in_turn(baseline)
-        if again := trouble_of(self.found, self.pairs):
+        if again := trouble_of(self.found, self.pairs, self.length):
             self._take_back(list(self.found.plan()), again.reason)
             self.pairs = []
 

@@ -1,0 +1,59 @@
+"""What the proof takes back: not only what makes steps slower, but what a run as short as this does not win back."""
+
+from __future__ import annotations
+
+import pytest
+
+from hasten.plan import Setting
+from hasten.tuner.found import Found
+from hasten.tuner.length import Length
+from hasten.tuner.timing import Timing
+from hasten.tuner.trial import Trial
+from hasten.tuner.trouble import trouble_of
+from hasten.warm.course import Course
+from hasten.warm.options import Candidate
+from tests.tuner.evidence import with_losses
+
+STEADY = [2.0 - 0.001 * step for step in range(100)]
+CANDIDATES = (
+    Candidate("sample_cache", "samples"),
+    Candidate("matmul_precision", "medium"),
+    Candidate("precision", "bf16-mixed"),
+)
+
+
+def pairs(step: float, startup: float, plan: dict[str, Setting]) -> list[tuple[Trial, Trial]]:
+    """A script with epochs of 79 steps of 10 ms that starts in 2.4 s, and what it takes under the plan."""
+    before, after = Timing((0.01,) * 4, 79, 0.06, 2.4, {}), Timing((step,) * 4, 79, 0.06, startup, {})
+    evidence = with_losses(STEADY)
+    return [(Trial({}, 0, "ok", 4.0, "", evidence, before), Trial(plan, 0, "ok", 5.0, "", evidence, after))]
+
+
+def found(*chosen: int) -> Found:
+    return Found(Course(CANDIDATES, live=False), warm=False, chosen=frozenset(chosen))
+
+
+@pytest.mark.parametrize(
+    ("epochs", "chosen", "blamed"),
+    [
+        (2, (0, 1, 2), ("sample_cache",)),  # steps are 1.25x faster; the run would be 1.7x slower
+        (2, (1, 2), ("matmul_precision", "precision")),  # nobody knows which of them costs so much
+        (90, (0, 1, 2), ()),
+    ],
+)
+def test_what_a_short_run_does_not_win_back_is_taken_back(
+    epochs: int, chosen: tuple[int, ...], blamed: tuple[str, ...]
+) -> None:
+    one = found(*chosen)
+    trouble = trouble_of(one, pairs(0.008, 5.6, one.plan()), Length(epochs, "--epochs on the command line"))
+    assert (trouble.blamed if trouble else ()) == blamed
+    if trouble:
+        assert f"({epochs} epochs)" in trouble.reason
+        assert "is not won back" in trouble.reason
+
+
+def test_what_fresh_processes_do_not_confirm_is_taken_back_whole() -> None:
+    one = found(0, 2)
+    trouble = trouble_of(one, pairs(0.012, 2.4, one.plan()), Length(90, "assumed"))
+    assert trouble is not None
+    assert trouble.blamed == ("sample_cache", "precision")
