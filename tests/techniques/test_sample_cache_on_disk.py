@@ -364,7 +364,8 @@ def test_workers_that_are_not_forked_share_it(tmp_path: Path, keep: str) -> None
 @pytest.mark.parametrize(
     ("setting", "wrong"),
     [
-        ({"where": "disk"}, 'needs keep = "decoded" or "samples"'),
+        ({"where": "disk"}, 'needs keep = "decoded", "samples" or "both"'),
+        ({"keep": "both", "where": "disk"}, 'where = "disk" goes with keep = "decoded" or "samples"'),
         ({"keep": "all", "where": "disk"}, "needs keep"),
         ({"keep": "samples", "where": "tape"}, 'must be "memory" or "disk"'),
         ({"keep": "samples", "cache_size": 5}, 'cache_size goes with where = "disk"'),

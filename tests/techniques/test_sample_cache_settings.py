@@ -26,6 +26,9 @@ ROLLED = {"repeatable": False, "loader_function": "pil_loader", "loader_repeatab
     [
         ((facts(),), 0.5, ("samples",)),
         ((facts(**ROLLED),), 0.5, ("decoded",)),
+        ((facts(**ROLLED), dataclasses.replace(facts(), role="validation")), 0.5, ("both",)),
+        ((facts(**ROLLED), dataclasses.replace(facts(sample_bytes=1 << 40), role="validation")), 0.5, ("decoded",)),
+        ((facts(**ROLLED), dataclasses.replace(facts(), role="unused")), 0.5, ("decoded",)),
         ((facts(), dataclasses.replace(facts(**ROLLED), role="validation")), 0.5, "not every loader"),
         ((facts(), dataclasses.replace(facts(**ROLLED), role="unused")), 0.5, ("samples",)),
         ((facts(repeatable=False),), 0.5, "gives other samples"),

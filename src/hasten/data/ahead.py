@@ -76,7 +76,7 @@ class ReadFunction:
         self._taken += 1
         if self._taken <= _AUDITED or _lot.random() * _LOT < 1:
             return self._audited(task)
-        hear_again(task.files)
+        hear_again(task.files.items())
         return task.value
 
     def __reduce__(self) -> Any:

@@ -36,8 +36,10 @@ def why_not_carried(value: Any, by_torch: bool = False) -> str:
         elif isinstance(part, tuple) and hasattr(kind, "_fields") and _is_found(kind):
             queue.extend(part)
         elif kind.__module__ == "PIL.Image" and kind.__name__ == "Image" and part.mode in ("1", "L", "RGB", "RGBA"):
+            if extra := sorted(vars(part).keys() - vars(kind()).keys()):  # pickle leaves it out
+                return f"hold an Image with an attribute {extra[0]!r}"
             queue.append(part.info)
-        elif _is_plain_array(part):
+        elif is_plain_array(part):
             place = Stamp.memory_of(part)
             if place is not None and place[0] < place[1] and not (by_torch and kind.__name__ == "Tensor"):
                 places.append(place)
@@ -66,7 +68,8 @@ def _is_known_object(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in ("transformers", "torch_geometric", "pathlib", "datetime", "decimal")
 
 
-def _is_plain_array(part: Any) -> bool:
+def is_plain_array(part: Any) -> bool:
+    """Whether it is an array, tensor or number of a library's that holds nothing but its numbers."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and type(part) is torch.Tensor:
         return bool(

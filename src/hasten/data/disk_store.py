@@ -125,6 +125,11 @@ class DiskStore:
     def paused(self, paused: bool) -> None:
         self._paused[0] = int(paused)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it is paused or spoilt."""
+        return self.paused or self.spoilt
+
     def get(self, key: Hashable) -> Any:
         """The sample of a key, as a fresh copy; `SampleStore.MISSING` where it is not there whole."""
         try:

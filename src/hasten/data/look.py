@@ -55,6 +55,8 @@ class Look:
         for stamp in small[:_QUICK_NODES]:
             left -= stamp.size
             self._quick_stamps.append((stamp, left > 0))
+        whole = len(self._quick_stamps) == len(parts.stamps) and all(whole for _, whole in self._quick_stamps)
+        self._sees_all = whole and not self._rest  # a quick look is a whole one
         self._in_rows = [stamp for stamp in small if stamp.keep_rows()][:_LISTS]
         self.late = ""
         self._spent = self._whole_took = 0.0
@@ -74,7 +76,7 @@ class Look:
                     return name
         if rows and type(rows) is list and (found := next((s.name for s in self._in_rows if s.row_changed(rows)), "")):
             return found
-        if self._rest or len(self._quick_stamps) < len(self._stamps) or not all(w for _, w in self._quick_stamps):
+        if not self._sees_all:
             start = time.perf_counter()
             if (self._spent + self._whole_took) <= _SHARE * (start - self._since):
                 self.late = self._all_of_the_rest(start)
@@ -86,7 +88,10 @@ class Look:
         for name, thing, read, was in self._quick:
             if not same_parts(was, read(thing)):
                 return name
-        return next((stamp.name for stamp, whole in self._quick_stamps if stamp.changed(whole)), "")
+        for stamp, whole in self._quick_stamps:
+            if stamp.changed(whole):
+                return stamp.name
+        return ""
 
     def changed_at_all(self) -> str:
         """Return what a whole look finds changed, or ""."""
@@ -133,8 +138,7 @@ class Look:
 
 def ambient() -> Any:
     """Return what of torch's switches decides which tensors a sample's making gives."""
-    import torch
-
+    torch = sys.modules["torch"]  # asked for each sample: an import statement would take as long as the rest
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return torch.get_default_dtype(), autocast, torch.is_inference_mode_enabled()
 

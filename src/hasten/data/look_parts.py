@@ -256,11 +256,16 @@ class Parts:
         if function.__dict__:
             self._node(name, function, _function_attributes)
         cells, room, used = function.__closure__ or (), function.__globals__, globals_of(function)
+        names_of_python = vars(builtins)
 
-        def read(thing: types.FunctionType) -> list[Any]:
-            inside = [cell.cell_contents if _is_set(cell) else _MISSING for cell in cells]
-            own = [thing.__code__, thing.__defaults__, thing.__kwdefaults__, len(thing.__dict__)]
-            return [*own, *inside, *(room.get(name, vars(builtins).get(name, _MISSING)) for name in used)]
+        def read(thing: types.FunctionType) -> list[Any]:  # it runs for each sample: no generator
+            parts: list[Any] = [thing.__code__, thing.__defaults__, thing.__kwdefaults__, len(thing.__dict__)]
+            if cells:
+                parts += [cell.cell_contents if _is_set(cell) else _MISSING for cell in cells]
+            for name in used:
+                value = room.get(name, _MISSING)
+                parts.append(value if value is not _MISSING else names_of_python.get(name, _MISSING))
+            return parts
 
         parts = read(function)
         self.nodes.append((f"{name}: what {function.__name__} reads", function, read, parts))

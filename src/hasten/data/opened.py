@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,14 @@ def _written_by_mapping() -> set[tuple[int, ...]]:
     return {told[3:] for told in map(told_by, paths) if told is not None}
 
 
-def hear_again(files: dict[str, Any]) -> None:
-    """Let who listens know of files that something kept was made of."""
-    if heard := _listens():
-        for path, told in files.items():
+def hear_again(files: Iterable[tuple[str, Any]]) -> None:
+    """Let who listens know of files that something kept was made of.
+
+    Args:
+        files: Path and what tells the file's contents, of each.
+    """
+    if _listening and (heard := _listens()):
+        for path, told in files:
             heard.files.setdefault(path, told)
 
 
@@ -137,7 +141,7 @@ def opened(everywhere: bool = False) -> Iterator[Opened]:
             del _listening[thread]
         else:
             _listening[thread] = before
-    hear_again(heard.files)  # outside of this one
+    hear_again(heard.files.items())  # outside of this one
 
 
 def _heard(event: str, args: tuple[Any, ...]) -> None:

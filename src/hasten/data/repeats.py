@@ -33,14 +33,20 @@ def why_not_apart(look: Look) -> str:
     What draws there would take numbers that are the training's, and nobody could put them back: names decide, also
     those of objects that are reached (a `RandomCrop` in a list of transforms), before anything runs.
     """
-    if why := why_not_repeated(look):
+    if why := why_not_repeated(look) or why_it_draws(look):
         return why
+    module = next((held for held in look.reached() if _is_module(held)), None)
+    return "" if module is None else f"it reaches a {type(module).__qualname__}, which may draw random numbers"
+
+
+def why_it_draws(look: Look) -> str:
+    """Return what by its name draws random numbers of what a look goes through, or ""; a torch.nn.Module may, too."""
     drawing = sorted(name for name in look.names if name in _DRAWS or "random" in name.lower())
     if drawing:
         return f"its code names `{drawing[0]}`: it may draw random numbers"
     for held in look.reached():
         kind = type(held)
-        if "random" in kind.__name__.lower() or kind.__name__ == "Generator" or _is_module(held):
+        if "random" in kind.__name__.lower() or kind.__name__ == "Generator":
             return f"it reaches a {kind.__qualname__}, which may draw random numbers"
     return ""
 

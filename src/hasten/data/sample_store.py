@@ -93,6 +93,11 @@ class SampleStore:
     def paused(self, paused: bool) -> None:
         self._map[_NEXT.size + 1] = int(paused)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it is spoilt or paused."""
+        return self._map[_NEXT.size : _NEXT.size + 2] != b"\0\0"
+
     def get(self, key: Hashable) -> Any:
         """The sample of a key, as a fresh copy; `SampleStore.MISSING` when it is not there."""
         try:
@@ -200,7 +205,7 @@ def digest_of(key: Hashable) -> bytes:
 def room() -> int:
     """Bytes that a further store may take: half of what is free where it would lie (a quarter of a temporary folder on
     disk) and half of the free memory, less what the stores there are may still grow by."""
-    promised = sum(store.left for store in _alive)
+    promised = sum(store.left for store in _alive if not store.spoilt)
     shm = _shm_free()
     place = (shm - promised) // 2 if shm >= _ROOMY else (shutil.disk_usage(tempfile.gettempdir()).free - promised) // 4
     return max(0, min(place, (memory_free() - promised) // 2))

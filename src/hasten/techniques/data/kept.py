@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,13 +14,18 @@ from hasten.data.carried import why_not_carried
 from hasten.data.disk_store import DiskStore
 from hasten.data.look import Look, ambient, flushes_denormals, random_states
 from hasten.data.opened import changed_file, hear_again, opened
-from hasten.data.repeats import why_not_repeated
+from hasten.data.ready import Ready, copy_of
+from hasten.data.repeats import why_it_draws, why_not_repeated
 from hasten.data.sample_store import pack
 
 _AUDITED, _LOT = 16, 200  # kept samples that are made again and compared: the first, and one in so many by lot
 _WHOLE_LOOKS = 2  # samples after whose making everything is looked at
 _MISSING = SampleStore.MISSING
+DRAWS = "samples draw random numbers"
 _lot = random.Random()  # of its own: the training's numbers stay. No attribute, else states of the dataset hold it
+
+
+_making = threading.local()  # `kept`: whether what this thread makes now will be kept, with all that it is made of
 
 
 class Stale(Exception):  # noqa: N818 - no error: it says that a batch is to be made without the store
@@ -31,6 +37,10 @@ class Store(Protocol):
 
     spoilt: bool
     paused: bool
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is spoilt or paused."""
 
     def get(self, key: Any) -> Any:
         """Return the sample of a key, or `SampleStore.MISSING`."""
@@ -58,13 +68,20 @@ class Kept:
         self._unseen = False  # whether a sample was taken without being made again to compare
         self._pid = os.getpid()
         self._over = False
+        self._has_room = True
+        self._ready = Ready()
         self._began()
         if why := self._why_not():
             self.end(why)
 
     def is_over(self) -> bool:
         """Whether it was given up or is paused, here or in a worker."""
-        return self._over or self._store.spoilt or self._store.paused
+        return self._over or self._store.closed
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether samples may draw random numbers, by the names in their code; the first that does ends it anyway."""
+        return bool(why_it_draws(self._look))
 
     @property
     def paused(self) -> bool:
@@ -84,10 +101,18 @@ class Kept:
         if not self._over:
             self._over = True
             self._store.spoilt = True
+            self._ready.clear()
             self._let_go(why)
 
-    def look(self, rows: Any = (), whole: bool = False) -> None:
-        """Forget all where what samples depend on has changed since they were made."""
+    def look(self, rows: Any = (), whole: bool = False) -> bool:
+        """Forget all where what samples depend on has changed since they were made; return whether `get` may be called.
+
+        Args:
+            rows: Indices of samples: long lists are looked at there.
+            whole: Look at everything, however long it takes.
+        """
+        if self.is_over():
+            return False
         if self._look.changed_at_all() if whole else self._look.changed(rows):
             late = self._look.late
             self._began()
@@ -95,6 +120,7 @@ class Kept:
                 late += " changed during a pass, seen late: samples of this pass may not be what they would have been"
             if why := late or self._why_not():
                 self.end(why)
+        return not self._over
 
     def get(self, key: Any, make: Callable[[Any], Any]) -> Any:
         """What is kept for a key, or made now.
@@ -102,22 +128,34 @@ class Kept:
         Raises:
             Stale: Another look at it found that it cannot be kept; `end` was told why.
         """
-        found = self._store.get(self._named(key))
-        if found is _MISSING or changed_file(found[0]):
-            return self._make(key, make, keep=found is _MISSING or self._replaces)
-        hear_again(found[0])
+        surroundings = self._surroundings()
+        place = surroundings, type(key), key
+        sample = self._ready.find(place)
+        is_ready = sample is not None
+        if not is_ready:
+            found = self._store.get((*surroundings, key))
+            if found is _MISSING or changed_file(found[0]):
+                return self._make(key, make, keep=found is _MISSING or self._replaces)
+            files, sample = found
+            hear_again(files.items())
         self._hits += 1
         if self._hits <= _AUDITED or _lot.random() * self._one_in() < 1:
-            made = self._make(key, make, keep=False)
-            if pack(made) != pack(found[1]):
-                why = "the same index gave another sample than before"
-                if self._unseen or self._pid != os.getpid():  # taken here, or by another worker
-                    why += ": samples taken from the cache until now may not be what they would have been"
-                self.end(why)
-                raise Stale
-            return made
+            return self._made_again(key, make, sample)
         self._unseen = True
-        return found[1]
+        if is_ready or self._ready.add(place, files, sample):
+            return copy_of(sample)
+        return sample
+
+    def _made_again(self, key: Any, make: Callable[[Any], Any], kept: Any) -> Any:
+        """Return a sample that is made although it is kept: both must be the same."""
+        made = self._make(key, make, keep=False)
+        if pack(made) != pack(kept):
+            why = "the same index gave another sample than before"
+            if self._unseen or self._pid != os.getpid():  # taken here, or by another worker
+                why += ": samples taken from the cache until now may not be what they would have been"
+            self.end(why)
+            raise Stale
+        return made
 
     def _one_in(self) -> int:
         """Of how many samples that are taken one is made again."""
@@ -128,29 +166,36 @@ class Kept:
 
     def _began(self) -> None:
         self._look = Look(self._roots)
+        self._ready.clear()
         self._state = self._new_state()
 
     def _new_state(self) -> str:
         """A name for the state of things now, which no other process gives to another."""
         return f"{time.time_ns()}-{_lot.getrandbits(64)}-{os.getpid()}"
 
-    def _named(self, key: Any) -> Any:
-        return self._state, ambient(), flushes_denormals(), key
+    def _surroundings(self) -> tuple[Any, ...]:
+        """Return what decides, beside the key, which sample is made now."""
+        return self._state, ambient(), flushes_denormals()
 
     def _keep(self, key: Any, value: Any) -> None:
-        self._store.put(self._named(key), value)
+        self._has_room = self._store.put((*self._surroundings(), key), value)
 
     def _why_not(self) -> str:
         return why_not_repeated(self._look)
 
     def _make(self, key: Any, make: Callable[[Any], Any], keep: bool) -> Any:
         before = random_states()
-        with opened() as heard:
-            sample = make(key)
+        kept_with_all = getattr(_making, "kept", False)
+        _making.kept = keep and self._has_room
+        try:
+            with opened() as heard:
+                sample = make(key)
+        finally:
+            _making.kept = kept_with_all
         self._made += 1
         whole = self._made <= _WHOLE_LOOKS
         if random_states() != before:
-            self.end("samples draw random numbers")
+            self.end(DRAWS)
         elif heard.doing:
             self.end(f"making a sample {heard.doing}")
         elif self._look.changed_at_all() if whole else self._look.changed_small():
@@ -159,6 +204,6 @@ class Kept:
             self.end("samples are parts of the dataset itself")
         elif why := why_not_carried(sample):
             self.end(f"samples {why}")
-        elif keep and heard.settled():
+        elif keep and not kept_with_all and heard.settled():
             self._keep(key, (heard.files, sample))
         return sample

@@ -68,18 +68,18 @@ class KeptOnDisk(Kept):
     def _one_in(self) -> int:
         return _LOT if self._hits <= self._files.samples else memory._LOT
 
-    def _named(self, key: Any) -> Any:
+    def _surroundings(self) -> tuple[Any, ...]:
         import torch
 
-        # The number of threads decides how sums are rounded; workers have one.
-        return ambient(), flushes_denormals(), torch.get_num_threads(), key
+        # The number of threads decides how sums are rounded; workers have one. The state is in the file's name.
+        return ambient(), flushes_denormals(), torch.get_num_threads()
 
     def _keep(self, key: Any, value: Any) -> None:
         if self.pid != os.getpid():  # forked: what waits is the parent's
             self.pid, self._pending, self._pending_bytes = os.getpid(), [], 0
             # As a worker or the training ends in good order. It holds nothing that the training does not.
             Finalize(self, _flush_at_end, args=(weakref.ref(self),), exitpriority=10)
-        entry = self._files.packed(self._named(key), value)
+        entry = self._files.packed((*self._surroundings(), key), value)
         if entry is None:
             return
         self._pending.append(entry)

@@ -19,11 +19,12 @@ from hasten.evidence.figures import percent
 from hasten.plan import Setting
 from hasten.techniques.base import NO_LOADER, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.data.batched_fetch import holds_rows
-from hasten.techniques.data.kept import Kept, Stale
+from hasten.techniques.data.kept import DRAWS, Kept, Stale
 from hasten.techniques.data.kept_on_disk import KeptOnDisk
 
 FAST = 20e-6  # seconds: what the cache itself takes per sample
 FROM_DISK, DISK_SPEED = 100e-6, 400e6  # seconds and bytes a second that a modest disk takes for one
+_KEYS = (str, bytes, int)  # what a loader function may be asked for
 _LOADER_FUNCTION = "loader"  # where torchvision's DatasetFolder and its many imitations keep it
 
 
@@ -32,7 +33,10 @@ class SampleCache(Technique):
 
     Setting "samples" keeps what `dataset[i]` gives, where the same index was seen to give the same sample.
     Setting "decoded" keeps what the dataset's `loader(path)` gives (ImageFolder's idiom) and leaves the random
-    augmentation behind it as it is. Either way the numbers stay the same; the first epoch fills the cache.
+    augmentation behind it as it is. Setting "both" keeps samples of datasets that draw no random numbers (validation,
+    mostly), and what is decoded for the others. The numbers stay the same; the first epoch fills the cache. In the
+    training's own process what was taken once is kept as an object, too, and copied (512 MiB and an eighth of the free
+    memory at most).
 
     A sample is taken from memory only while all it was made of is as it was: what its code reads (attributes, elements,
     arrays, globals, closures), and the files that were opened for it. Left alone, with the reason, are datasets that
@@ -51,7 +55,7 @@ class SampleCache(Technique):
     effect = Effect.EXACT
     relieves = Resource.DATA
     sources = ("Falcon, tip 1", "Lin, tip 1", "Lin, tip 3")
-    values = ("decoded", "samples")
+    values = ("decoded", "samples", "both")
     example = '{keep = "decoded", where = "disk"}'
     acts_on = "a map-style dataset"
     liveness = Liveness.PASS
@@ -64,8 +68,8 @@ class SampleCache(Technique):
         self._pid = os.getpid()
         self._told: set[tuple[str, str]] = set()
         self._cache_dir, self._cache_size = table.get("cache_dir"), table.get("cache_size")
-        # id of a dataset -> what is kept of it; that holds the dataset, and is held by its loaders
-        self._kept: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
+        # (what is kept, id of a dataset) -> the store; that holds the dataset, and is held by its loaders
+        self._kept: weakref.WeakValueDictionary[tuple[str, int], Kept] = weakref.WeakValueDictionary()
 
     @classmethod
     def check(cls, setting: Setting) -> str:
@@ -76,9 +80,11 @@ class SampleCache(Technique):
         if unknown := [key for key in setting if key not in known]:
             return f"has no option {unknown[0]!r}; it has {', '.join(known)}"
         if setting.get("keep") not in cls.values:
-            return 'needs keep = "decoded" or "samples"'
+            return 'needs keep = "decoded", "samples" or "both"'
         if setting.get("where", "memory") not in ("memory", "disk"):
             return 'where must be "memory" or "disk"'
+        if setting.get("where") == "disk" and setting.get("keep") == "both":
+            return 'where = "disk" goes with keep = "decoded" or "samples"'
         if setting.get("where") != "disk" and (extra := [key for key in known[2:] if key in setting]):
             return f'{extra[0]} goes with where = "disk"'
         if not isinstance(setting.get("cache_dir", "x"), str) or not setting.get("cache_dir", "x"):
@@ -111,8 +117,8 @@ class SampleCache(Technique):
 
     @classmethod
     def _choose(cls, evidence: Evidence, loader: LoaderFacts, probe: Probe) -> Choices | Refusal:
-        all_repeat = all(other.probe and other.probe.repeatable for other in evidence.loaders if other.role != "unused")
-        if probe.repeatable and all_repeat:
+        used = [other for other in evidence.loaders if other.role != "unused"]
+        if probe.repeatable and all(other.probe and other.probe.repeatable for other in used):
             setting, seconds, size = "samples", probe.sample_seconds, probe.sample_bytes
         elif probe.loader_function and probe.loader_repeatable:
             setting, seconds, size = "decoded", probe.loader_seconds, probe.loader_bytes
@@ -123,7 +129,11 @@ class SampleCache(Technique):
         if seconds < FAST:
             return Refusal(f"a sample takes {seconds * 1e6:.0f} us, no more than the cache itself")
         why = f"making a sample takes {seconds * 1e6:.0f} us and gives the same each time"
-        if (need := size * (loader.samples or 0)) <= room():
+        need = size * (loader.samples or 0)
+        also = sum(o.probe.sample_bytes * (o.samples or 0) for o in used if o.probe and o.probe.repeatable)
+        if setting == "decoded" and also and 2 * (need + also) <= room():  # each store has half of what there is
+            return Choices(("both",), f"{why}; whole samples of another loader do, too")
+        if need <= room():
             return Choices((setting,), why)
         short = f"{need / 2**30:.1f} GiB of samples do not fit in half the free memory"
         if need > (most := room_on_disk()):
@@ -149,7 +159,7 @@ class SampleCache(Technique):
         kept = self._keeping(inner, {"loader": inner.loader})
         if kept is not None and not kept.is_over():
             inner.loader = CachedFunction(inner.loader, kept)
-            self._kept[id(inner)] = kept
+            self._kept["decoded", id(inner)] = kept
             kept.paused = not self.active
             self.did("dataset")
 
@@ -158,21 +168,22 @@ class SampleCache(Technique):
         from torch.utils.data import IterableDataset
 
         dataset = loader.dataset
-        if self.keep != "samples" or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        if self.keep == "decoded" or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             return
         if loader.batch_sampler is None:
             return
         if holds_rows(dataset):
             return  # these lie in memory already
         if why := _fetches_of_its_own(dataset):
-            self.refused(why)
+            if self.keep == "samples":
+                self.refused(why)
             return
-        kept = self._kept.get(id(dataset))
+        kept = self._kept.get(("samples", id(dataset)))
         if kept is None:
             kept = self._keeping(dataset, {"dataset": dataset})
-            if kept is None:
+            if kept is None or (self.keep == "both" and (kept.is_over() or kept.may_draw)):
                 return
-            self._kept[id(dataset)] = kept
+            self._kept["samples", id(dataset)] = kept
             if not kept.is_over():
                 self.did("dataset")
             kept.paused = not self.active
@@ -182,20 +193,22 @@ class SampleCache(Technique):
         """Take samples from the store."""
         from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-        if self.keep != "samples" or type(fetcher) is not _MapDatasetFetcher or not fetcher.auto_collation:
+        if self.keep == "decoded" or type(fetcher) is not _MapDatasetFetcher or not fetcher.auto_collation:
             return fetcher
-        kept = self._kept.get(id(fetcher.dataset))
+        kept = self._kept.get(("samples", id(fetcher.dataset)))
         if kept is None and self.on_disk:
             kept = self._in_worker(fetcher.dataset)
         if kept is None or kept.is_over():
             return fetcher
-        kept.look(whole=True)
-        return fetcher if kept.is_over() else _CachedFetcher(fetcher, kept)
+        return _CachedFetcher(fetcher, kept) if kept.look(whole=True) else fetcher
 
     def _keeping(self, dataset: Any, roots: dict[str, Any]) -> Kept | None:
         """What keeps a dataset's samples; None where the disk's folder cannot be used."""
         samples = len(dataset)
-        let_go = functools.partial(self._let_go, f"{type(dataset).__qualname__} of {samples:,} samples")
+        name = f"{type(dataset).__qualname__} of {samples:,} samples"
+        let_go = functools.partial(self._let_go, name)
+        if self.keep == "both" and "dataset" in roots:
+            let_go = functools.partial(self._let_go_samples, ("samples", id(dataset)), name)
         if not self.on_disk:
             return Kept(SampleStore(samples, room()), roots, let_go)
         try:
@@ -213,7 +226,7 @@ class SampleCache(Technique):
             return None
         kept = self._keeping(dataset, {"dataset": dataset})
         if kept is not None:
-            self._kept[id(dataset)] = kept
+            self._kept["samples", id(dataset)] = kept
             kept.paused = not self.active
         return kept
 
@@ -234,13 +247,16 @@ class SampleCache(Technique):
         for kept in list(self._kept.values()):
             kept.paused = paused
 
-    def _let_go(self, dataset: str, why: str) -> None:
+    def _let_go_samples(self, place: tuple[str, int], dataset: str, why: str) -> None:
+        """With "both", that a dataset's samples cannot be kept is no news, unless some were."""
+        if why != DRAWS and place in self._kept:
+            self._let_go(dataset, why, "has only decoded files kept from here on")
+
+    def _let_go(self, dataset: str, why: str, then: str = "is read without the cache from here on") -> None:
         self.refused(why)
         if self.active and (dataset, why) not in self._told:  # a script may make the same one for each epoch
             self._told.add((dataset, why))
-            messages.tell(
-                f"hasten: sample_cache: {why}; the dataset ({dataset}) is read without the cache from here on."
-            )
+            messages.tell(f"hasten: sample_cache: {why}; the dataset ({dataset}) {then}.")
 
 
 def _fetches_of_its_own(dataset: Any) -> str:
@@ -266,10 +282,9 @@ class _CachedFetcher:
     def fetch(self, indices: Any) -> Any:
         """What the fetcher behind it gives, each sample read once."""
         fetcher, kept = self._fetcher, self._kept
-        if kept.is_over() or type(indices) not in (list, tuple) or not set(map(type, indices)) <= {int}:
+        if type(indices) not in (list, tuple) or not set(map(type, indices)) <= {int}:
             return fetcher.fetch(indices)
-        kept.look(indices)
-        if kept.is_over() or _fetches_of_its_own(fetcher.dataset):
+        if not kept.look(indices) or _fetches_of_its_own(fetcher.dataset):
             return fetcher.fetch(indices)
         # By the operator: an instance's own `__getitem__` counts for nothing in Python.
         get, make, samples = kept.get, functools.partial(operator.getitem, fetcher.dataset), []
@@ -292,14 +307,12 @@ class CachedFunction:
         self.__name__ = getattr(function, "__name__", "loader")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1 or type(args[0]) not in (str, bytes, int) or self._kept.is_over():
-            return self.function(*args, **kwargs)
-        self._kept.look()
-        try:
-            return self.function(*args) if self._kept.is_over() else self._kept.get(args[0], self.function)
-        except Stale:
-            pass
-        return self.function(*args)
+        if not kwargs and len(args) == 1 and type(args[0]) in _KEYS and self._kept.look():
+            try:
+                return self._kept.get(args[0], self.function)
+            except Stale:
+                pass
+        return self.function(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         # A copy in a process that was not forked has no store to share, unless that is on disk: the plain function.

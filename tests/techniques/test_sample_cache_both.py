@@ -1,0 +1,55 @@
+"""With "both", whole samples are kept where nothing is drawn, and decoded files elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.techniques.conftest import Train
+from tests.techniques.test_sample_cache import IMAGES, NOT_LOOKED_OVER, compared
+
+BOTH = f"""
+    {NOT_LOOKED_OVER}
+    from PIL import ImageOps
+    ImageOps.mirror = counted(ImageOps.mirror)  # once for each sample of these that is made, as Image.open
+    class Plain(Dataset):
+        scale = 255
+        def __init__(self): self.loader = pil_loader
+        def __len__(self): return 12
+        def __getitem__(self, index):
+            x = np.asarray(ImageOps.mirror(self.loader(f"images/{{index:02}}.png"))).copy()
+            return torch.from_numpy(x).permute(2, 0, 1) / self.scale, 0
+    class Drawing(Plain):  # which no name in its code says: it is found out with its first sample
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x + torch.zeros(1).geometric_(0.5), y
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_both_keeps_samples_where_nothing_is_drawn_and_what_is_decoded_elsewhere(train: Train, workers: int) -> None:
+    script = f"""{BOTH}
+    augmented, plain = (DataLoader(data, 4, num_workers={workers}) for data in (Images("images"), Plain()))
+    fit([augmented, plain, DataLoader(Drawing(), 4)])
+    """
+    plain, changed = compared(train, script, "both")
+    assert plain == 3 * (12 + 24 + 24)
+    # The sample that showed what `Drawing` does is decoded once more. Two workers may make the same one.
+    least = 12 + (12 + 12) + (13 + 36)
+    assert least <= changed <= least + (12 + 24 if workers else 0)
+
+
+def test_both_tells_of_samples_that_are_kept_no_more_and_of_no_others(train: Train) -> None:
+    script = f"""{BOTH}
+    data = Plain()
+    loader = DataLoader(data, 4)
+    for dataset in (data, Drawing(), Images("images")): list(DataLoader(dataset, 4))
+    print("so far nothing", file=sys.stderr, flush=True)
+    data.log = open("log", "w")
+    list(loader)
+    """
+    before, after = train(IMAGES + script, sample_cache="both").err.split("so far nothing\n")
+    assert before == ""
+    assert after == (
+        "hasten: sample_cache: what samples are made of holds a _io.TextIOWrapper (dataset.log); "
+        "the dataset (Plain of 12 samples) has only decoded files kept from here on.\n"
+    )
