@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import statistics
 import subprocess
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from hasten.batch.course import read_course
 from hasten.batch.inside import VARIABLE
 from hasten.child import Child
 from hasten.errors import OUT_OF_MEMORY, HastenError
@@ -44,6 +48,9 @@ class Attempt:
         evidence: What the run left.
         device: "cpu" or "cuda".
         device_bytes: Memory of the GPU; 0 on a CPU.
+        workers: Greatest memory of processes that it started, in bytes.
+        stage: How far it came: "start" (torch was not imported yet), "loading" or "training".
+        grows: Bytes by which memory rises with each step, again and again; 0: it does not.
     """
 
     size: int
@@ -57,6 +64,9 @@ class Attempt:
     evidence: Evidence | None = None
     device: str = "cpu"
     device_bytes: int = 0
+    workers: int = 0
+    stage: str = "training"
+    grows: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -103,26 +113,70 @@ class Attempts:
                 in the batch size. It takes longer, so the attempt is not kept among those `done`.
             plan: Technique -> setting; None: the script as it is.
         """
-        folder = self.scratch / f"b{len(self.done)}{'lean' * lean}"
-        folder.mkdir()
-        result = folder / "memory.json"
-        trial = TrialOptions(
-            str(folder), batches=12, steps=24, seconds=self.timeout / 3, pass_seconds=self.timeout / 12
-        )
-        inside = ("hasten.batch.inside",)
-        doctor = DoctorOptions(steps=0, seconds=0.0, listener=os.getpid(), sample=False, observers=inside)
-        left = str(folder / "evidence.json")
-        config = RunConfig(dict(plan or {}), left, self.command, trial, quiet=True, doctor=doctor)
-        asked = {
-            "size": 0 if self.argument else size,
-            "former": former,
-            "result": str(result),
-            "bounds": dict(self.bounds),
-        }
-        env = environment(
-            config, {**os.environ, "PYTHONHASHSEED": "0", VARIABLE: json.dumps(asked)} | (LEAN if lean else {})
-        )
+        trial = {"batches": 12, "steps": 24, "seconds": self.timeout / 3, "pass_seconds": self.timeout / 12}
+        asked = {"size": 0 if self.argument else size, "former": former}
         arguments = with_argument(self.arguments, self.argument, size) if self.argument and size else self.arguments
+        with self._folder() as folder:
+            attempt = self._trained(folder, size, trial, asked, arguments, plan or {}, LEAN if lean else {})
+        if not lean:
+            self.done.append(attempt)
+        return attempt
+
+    def gradients(self, at: Sequence[int], many: int) -> tuple[Attempt, dict[str, Any]]:
+        """Train with the script's own batches, and look at gradients of single ones at weights that stand still.
+
+        Args:
+            at: After so many steps each, rising.
+            many: Batches of each look.
+
+        Returns:
+            What it came to, and what was seen: see `hasten.batch.gradients.GradientLook`.
+        """
+        with self._folder() as folder:
+            result = folder / "gradients.json"
+            trial = {"batches": 10**6, "epochs": 10**6, "steps": 10**6, "seconds": self.timeout}
+            asked = {"gradients": {"result": str(result), "at": list(at), "many": many}}
+            attempt = self._trained(folder, 0, trial, asked, self.arguments, {}, {})
+            seen = json.loads(result.read_text()) if result.is_file() else {"looks": [], "why": ""}
+        return attempt, seen
+
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[Path]:
+        """Make a folder for what an attempt leaves, and remove it behind."""
+        folder = Path(tempfile.mkdtemp(dir=self.scratch))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _trained(
+        self,
+        folder: Path,
+        size: int,
+        trial: Mapping[str, Any],
+        asked: Mapping[str, Any],
+        arguments: Sequence[str],
+        plan: Mapping[str, Setting],
+        more: Mapping[str, str],
+    ) -> Attempt:
+        """Train in a process of its own, and judge what came of it.
+
+        Args:
+            folder: For what the script writes, and what the process leaves.
+            size: Samples in a batch, for the record.
+            trial: Its bounds, see `TrialOptions`.
+            asked: What `hasten.batch.inside` is told beside limits.
+            arguments: The process's arguments.
+            plan: Technique -> setting.
+            more: Variables of its environment.
+        """
+        doctor = DoctorOptions(
+            steps=0, seconds=0.0, listener=os.getpid(), sample=False, observers=("hasten.batch.inside",)
+        )
+        left, bounds = str(folder / "evidence.json"), TrialOptions(str(folder), **trial)
+        config = RunConfig(dict(plan), left, self.command, bounds, quiet=True, doctor=doctor)
+        told = json.dumps({**asked, "result": str(folder / "memory.json"), "bounds": dict(self.bounds)})
+        env = environment(config, {**os.environ, "PYTHONHASHSEED": "0", VARIABLE: told, **more})
         with (folder / "log").open("wb") as log:
             try:
                 child = Child(arguments, env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -135,10 +189,8 @@ class Attempts:
                 child.end()
                 peak, workers = guard.stop()
         attempt = _judged(size, code, guard.over, peak, workers, folder)
-        if not lean:
-            self.done.append(attempt)
-        shutil.rmtree(folder, ignore_errors=True)
-        return attempt
+        course = read_course(folder)
+        return replace(attempt, workers=workers, stage=course.stage, grows=course.grows)
 
     def own_size(self, first: Attempt, argument_value: int) -> tuple[int, int]:
         """Return the script's own batch size, and the samples of its training loader.

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from hasten.batch.course import Writer
 from hasten.taps.protocol import Session
 
 VARIABLE = "HASTEN_BATCH"
@@ -23,23 +26,40 @@ def install(session: Session) -> None:
     import torch
 
     asked = json.loads(os.environ[VARIABLE])
-    _tap_loaders(asked["former"], asked["size"])
+    if looks := asked.get("gradients"):
+        from hasten.batch.gradients import GradientLook
+
+        GradientLook(session, Path(looks["result"]), looks["at"], looks["many"])
+    else:
+        _tap_loaders(asked["former"], asked["size"])
     bounds = dict(asked["bounds"])
     on_gpu = bounds.pop("gpu", 0)
     for name, most in bounds.items():
         resource.setrlimit(getattr(resource, name), (most, resource.getrlimit(getattr(resource, name))[1]))
-    watch = _Memory(session, Path(asked["result"]))
+    result = Path(asked["result"])
+    course = Writer(result.parent)
+    watch = _Memory(session, result)
     session.observers.append(watch)
     handle: list[Any] = []
 
     def first_forward(*_: Any) -> None:
         handle.pop().remove()
         watch.training_begins()
+        course.training()
+        session.steps_over.tell(functools.partial(_step_is_over, course))
         if on_gpu and torch.cuda.is_initialized():  # not before: a script may fork ahead of its first use of a GPU
             whole = torch.cuda.get_device_properties().total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, on_gpu / whole))
 
     handle.append(torch.nn.modules.module.register_module_forward_pre_hook(first_forward))
+
+
+def _step_is_over(course: Writer, steps: int) -> int:
+    import torch
+
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    course.step(torch.cuda.memory_allocated() if on_gpu else psutil.Process().memory_info().rss)
+    return steps + 1
 
 
 class _Memory:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hasten.batch.attempt import Attempt
+from hasten.batch.noise import Critical
+from hasten.batch.trouble import below_torch, what_holds_it
 from hasten.errors import HastenError
 
 _STEP = 4  # one attempt's size to the next
@@ -82,6 +84,7 @@ class Found:
         verified: The attempt at it.
         bound: What bounds it: "memory", "samples" or "time".
         saturated: The smallest size that comes within 5 % of the best rate.
+        critical: The gradient noise scale; None where nobody asked.
     """
 
     own: int
@@ -93,6 +96,7 @@ class Found:
     bound: str
     saturated: int
     attempts: list[Attempt] = field(default_factory=list)
+    critical: Critical | None = None
 
 
 def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) -> Found:
@@ -185,9 +189,12 @@ def _verified(
 
 
 def _check_first(first: Attempt, attempts: Trials) -> None:
+    if too_little := below_torch(first, attempts.limit, f"{attempts.limit / 1e6:.0f} MB"):
+        raise too_little
     if first.outcome == "out of memory":
+        said = f"the training does not fit into {attempts.limit / 1e9:.2f} GB with its own batch size ({first.reason})"
         raise HastenError(
-            f"the training does not fit into {attempts.limit / 1e9:.2f} GB with its own batch size ({first.reason})",
+            "\n".join([said, *what_holds_it(first)]),
             "allow more with --memory, or make the model or the script's batch size smaller",
         )
     if first.outcome != "ok":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hasten.batch import noise
 from hasten.batch.search import Found
-from hasten.techniques.convergence import rates
+from hasten.techniques.convergence import noise_scale, rates
 
 SCHEMA = "hasten-batch/1"
 
@@ -23,6 +24,7 @@ def as_json(found: Found, command: tuple[str, ...]) -> dict[str, Any]:
         "needed_bytes": {"fixed": round(found.line.fixed), "per_sample": round(found.line.per_sample)},
         "split_bytes": split(found),
         "rate_factor": {"batch_size": found.saturated, "factor": rate_factor(found), "rule": rule(found)},
+        "critical_batch": None if found.critical is None else {**noise.as_json(found.critical), **forecast(found)},
         "attempts": [
             {
                 "batch_size": one.size,
@@ -86,9 +88,44 @@ def lines(found: Found) -> list[str]:
     page += [f"  {name.replace('_', ' '):<26}{gigabytes(size):>10}" for name, size in split(found).items()]
     if found.saturated > found.own:
         page += ["", f"rate for batch {found.saturated}: {rate_factor(found):g}x the script's ({rule(found)})"]
+    page += _critical(found)
     page.append(
         "A larger batch takes fewer, larger steps: the same epochs may come to another loss. Nothing was changed."
     )
+    return page
+
+
+def forecast(found: Found) -> dict[str, dict[str, float]]:
+    """Return what the noise scale foretells of the batch at which throughput saturates; {} where there is none."""
+    last = found.critical.last if found.critical is not None else None
+    if last is None or found.saturated == found.own:
+        return {}
+    former, batch = found.own, found.saturated
+    return {
+        "at_saturated": {
+            "batch_size": batch,
+            "steps_factor": round(noise_scale.steps_factor(last.value, former, batch), 3),
+            "samples_factor": round(noise_scale.samples_factor(last.value, former, batch), 3),
+            "sgd_rate_factor": round(noise_scale.rate_factor(last.value, former, batch), 3),
+        }
+    }
+
+
+def _critical(found: Found) -> list[str]:
+    """Say what the critical batch is, and what it means for batch and rate."""
+    if found.critical is None:
+        return []
+    page = ["", *noise.lines(found.critical)]
+    last = found.critical.last
+    if last is not None and last.high <= found.own:
+        page.append(f"batch {found.own} is above it: a larger one saves few steps here.")
+    if foretold := forecast(found).get("at_saturated"):
+        page.append(
+            f"By it, batch {found.saturated} takes {foretold['steps_factor']:g}x the steps and"
+            f" {foretold['samples_factor']:g}x the samples of batch {found.own} to the same loss, with SGD's rate"
+            f" {foretold['sgd_rate_factor']:g}x"
+        )
+        page.append("(a model of SGD with its best rates, not measured: McCandlish et al. 2018, arXiv 1812.06162).")
     return page
 
 

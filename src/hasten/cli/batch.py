@@ -29,9 +29,16 @@ def batch(
         "", help="The script's own argument for the batch size, such as --batch-size.", metavar="ARG"
     ),
     timeout: float = typer.Option(120.0, help="Seconds after which one attempt is ended.", metavar="SECONDS"),
+    noise_at: str = typer.Option(
+        "10,30,90",
+        help="Steps after which the critical batch is measured; a resumed script's count from there. 0: it is not.",
+        metavar="STEPS",
+    ),
     json: Path | None = typer.Option(None, "--json", help="Write the figures there.", metavar="FILE"),
 ) -> None:
-    """Find the largest batch that is safe, where throughput saturates, and what memory goes to; changes nothing.
+    """Find the largest batch that is safe, where throughput saturates, the critical batch, and what memory goes to.
+
+    It changes nothing.
 
     Each batch size is tried in a process of its own for some steps and validations; what the script writes meanwhile is
     kept apart and removed. Ctrl-C ends it.
@@ -39,6 +46,7 @@ def batch(
     Example: hasten batch --memory 8GiB train.py --epochs 90
     """
     from hasten.batch.attempt import Attempts, free_bytes, value_of
+    from hasten.batch.noise import Critical, critical_batch, steps_to_look_at
     from hasten.batch.search import search
     from hasten.batch.words import as_json, lines
     from hasten.child import remove_when_gone
@@ -48,6 +56,7 @@ def batch(
     arguments = process_arguments(command, "batch")
     on_gpu = this_machine().device == "cuda"
     limit = size_in_bytes(memory, "--memory") if memory else _ALL if on_gpu else free_bytes()
+    at = steps_to_look_at(noise_at)
     value = value_of(arguments, argument) if argument else 0
     if argument and not value:
         raise HastenError(f"{argument} has no value in the training's command line", f"add it: {argument} 16")
@@ -63,9 +72,17 @@ def batch(
         remove_when_gone(scratch)
         attempts = Attempts(arguments, tuple(command), Path(scratch), limit, timeout, argument, on_gpu)
         found = search(attempts, value, say)
+        stopped = False
+        if at:
+            try:
+                found.critical = critical_batch(attempts, found.own, found.samples, at, say)
+            except KeyboardInterrupt:  # what was found by then is not lost
+                found.critical, stopped = Critical((), "stopped by Ctrl-C"), True
     typer.echo("\n".join(lines(found)))
     if json is not None:
         files.write_whole(json, (json_format.dumps(as_json(found, tuple(command)), indent=1) + "\n").encode())
+    if stopped:
+        raise typer.Exit(130)
 
 
 def _is_batch(content: Any) -> bool:

@@ -6,6 +6,7 @@ from hasten.trainer.callbacks.ema import EMA
 from hasten.trainer.callbacks.lr_monitor import LearningRateMonitor
 from hasten.trainer.callbacks.model_checkpoint import ModelCheckpoint
 from hasten.trainer.callbacks.nan_watch import NaNWatch
+from hasten.trainer.callbacks.noise_scale import GradientNoiseScale
 from hasten.trainer.callbacks.progress import Progress
 from hasten.trainer.callbacks.small import GradientAccumulationScheduler, LambdaCallback
 from hasten.trainer.callbacks.step_monitor import StepMonitor
@@ -18,6 +19,7 @@ __all__ = [
     "EarlyStopping",
     "EarlyStoppingReason",
     "GradientAccumulationScheduler",
+    "GradientNoiseScale",
     "LambdaCallback",
     "LayerSummary",
     "LearningRateMonitor",

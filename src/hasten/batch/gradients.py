@@ -1,0 +1,140 @@
+"""In a trial's process: gradients of single batches at weights that stand still."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hasten.taps.protocol import Session
+from hasten.techniques.convergence.folded import folded
+
+
+class GradientLook:
+    """Takes gradients of single batches after some steps of a training, with no step between them.
+
+    The script's loop goes on: its optimizer finds no gradients meanwhile, and makes no step. A gradient is taken behind
+    its backward, before a script clips it.
+
+    Args:
+        session: Of the trial.
+        result: Where they go, as `{"looks": [{"step": ..., "batches": ..., "products": ...}], "why": ...}`: inner
+            products of every two gradients, of so many batches each; and why there are no more looks.
+        at: Numbers of the script's own steps after which it looks, rising.
+        gradients: How many are taken each time.
+    """
+
+    def __init__(self, session: Session, result: Path, at: list[int], gradients: int) -> None:
+        self._session, self._result, self._at, self._many = session, result, list(at), gradients
+        self._looks: list[dict[str, Any]] = []
+        self._why = ""
+        self._optimizer: Any = None
+        self._parameters: list[torch.Tensor] = []
+        self._steps = 0
+        self._frozen = False  # whether steps are kept from being made
+        self._fresh: torch.Tensor | None = None  # gradients behind the last backward
+        self._batches: list[int] = []  # sizes of those since the last step
+        self._backwards = 0
+        self._taken: list[tuple[tuple[int, ...], torch.Tensor]] = []
+        self._aside: list[torch.Tensor | None] | None = None  # gradients that the step must not see
+        self._before: list[float] = []
+        session.on_batch.append(self._on_batch)
+        session.on_backward.append(self._on_backward)
+        session.steps_over.tell(self._on_step)
+        register_optimizer_step_pre_hook(self._on_optimizer)
+        register_optimizer_step_post_hook(self._behind_optimizer)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing more to look at."""
+        return bool(self._why) or len(self._looks) == len(self._at)
+
+    def _on_step(self, steps: int) -> int:
+        if self.is_over:
+            self._session.complete()
+        return steps + 1
+
+    def _on_batch(self, loader: int, batch: Any) -> int:
+        self._batches.append(_size_of(batch))
+        return 0
+
+    def _on_backward(self, *_: Any) -> None:
+        self._backwards += 1
+        if self._frozen:
+            gradients = [parameter.grad for parameter in self._parameters]
+            self._fresh = folded(gradients, [parameter.numel() for parameter in self._parameters])
+
+    def _on_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.is_over:
+            return
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if why := self._refusal(optimizer, args, kwargs):
+            self._end(why)
+        elif self._frozen:
+            assert self._fresh is not None
+            self._taken.append((tuple(self._batches) or (0,) * self._backwards, self._fresh))
+            self._aside = [parameter.grad for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def _behind_optimizer(self, *_: Any) -> None:
+        self._batches, self._backwards, self._fresh = [], 0, None
+        if self._aside is not None:
+            for parameter, gradient in zip(self._parameters, self._aside, strict=True):
+                parameter.grad = gradient  # a script may read it, or add to it
+            self._aside = None
+            if len(self._taken) == self._many:
+                self._thaw()
+        elif not self.is_over:
+            self._steps += 1
+            if self._steps == self._at[len(self._looks)]:
+                groups = self._optimizer.param_groups
+                self._parameters = [one for group in groups for one in group["params"] if one.requires_grad]
+                self._before, self._taken, self._frozen = self._fingerprint(), [], True
+
+    def _refusal(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        if optimizer is not self._optimizer:
+            return "the script steps several optimizers: each has a noise scale of its own"
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            return "the optimizer's step gets a closure"
+        if self._session.run.seen.get("grad_scaler"):
+            return "the script scales its loss (GradScaler), and so its gradients: bf16 needs none"
+        if self._frozen and self._fresh is None:
+            return "the optimizer steps without a backward by torch.autograd.backward"
+        return ""
+
+    def _thaw(self) -> None:
+        """Note what was taken, of whole batches: the last of a pass may be smaller."""
+        self._frozen = False
+        if self._fingerprint() != self._before:
+            self._end("weights moved although the optimizer found no gradients")
+            return
+        usual, _ = Counter(parts for parts, _ in self._taken).most_common(1)[0]
+        rows = torch.stack([gradient for parts, gradient in self._taken if parts == usual]).double()
+        self._looks.append({"step": self._steps, "batches": len(usual), "products": (rows @ rows.T).tolist()})
+        self._taken = []
+        self._write()
+
+    def _fingerprint(self) -> list[float]:
+        return [float(parameter.detach().double().sum()) for parameter in self._parameters]
+
+    def _end(self, why: str) -> None:
+        self._why, self._frozen = why, False
+        self._write()
+
+    def _write(self) -> None:
+        self._result.write_text(json.dumps({"looks": self._looks, "why": self._why}))
+
+
+def _size_of(batch: Any) -> int:
+    """Return how many samples a batch seems to hold: the length of its first tensor; 0 where nobody knows."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else 0
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return next((size for part in parts if (size := _size_of(part))), 0)

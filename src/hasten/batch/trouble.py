@@ -1,0 +1,73 @@
+"""What stands in the way of a training that does not fit, where it is not the training's own tensors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from hasten.batch.attempt import Attempt
+from hasten.errors import HastenError
+
+_HELD = 0.3  # of the peak: from here on workers are named
+_IMPORT = """
+import torch
+for line in open("/proc/self/status"):
+    if line.startswith("VmHWM"):
+        print(int(line.split()[1]) * 1024)
+"""
+
+
+def torch_needs() -> int:
+    """Return the bytes that Python takes to import torch here; 0 where that cannot be told."""
+    done = subprocess.run([sys.executable, "-c", _IMPORT], capture_output=True, text=True, timeout=120, check=False)
+    return int(done.stdout) if done.stdout.strip().isdecimal() else 0
+
+
+def below_torch(attempt: Attempt, limit: int, words: str) -> HastenError | None:
+    """Return the error for a limit that ends a process before torch is there; None where that was not it.
+
+    Args:
+        attempt: That ran out of memory.
+        limit: What it might have, in bytes.
+        words: The limit as a person knows it.
+    """
+    if attempt.outcome != "out of memory" or attempt.stage != "start":
+        return None
+    needs = torch_needs()
+    if needs < limit:
+        return None
+    return HastenError(
+        f"{words} is less than `import torch` takes here: {needs / 1e6:.0f} MB, before a script has done anything",
+        f"allow more: --memory {-(-2 * needs // 10**8) * 100}MB leaves a small training some room",
+    )
+
+
+def what_holds_it(attempt: Attempt) -> list[str]:
+    """Return lines on what took the memory of an attempt, where that is not what a training computes with."""
+    said = []
+    if attempt.workers > _HELD * attempt.peak:
+        said.append(
+            f"worker processes of its loaders hold {attempt.workers / 1e6:.0f} of {attempt.peak / 1e6:.0f} MB: give the"
+            " loader a smaller num_workers or prefetch_factor, or a dataset that each worker does not copy"
+        )
+    elif attempt.stage in ("start", "loading") and attempt.outcome == "out of memory":
+        said.append(
+            "it ran out before the first forward: the script's own data and model take it, and no technique acts there"
+        )
+    if attempt.grows:
+        said.append(rises(attempt.grows))
+    return said
+
+
+def rises(grows: float, room: int = 0) -> str:
+    """Return a line on memory that rises with each step.
+
+    Args:
+        grows: Bytes a step.
+        room: What is left above the peak, in bytes; 0: nothing.
+    """
+    until = f", which fills what is left in about {max(1, round(room / grows))} steps" if room > 0 else ""
+    return (
+        f"memory rises by {grows / 1e6:.1f} MB with each step{until}: a leak, or data that is kept; `hasten doctor`"
+        " names the line (memory_creep, retained_graph)"
+    )
