@@ -34,6 +34,7 @@ ELSEWHERE = {
     "pin_memory": "needs a GPU",
     "device_prefetch": "needs a GPU",
     "cudnn_benchmark": "needs a GPU",
+    "activation_offload": "needs a GPU; its copies on a CPU: see `tests/techniques/test_activation_offload.py`",
     "chunked_loss": "acts on millions of logits: see `tests/techniques/test_chunked_loss.py`",
     "optimizer_in_backward": "clipping and accumulation end in an error: see `tests/check/test_in_backward.py`",
 }

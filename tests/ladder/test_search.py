@@ -73,6 +73,38 @@ class Law:
         return Attempt(0, "ok", peak, 0, seconds, evidence=evidence)
 
 
+def climbed_on_gpu(room: int, **law: Any) -> tuple[Climbed, Law]:
+    training = Law(room, **law)
+    limit = Limit(round(room / 0.95), "so much")
+    return climb(training, limit, rungs_for(GPU), lambda line: None), training
+
+
+def test_activations_go_to_the_host_where_computing_them_again_is_not_enough() -> None:
+    saves = {"activation_checkpointing": 600 * MB, "activation_offload": 800 * MB, "precision": 50 * MB}
+    found, law = climbed_on_gpu(600 * MB, saves=saves)
+    assert list(found.chosen.plan) == ["activation_checkpointing"]
+    assert not any("activation_offload" in plan for plan in law.asked)
+    found, law = climbed_on_gpu(300 * MB, saves=saves)
+    assert found.chosen.plan == {"activation_offload": True}
+    assert found.excluded["activation_checkpointing"].startswith("it is not enough: activation_offload")
+    assert not any({"activation_offload", "activation_checkpointing"} <= plan.keys() for plan in law.asked)
+    check(Plan(found.chosen.plan))
+    with pytest.raises(HastenError, match="not even under"):
+        climbed_on_gpu(100 * MB, saves=saves)
+
+
+def test_blocks_that_cannot_be_computed_again_leave_their_place_to_the_host() -> None:
+    said = "HastenError: hasten: activation_checkpointing: no block can be run again"
+    saves = {"activation_offload": 800 * MB}
+    found, _ = climbed_on_gpu(300 * MB, saves=saves, fails={"activation_checkpointing": said})
+    assert found.chosen.plan == {"activation_offload": True}
+
+
+def test_a_cpu_has_no_host_to_move_activations_to() -> None:
+    assert "activation_offload" not in NAMES
+    assert [rung.name for rung in rungs_for(GPU, {"activation_offload"})] == ["activation_offload"]
+
+
 def climbed(room: int, until: float = float("inf"), **law: Any) -> tuple[Climbed, Law]:
     training = Law(room, **law)
     return climb(training, Limit(round(room / 0.95), "so much"), rungs_for(CPU), lambda line: None, until), training

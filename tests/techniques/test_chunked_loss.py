@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from hasten.switchboard import Switchboard
 from hasten.techniques import CATALOGUE, Refusal
 from hasten.techniques.memory import chunked_loss, loss_by_rows
 from hasten.techniques.memory.chunked_loss import ChunkedLoss
@@ -139,6 +140,18 @@ def test_under_autocast_the_loss_is_of_the_type_it_would_be(technique: ChunkedLo
         (plain, gradient), (ours, other) = both(logits, target)
     assert (plain.dtype, gradient.dtype) == (ours.dtype, other.dtype)
     assert torch.allclose(plain.float(), ours.float(), rtol=1e-2)
+
+
+def test_it_is_switched_between_two_steps_and_a_name_of_the_scripts_own_goes_with_it(technique: ChunkedLoss) -> None:
+    kept = F.cross_entropy  # from torch.nn.functional import cross_entropy
+    technique.restore()
+    board = Switchboard([technique])
+    for on in (True, False, True, False):
+        board.switch({technique.name: True} if on else {})
+        assert (F.cross_entropy is PLAIN) is not on
+        loss = kept(torch.randn(30, 12, requires_grad=True), torch.randint(0, 12, (30,)))
+        assert ("ByRows" in type(loss.grad_fn).__name__) is on
+    assert board.broken == {}
 
 
 SCRIPT = """

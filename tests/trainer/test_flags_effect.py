@@ -596,6 +596,27 @@ def activation_checkpointing(tmp_path):
 
 
 @effect
+def activation_offload(tmp_path):
+    assert technique_of(activation_offload=True) == ("activation_offload", True)
+    with pytest.raises(hasten.HastenError, match="activation_checkpointing does not keep what it would move"):
+        quiet(activation_offload=True, activation_checkpointing=True)
+
+
+@effect
+def chunked_loss(tmp_path):
+    class Words(Regression):
+        def training_step(self, batch, batch_idx):
+            logits = self.net(batch[0]) @ torch.ones(1, 2**18)
+            return torch.nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+
+    plain = torch.nn.functional.cross_entropy
+    trainer = quiet(chunked_loss=True, max_epochs=1, gradient_clip_val=1.0, accumulate_grad_batches=2)
+    trainer.fit(Words(), loader())
+    assert trainer.run.installed() == {"chunked_loss": "loss"}
+    assert torch.nn.functional.cross_entropy is plain
+
+
+@effect
 def seed(tmp_path):
     quiet(seed=11)
     first = torch.rand(3)

@@ -22,11 +22,13 @@ class Rung:
         name: Of the technique.
         setting: With which it lowers memory most.
         saves: What it lowers, in a few words.
+        instead_of: The technique whose place it takes where that one, with all others, is not enough; "": none.
     """
 
     name: str
     setting: Setting
     saves: str
+    instead_of: str = ""
 
 
 _GRAPHS = Rung("no_grad_validation", True, "activations of validation")
@@ -35,6 +37,7 @@ _GRADIENTS = Rung("optimizer_in_backward", True, "gradients")
 _HEAP = Rung("allocator", "lean", "freed memory that the C library keeps")
 _BF16 = Rung("precision", "bf16-mixed", "half of most activations")
 _BLOCKS = Rung("activation_checkpointing", True, "activations of repeated blocks")
+_HOST = Rung("activation_offload", True, "activations, which go to the host", instead_of=_BLOCKS.name)
 
 
 def rungs_for(machine: Machine, only: Collection[str] = ()) -> list[Rung]:
@@ -47,7 +50,9 @@ def rungs_for(machine: Machine, only: Collection[str] = ()) -> list[Rung]:
         only: Names of the techniques to try; empty: all.
     """
     fast = machine.device == "cuda" or not CATALOGUE["precision"].useless("bf16-mixed", machine)
-    order = [_GRAPHS, _GRADIENTS, _LOSS, _HEAP, *((_BF16, _BLOCKS) if fast else (_BLOCKS, _BF16))]
+    order = [_GRAPHS, _GRADIENTS, _LOSS, _HEAP, *((_BF16, _BLOCKS) if fast else (_BLOCKS, _BF16)), _HOST]
+    if machine.device != "cuda":
+        order.remove(_HOST)
     if machine.device == "cuda" or CATALOGUE["allocator"].useless("lean", machine):
         order.remove(_HEAP)
     return [rung for rung in order if not only or rung.name in only]

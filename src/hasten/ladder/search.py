@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hasten.batch.attempt import Attempt
+from hasten.batch.trouble import below_torch, what_holds_it
 from hasten.errors import HastenError, script_fails
 from hasten.ladder.limit import Limit
 from hasten.ladder.rungs import Rung, acting, blocks_in, in_order, left_alone
@@ -127,7 +128,9 @@ class _Climb:
         self, plans: Plans, limit: Limit, rungs: Sequence[Rung], say: Callable[[str], None], until: float
     ) -> None:
         self._plans, self._limit, self._say, self._until = plans, limit, say, until
-        self._rungs = list(rungs)
+        names = {rung.name for rung in rungs}
+        self._spare = [rung for rung in rungs if rung.instead_of in names]
+        self._rungs = [rung for rung in rungs if rung not in self._spare]
         self._tries: list[Try] = []
         self._excluded: dict[str, str] = {}
         self._longest = 0.0
@@ -139,6 +142,8 @@ class _Climb:
             self._tries.append(plain)
         if plain.fits:
             return Climbed(self._limit, self._tries, plain)
+        if too_little := below_torch(plain.attempt, self._limit.room, self._limit.words):
+            raise too_little
         if plain.attempt.outcome == "timeout":
             raise HastenError("the script did not come to train within a trial's time", "give it a longer --budget")
         if plain.attempt.outcome != "out of memory":
@@ -202,9 +207,13 @@ class _Climb:
             if tried.attempt.outcome == "out of memory":
                 without = {rung.name: rung.setting for rung in self._rungs if rung.name != "precision"}
                 # Casts of many weights may take more than 16-bit activations save.
-                if len(without) == len(self._rungs) or not self._try(without, in_any_case=True).fits:
+                if len(without) < len(self._rungs) and self._try(without, in_any_case=True).fits:
+                    self._exclude("precision", "it takes more memory than it saves here")
+                elif self._spare:
+                    spare = self._spare[0]
+                    self._exclude(spare.instead_of, f"it is not enough: {spare.name} was tried in its place")
+                else:
                     break
-                self._exclude("precision", "it takes more memory than it saves here")
                 continue
             name, why = self._culprit(tried), tried.attempt.reason or tried.attempt.outcome
             self._exclude(name, why.partition(f"hasten: {name}: ")[2] or why)
@@ -219,12 +228,15 @@ class _Climb:
 
     def _exclude(self, name: str, why: str) -> None:
         self._excluded[name] = why
-        self._rungs = [rung for rung in self._rungs if rung.name != name]
+        free = [rung for rung in self._spare if rung.instead_of == name]
+        self._spare = [rung for rung in self._spare if rung not in free]
+        self._rungs = [rung for rung in self._rungs if rung.name != name] + free
 
     def _hopeless(self) -> HastenError:
-        ran_out = [one.plan for one in self._tries if one.attempt.outcome == "out of memory"]
-        most = max(ran_out, key=len)
-        lines = [f"the training does not fit into {self._limit.words}, not even under {in_words(most)}"]
+        ran_out = [one for one in self._tries if one.attempt.outcome == "out of memory"]
+        most = max(ran_out, key=lambda one: len(one.plan))
+        lines = [f"the training does not fit into {self._limit.words}, not even under {in_words(most.plan)}"]
+        lines += what_holds_it(most.attempt)
         lines += [f"{name} was left out: {why}" for name, why in self._excluded.items()]
         return HastenError(
             "\n".join(lines),
@@ -286,7 +298,8 @@ class _Climb:
 
 
 _BY_CHANGE = (
-    "no_grad_validation", "allocator", "chunked_loss", "precision", "activation_checkpointing", "optimizer_in_backward",
+    "no_grad_validation", "allocator", "chunked_loss", "precision", "activation_offload", "activation_checkpointing",
+    "optimizer_in_backward",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import shlex
 from typing import Any
 
 import hasten
+from hasten.batch.trouble import rises
 from hasten.batch.words import gigabytes
 from hasten.evidence import Machine
 from hasten.ladder.search import Climbed, Try, came_to, in_words
@@ -28,6 +29,7 @@ def lines(found: Climbed, command: tuple[str, ...], out: str) -> list[str]:
     if not found.chosen.plan:
         return [
             f"the training fits into {found.limit.words} as it is: {came_to(found.plain)}",
+            *_rising(found),
             "No plan was written. To make it faster: hasten tune, without --memory.",
         ]
     chosen, attempt = found.chosen, found.chosen.attempt
@@ -35,6 +37,7 @@ def lines(found: Climbed, command: tuple[str, ...], out: str) -> list[str]:
         f"as it is, the training does not fit into {found.limit.words}: {found.plain.attempt.reason}",
         f"it fits under: {in_words(chosen.plan)}",
         f"peak {gigabytes(chosen.peak)}{_predicted(chosen)}, a step takes {attempt.seconds * 1e3:.1f} ms",
+        *_rising(found),
         "",
         f"{'':<28}{'effect':<12}without it",
     ]
@@ -61,6 +64,7 @@ def as_json(found: Climbed, command: tuple[str, ...]) -> dict[str, Any]:
         "peak_bytes": found.chosen.peak,
         "predicted_peak_bytes": found.chosen.predicted or None,
         "step_seconds": found.chosen.attempt.seconds,
+        "rises_bytes_a_step": round(found.chosen.attempt.grows),
         "checked": False,
         "tries": [
             {
@@ -97,6 +101,12 @@ def plan_of(found: Climbed, command: tuple[str, ...], machine: Machine, torch: s
     }
     here = {"device": machine.device, "cpu": machine.cpu, "cores": machine.cores, "gpus": machine.gpus}
     return Plan(chosen.plan, comments, made, here)
+
+
+def _rising(found: Climbed) -> list[str]:
+    """Say that what fits in a short trial will not in a long run."""
+    grows = found.chosen.attempt.grows
+    return [f"BUT {rises(grows, found.limit.size - found.chosen.peak)}"] if grows else []
 
 
 def _predicted(tried: Try) -> str:

@@ -35,6 +35,7 @@ from hasten.techniques.data.loader_workers import LoaderWorkers
 from hasten.techniques.data.read_ahead import ReadAhead
 from hasten.techniques.data.sample_cache import SampleCache
 from hasten.techniques.memory.activation_checkpointing import ActivationCheckpointing
+from hasten.techniques.memory.activation_offload import ActivationOffload
 from hasten.techniques.memory.allocator import Allocator
 from hasten.techniques.memory.chunked_loss import ChunkedLoss
 from hasten.techniques.memory.no_grad_validation import NoGradValidation
@@ -64,6 +65,7 @@ CATALOGUE: dict[str, type[Technique]] = {
         ChannelsLast,
         Attention,
         ActivationCheckpointing,
+        ActivationOffload,
         ChunkedLoss,
         BatchScale,
         LrScale,

@@ -220,16 +220,10 @@ class Config:
         None, SPEED, "True, or a mode of `torch.compile`; technique `compile`", technique="compile"
     )
     channels_last: bool | None = _flag(
-        None,
-        SPEED,
-        "memory layout for convolutions; technique `channels_last`",
-        technique="channels_last",
+        None, SPEED, "memory layout for convolutions; technique `channels_last`", technique="channels_last"
     )
     fused_optimizer: bool | None = _flag(
-        None,
-        SPEED,
-        "one kernel for all parameters; technique `fused_optimizer`",
-        technique="fused_optimizer",
+        None, SPEED, "one kernel for all parameters; technique `fused_optimizer`", technique="fused_optimizer"
     )
     matmul_precision: str | None = _flag(
         None,
@@ -238,11 +232,7 @@ class Config:
         technique="matmul_precision",
     )
     benchmark: bool | None = _flag(
-        None,
-        SPEED,
-        "let cuDNN try its algorithms; technique `cudnn_benchmark`",
-        values.switch,
-        technique="cudnn_benchmark",
+        None, SPEED, "let cuDNN try its algorithms; technique `cudnn_benchmark`", values.switch, "cudnn_benchmark"
     )
     device_prefetch: bool | None = _flag(
         None,
@@ -264,6 +254,23 @@ class Config:
         'True, how many blocks, their class names, or "sqrt": recompute activations in the backward; less memory,'
         " more time; technique `activation_checkpointing`",
         technique="activation_checkpointing",
+    )
+
+    activation_offload: bool | None = _flag(
+        None,
+        SPEED,
+        "keep large activations in the host's memory between forward and backward (CUDA): less memory, more time;"
+        " technique `activation_offload`",
+        values.switch,
+        technique="activation_offload",
+    )
+    chunked_loss: bool | None = _flag(
+        None,
+        SPEED,
+        "cross entropy of 2 million logits or more some rows at a time: one copy and one gradient of them less;"
+        " technique `chunked_loss`",
+        values.switch,
+        technique="chunked_loss",
     )
 
     def __post_init__(self) -> None:

@@ -85,6 +85,10 @@ def _chosen(config: Config, given: Any) -> tuple[dict[str, Setting], list[str]]:
             said.append(f"{name}={setting!r} is of no use here: {why}")
     on = {name: setting for name, setting in chosen.items() if setting is not False}
     left_out = {name: _left_out(name, setting) for name, setting in on.items()}
+    installed = {name: setting for name, setting in on.items() if not left_out[name]}
+    for name, setting in installed.items():
+        if why := CATALOGUE[name].clashes(setting, installed):
+            raise misconfigured(f"{name}={setting!r} cannot act here: {why}", "leave one of them out")
     said += [f"{name} of the plan is not installed: {why}" for name, why in left_out.items() if why]
     return on, said
 

@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 from hasten.evidence import Evidence
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.replaced import Replaced, Replacements
 
 _LEAST = 2**21  # numbers of logits: of fewer there is little to save
@@ -30,6 +30,7 @@ class ChunkedLoss(Technique):
     relieves = Resource.MEMORY
     sources = ("Wolf", "Liger Kernel, arXiv 2410.10989")
     acts_on = "a cross entropy of 2 million logits or more"
+    liveness = Liveness.STEP  # all it does is in the loss; graphs that it left are whole
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -45,6 +46,16 @@ class ChunkedLoss(Technique):
         """Put torch's own back."""
         _acting.discard(self)
         _FUNCTIONS.leave(self)
+
+    def on(self) -> None:
+        """Put it in place."""
+        super().on()
+        self.process()
+
+    def off(self) -> None:
+        """Put torch's own back."""
+        super().off()
+        self.restore()
 
 
 def _functions() -> list[Replaced]:
@@ -74,7 +85,8 @@ def _change(plain: Any) -> Any:
         label_smoothing: float = 0.0,
     ) -> Any:
         options = weight is None and size_average is None and reduce is None and not label_smoothing
-        if is_compiling() or not options or not _is_large(input, target, torch):
+        # A script's own name for the function (`from ... import cross_entropy`) keeps ours when torch's is back.
+        if not len(_acting) or is_compiling() or not options or not _is_large(input, target, torch):
             return plain(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         # A single row says what is wrong with the arguments, and of which type the loss is under autocast.
         dtype = plain(input[:1].detach(), target[:1], None, None, ignore_index, None, reduction).dtype

@@ -1,0 +1,90 @@
+"""Activations kept on the host between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hasten.evidence import Evidence
+from hasten.plan import Setting
+from hasten.techniques.base import Call, Choices, CudaOnly, Effect, Liveness, Refusal, Resource
+
+
+class ActivationOffload(CudaOnly):
+    """Keep large activations in the host's pinned memory between forward and backward; the GPU holds few of them.
+
+    The same bits: each tensor that autograd saves comes back as it was, with its strides. Weights, the model's inputs,
+    tensors below 1 MiB and those whose elements overlap stay where they are; what a loss outside the model's forward
+    saves does too. It costs two copies over the bus for each activation, so it pays where recomputation
+    (`activation_checkpointing`) leaves too much on the GPU, and takes the host's memory instead. Left alone: forwards
+    in eval mode or without gradients, those under hooks for saved tensors of the script's own, compiled models, and
+    parameters that are no plain tensors (FSDP's). It has not been run on a GPU yet: the copies were tested on a CPU.
+    """
+
+    name = "activation_offload"
+    effect = Effect.EXACT
+    relieves = Resource.MEMORY
+    sources = ("torch.autograd.graph.save_on_cpu",)
+    acts_on = "a model that trains on a GPU"
+    liveness = Liveness.STEP  # all it does is in `forward`; graphs that it left are whole
+    device = "cuda"
+    """Type of the device whose tensors are moved: tests move those of a CPU."""
+
+    @classmethod
+    def settings(cls, evidence: Evidence) -> Choices | Refusal:
+        """None by itself: it saves memory."""
+        return cls.refuse_without_gpu(evidence) or Refusal(
+            "it saves memory and costs time: `hasten tune --memory SIZE` tries it"
+        )
+
+    @classmethod
+    def clashes(cls, setting: Setting, plan: Mapping[str, Setting]) -> str:
+        """What decides by itself what a backward keeps."""
+        if plan.get("compile", False) is not False:
+            return "compiled code decides by itself what its backward keeps"
+        if plan.get("activation_checkpointing", False) is not False:
+            return "activation_checkpointing does not keep what it would move"
+        return ""
+
+    def forward(self, call: Call) -> Call:
+        """Move what the forward saves for its backward."""
+        import torch
+        from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
+        from torch.compiler import is_compiling
+
+        from hasten.techniques.memory.saved_on_host import OnHost
+
+        grad_enabled = torch.is_grad_enabled
+
+        def offloading(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not module.training or not grad_enabled() or is_compiling() or top_hooks(True) is not None:
+                return call(module, args, kwargs)
+            if why := self._why_not(module):
+                if f"left alone: {why}" not in self.acted:
+                    self.let_go(why)
+                return call(module, args, kwargs)
+            on_host = OnHost(self.device, module, (args, kwargs))
+            if "model" not in self.acted:
+                self.did("model")
+            try:
+                with on_host:
+                    return call(module, args, kwargs)
+            except RuntimeError as error:
+                if "saved tensor hooks" in str(error):  # torch.func's transforms refuse them
+                    error.add_note("hasten: raised by the technique activation_offload: take it out of the plan.")
+                raise
+
+        return offloading
+
+    def _why_not(self, module: Any) -> str:
+        """Return why a model is left alone, or ""."""
+        import torch
+
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            return "the model is compiled, and decides by itself what its backward keeps"
+        first = next(module.parameters(), None)
+        if first is None or first.device.type != self.device:
+            return "CUDA only: the model is not on a GPU"
+        if type(first) is not torch.nn.Parameter or type(first.data) is not torch.Tensor:
+            return f"its parameters are no plain tensors ({type(first.data).__name__})"
+        return ""

@@ -1,0 +1,110 @@
+"""What autograd saves in a forward, kept on the host until the backward asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_iter
+
+LEAST = 1 << 20  # bytes: smaller tensors are not worth a copy
+_ALIGNED = 16  # bytes: of a tensor that lies otherwise, a kernel may take another way through the copy
+_detach = torch._C.TensorBase.detach
+
+
+class OnHost(saved_tensors_hooks):
+    """Hooks for one forward.
+
+    Args:
+        device: Type of the device whose tensors are moved.
+        module: Whose parameters and buffers stay: they are there anyway.
+        given: Its arguments, which stay for the same reason.
+    """
+
+    def __init__(self, device: str, module: torch.nn.Module, given: Any) -> None:
+        super().__init__(self._pack, _unpack)
+        self._device = device
+        held = [*module.parameters(), *module.buffers(), *tree_iter(given)]
+        self._stays = {_memory_of(one) for one in held if _is_plain(one)}
+
+    def _pack(self, tensor: Tensor) -> _Here | _Away:
+        return _Away(tensor) if self._is_moved(tensor) else _Here(tensor)
+
+    def _is_moved(self, tensor: Tensor) -> bool:
+        return (
+            _is_plain(tensor)
+            and tensor.device.type == self._device
+            and tensor.numel() * tensor.element_size() >= LEAST
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            and _memory_of(tensor) not in self._stays
+            and tensor.data_ptr() % _ALIGNED == 0
+            and not _overlaps(tensor)
+        )
+
+
+class _Here:
+    """A tensor that stays. Detached: an output that a graph keeps would keep the graph in turn."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = _detach(tensor)
+        self.version = tensor._version
+
+    def back(self) -> Tensor:
+        """Return it, unless it was changed meanwhile: autograd itself does not look under hooks."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected "
+                f"version {self.version} instead"
+            )
+        return self.tensor
+
+
+class _Away:
+    """A tensor whose numbers are on the host.
+
+    Both copies are made in the stream of the forward: what is computed later, and memory that is given to another
+    tensor, come behind them.
+    """
+
+    __slots__ = ("device", "host", "stride")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device, self.stride = tensor.device, tensor.stride()
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+        self.host.copy_(_detach(tensor), non_blocking=True)
+
+    def back(self) -> Tensor:
+        """Return a tensor as it was, on its device."""
+        host = self.host
+        return torch.empty_strided(host.shape, self.stride, dtype=host.dtype, device=self.device).copy_(
+            host, non_blocking=True
+        )
+
+
+def _unpack(kept: _Here | _Away) -> Tensor:
+    return kept.back()
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two elements may lie at one place, as those of `expand` do."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
