@@ -56,6 +56,7 @@ EVENTS = {
     "ddp_sync": "a backward that synchronised gradients although more were to be added before the step",
     "ddp_unused": "DistributedDataParallel(find_unused_parameters=True); detail: 'none unused' when none was",
     "attention": "softmax between two matrix products; detail: shape",
+    "large_loss": "cross entropy of 2 million logits or more; detail: rows x classes, bytes of a number",
     "save": "torch.save within the training; seconds: how long the loop stood",
     "log": "a logger or file written to within the training",
     "torch_load": "torch.load with weights_only=False",

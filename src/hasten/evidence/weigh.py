@@ -9,6 +9,7 @@ from hasten.evidence.schema import Evidence, Phase
 from hasten.evidence.tried import TriedLive
 
 COMPUTE = (Phase.FORWARD, Phase.BACKWARD)
+_WIDTHS = {"float64": 8, "bfloat16": 2, "float16": 2}  # bytes of a number; others: 4
 LEAST = 0.01
 """What a finding about time must be worth to be given."""
 CERTAIN = 0.05
@@ -42,6 +43,24 @@ def on_gpu(evidence: Evidence) -> bool:
     trained = [model for model in evidence.models if model.train_calls or model.backward_through_eval]
     # None is known to be trained while the first step still runs: then all count.
     return any(model.device == "cuda" for model in trained or evidence.models)
+
+
+def peak_memory(evidence: Evidence) -> tuple[int, int]:
+    """Return the memory of the device that it trains on, and its peak there, in bytes; 0 where that is not known."""
+    use = evidence.use
+    if on_gpu(evidence):
+        gpus = use.gpus if use is not None else ()
+        return (gpus[0].memory_total if gpus else 0), evidence.peak_gpu_bytes or 0
+    held = use.rss if use is not None else ()
+    return evidence.machine.memory_bytes, max(evidence.peak_memory_bytes, *held, 0)
+
+
+def weight_bytes(evidence: Evidence) -> tuple[int, int]:
+    """Return the bytes of the weights that were trained with, and of their gradients."""
+    trained = [(_WIDTHS.get(one.dtype, 4), one) for one in evidence.models if one.train_calls]
+    return sum(width * one.parameters for width, one in trained), sum(
+        width * one.trained_parameters for width, one in trained
+    )
 
 
 def timed(

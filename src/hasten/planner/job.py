@@ -225,11 +225,16 @@ def _states(evidence: Evidence, given: Given, trained: int, number: int) -> int:
     if not evidence.optimizers:
         raise HastenError("the evidence has no optimizer", "say what it keeps: --optimizer-bytes 8 (a parameter)")
     if len(evidence.optimizers) == 1:
-        return trained * number * _numbers(evidence.optimizers[0])
-    return number * sum(_numbers(one) * sum(map(math.prod, one.shapes)) for one in evidence.optimizers)
+        return trained * number * numbers_kept(evidence.optimizers[0])
+    return number * sum(numbers_kept(one) * sum(map(math.prod, one.shapes)) for one in evidence.optimizers)
 
 
-def _numbers(optimizer: OptimizerFacts) -> int:
+def numbers_kept(optimizer: OptimizerFacts) -> int:
+    """Return how many numbers an optimizer keeps for each parameter, such as Adam's two averages.
+
+    Raises:
+        HastenError: It is not known.
+    """
     if optimizer.name not in _KEEPS:
         raise HastenError(
             f"what {optimizer.name} keeps for each parameter is not known",

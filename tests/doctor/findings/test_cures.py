@@ -59,6 +59,10 @@ IMAGES = """
 loader = [(torch.randn(4, 3, 16, 16), torch.zeros(4, dtype=torch.long))] * 20
 model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 14 * 14, 10))
 """
+WORDS = """
+loader = [(torch.randn(1024, 16), torch.zeros(1024, dtype=torch.long))] * 8
+model = nn.Linear(16, 2 ** 15)
+"""
 SCRIPTS: dict[str, tuple[Setting, str]] = {
     "workers_zero": ({"num_workers": 2}, SLOW + TRAIN),
     "samples_recomputed": ("samples", SLOW + TRAIN),
@@ -74,6 +78,7 @@ SCRIPTS: dict[str, tuple[Setting, str]] = {
     "per_tensor_optimizer": (True, TRAIN),
     "channels_first": (True, IMAGES + TRAIN),
     "full_precision": ("bf16-mixed", TRAIN),
+    "large_logits": (True, WORDS + TRAIN),
 }
 """Findings whose cure acts on a CPU: its setting, and a script."""
 TRIED = {"per_tensor_optimizer", "channels_first", "full_precision"}

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from typing import Any
 
 import pytest
 
+from hasten.doctor.findings.accumulation_needless import AccumulationNeedless
 from hasten.doctor.findings.allocator import PagesFaultedAgain
 from hasten.doctor.findings.cache_emptied import CacheEmptied
+from hasten.doctor.findings.large_logits import LargeLogits
 from hasten.doctor.findings.memory_creep import MemoryCreep
 from hasten.doctor.findings.memory_nearly_full import MemoryNearlyFull
 from hasten.doctor.findings.memory_underused import MemoryUnderused
 from hasten.doctor.findings.retained_graph import RetainedGraph
 from hasten.doctor.findings.validation_graphs import ValidationGraphs
 from hasten.doctor.findings.zeroed_gradients import ZeroedGradients
-from hasten.evidence import Event, Evidence, HowKnown, MemoryPoint, Severity, Surroundings
-from tests.doctor.findings.made import GIB, event, evidence, gpu_use, only, use
+from hasten.evidence import Event, Evidence, HowKnown, Inputs, MemoryPoint, Severity, Surroundings
+from tests.doctor.findings.made import GIB, OPTIMIZER, event, evidence, gpu_use, only, use
 
 MIB = 1 << 20
 STEPS = range(0, 200, 5)
@@ -130,10 +134,119 @@ def test_a_gpu_that_works_or_waits_for_data_is_not_underused(made: Evidence) -> 
     assert not [*MemoryUnderused.findings(made)]
 
 
+# -- accumulation_needless --------------------------------------------------------------------------------
+
+
+def accumulating(**changes: Any) -> Evidence:
+    """Four batches of 32 a step; 2 GiB at the peak, of a machine's 16, or of a GPU's 140."""
+    return evidence(**{"optimizer": {"steps": 50}, "peak_memory_bytes": 2 * GIB, **changes})
+
+
+def test_accumulation_beside_free_memory_is_named_with_the_batch_that_fits() -> None:
+    """All four fit below half of the machine's memory at 8 GiB, and not at 16."""
+    made = accumulating(peak_memory_bytes=GIB)
+    finding = only(AccumulationNeedless.findings(made), "accumulation_needless")
+    assert (finding.severity, finding.worth) == (Severity.NOTE, None)
+    assert (finding.file, finding.line) == ("/home/me/train.py", 7)
+    assert finding.what == (
+        "gradients of 4 batches of 32 are added up before each optimizer step, and memory has room for 128 at once: "
+        "4.0 of 16.0 GiB at most"
+    )
+    assert finding.fix.startswith("use batches of 128, without accumulation")
+    assert not finding.details
+
+
+def test_where_not_all_fit_fewer_are_accumulated() -> None:
+    """Twice 3 GiB is below 8, four times is not; weights do not grow with a batch."""
+    finding = only(AccumulationNeedless.findings(accumulating(peak_memory_bytes=3 * GIB)), "accumulation_needless")
+    assert "use batches of 64 and add up 2," in finding.fix
+    heavy = {"parameters": 300_000_000, "trained_parameters": 300_000_000, "layers": {"BatchNorm2d": 3}}
+    made = accumulating(peak_memory_bytes=3 * GIB, model=heavy)
+    finding = only(AccumulationNeedless.findings(made), "accumulation_needless")
+    assert "use batches of 128, without accumulation" in finding.fix
+    assert "BatchNorm" in finding.details[0]
+
+
+def test_the_gpus_memory_counts_where_it_trains_on_one() -> None:
+    made = accumulating(on_gpu=True, use=use(gpus=(gpu_use(),)), peak_gpu_bytes=20 * GIB)
+    finding = only(AccumulationNeedless.findings(made), "accumulation_needless")
+    assert "of 140.0 GiB" in finding.what
+
+
+SINGLE = {"batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        accumulating(peak_memory_bytes=5 * GIB),
+        accumulating(optimizer={"steps": 200}),
+        accumulating(optimizer={"steps": 198}),  # a GradScaler left two out
+        accumulating(step_of="optimizer"),
+        accumulating(optimizers=(dataclasses.replace(OPTIMIZER, steps=100),) * 2),  # a GAN's, in turn
+        accumulating(losses=(1.0, None, None, None) * 50),  # three of four batches are not trained on
+        accumulating(loader={"batch_size": None}),
+        accumulating(loader=SINGLE),
+        accumulating(loader=SINGLE, inputs=Inputs((((1, 3, 32, 32), 5), ((1, 3, 40, 32), 5)), 10)),
+        accumulating(loader={"samples": 40}),
+        accumulating(on_gpu=True),
+        accumulating(loaders=(), passes=()),
+    ],
+    ids=[
+        "no room", "none", "none but skipped steps", "no batches seen", "two optimizers", "few backwards", "no size",
+        "single samples", "of several sizes", "all data already", "GPU unseen", "no loader",
+    ],
+)  # fmt: skip
+def test_accumulation_that_is_needed_or_not_known_is_left_alone(made: Evidence) -> None:
+    assert not [*AccumulationNeedless.findings(made)]
+
+
+def test_single_samples_of_one_size_can_be_joined() -> None:
+    made = accumulating(loader=SINGLE, inputs=Inputs((((1, 3, 32, 32), 10),), 10))
+    assert "4 batches of 1" in only(AccumulationNeedless.findings(made), "accumulation_needless").what
+
+
+# -- large_logits -----------------------------------------------------------------------------------------
+
+
+def losing(detail: str = "8192 x 50257, 4", **changes: Any) -> Evidence:
+    """A loss of 1.5 GiB logits in line 30, in a peak of 8 GiB of 16."""
+    return evidence(
+        events=(event("large_loss", line=30, device="cpu", detail=detail),), peak_memory_bytes=8 * GIB, **changes
+    )
+
+
+def test_large_logits_are_named_with_their_size_and_share() -> None:
+    finding = only(LargeLogits.findings(losing()), "large_logits")
+    assert (finding.line, finding.technique, finding.severity) == (30, "chunked_loss", Severity.NOTE)
+    assert finding.what.startswith("a cross entropy of 8192 x 50257 logits (1571 MiB) holds two more tensors")
+    assert "38 % of the peak, 8.0 GiB" in finding.what
+
+
+@pytest.mark.parametrize(
+    "made",
+    [losing("2048 x 1024, 4"), losing("8192 x 50257, 4", on_gpu=True), losing("no size"), evidence()],
+    ids=["a small part", "another device's", "not known", "none"],
+)
+def test_logits_that_are_no_matter_are_left_alone(made: Evidence) -> None:
+    assert not [*LargeLogits.findings(made)]
+
+
+def test_logits_matter_more_where_memory_is_nearly_full() -> None:
+    made = losing(machine={"memory_bytes": 9 * GIB})
+    assert only(LargeLogits.findings(made), "large_logits").severity is Severity.MEDIUM
+
+
 def test_memory_that_is_nearly_full_is_named() -> None:
     """The GPU's by what torch had allocated, the machine's by what the process held."""
     made = evidence(on_gpu=True, use=use(gpus=(gpu_use(),)), peak_gpu_bytes=132 * GIB)
     assert "132.0 of the GPU's 140.0 GiB" in only(MemoryNearlyFull.findings(made), "memory_nearly_full").what
+    assert not only(MemoryNearlyFull.findings(made), "memory_nearly_full").details
+    heavy = {"parameters": 10**10, "trained_parameters": 10**10}
+    made = evidence(on_gpu=True, use=use(gpus=(gpu_use(),)), peak_gpu_bytes=132 * GIB, model=heavy)
+    gradients, states = only(MemoryNearlyFull.findings(made), "memory_nearly_full").details
+    assert gradients.startswith("gradients are 37.3 GiB of it: the technique optimizer_in_backward")
+    assert states.startswith("the optimizer's state is about 74.5 GiB of it")
     full = evidence(use=use(main_rss=15 * GIB))
     assert "15.0 of the machine's 16.0 GiB" in only(MemoryNearlyFull.findings(full), "memory_nearly_full").what
 

@@ -37,8 +37,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
+from hasten.errors import HastenError
 from hasten.evidence import Evidence, Finding, Severity
-from hasten.evidence.weigh import on_gpu
+from hasten.evidence.weigh import on_gpu, weight_bytes
+from hasten.planner.job import numbers_kept
+
+_LARGE = 0.15  # of the peak: what gradients or the optimizer's state take is said from here on
 
 
 class MemoryNearlyFull(Rule):
@@ -56,8 +60,9 @@ class MemoryNearlyFull(Rule):
                 cls.name,
                 f"the training held {peak / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB at its peak",
                 "leave it some room: activation checkpointing, bf16-mixed precision, or a smaller batch with "
-                "accumulated gradients",
+                "accumulated gradients; `hasten tune --memory` tries what is cheapest",
                 Severity.MEDIUM,
+                details=_taken(evidence, peak),
             )
         memory = evidence.machine.memory_bytes
         held = max((*evidence.use.main_rss, 0)) if evidence.use is not None else 0
@@ -69,4 +74,26 @@ class MemoryNearlyFull(Rule):
                 "keep less in memory: map files (numpy.memmap, Arrow) in place of reading them whole, fewer workers "
                 "that each hold a copy",
                 Severity.MEDIUM,
+                details=() if on_gpu(evidence) else _taken(evidence, held),
             )
+
+
+def _taken(evidence: Evidence, peak: int) -> tuple[str, ...]:
+    """Say what gradients and the optimizer's state take, and what takes less, a line each."""
+    gradients = weight_bytes(evidence)[1]
+    said = []
+    if gradients >= _LARGE * peak:
+        said.append(
+            f"gradients are {gradients / 2**30:.1f} GiB of it: the technique optimizer_in_backward drops each as soon"
+            " as its parameter is stepped"
+        )
+    try:
+        states = max((numbers_kept(one) for one in evidence.optimizers if one.steps), default=0) * gradients
+    except HastenError:  # an optimizer that nobody knows
+        states = 0
+    if states >= _LARGE * peak:
+        said.append(
+            f"the optimizer's state is about {states / 2**30:.1f} GiB of it: optimizers with states of 8 bits (torchao,"
+            " bitsandbytes) keep a quarter of that, and train to another result"
+        )
+    return tuple(said)

@@ -14,6 +14,7 @@ from hasten.taps.protocol import Session
 from hasten.taps.steps_over import NEVER
 from hasten.taps.wrapping import tap
 
+_LARGE = 2**21  # numbers of logits, from which the technique chunked_loss acts
 _WRITER = (
     "add_audio",
     "add_embedding",
@@ -50,6 +51,7 @@ def tap_calls(session: Session, log: EventLog) -> None:
         tap(torch.autograd, name, lambda plain: _counted(plain, "gradcheck", log))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         _tap_clip(torch, name, log)
+    tap(torch.nn.functional, "cross_entropy", lambda plain: _large_loss(plain, log))
     tap(torch, "load", lambda plain: _unsafe_load(plain, log))
     _Saves(session, log).install(torch)
     DebugTools(session, log).install(torch)
@@ -77,6 +79,21 @@ def _tap_clip(torch: Any, name: str, log: EventLog) -> None:
     tap(module, name, lambda plain: _counted(plain, "clip", log, name))
     if getattr(torch.nn.utils, name) is plain:
         setattr(torch.nn.utils, name, getattr(module, name))
+
+
+@passed_over
+def _large_loss(plain: Any, log: EventLog) -> Any:
+    from torch.compiler import is_compiling
+
+    def cross_entropy(*args: Any, **kwargs: Any) -> Any:
+        logits: Any = args[0] if args else kwargs.get("input")
+        large = not is_compiling() and getattr(logits, "requires_grad", False) and logits.numel() >= _LARGE
+        if large and logits.dim() == 2 and (place := script_place(sys._getframe(1), past_torch=True)) is not None:
+            rows, classes = logits.shape
+            log.note_at("large_loss", place, 0.0, logits.device.type, f"{rows} x {classes}, {logits.element_size()}")
+        return plain(*args, **kwargs)
+
+    return cross_entropy
 
 
 @passed_over
