@@ -57,6 +57,12 @@ def test_no_file_is_longer_than_400_lines_and_no_function_than_60() -> None:
     assert not long
 
 
+def test_no_file_of_tests_or_benchmarks_is_longer_than_400_lines() -> None:
+    root = Path(__file__).parents[1]
+    files = [path for room in ("tests", "benchmarks", "examples") for path in (root / room).rglob("*.py")]
+    assert not [str(path.relative_to(root)) for path in files if path.read_text().count("\n") > 400]
+
+
 def _imports_that_run(node: ast.AST, wanted: str) -> Iterator[int]:
     """Yield the lines that import a module, but for those that only type checkers read."""
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":

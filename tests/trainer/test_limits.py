@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import hasten
-from tests.trainer.test_flags_effect import StopsAt, fitted
+from tests.trainer.flags.trained import StopsAt, fitted
 from tests.trainer.trainings import dataset, loader, quiet
 
 

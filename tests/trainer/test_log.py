@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 import hasten
 from hasten import HastenError
 from hasten.callbacks import Callback
-from tests.trainer.test_flags_effect import Remembering
+from tests.trainer.flags.trained import Remembering
 from tests.trainer.trainings import quiet
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hasten.callbacks import Callback
-from tests.trainer.test_flags_effect import Remembering
+from tests.trainer.flags.trained import Remembering
 from tests.trainer.trainings import Regression, loader, quiet
 
 
