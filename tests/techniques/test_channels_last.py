@@ -51,6 +51,26 @@ def test_convolutions_read_pixel_by_pixel(train: Train) -> None:
     assert changed.installed == {"channels_last": "model"}
 
 
+def test_views_and_draws_are_torchs_own_until_a_convolution_lays_something_out(train: Train) -> None:
+    script = """
+    import torch
+    from torch import nn
+    class Compiled(nn.Module):  # where the compiler's code runs, no convolution of torch's is called
+        def __init__(self):
+            super().__init__()
+            self.convolution, self.calls = nn.Conv2d(1, 2, 1), 0
+        def forward(self, x):
+            self.calls += 1
+            return self.convolution(x) if self.calls > 1 else x * self.convolution.weight.mean()
+    model, own, seen = Compiled(), (torch.Tensor.permute, torch.flatten, torch.rand_like), []
+    for _ in range(2):
+        model(torch.ones(2, 1, 2, 2)).sum().backward()
+        seen.append([one is now for one, now in zip(own, (torch.Tensor.permute, torch.flatten, torch.rand_like))])
+    torch.save(seen, "left.pt")
+    """
+    assert train(script, channels_last=True).left == [[True] * 3, [False] * 3]
+
+
 @pytest.mark.parametrize(
     ("model", "shape"),
     [

@@ -48,29 +48,43 @@ class Layout:
     """The weights whose convolutions compute channels last.
 
     There is one in a process, since the functions that it replaces are the process's; torch's own are put back when
-    it is cleared. Who has got hold of one of ours keeps it: they do nothing while there are no weights.
+    it is cleared. Who has got hold of one of ours keeps it: they do nothing while there are no weights. Functions other
+    than convolutions are replaced once a convolution lays something out: in compiled code none does, and a script's
+    transforms, which call views and draws for each sample, are left to torch.
+
+    Attributes:
+        acts: Whether a convolution has laid out its input, so that activations may lie channels last.
     """
 
     def __init__(self) -> None:
         self.weights: dict[int, weakref.ref[Any]] = {}
         self.let_go: Callable[[str], None] = lambda why: None
-        self._functions: list[Replaced] = []
+        self.acts = False
+        self._convolutions: list[Replaced] = []
+        self._others: list[Replaced] = []
 
     def add(self, weights: list[Any], let_go: Callable[[str], None]) -> None:
         """Lay out what the convolutions with these weights read; `let_go` is told why, should that become unsafe."""
-        if not self._functions:
-            self._functions = _functions_of(self)
-        for function in self._functions:
+        if not self._convolutions:
+            self._convolutions, self._others = _functions_of(self, _PLACES[:1]), _functions_of(self, _PLACES[1:])
+        for function in self._convolutions:
             function.put_in_place()
         self.let_go = let_go
         for weight in weights:
             key = id(weight)
             self.weights[key] = weakref.ref(weight, lambda _, key=key: self.weights.pop(key, None))  # type: ignore[misc]
 
+    def begin(self) -> None:
+        """Mind the layout of activations from here on: a convolution is about to lay out the first."""
+        self.acts = True
+        for function in self._others:
+            function.put_in_place()
+
     def clear(self) -> None:
         """Leave all convolutions alone from here on."""
         self.weights.clear()
-        for function in self._functions:
+        self.acts = False
+        for function in (*self._convolutions, *self._others):
             function.put_back()
 
     def has(self, weight: Any) -> bool:
@@ -123,15 +137,7 @@ def _aside() -> bool:
     return is_compiling() or _tracing() is not None or _transforming()
 
 
-def _functions_of(layout: Layout) -> list[Replaced]:
-    tensor, functional = torch.Tensor, torch.nn.functional
-    places: list[tuple[tuple[Any, ...], tuple[str, ...], Callable[[Layout, Any], Any]]] = [
-        ((functional,), _CONVOLUTIONS, _laid_out),
-        ((tensor, torch), _RENAMES, _renaming),
-        ((tensor,), _RENAMES_OF_TENSORS, _renaming),
-        ((tensor, torch), (*_DRAWS, *_DRAWS_IN_PLACE), _drawing),
-        ((torch._VF,), _DROPOUTS, _drawing),
-    ]
+def _functions_of(layout: Layout, places: tuple[Any, ...]) -> list[Replaced]:
     return [
         Replaced(owner, name, functools.partial(change, layout))
         for owners, names, change in places
@@ -154,6 +160,8 @@ def _laid_out(layout: Layout, plain: Any) -> Any:
             and input.layout is torch.strided
             and not _aside()
         ):
+            if not layout.acts:
+                layout.begin()
             input = _contiguous(input, memory_format=_LAST)  # as it is, where it lies so already
         return plain(input, weight, *args, **options)
 
@@ -197,3 +205,12 @@ def _drawing(layout: Layout, plain: Any) -> Any:
         return plain(*args, **options)
 
     return draw
+
+
+_PLACES = (  # convolutions first
+    ((torch.nn.functional,), _CONVOLUTIONS, _laid_out),
+    ((torch.Tensor, torch), _RENAMES, _renaming),
+    ((torch.Tensor,), _RENAMES_OF_TENSORS, _renaming),
+    ((torch.Tensor, torch), (*_DRAWS, *_DRAWS_IN_PLACE), _drawing),
+    ((torch._VF,), _DROPOUTS, _drawing),
+)
