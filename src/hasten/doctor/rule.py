@@ -35,7 +35,7 @@ class Rule:
     sentence that says what it is, then the sections of `SECTIONS`. docs/findings.md and SARIF's help come from it.
 
     Attributes:
-        name: Of its findings, as in `# hasten: ignore[name]`; also the name of its file.
+        name: Of its findings, as in `# hasten: ignore[name]`: the name of its file.
         cure: The technique that cures it without a change of code; None: only a change of code does.
         tried: The setting of `cure` that doctor switches on and off in a running training, to measure the worth;
             None: none.
@@ -60,6 +60,8 @@ class Rule:
     sources: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
+        cls.name = vars(cls).get("name", cls.__module__.rpartition(".")[2])
+        cls.__doc__ = cls.__doc__ or cls.what()
         cls.sources = tuple(re.findall(r"^- (.+)$", cls.section("Source"), re.MULTILINE))
 
     # -- what it finds ---------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ def _in(module: str) -> type[Rule]:
     """Return the one rule of a file.
 
     Raises:
-        TypeError: The file holds none, or more than one, or its name is not that of the finding.
+        TypeError: The file holds none, or more than one.
     """
     there = vars(importlib.import_module(f"{__name__}.{module}")).values()
     own = [one for one in there if isinstance(one, type) and issubclass(one, Rule) and one.__module__.endswith(module)]
-    if len(own) != 1 or own[0].name != module:
-        raise TypeError(f"doctor/findings/{module}.py must hold one Rule, whose name is {module!r}")
+    if len(own) != 1:
+        raise TypeError(f"doctor/findings/{module}.py must hold one Rule")
     return own[0]
 
 

@@ -66,10 +66,6 @@ _DDP = ("DistributedDataParallel", "DDP")
 
 
 class AccumulationSyncs(Rule):
-    """Gradients are exchanged between processes in every backward, although several are added up before a step."""
-
-    name = "accumulation_syncs"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """One at the most: of the line that does most of them."""

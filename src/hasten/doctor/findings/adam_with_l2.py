@@ -43,9 +43,6 @@ _L2 = ("Adam", "NAdam", "RAdam", "Adamax")
 
 
 class AdamWithL2(Rule):
-    """Adam gets `weight_decay`, which it divides by the size of the gradients."""
-
-    name = "adam_with_l2"
     severity = Severity.NOTE
     of_optimizer = True
 

@@ -52,9 +52,6 @@ _PAGE = 2e-6  # seconds a page fault costs: 1.5 to 2.7 us in the virtual machine
 
 
 class PagesFaultedAgain(Rule):
-    """CPU memory is given back to the kernel at each step and faulted in again."""
-
-    name = "allocator"
     cure = Allocator
     tried = "glibc"
 

@@ -59,10 +59,6 @@ from hasten.evidence.weigh import in_words, saved, timed
 
 
 class AttentionByHand(Rule):
-    """Attention is written as softmax and matrix products where torch's own function is faster."""
-
-    name = "attention_by_hand"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
         """Attention made of softmax and products where torch's own is faster for the shape, as tried on the spot."""

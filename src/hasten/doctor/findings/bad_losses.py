@@ -47,10 +47,6 @@ from hasten.evidence import Evidence, Finding, Severity, split_place
 
 
 class BadLosses(Rule):
-    """Losses were NaN or infinite."""
-
-    name = "bad_losses"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """High where the training did not recover."""

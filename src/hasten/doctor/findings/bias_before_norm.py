@@ -63,9 +63,6 @@ _NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 
 
 class BiasBeforeNorm(Rule):
-    """A layer has a bias that the normalisation after it takes away again."""
-
-    name = "bias_before_norm"
     may_change = "other random numbers are drawn without the bias; checkpoints from before hold a bias too many"
 
     @classmethod

@@ -45,10 +45,6 @@ from hasten.evidence.weigh import seconds_of, steady_seconds, timed
 
 
 class BlockingCheckpoint(Rule):
-    """The training stands still while checkpoints are written."""
-
-    name = "blocking_checkpoint"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One at the most."""

@@ -69,9 +69,6 @@ from hasten.evidence.weigh import on_gpu
 
 
 class BlockingCopy(Rule):
-    """Batches lie in pinned memory, yet the CPU waits until they are copied to the GPU."""
-
-    name = "blocking_copy"
     gpu_only = True
 
     @classmethod

@@ -45,10 +45,6 @@ from hasten.evidence import Evidence, Finding
 
 
 class BlockingLog(Rule):
-    """Logs and files are written while the step waits."""
-
-    name = "blocking_log"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One a line."""

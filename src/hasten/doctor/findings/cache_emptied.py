@@ -54,9 +54,6 @@ _CALLS = ("torch.cuda.empty_cache", "torch.mps.empty_cache", "torch.xpu.empty_ca
 
 
 class CacheEmptied(Rule):
-    """`torch.cuda.empty_cache()` is called in the loop."""
-
-    name = "cache_emptied"
     gpu_only = True
 
     @classmethod

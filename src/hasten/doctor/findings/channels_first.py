@@ -62,9 +62,6 @@ from hasten.techniques.compute.channels_last import ChannelsLast
 
 
 class ChannelsFirst(Rule):
-    """Convolutions read images channel by channel and are faster here with channels last."""
-
-    name = "channels_first"
     cure = ChannelsLast
     tried = True
 

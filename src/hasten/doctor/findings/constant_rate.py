@@ -69,9 +69,6 @@ _RATE_WORDS = (
 
 
 class ConstantRate(Rule):
-    """The learning rate stays the same from the first step to the last."""
-
-    name = "constant_rate"
     severity = Severity.NOTE
     of_optimizer = True
 

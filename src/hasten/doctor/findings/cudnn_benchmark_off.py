@@ -42,9 +42,6 @@ from hasten.techniques.compute.cudnn_benchmark import CudnnBenchmark
 
 
 class CudnnBenchmarkOff(Rule):
-    """cuDNN picks convolution kernels by rule of thumb although sizes stay the same."""
-
-    name = "cudnn_benchmark_off"
     cure = CudnnBenchmark
     tried = True
 

@@ -49,10 +49,6 @@ from hasten.evidence.weigh import (
 
 
 class CudnnBenchmarkVarying(Rule):
-    """`cudnn.benchmark` is on and input sizes keep changing."""
-
-    name = "cudnn_benchmark_varying"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """On a GPU, with convolutions, and sizes that keep changing; what it costs as for `recompilations`."""

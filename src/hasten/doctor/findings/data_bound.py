@@ -58,10 +58,6 @@ _LITTLE = 1e-4  # seconds: a wait below this is the loader's own bookkeeping, wh
 
 
 class DataBound(Rule):
-    """The step waits for its batches."""
-
-    name = "data_bound"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One, with its causes as details."""

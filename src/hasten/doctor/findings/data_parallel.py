@@ -49,10 +49,6 @@ from hasten.evidence.weigh import on_gpu
 
 
 class DataParallel(Rule):
-    """`torch.nn.DataParallel` feeds all GPUs from one process."""
-
-    name = "data_parallel"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """One at the most."""

@@ -55,9 +55,6 @@ from hasten.techniques.compute.debug_off import DebugOff
 
 
 class DebugToolsOn(Rule):
-    """Anomaly detection, a profiler or gradient checks are left on in the training."""
-
-    name = "debug_tools_on"
     cure = DebugOff
 
     @classmethod

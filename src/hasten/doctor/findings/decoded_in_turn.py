@@ -47,9 +47,6 @@ from hasten.techniques.data.read_ahead import LEAST, ReadAhead
 
 
 class DecodedInTurn(Rule):
-    """Files are read and decoded one after the other, between the steps, by the training itself."""
-
-    name = "decoded_in_turn"
     cure = ReadAhead
 
     @classmethod

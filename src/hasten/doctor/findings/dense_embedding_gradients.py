@@ -47,10 +47,6 @@ _MANY_ROWS, _FEW_OF_THEM = 10_000, 0.2  # rows from which a table counts as grea
 
 
 class DenseEmbeddingGradients(Rule):
-    """Each batch looks up few rows of a table whose gradient is made and applied whole."""
-
-    name = "dense_embedding_gradients"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One for all tables, placed at the greatest."""

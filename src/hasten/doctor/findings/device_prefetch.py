@@ -44,9 +44,6 @@ from hasten.techniques.transfer.device_prefetch import DevicePrefetch
 
 
 class NoDevicePrefetch(Rule):
-    """The GPU's step begins with the copy of its batch."""
-
-    name = "device_prefetch"
     cure = DevicePrefetch
 
     @classmethod

@@ -44,10 +44,6 @@ from hasten.evidence.weigh import COMPUTE, gain_of, in_words, place_of, seconds_
 
 
 class DoublePrecision(Rule):
-    """Layers compute in float64."""
-
-    name = "double_precision"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One, where layers were called with float64."""

@@ -57,10 +57,6 @@ from hasten.evidence.weigh import timed
 
 
 class EpochStartStall(Rule):
-    """Each epoch begins with a wait for the first batch, on which one worker works alone."""
-
-    name = "epoch_start_stall"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One at the most, of the training loader."""

@@ -44,10 +44,6 @@ _MOST = 4  # times as fast, whatever the number of cores
 
 
 class FewThreads(Rule):
-    """A CPU training computes on fewer threads than there are idle cores."""
-
-    name = "few_threads"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One, where cores are idle all the time."""

@@ -49,10 +49,6 @@ _EACH_STEP = 0.5  # share of the steps from which forwards without gradients are
 
 
 class FrequentValidation(Rule):
-    """Validation takes a fifth of the time or more."""
-
-    name = "frequent_validation"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One from a fifth of the time on."""

@@ -67,9 +67,6 @@ from hasten.techniques.memory.allocator import Allocator, keeping
 
 
 class FullPrecision(Rule):
-    """Matrix work runs in float32 although it is faster in 16 bits here."""
-
-    name = "full_precision"
     cure = Precision
     tried = "bf16-mixed"
 

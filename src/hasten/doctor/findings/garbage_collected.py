@@ -52,10 +52,6 @@ _CALLS = ("gc.collect",)
 
 
 class GarbageCollected(Rule):
-    """`gc.collect()` is called in the loop."""
-
-    name = "garbage_collected"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One a line."""

@@ -51,10 +51,6 @@ _BREAK = 100e-6  # seconds that a graph break costs a step, forward and backward
 
 
 class GraphBreaks(Rule):
-    """torch.compile leaves its graph at a line that it cannot hold."""
-
-    name = "graph_breaks"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """One a line; what a break costs is an estimate, and what it keeps from being fused is not known."""

@@ -86,9 +86,6 @@ _LOGS = re.compile(r"(^|[._])(log|logger|logging|tqdm|pbar|progress|warnings)(_|
 
 
 class HostSync(Rule):
-    """A value is read from the GPU in every step."""
-
-    name = "host_sync"
     may_change = "sums of losses are kept as tensors in float32: they differ by rounding"
     gpu_only = True
 

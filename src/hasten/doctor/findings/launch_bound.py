@@ -58,10 +58,6 @@ _FAR = 4  # times that, from which on a matrix product computes: under the profi
 
 
 class LaunchBound(Rule):
-    """Operators are so small that starting them takes longer than what they compute."""
-
-    name = "launch_bound"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterable[Finding]:
         """On a GPU: it waits while the host launches. On a CPU: what operators cost that have next to nothing to do."""

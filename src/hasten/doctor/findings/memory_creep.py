@@ -53,10 +53,6 @@ _SOON = 20_000
 
 
 class MemoryCreep(Rule):
-    """Memory rises with every step."""
-
-    name = "memory_creep"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """One at the most: of the GPU's memory, else of the process's."""

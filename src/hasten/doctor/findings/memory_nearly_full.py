@@ -46,10 +46,6 @@ _LARGE = 0.15  # of the peak: what gradients or the optimizer's state take is sa
 
 
 class MemoryNearlyFull(Rule):
-    """Memory is nearly used up."""
-
-    name = "memory_nearly_full"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """One for the GPU, one for the machine."""

@@ -43,10 +43,6 @@ from hasten.evidence.weigh import on_gpu
 
 
 class MemoryUnderused(Rule):
-    """A GPU's memory is mostly free while it has little to compute."""
-
-    name = "memory_underused"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """One at the most."""

@@ -78,9 +78,6 @@ _RANDOM = frozenset(["torch.rand", "torch.randn", "torch.randint", "torch.randpe
 
 
 class MovedFromCpu(Rule):
-    """Tensors are made on the CPU and moved to the GPU in every step."""
-
-    name = "moved_from_cpu"
     gpu_only = True
 
     @classmethod

@@ -62,9 +62,6 @@ _RECURRENT_IN_CODE = frozenset(
 
 
 class NoGradientClipping(Rule):
-    """A recurrent network trains without gradient clipping."""
-
-    name = "no_gradient_clipping"
     severity = Severity.NOTE
 
     @classmethod

@@ -45,10 +45,6 @@ _BATCH = "batch_size="
 
 
 class OddSizes(Rule):
-    """Layers or batches have sizes that are no multiple of what the hardware wants."""
-
-    name = "odd_sizes"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """Only where it was tried on this machine, for the very sizes, and brought something."""

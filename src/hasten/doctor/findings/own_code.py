@@ -53,9 +53,6 @@ _MOST = 3
 
 
 class OwnCode(Rule):
-    """The script's own code takes a good part of the step."""
-
-    name = "own_code"
     gives_way = True
 
     @classmethod

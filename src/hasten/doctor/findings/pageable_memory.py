@@ -63,9 +63,6 @@ _PINNED = 12e9  # bytes a second from pinned memory over PCIe 3 x16, the slowest
 
 
 class PageableMemory(Rule):
-    """Batches are copied to the GPU from pageable memory."""
-
-    name = "pageable_memory"
     cure = PinMemory
     gpu_only = True
 

@@ -48,9 +48,6 @@ from hasten.techniques.compute.fused_optimizer import FusedOptimizer
 
 
 class PerTensorOptimizer(Rule):
-    """The optimizer updates tensors one by one where one fused kernel would do."""
-
-    name = "per_tensor_optimizer"
     cure = FusedOptimizer
     tried = True
     of_optimizer = True

@@ -54,10 +54,6 @@ from hasten.evidence.weigh import timed
 
 
 class PythonGetitem(Rule):
-    """A dataset makes its samples line by line in Python, and the training waits for them."""
-
-    name = "python_getitem"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One at the most."""

@@ -41,10 +41,6 @@ from hasten.evidence.weigh import COMPUTE, seconds_of, share_of, timed
 
 
 class RaggedBatches(Rule):
-    """Sequences of different lengths share a batch and are padded to the longest."""
-
-    name = "ragged_batches"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """Its worth: the padding's share of forward and backward, a fifth of which stays even among like lengths."""

@@ -49,10 +49,6 @@ _FEW = 3  # recompilations from which on they are no longer torch learning which
 
 
 class Recompilations(Rule):
-    """torch.compile compiles the same code over and over."""
-
-    name = "recompilations"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """What they cost is what so many of the steady steps took longer than others."""

@@ -42,10 +42,6 @@ from hasten.evidence.weigh import LEAST
 
 
 class RemoteReadAhead(Rule):
-    """Far more is fetched from a remote store than is used."""
-
-    name = "remote_read_ahead"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """One a line that reads."""

@@ -70,9 +70,6 @@ from hasten.evidence import Evidence, Finding, Severity, split_place
 
 
 class RetainedGraph(Rule):
-    """Losses are kept with their graphs, and so with every activation of their step."""
-
-    name = "retained_graph"
     severity = Severity.MEDIUM
     placed_by_code = True
 

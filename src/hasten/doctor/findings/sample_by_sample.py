@@ -45,9 +45,6 @@ _BYTES = 2e9  # copied a second by one core
 
 
 class SampleBySample(Rule):
-    """Tensors in memory are fetched sample by sample."""
-
-    name = "sample_by_sample"
     cure = BatchedFetch
 
     @classmethod

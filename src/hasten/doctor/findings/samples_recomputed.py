@@ -48,9 +48,6 @@ from hasten.techniques.data.sample_cache import DISK_SPEED, FAST, FROM_DISK, Sam
 
 
 class SamplesRecomputed(Rule):
-    """Samples are made again in each epoch although they come out the same."""
-
-    name = "samples_recomputed"
     cure = SampleCache
 
     @classmethod

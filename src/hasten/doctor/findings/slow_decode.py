@@ -51,10 +51,6 @@ from hasten.evidence.weigh import timed
 
 
 class SlowDecode(Rule):
-    """Images are decoded by a slow library, and the training waits for them."""
-
-    name = "slow_decode"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One at the most."""

@@ -46,10 +46,6 @@ _BLOCKED = 0.3  # of one core's time waited for disks
 
 
 class SlowDisk(Rule):
-    """The training waits for a spinning disk, or for one behind a network."""
-
-    name = "slow_disk"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One at the most."""

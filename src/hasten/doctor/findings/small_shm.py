@@ -39,10 +39,6 @@ from hasten.evidence.figures import percent
 
 
 class SmallShm(Rule):
-    """/dev/shm is too small for the batches that workers hold ready."""
-
-    name = "small_shm"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """One at the most."""

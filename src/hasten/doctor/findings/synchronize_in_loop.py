@@ -55,9 +55,6 @@ _CALLS = ("torch.cuda.synchronize", "torch.mps.synchronize", "torch.xpu.synchron
 
 
 class SynchronizeInLoop(Rule):
-    """`torch.cuda.synchronize()` is called in the loop."""
-
-    name = "synchronize_in_loop"
     gpu_only = True
 
     @classmethod

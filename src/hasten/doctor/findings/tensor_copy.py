@@ -94,10 +94,6 @@ _FRESH_ARRAYS = frozenset(
 
 
 class TensorCopy(Rule):
-    """`torch.tensor()` copies an array, a tensor or a long list."""
-
-    name = "tensor_copy"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One a line."""

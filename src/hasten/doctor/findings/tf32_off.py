@@ -44,9 +44,6 @@ from hasten.techniques.compute.matmul_precision import MatmulPrecision
 
 
 class Tf32Off(Rule):
-    """float32 matrix products run without TF32."""
-
-    name = "tf32_off"
     cure = MatmulPrecision
     tried = "high"
 

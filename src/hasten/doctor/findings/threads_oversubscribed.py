@@ -41,9 +41,6 @@ from hasten.techniques.compute.cpu_threads import CpuThreads
 
 
 class ThreadsOversubscribed(Rule):
-    """More threads compute than there are cores, and all cores are busy."""
-
-    name = "threads_oversubscribed"
     cure = CpuThreads
 
     @classmethod

@@ -50,10 +50,6 @@ _CROWD = 0.25  # share of the cores that workers use when they are in each other
 
 
 class TooManyWorkers(Rule):
-    """A loader has more workers than the machine has cores."""
-
-    name = "too_many_workers"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """One a loader."""

@@ -44,10 +44,6 @@ from hasten.evidence.weigh import on_gpu
 
 
 class UnbalancedGpus(Rule):
-    """The first GPU does more, or holds more, than the others."""
-
-    name = "unbalanced_gpus"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """One at the most."""

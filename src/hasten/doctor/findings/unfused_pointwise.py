@@ -46,9 +46,6 @@ _CHAIN = 12  # and so many of them, forward and backward
 
 
 class UnfusedPointwise(Rule):
-    """Much of the step goes into pointwise operators that run one kernel each."""
-
-    name = "unfused_pointwise"
     cure = Compile
 
     @classmethod

@@ -44,10 +44,6 @@ _NORMS = ("BatchNorm", "LayerNorm", "InstanceNorm", "GroupNorm", "LazyBatchNorm"
 
 
 class UnnormalisedInputs(Rule):
-    """Inputs have a mean or spread far from 0 and 1."""
-
-    name = "unnormalised_inputs"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """Of floating-point inputs only: integers are tokens, or images that the script may normalise later."""

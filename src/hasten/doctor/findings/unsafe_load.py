@@ -48,9 +48,6 @@ from hasten.evidence import Evidence, Finding, Severity, split_place
 
 
 class UnsafeLoad(Rule):
-    """A checkpoint may run code when it is loaded."""
-
-    name = "unsafe_load"
     severity = Severity.NOTE
 
     @classmethod

@@ -44,10 +44,6 @@ _WEIGHTED = {"in_features", "in_channels", "num_embeddings", "input_size", "num_
 
 
 class UnusedGradients(Rule):
-    """Gradients are computed for parameters that no optimizer moves."""
-
-    name = "unused_gradients"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """One for all of them."""

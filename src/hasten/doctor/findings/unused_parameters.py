@@ -47,10 +47,6 @@ _WRAPS = re.compile(r"^(DDP|DistributedDataParallel)|Strategy$")
 
 
 class UnusedParameters(Rule):
-    """`find_unused_parameters=True` is given although every parameter is used."""
-
-    name = "unused_parameters"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """One a line."""

@@ -70,9 +70,6 @@ _PREDICTS = re.compile(r"predict|infer")
 
 
 class ValidationGraphs(Rule):
-    """Validation builds graphs that no backward uses."""
-
-    name = "validation_graphs"
     cure = NoGradValidation
     severity = Severity.MEDIUM
 

@@ -69,9 +69,6 @@ from hasten.evidence.weigh import timed
 
 
 class WorkersRecreated(Rule):
-    """Loader workers end with each epoch and are started again for the next."""
-
-    name = "workers_recreated"
     may_change = "from the second epoch on, the order of the samples and their random changes are drawn otherwise"
 
     @classmethod

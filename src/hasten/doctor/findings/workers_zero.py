@@ -87,9 +87,6 @@ _LEAST_WAIT = 0.05  # share of the step that must be spent waiting for workers t
 
 
 class WorkersZero(Rule):
-    """Batches are made in the training process, which computes nothing meanwhile."""
-
-    name = "workers_zero"
     cure = LoaderWorkers
 
     @classmethod

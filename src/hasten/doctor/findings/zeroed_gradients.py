@@ -54,9 +54,6 @@ _BYTES, _GPU_BYTES = 10e9, 2e12  # of memory moved a second
 
 
 class ZeroedGradients(Rule):
-    """Gradients are filled with zeros instead of dropped."""
-
-    name = "zeroed_gradients"
     cure = SetToNone
     tried = True
 
