@@ -6,13 +6,30 @@ is skipped and named; the training goes on as if it were not there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from hasten.evidence.facts import ModelWatch
 from hasten.evidence.recorder import Recorder
 from hasten.techniques import Technique, overrides
 from hasten.techniques.base import Call
+
+
+@dataclass(slots=True)
+class Guard:
+    """A context that tells of an error that ends it, and lets nobody else hear of it."""
+
+    tell: Callable[[Exception], None]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):
+            self.tell(error)
+        return isinstance(error, Exception)
 
 
 class Run:
@@ -45,50 +62,45 @@ class Run:
         """A technique could not act in a place."""
         self.skip(technique.name, error)
 
+    def guard(self, what: str | Technique) -> Guard:
+        """Return a context in which what fails is skipped and named: neither a tap nor a technique breaks a script."""
+        if isinstance(what, Technique):
+            return Guard(functools.partial(self.failed, what))
+        return Guard(functools.partial(self.skip, what))
+
     def process(self) -> None:
         """torch was imported: set global switches."""
         for technique in self.acting("process"):
-            try:
+            with self.guard(technique):
                 technique.process()
-            except Exception as error:  # a technique never breaks a script
-                self.failed(technique, error)
 
     def loader_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The arguments that a DataLoader shall be built with."""
         for technique in self.acting("loader_options"):
             changed = dict(options)
-            try:
+            with self.guard(technique):
                 technique.loader_options(changed)
-            except Exception as error:  # a technique never breaks a script
-                self.failed(technique, error)
-            else:
                 options = changed
         return options
 
     def loader(self, loader: Any) -> None:
         """A DataLoader was built."""
         for technique in self.acting("loader"):
-            try:
+            with self.guard(technique):
                 technique.loader(loader)
-            except Exception as error:  # a technique never breaks a script
-                self.failed(technique, error)
 
     def fetcher(self, fetcher: Any) -> Any:
         """The object that shall gather samples."""
         for technique in self.acting("fetcher"):
-            try:
+            with self.guard(technique):
                 fetcher = technique.fetcher(fetcher)
-            except Exception as error:  # a technique never breaks a script
-                self.failed(technique, error)
         return fetcher
 
     def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
         """The function that shall give a pass its next batch."""
         for technique in self.acting("batches"):
-            try:
+            with self.guard(technique):
                 fetch = technique.batches(fetch, iterator)
-            except Exception as error:  # a technique never breaks a script
-                self.failed(technique, error)
         return fetch
 
     def model(self, module: Any, args: tuple[Any, ...]) -> None:
@@ -97,10 +109,8 @@ class Run:
             return
         self._rebuilt.add(id(module))
         for technique in self.acting("model"):
-            try:
+            with self.guard(technique):
                 technique.model(module, args)
-            except Exception as error:  # a technique never breaks a script
-                self.failed(technique, error)
 
     def forget(self, key: int) -> None:
         """The module of this id is gone: another may get its id."""
@@ -109,10 +119,8 @@ class Run:
     def optimizer(self, optimizer: Any) -> None:
         """An optimizer was built."""
         for technique in self.acting("optimizer"):
-            try:
+            with self.guard(technique):
                 technique.optimizer(optimizer)
-            except Exception as error:  # a technique never breaks a script
-                self.failed(technique, error)
 
     def over(self) -> None:
         """The training is over, and the process goes on."""
@@ -122,10 +130,8 @@ class Run:
     def wrapped(self, place: str, call: Call) -> Call:
         """`forward` or `backward` behind the techniques that wrap it."""
         for technique in self.acting(place):
-            try:
+            with self.guard(technique):
                 call = getattr(technique, place)(call)
-            except Exception as error:  # a technique never breaks a script
-                self.failed(technique, error)
         return call
 
     def installed(self) -> dict[str, str]:

@@ -107,10 +107,8 @@ class Switchboard(Run):
     def process(self) -> None:
         """Set the global switches of what is on throughout; those of the others are set by `on`."""
         for technique in self._fixed:
-            try:
+            with self.guard(technique):
                 technique.process()
-            except Exception as error:  # a technique never breaks a script
-                self.failed(technique, error)
 
     def acting(self, place: str) -> list[Technique]:
         """The techniques that act in a place, or may once they are on."""
@@ -181,10 +179,8 @@ class Switchboard(Run):
     def _through(self, place: str, call: Any, *args: Any) -> Any:
         for number, technique in enumerate(self.techniques):
             if self._shared[number] and overrides(technique, place):
-                try:
+                with self.guard(technique):
                     call = getattr(technique, place)(call, *args)
-                except Exception as error:  # a technique never breaks a script
-                    self.failed(technique, error)
         return call
 
 

@@ -74,14 +74,12 @@ class Built:
     def look(self, steps: int) -> int:
         """So many steps are over: remember what there is, which may be gone when the evidence is written."""
         self._trains_in = threading.get_ident()
-        try:
+        with self._session.run.guard("looking at what was built"):  # an optimizer or a module like no other
             for watch in list(self._session.run.models.values()):
                 watch.facts()
             for key, (held, where) in list(self._session.optimizers.items()):
                 if (optimizer := held()) is not None:
                     self._seen[key] = (held, optimizer_facts(optimizer, where, 0, _why_not(optimizer)))
-        except Exception as error:  # an optimizer or a module like no other
-            self._session.run.skip("looking at what was built", error)
         return _SECOND_LOOK if steps < _SECOND_LOOK else NEVER
 
     def _loader(self, index: int, role: str, ask: bool) -> Any:

@@ -33,10 +33,8 @@ def install(session: Session) -> None:
 
     def stateful() -> None:
         # Its iterators ask torch's own `__next__`, which is tapped.
-        try:
+        with session.run.guard("tap StatefulDataLoader"):
             _tap_class(sys.modules[name].StatefulDataLoader, session)
-        except Exception as error:  # a tap never breaks a script
-            session.run.skip("tap StatefulDataLoader", error)
 
     after_import(name, stateful)
 
@@ -53,13 +51,11 @@ def _tap_class(kind: Any, session: Session) -> None:
 def _building(build: Any, signature: inspect.Signature, session: Session) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = wanted = None
-        try:
+        with session.run.guard("tap DataLoader"):  # wrong arguments: the loader itself says so best
             bound = signature.bind(self, *args, **kwargs)
             bound.apply_defaults()
             options = {name: value for name, value in bound.arguments.items() if name != "self"}
             wanted = session.run.loader_options(options)
-        except Exception as error:  # wrong arguments: the loader itself says so best
-            session.run.skip("tap DataLoader", error)
         built = False
         if wanted is not None and wanted != options:
             try:
@@ -82,11 +78,9 @@ def _building(build: Any, signature: inspect.Signature, session: Session) -> Any
 def _register(loader: Any, options: dict[str, Any], session: Session) -> None:
     if session.run.recorder is None or "_hasten_index" in loader.__dict__:
         return
-    try:
+    with session.run.guard("facts of a DataLoader"):  # facts are a convenience; the script goes on without them
         session.loaders.append(BuiltLoader(weakref.ref(loader), facts.loader_facts(loader, options, facts.caller())))
         loader.__dict__["_hasten_index"] = len(session.loaders) - 1
-    except Exception as error:  # facts are a convenience; the script goes on without them
-        session.run.skip("facts of a DataLoader", error)
     benches = session.config.doctor is not None and session.config.doctor.bench_seconds
     if benches or (session.trial is not None and session.trial.probe):
         session.kept_loaders.append(loader)  # alive until they are measured; `for batch in DataLoader(...)` keeps none
@@ -201,13 +195,11 @@ def _length(loader: Any) -> int:
 
 def _look(session: Session, index: int, known: BuiltLoader, batch: Any) -> None:
     """Look at a loader's batch, which was due."""
-    try:
+    with session.run.guard("looking at a batch"):  # a batch like no other
         if not known.batch_bytes:
             known.batch_bytes = 1  # should it be a batch like no other
             known.batch_bytes = facts.batch_bytes(batch)
         known.look_in = min((told(index, batch) for told in session.on_batch), default=NEVER)
-    except Exception as error:  # a batch like no other
-        session.run.skip("looking at a batch", error)
 
 
 def _tap_fetcher(room: Any, session: Session) -> None:

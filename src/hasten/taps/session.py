@@ -138,10 +138,8 @@ class ProcessSession(Session):
 
     def _tap(self, *taps: Any) -> None:
         for tap in taps:
-            try:
+            with self.run.guard(f"tap {tap.__name__.rpartition('.')[2]}"):
                 tap.install(self)
-            except Exception as error:  # a tap never breaks a script
-                self.run.skip(f"tap {tap.__name__.rpartition('.')[2]}", error)
 
     def _witness(self) -> None:
         """Have `hasten check` look at all that happens, behind what techniques make of it."""
@@ -191,10 +189,8 @@ class ProcessSession(Session):
 
     def _observe(self) -> None:
         for module in self.config.doctor.observers if self.config.doctor is not None else ():
-            try:
+            with self.run.guard(f"observing {module.rpartition('.')[2]}"):
                 importlib.import_module(module).install(self)
-            except Exception as error:  # a tap never breaks a script
-                self.run.skip(f"observing {module.rpartition('.')[2]}", error)
 
     @property
     def rank(self) -> int:

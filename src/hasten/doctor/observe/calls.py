@@ -185,10 +185,8 @@ class DebugTools:
     def _switched_on(self, plain: Any, kind: str) -> Any:
         def switch(self_: Any, *args: Any, **kwargs: Any) -> Any:
             result = plain(self_, *args, **kwargs)
-            try:
+            with self._session.run.guard(f"observing {kind}"):
                 self._see(kind, (*args, *kwargs.values()))
-            except Exception as error:  # a tap never breaks a script
-                self._session.run.skip(f"observing {kind}", error)
             return result
 
         return switch
@@ -228,20 +226,16 @@ def _tap_loggers(session: Session, log: EventLog) -> None:
 
     def writers(module: str) -> Any:
         def imported() -> None:
-            try:
+            with session.run.guard(f"observing {module}"):
                 kind = sys.modules[module].SummaryWriter
                 for name in _WRITER:
                     tap(kind, name, functools.partial(_counted, kind="log", log=log, detail=f"SummaryWriter.{name}"))
-            except Exception as error:  # a tap never breaks a script
-                session.run.skip(f"observing {module}", error)
 
         return imported
 
     def wandb() -> None:
-        try:
+        with session.run.guard("observing wandb"):
             tap(sys.modules["wandb.sdk.wandb_run"].Run, "log", lambda plain: _counted(plain, "log", log, "wandb.log"))
-        except Exception as error:  # a tap never breaks a script
-            session.run.skip("observing wandb", error)
 
     for module in ("torch.utils.tensorboard.writer", "tensorboardX.writer"):
         after_import(module, writers(module))

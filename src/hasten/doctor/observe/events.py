@@ -40,10 +40,8 @@ def install(session: Session) -> None:
         "remote files": lambda: tap_files(session, log),
     }
     for name, part in parts.items():
-        try:
+        with session.run.guard(f"observing {name}"):
             part()
-        except Exception as error:  # a tap never breaks a script
-            session.run.skip(f"observing {name}", error)
 
 
 def _tap_reads(log: EventLog) -> None:

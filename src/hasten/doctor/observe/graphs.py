@@ -108,7 +108,7 @@ class Graphs:
 
     def on_backward(self, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A backward of a watched step is over: hang a sentinel on its graph."""
-        try:
+        with self._session.run.guard("watching a graph"):  # a loss like no other
             roots = tensors if isinstance(tensors, list | tuple) else (tensors,)
             node = next((root.grad_fn for root in roots if root.grad_fn is not None), None)
             place = script_place(sys._getframe(2), past_torch=True)
@@ -120,8 +120,6 @@ class Graphs:
                 sentinel = _Sentinel()
                 node.metadata["hasten"] = sentinel
                 self._sentinels.append((self._recorder.steps, place, weakref.ref(sentinel)))
-        except Exception as error:  # a loss like no other
-            self._session.run.skip("watching a graph", error)
 
     def _look(self, steps: int) -> None:
         alive = self._alive(steps)

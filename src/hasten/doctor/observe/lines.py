@@ -95,7 +95,7 @@ class LineWatch:
 
     def _go_on(self, trains: int) -> None:
         last, looks = perf_counter(), 0
-        try:
+        with self._session.run.guard("looking where the training is"):
             while not self._over.wait(next(apart for until, apart in _APART if looks < until)):
                 frame = sys._current_frames().get(trains)
                 if frame is None:
@@ -104,8 +104,6 @@ class LineWatch:
                 looks += self._look(frame, min(now - last, _LONGEST))
                 last = now
                 del frame  # it holds the script's variables
-        except Exception as error:  # a tap never breaks a script
-            self._session.run.skip("looking where the training is", error)
 
     def _look(self, frame: FrameType | None, seconds: float) -> bool:
         """Note where the thread is; False where it is in no step, or hasten itself looks into the one it is in."""

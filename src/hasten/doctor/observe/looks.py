@@ -100,10 +100,8 @@ class Looks:
                 self._calls.append((function, perf_counter()))
         elif self._calls and event != "call" and self._calls[-1][0] is function:  # c_return or c_exception
             start = self._calls.pop()[1]
-            try:
+            with self._session.run.guard("looking at calls"):  # a function like no other
                 self._over(frame, function, perf_counter() - start)
-            except Exception as error:  # a function like no other
-                self._session.run.skip("looking at calls", error)
 
     def _over(self, frame: FrameType, function: Any, seconds: float) -> None:
         name, owner = function.__name__, getattr(function, "__self__", None)

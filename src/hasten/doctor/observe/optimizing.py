@@ -63,22 +63,18 @@ class Rates:
         return __init__
 
     def _before_the_first(self, optimizer: Any, *_: Any) -> None:
-        try:
+        with self._session.run.guard("reading learning rates"):  # an optimizer like no other
             self._read(id(optimizer), optimizer)
-        except Exception as error:  # an optimizer like no other
-            self._session.run.skip("reading learning rates", error)
 
     def on_step(self, steps: int) -> int:
         """A step is over: read."""
         if self._first is not None:
             self._first.remove()
             self._first = None
-        try:
+        with self._session.run.guard("reading learning rates"):  # an optimizer like no other
             for key, (held, _) in self._session.optimizers.items():
                 if (optimizer := held()) is not None:
                     self._read(key, optimizer)
-        except Exception as error:  # an optimizer like no other
-            self._session.run.skip("reading learning rates", error)
         since = steps - self._all_until
         return steps + (1 if since < 0 else _EVERY if since < _LATER else _RARELY)
 

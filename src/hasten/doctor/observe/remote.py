@@ -27,10 +27,8 @@ def tap_files(session: Session, log: EventLog) -> None:
     files = RemoteFiles(os.memfd_create("hasten-remote-files", os.MFD_CLOEXEC), session)
 
     def imported() -> None:
-        try:
+        with session.run.guard("observing fsspec"):
             files.install(sys.modules["fsspec.spec"].AbstractBufferedFile)
-        except Exception as error:  # a tap never breaks a script
-            session.run.skip("observing fsspec", error)
 
     after_import("fsspec.spec", imported)
     session.observers.append(files)
@@ -70,10 +68,8 @@ class RemoteFiles:
 
     def _closing(self, plain: Any) -> Any:
         def close(file: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
+            with self._session.run.guard("observing remote files"):  # a file like no other
                 self._tell(file)
-            except Exception as error:  # a file like no other
-                self._session.run.skip("observing remote files", error)
             return plain(file, *args, **kwargs)
 
         return close

@@ -32,10 +32,8 @@ def tap_replicas(session: Session, log: EventLog) -> None:
     def distributed(plain: Any) -> Any:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             plain(self, *args, **kwargs)
-            try:
+            with session.run.guard("observing DistributedDataParallel"):
                 replicas.built(self, script_place(sys._getframe(1)) or "")
-            except Exception as error:  # a tap never breaks a script
-                session.run.skip("observing DistributedDataParallel", error)
 
         return __init__
 
@@ -115,7 +113,7 @@ class Replicas:
         self._all.append(_Replica(module, place))
 
     def _on_backward(self, *_: Any) -> None:
-        try:
+        with self._session.run.guard("observing DistributedDataParallel"):  # a module like no other
             for replica in self._all:
                 module = replica.module()
                 if module is None or not replica.went_through():
@@ -128,8 +126,6 @@ class Replicas:
                 replica.synchronised.append(script_place(sys._getframe(2), past_torch=True) or "")
                 if replica.seeks_unused and replica.backwards <= _LOOKED and not replica.unused:
                     replica.unused = any(p.requires_grad and p.grad is None for p in module.module.parameters())
-        except Exception as error:  # a module like no other
-            self._session.run.skip("observing DistributedDataParallel", error)
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         first = next((id(p) for group in optimizer.param_groups for p in group["params"]), None)

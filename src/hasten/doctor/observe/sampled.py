@@ -185,10 +185,8 @@ class StepSampler:
         """Whatever is going on, end it here; what it saw of whole steps is kept."""
         self._session.looking = False
         self._end_layers()
-        try:
+        with self._session.run.guard("profiling a step"):  # what was seen of the layers stands
             self._end_profile()
-        except Exception as error:  # what was seen of the layers stands
-            self._session.run.skip("profiling a step", error)
 
     def _hook_failed(self, error: Exception) -> None:
         self._session.run.skip("looking at a layer", error)

@@ -39,10 +39,8 @@ def install(session: Session) -> None:
     name = "torchdata.stateful_dataloader.stateful_dataloader"
 
     def stateful() -> None:
-        try:
+        with session.run.guard("stages of a StatefulDataLoader"):
             observer.tap_loaders(sys.modules[name].StatefulDataLoader)
-        except Exception as error:  # a tap never breaks a script
-            session.run.skip("stages of a StatefulDataLoader", error)
 
     after_import(name, stateful)
     session.observers.append(observer)
@@ -73,10 +71,8 @@ class LoaderStages:
 
         def beginning(plain: Any) -> Any:
             def _get_iterator(loader: Any) -> Any:
-                try:
+                with self._session.run.guard("stages of a loader"):
                     self._begin(loader)
-                except Exception as error:  # a tap never breaks a script
-                    self._session.run.skip("stages of a loader", error)
                 try:
                     return plain(loader)
                 finally:
@@ -93,10 +89,8 @@ class LoaderStages:
         def making(plain: Any) -> Any:
             def create_fetcher(*args: Any, **kwargs: Any) -> Any:
                 fetcher = plain(*args, **kwargs)
-                try:
+                with self._session.run.guard("stages of a loader"):
                     self._watch(fetcher)
-                except Exception as error:  # a tap never breaks a script
-                    self._session.run.skip("stages of a loader", error)
                 return fetcher
 
             return create_fetcher
