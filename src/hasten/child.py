@@ -18,8 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -117,9 +117,14 @@ def end_family(mark: str, pid: int) -> None:
         time.sleep(0.02)  # one that was being forked meanwhile is seen in the next round
 
 
-def remove_when_gone(folder: str | Path) -> None:
-    """Have a folder of temporary files removed once this process is gone, also where SIGKILL ends it."""
-    _watcher.tell(f"~{folder}")
+@contextmanager
+def scratch_folder(prefix: str = "hasten-", within: Path | None = None) -> Iterator[Path]:
+    """Make a folder for temporary files; it is removed at the end, also where SIGKILL ends this process."""
+    import tempfile  # which the watcher does not need
+
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=within, ignore_cleanup_errors=True) as folder:
+        _watcher.tell(f"~{folder}")
+        yield Path(folder)
 
 
 def _end_unknown(mark: str) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 
@@ -25,6 +26,12 @@ def tell(text: str, stream: TextIO | None = None) -> None:
         except UnicodeEncodeError:
             stream.write(text.encode("ascii", "backslashreplace").decode() + "\n")
         stream.flush()
+
+
+def timed() -> Callable[[str], None]:
+    """Return a function that writes a line with the seconds since now before it."""
+    start = time.monotonic()
+    return lambda line: tell(f"hasten {time.monotonic() - start:5.0f}s  {line}")
 
 
 def tell_from_handler(text: str) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import signal
-import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -48,8 +45,8 @@ def batch(
     from hasten.batch.attempt import Attempts, free_bytes, value_of
     from hasten.batch.noise import Critical, critical_batch, steps_to_look_at
     from hasten.batch.search import search
-    from hasten.batch.words import as_json, lines
-    from hasten.child import remove_when_gone
+    from hasten.batch.words import SCHEMA, as_json, lines
+    from hasten.child import scratch_folder
     from hasten.evidence import this_machine
 
     command = training(ctx)
@@ -61,16 +58,11 @@ def batch(
     if argument and not value:
         raise HastenError(f"{argument} has no value in the training's command line", f"add it: {argument} 16")
     if json is not None:
-        files.check_target(json, "the figures", _is_batch)
+        files.check_target(json, "the figures", files.json_of(SCHEMA))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    start = time.monotonic()
-
-    def say(line: str) -> None:
-        messages.tell(f"hasten {time.monotonic() - start:5.0f}s  {line}")
-
-    with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as scratch:
-        remove_when_gone(scratch)
-        attempts = Attempts(arguments, tuple(command), Path(scratch), limit, timeout, argument, on_gpu)
+    say = messages.timed()
+    with scratch_folder() as scratch:
+        attempts = Attempts(arguments, tuple(command), scratch, limit, timeout, argument, on_gpu)
         found = search(attempts, value, say)
         stopped = False
         if at:
@@ -83,10 +75,3 @@ def batch(
         files.write_whole(json, (json_format.dumps(as_json(found, tuple(command)), indent=1) + "\n").encode())
     if stopped:
         raise typer.Exit(130)
-
-
-def _is_batch(content: Any) -> bool:
-    try:
-        return str(json_format.loads(content)["schema"]).startswith("hasten-batch/")
-    except (ValueError, KeyError, TypeError):
-        return False

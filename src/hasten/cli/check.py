@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import typer
@@ -52,13 +51,8 @@ def check(
     check_names(chosen)
     if json_file is not None:
         files.check_target(json_file, "the answer", _is_answer)
-    start = time.monotonic()
-
-    def say(line: str) -> None:
-        messages.tell(f"hasten {time.monotonic() - start:5.0f}s  {line}")
-
     options = CheckOptions(batches, epochs, resume=None if resume is None else resume_arguments(resume))
-    found = check_training(arguments, command, chosen.techniques, options, say)
+    found = check_training(arguments, command, chosen.techniques, options, messages.timed())
     if json_file is not None:
         text = json.dumps({"schema": _SCHEMA, **found.as_json()}, indent=1, allow_nan=False) + "\n"
         files.write_own(json_file, text, "the answer", _is_answer)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from hasten import messages
-from hasten.cli.target import refuse_other_files
+from hasten.cli.target import keep_former, refuse_other_files
 from hasten.errors import HastenError
-from hasten.files import check_target, write_whole
+from hasten.files import check_target, json_of, write_whole
 from hasten.plan import DEFAULT_NAME
 
 if TYPE_CHECKING:
@@ -69,12 +68,12 @@ def fit_into(
     from importlib.metadata import version
 
     from hasten.batch.attempt import Attempts
-    from hasten.child import remove_when_gone
+    from hasten.child import scratch_folder
     from hasten.evidence import this_machine
     from hasten.ladder.limit import standing
     from hasten.ladder.rungs import rungs_for
     from hasten.ladder.search import climb
-    from hasten.ladder.words import as_json, lines, plan_of
+    from hasten.ladder.words import SCHEMA, as_json, lines, plan_of
 
     machine = this_machine()
     on_gpu = machine.device == "cuda"
@@ -83,32 +82,17 @@ def fit_into(
     fix = "name another file with --out FILE"
     check_target(out, "the plan", None, fix)
     refuse_other_files(out, fix)
-    check_target(figures, "the figures", _is_memory, fix)
-    start = time.monotonic()
-
-    def say(line: str) -> None:
-        messages.tell(f"hasten {time.monotonic() - start:5.0f}s  {line}")
-
+    check_target(figures, "the figures", json_of(SCHEMA), fix)
+    say, until = messages.timed(), time.monotonic() + budget
     say(f"looking for a plan that fits into {limit.words}")
-    with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as scratch:
-        remove_when_gone(scratch)
+    with scratch_folder() as scratch:
         timeout = max(_LEAST, budget / 2)
-        attempts = Attempts(
-            arguments, tuple(command), Path(scratch), limit.room, timeout, on_gpu=on_gpu, bounds=limit.bounds
-        )
-        found = climb(attempts, limit, rungs_for(machine, only), say, start + budget, ran_out)
+        attempts = Attempts(arguments, tuple(command), scratch, limit.room, timeout, on_gpu=on_gpu, bounds=limit.bounds)
+        found = climb(attempts, limit, rungs_for(machine, only), say, until, ran_out)
     if found.chosen.plan:
-        if out.is_file():
-            write_whole(out.with_name(f"{out.name}.bak"), out.read_bytes())  # a person may have edited it
+        keep_former(out)
         plan_of(found, tuple(command), machine, version("torch")).write(out)
     write_whole(figures, (json.dumps(as_json(found, tuple(command)), indent=1) + "\n").encode())
     typer.echo("\n".join([*lines(found, tuple(command), str(out)), f"figures: {figures}"]))
     if found.interrupted:
         raise typer.Exit(130)
-
-
-def _is_memory(content: Any) -> bool:
-    try:
-        return str(json.loads(content)["schema"]).startswith("hasten-memory/")
-    except (ValueError, KeyError, TypeError):
-        return False

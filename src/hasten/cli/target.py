@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,13 +25,23 @@ def refuse_other_files(out: Path, fix: str) -> None:
     Raises:
         HastenError: One of the two is there and is something else.
     """
-    for plan in (out, out.with_name(f"{out.name}.bak")):
+    for plan in (out, _backup_of(out)):
         if plan.exists():
             try:
                 Plan.read(plan)
             except HastenError as error:
                 why = error.message.splitlines()[0]
                 raise HastenError(f"{plan} exists and is not a plan ({why})", fix) from None
+
+
+def keep_former(out: Path) -> None:
+    """Copy the plan that is to be replaced: a person may have edited it."""
+    if out.is_file():
+        write_whole(_backup_of(out), out.read_bytes())
+
+
+def _backup_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}.bak")
 
 
 def check_words(trajectory: bool, target: str, asked: frozenset[str]) -> None:
@@ -88,7 +96,7 @@ def tune_to_target(
         budget: Seconds at the most.
         out: Where a plan would go; the report goes beside it.
     """
-    from hasten.child import remove_when_gone
+    from hasten.child import scratch_folder
     from hasten.report import target_page
     from hasten.target import words
     from hasten.target.account import TargetOptions
@@ -105,18 +113,11 @@ def tune_to_target(
     refuse_other_files(out, fix)
     check_target(figures, "the figures", is_found, fix)
     check_target(page, "the report", is_page, fix)
-    start = time.monotonic()
-
-    def say(text: str) -> None:
-        messages.tell(f"hasten {time.monotonic() - start:5.0f}s  {text}")
-
-    with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as scratch:
-        remove_when_gone(scratch)
-        whole = WholeRuns(arguments, tuple(command), Path(scratch), goal, line)
-        found = search(whole, TargetOptions(vary, runs, seeds, budget), say)
+    with scratch_folder() as scratch:
+        whole = WholeRuns(arguments, tuple(command), scratch, goal, line)
+        found = search(whole, TargetOptions(vary, runs, seeds, budget), messages.timed())
     if found.plan:
-        if out.is_file():
-            write_whole(out.with_name(f"{out.name}.bak"), out.read_bytes())
+        keep_former(out)
         why = f"{words.title(found)} ({words.detail(found)})"
         made = {"command": words.command_line(found, out.name), "target": str(goal)}
         Plan(found.plan, dict.fromkeys(found.plan, why), made).write(out)

@@ -13,9 +13,9 @@ import typer
 from hasten import messages
 from hasten.cli.command import process_arguments, script_of
 from hasten.cli.script import training
-from hasten.cli.target import refuse_other_files
+from hasten.cli.target import keep_former, refuse_other_files
 from hasten.errors import HastenError
-from hasten.files import check_target, is_page, write_whole
+from hasten.files import check_target, is_page
 from hasten.plan import DEFAULT_NAME, Plan, did_you_mean
 from hasten.techniques import CATALOGUE
 
@@ -140,8 +140,7 @@ def _leave(plan: Plan, proof: Proof, out: Path) -> None:
     from hasten.report import html, terminal
 
     stem = _report_of(out)
-    if out.is_file():
-        write_whole(_backup_of(out), out.read_bytes())  # a person may have edited it
+    keep_former(out)
     plan.write(out)
     proof.write(stem.with_suffix(".json"))
     html.write(proof, stem.with_suffix(".html"))
@@ -151,10 +150,6 @@ def _leave(plan: Plan, proof: Proof, out: Path) -> None:
 def _report_of(out: Path) -> Path:
     """The report's path, but for what its kind is."""
     return out.with_name("hasten-report" if out.name == DEFAULT_NAME else f"{out.stem}-report")
-
-
-def _backup_of(out: Path) -> Path:
-    return out.with_name(f"{out.name}.bak")
 
 
 def _is_asked(ctx: typer.Context, name: str) -> bool:

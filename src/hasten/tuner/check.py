@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from hasten.check.checked import Checked
 from hasten.check.options import RECORDS, WitnessOptions
 from hasten.check.run import check_plan
 from hasten.check.runs import Ended, Say
-from hasten.child import Child, how_it_ended, remove_when_gone, start_logged
+from hasten.child import Child, how_it_ended, scratch_folder, start_logged
 from hasten.errors import HastenError
 from hasten.evidence import read_evidence, this_machine
 from hasten.plan import Setting
@@ -78,14 +77,13 @@ def check(
     """
     # Sockets of workers lie below it, so its path is short.
     prefix = "c" if within is not None else "hasten-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=within, ignore_cleanup_errors=True) as scratch:
-        remove_when_gone(scratch)
+    with scratch_folder(prefix, within) as scratch:
         processes = Processes(arguments, tuple(command), options)
         # A launcher's runs would want the same port, and a GPU may not hold two trainings.
         alone = arguments[0] != sys.executable or this_machine().device != "cpu"
         at_once = 1 if alone else max(1, min(2, os.cpu_count() or 1))
         return check_plan(
-            processes, plan, Path(scratch), say, resume=options.resume is not None, at_once=at_once, brief=options.brief
+            processes, plan, scratch, say, resume=options.resume is not None, at_once=at_once, brief=options.brief
         )
 
 

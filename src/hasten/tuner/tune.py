@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.check.checked import Checked
-from hasten.child import remove_when_gone
+from hasten.child import scratch_folder
 from hasten.errors import HastenError
 from hasten.plan import Plan
 from hasten.taps.config import TrialOptions
@@ -94,11 +93,10 @@ def tune(
         HastenError: The training fails by itself, does not train, or the budget is too short for it.
     """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as scratch:
-        remove_when_gone(scratch)
+    with scratch_folder() as scratch:
         # The script as it is may take longer, or a small budget would end in nothing.
         deadline = start + max(_LATEST * options.budget, _LEAST_FOR_BASELINE)
-        trials = Trials(arguments, tuple(command), Path(scratch), TrialOptions(scratch), deadline)
+        trials = Trials(arguments, tuple(command), scratch, TrialOptions(str(scratch)), deadline)
         return _Tune(trials, options, say, on_block, start).run()
 
 
