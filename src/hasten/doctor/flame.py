@@ -8,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hasten.evidence.libraries import is_library
+
 _RATE = 200  # samples per second
 _GRACE = 10.0
 _BEGINS = re.compile(r"(_worker_loop \(torch|_Bench\._burn \(hasten)")  # below these, batches are made
 _WAITS = re.compile(r"^[\w.]*\b_?(wait|accept|select|poll) \((threading|socket|selectors|multiprocessing/\w+)\.py")
+
+_FRAME = re.compile(r"^\s+\S.* \((?P<file>[^()]+):(?P<line>\d+)\)$")
 
 
 def record(pid: int, seconds: float, out: Path) -> tuple[str, str]:
@@ -22,8 +26,7 @@ def record(pid: int, seconds: float, out: Path) -> tuple[str, str]:
         seconds: For how long it is watched, at least one.
         out: A file for py-spy to write to.
     """
-    spy = Path(sys.executable).with_name("py-spy")
-    program = str(spy) if spy.is_file() else shutil.which("py-spy")
+    program = _py_spy()
     if program is None:
         return "", "no flame graph: py-spy is not there; pip install 'hasten[flame]'"
     duration = str(max(1, round(seconds)))
@@ -61,3 +64,25 @@ def loading(stacks: str) -> str:
         begins = max((index for index, frame in enumerate(frames[:-1]) if _BEGINS.search(frame)), default=-1)
         kept.append(f"{';'.join(frames[begins + 1 :])} {count}")
     return "\n".join(kept)
+
+
+def where_is(pid: int) -> str:
+    """`file:line` of the script at which a Python process is, past libraries; "" where that cannot be told."""
+    program = _py_spy()
+    if program is None:
+        return ""
+    line = [program, "dump", "--full-filenames", "--nonblocking", "--pid", str(pid)]
+    try:
+        said = subprocess.run(line, capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    main = said.partition('"MainThread"')[2].split("\nThread ")[0]
+    found = [match for line in main.splitlines() if (match := _FRAME.match(line))]
+    own = [match for match in found if not (match["file"].startswith("<") or is_library(match["file"]))]
+    return f"{own[0]['file']}:{own[0]['line']}" if own else ""
+
+
+def _py_spy() -> str | None:
+    """The program beside this Python, or on the path."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.is_file() else shutil.which("py-spy")

@@ -22,11 +22,11 @@ import psutil
 from hasten import files
 from hasten.doctor.endings import how_it_ended, nothing_heard, signal_name
 from hasten.doctor.findings import switched
+from hasten.doctor.flame import where_is
 from hasten.doctor.observe import BENCH, OBSERVERS
 from hasten.doctor.use import Sampler
 from hasten.doctor.verdict.jobs import jobs
 from hasten.doctor.verdict.measure import INTERRUPTED, measure
-from hasten.doctor.where import where_is
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, read_evidence
 from hasten.evidence.live import live_path, read_live

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from hasten.doctor.diagnose import diagnose
-from hasten.doctor.figures.storage import is_network
+from hasten.doctor.figures import is_network
 from hasten.doctor.findings.slow_disk import SlowDisk
 from hasten.evidence import Evidence, Finding, Sampled, Severity, Stages, Surroundings
 from hasten.evidence.finding import worst_first

@@ -39,7 +39,7 @@ from itertools import pairwise
 
 import libcst as cst
 
-from hasten.doctor.figures.layers import norm_of
+from hasten.doctor.figures import norm_of
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Mend, Problem

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hasten.doctor.figures.calls import timed_calls
+from hasten.doctor.figures import timed_calls
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding
 

@@ -42,11 +42,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hasten.doctor.figures.calls import timed_calls
+from hasten.doctor.figures import timed_calls
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
-from hasten.doctor.source.syncs import problems_in_steps
 from hasten.evidence import Evidence, Finding
 from hasten.evidence.weigh import on_gpu
 
@@ -72,8 +71,7 @@ class CacheEmptied(Rule):
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
         """Those calls, in steps."""
-        return problems_in_steps(
-            code,
+        return code.problems_in_steps(
             _CALLS,
             "the allocator's cache is emptied in every step",
             "remove the call; if memory runs out, look for what holds it",

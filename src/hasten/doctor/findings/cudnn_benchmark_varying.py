@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hasten.doctor.figures.compiling import lost_in_outliers
+from hasten.doctor.figures import lost_in_outliers
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.weigh import (

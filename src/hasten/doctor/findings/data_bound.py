@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from hasten.doctor.figures.loading import BOUND
+from hasten.doctor.figures import BOUND
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, LoaderFacts, Phase
 from hasten.evidence.figures import percent

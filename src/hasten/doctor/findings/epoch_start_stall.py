@@ -42,7 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hasten.doctor.figures.loading import BOUND, making_seconds
+from hasten.doctor.figures import BOUND, making_seconds
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import (

@@ -41,11 +41,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hasten.doctor.figures.calls import timed_calls
+from hasten.doctor.figures import timed_calls
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
-from hasten.doctor.source.syncs import problems_in_steps
 from hasten.evidence import Evidence, Finding
 
 _CALLS = ("gc.collect",)
@@ -61,8 +60,7 @@ class GarbageCollected(Rule):
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
         """Those calls, in steps."""
-        return problems_in_steps(
-            code,
+        return code.problems_in_steps(
             _CALLS,
             "all of Python's objects are searched for garbage in every step",
             "remove gc.collect() from the loop, or call it once an epoch",

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hasten.doctor.figures.compiling import by_place, first_line_of
+from hasten.doctor.figures import by_place, first_line_of
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, severity_of, split_place
 from hasten.evidence.weigh import (

@@ -51,7 +51,7 @@ from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
-from hasten.doctor.figures.waits import by_line, wait_finding
+from hasten.doctor.figures import by_line, wait_finding
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.defer import deferred

@@ -40,7 +40,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hasten.doctor.figures.graphs import GRAPHS, kept_losses
+from hasten.doctor.figures import GRAPHS, kept_losses
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, MemoryPoint, Severity, split_place
 

@@ -46,7 +46,7 @@ from typing import Any
 
 import libcst as cst
 
-from hasten.doctor.figures.waits import by_line, wait_finding
+from hasten.doctor.figures import by_line, wait_finding
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Mend, Problem
@@ -57,7 +57,6 @@ from hasten.doctor.source.syntax import (
     receiver,
     with_keyword,
 )
-from hasten.doctor.source.tensors import repeated
 from hasten.evidence import Evidence, Finding
 from hasten.evidence.waiting import in_ms, per_step
 from hasten.evidence.weigh import on_gpu
@@ -101,7 +100,7 @@ class MovedFromCpu(Rule):
         """Factory calls that are moved right away, where code runs again and again."""
         for call in code.script.calls:
             device, made = device_of(call), receiver(call)
-            if device is None or not isinstance(made, cst.Call) or not repeated(code, call):
+            if device is None or not isinstance(made, cst.Call) or not code.repeats(call):
                 continue
             full = code.script.qualified(made.func)
             if full not in _EXACT | _RANDOM | _ROUNDED or argument(made, "device") is not None or is_open(made):

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hasten.doctor.figures.loading import sampled_stages
+from hasten.doctor.figures import sampled_stages
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent

@@ -51,7 +51,7 @@ from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
-from hasten.doctor.figures.graphs import kept_losses
+from hasten.doctor.figures import kept_losses
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.kinds import Kind

@@ -42,11 +42,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hasten.doctor.figures.waits import by_line, wait_finding
+from hasten.doctor.figures import by_line, wait_finding
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
-from hasten.doctor.source.syncs import problems_in_steps
 from hasten.evidence import Evidence, Finding
 from hasten.evidence.waiting import in_ms, per_step
 from hasten.evidence.weigh import on_gpu
@@ -77,8 +76,7 @@ class SynchronizeInLoop(Rule):
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
         """Those calls, in steps."""
-        return problems_in_steps(
-            code,
+        return code.problems_in_steps(
             _CALLS,
             "Python waits for the whole device in every step",
             "remove the call, or time with torch.cuda.Event and read the times every n steps",

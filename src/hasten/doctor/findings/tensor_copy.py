@@ -45,7 +45,7 @@ from typing import Any
 
 import libcst as cst
 
-from hasten.doctor.figures.waits import by_line
+from hasten.doctor.figures import by_line
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.kinds import Kind
@@ -55,7 +55,6 @@ from hasten.doctor.source.syntax import (
     last_name,
     walk,
 )
-from hasten.doctor.source.tensors import repeated
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import in_ms, per_step
 from hasten.evidence.weigh import share_of, timed
@@ -114,7 +113,7 @@ class TensorCopy(Rule):
     def code(cls, code: Code) -> Iterable[Problem]:
         """Copies of arrays and tensors, where code runs again and again."""
         for call in code.script.calls:
-            if code.script.qualified(call.func) != "torch.tensor" or not call.args or not repeated(code, call):
+            if code.script.qualified(call.func) != "torch.tensor" or not call.args or not code.repeats(call):
                 continue
             value = call.args[0].value
             kind = code.kind(value)

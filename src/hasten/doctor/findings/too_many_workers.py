@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hasten.doctor.figures.loading import opening_share
+from hasten.doctor.figures import opening_share
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Severity, split_place
 from hasten.evidence.waiting import (

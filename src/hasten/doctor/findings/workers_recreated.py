@@ -47,7 +47,7 @@ from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
-from hasten.doctor.figures.loading import opening_share
+from hasten.doctor.figures import opening_share
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.loaders import loader_calls, trains_with

@@ -10,8 +10,7 @@ from collections import deque
 from time import perf_counter
 from typing import Any
 
-from hasten.doctor.observe.devices import device_of
-from hasten.doctor.observe.log import EventLog
+from hasten.doctor.observe.log import EventLog, device_of
 from hasten.taps.protocol import Session
 from hasten.taps.wrapping import tap
 

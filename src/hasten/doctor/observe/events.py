@@ -13,8 +13,7 @@ from typing import Any
 
 from hasten.doctor.observe.calls import tap_calls
 from hasten.doctor.observe.copies import tap_copies
-from hasten.doctor.observe.devices import device_of
-from hasten.doctor.observe.log import EventLog, event_log
+from hasten.doctor.observe.log import EventLog, device_of, event_log
 from hasten.doctor.observe.looks import tap_looks
 from hasten.doctor.observe.remote import tap_files
 from hasten.taps.protocol import Session

@@ -188,3 +188,13 @@ def whose(name: str) -> Whose:
 def _is_made_up(name: str) -> bool:
     """Whether a file's name is that of no file: "<string>" of a dataclass's methods, but not of `python -c`."""
     return name.startswith("<") and not name.startswith(("<string>", "<stdin>", "<ipython"))
+
+
+def device_of(tensor: Any) -> str:
+    """Return the type of a tensor's device, asked past any subclass of the script's own."""
+    import torch
+
+    if type(tensor) is torch.Tensor:
+        return "cpu" if tensor.is_cpu else tensor.device.type
+    with torch._C.DisableTorchFunctionSubclass():
+        return str(tensor.device.type)

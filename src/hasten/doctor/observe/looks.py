@@ -13,8 +13,7 @@ from time import perf_counter
 from types import FrameType
 from typing import Any
 
-from hasten.doctor.observe.devices import device_of
-from hasten.doctor.observe.log import EventLog, script_place
+from hasten.doctor.observe.log import EventLog, device_of, script_place
 from hasten.evidence import Event
 from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import Session

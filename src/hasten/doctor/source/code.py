@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterator
 from functools import cached_property
 
 import libcst as cst
 
 from hasten.doctor.source.flow import Flow, Returns
 from hasten.doctor.source.kinds import Kind
+from hasten.doctor.source.problem import Problem
 from hasten.doctor.source.script import Script
 from hasten.doctor.source.syntax import dotted, names_in, targets_of, walk
 from hasten.doctor.source.training import Training
+
+_REPEATED = re.compile(r"^(__getitem__|__iter__|__next__|forward|collate\w*|\w*collate(_fn)?|get_batch|training_step)$")
 
 
 class Code:
@@ -40,6 +45,19 @@ class Code:
         """An expression as it is written, on one line, cut where it is long."""
         words = " ".join(self.script.module.code_for_node(node).split())
         return words if len(words) <= most else f"{words[: most - 1]}…"
+
+    def repeats(self, node: cst.CSTNode) -> bool:
+        """Whether a place runs again and again: in a step, for every sample, in a forward."""
+        if self.training.in_step(node):
+            return True
+        scope = self.script.scope(node)
+        return isinstance(scope, cst.FunctionDef) and bool(_REPEATED.match(scope.name.value))
+
+    def problems_in_steps(self, names: Collection[str], what: str, fix: str) -> Iterator[Problem]:
+        """Yield a problem for each call of these functions ("torch.cuda.empty_cache") that a training step makes."""
+        for call in self.script.calls:
+            if self.script.qualified(call.func) in names and self.training.in_step(call):
+                yield Problem(call, what, fix)
 
     @cached_property
     def goes_into_loss(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from hasten.doctor.figures.layers import norm_of
+from hasten.doctor.figures import norm_of
 from hasten.doctor.verdict.cases import (
     TINY_OPERATORS,
     Case,

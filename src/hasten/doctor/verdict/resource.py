@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hasten.doctor.figures.storage import is_network
+from hasten.doctor.figures import is_network
 from hasten.doctor.verdict.diagnosis import Verdict
 from hasten.doctor.verdict.loader import loader_verdict
 from hasten.doctor.verdict.steady_use import SteadyUse, steady_use

@@ -1,1 +1,0 @@
-"""Arithmetic on evidence that several findings share."""
