@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 from hasten.doctor.rule import Rule
-from hasten.evidence import Event, Evidence, Finding, HowKnown, Layer, LoaderFacts, Severity, Stages, split_place
+from hasten.evidence import Event, Evidence, Finding, HowKnown, Layer, LoaderFacts, Severity, Stages
 from hasten.evidence.waiting import (
     EpochStart,
     data_share,
@@ -18,7 +18,7 @@ from hasten.evidence.waiting import (
     stages_of,
     worth_of_waits,
 )
-from hasten.evidence.weigh import LEAST, share_of, steady_steps, timed
+from hasten.evidence.weigh import LEAST, share_of, steady_steps
 
 BOUND = 0.10  # share of the step from which a training counts as bound by its data
 GRAPHS = 5  # that are alive at once before they count as kept
@@ -45,7 +45,7 @@ def timed_calls(
         spent = per_step(evidence, [event])
         often = f"{event.count} times in {evidence.steps} steps, {in_ms(spent)} a step"
         worth = share_of(evidence, spent)
-        yield timed(rule.name, what(event, often), fix, worth, HowKnown.MEASURED, place=event.where)
+        yield rule.timed(what(event, often), fix, worth, HowKnown.MEASURED, place=event.where)
 
 
 def by_line(events: list[Event]) -> list[list[Event]]:
@@ -63,13 +63,10 @@ def wait_finding(
     worth, spent = worth_of_waits(evidence, events), per_step(evidence, events)
     where = events[0].where
     if worth is not None:
-        yield timed(rule.name, what, fix, worth, HowKnown.ESTIMATED, place=where, details=details)
+        yield rule.timed(what, fix, worth, HowKnown.ESTIMATED, place=where, details=details)
     elif share_of(evidence, spent) >= LEAST:
-        file, line = split_place(where)
         unknown = "what it costs depends on how busy the GPU is meanwhile, which is not known here"
-        yield Finding(
-            rule.name, what, fix, Severity.NOTE, None, HowKnown.ESTIMATED, file, line, "", (*details, unknown),
-        )  # fmt: skip
+        yield rule.finding(what, fix, Severity.NOTE, place=where, details=(*details, unknown))
 
 
 # -- workers, and what data lie on ------------------------------------------------------------------------

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from hasten.evidence import Evidence, Finding, Severity, split_place
-from hasten.evidence.weigh import on_gpu
+from hasten.evidence import Evidence, Finding, HowKnown, Severity, severity_of, split_place
+from hasten.evidence.weigh import LEAST, on_gpu
 from hasten.techniques.base import Refusal, Technique
 
 if TYPE_CHECKING:
@@ -77,8 +76,55 @@ class Rule:
         return ()
 
     @classmethod
+    def finding(
+        cls,
+        what: str,
+        fix: str,
+        severity: Severity,
+        worth: float | None = None,
+        how_known: HowKnown = HowKnown.ESTIMATED,
+        *,
+        place: str = "",
+        where: str = "",
+        details: tuple[str, ...] = (),
+        setting: str = "",
+    ) -> Finding:
+        """Return a finding of this rule.
+
+        Args:
+            what, fix, severity, worth, how_known, where, details: As of `Finding`.
+            place: `file:line`, or "".
+            setting: The cure's, as it would stand in a plan; "" where the cure does not help.
+        """
+        file, line = split_place(place)
+        cure = cls.cure.name if setting and cls.cure is not None else ""
+        return Finding(
+            cls.name, what, fix, severity, worth, how_known, file, line, where, details, cure, setting, cls.sources
+        )
+
+    @classmethod
+    def timed(
+        cls,
+        what: str,
+        fix: str,
+        worth: float,
+        how_known: HowKnown,
+        *,
+        place: str = "",
+        where: str = "",
+        details: tuple[str, ...] = (),
+        setting: str = "",
+    ) -> Finding | None:
+        """Return a finding about time, as `finding` does; None where it is worth less than 1 % of the step."""
+        if not worth >= LEAST:
+            return None
+        worth = min(1.0, worth)
+        more = {"place": place, "where": where, "setting": setting}
+        return cls.finding(what, fix, severity_of(worth), worth, how_known, details=details, **more)
+
+    @classmethod
     def findings(cls, evidence: Evidence) -> list[Finding]:
-        """Return what `run` finds, as a list, with the rule's sources; nothing where the run had the cure installed.
+        """Return what `run` finds, as a list; nothing where the run had the cure installed.
 
         Evidence tells what the script asks for: with a plan that has `set_to_none`, the script's own
         `zero_grad(set_to_none=False)` is still seen.
@@ -87,7 +133,7 @@ class Rule:
             return []
         found = cls.run(evidence)
         several = [found] if isinstance(found, Finding) else list(found or ())
-        return [replace(one, sources=one.sources or cls.sources) for one in several if one is not None]
+        return [one for one in several if one is not None]
 
     @classmethod
     def is_cured(cls, evidence: Evidence) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hasten.evidence.figures import percent
-from hasten.evidence.finding import Finding, HowKnown, severity_of, split_place
+from hasten.evidence.finding import HowKnown
 from hasten.evidence.observed import Layer, Measurement
 from hasten.evidence.schema import Evidence, Phase
 from hasten.evidence.tried import TriedLive
@@ -60,30 +60,6 @@ def weight_bytes(evidence: Evidence) -> tuple[int, int]:
     trained = [(_WIDTHS.get(one.dtype, 4), one) for one in evidence.models if one.train_calls]
     return sum(width * one.parameters for width, one in trained), sum(
         width * one.trained_parameters for width, one in trained
-    )
-
-
-def timed(
-    name: str,
-    what: str,
-    fix: str,
-    worth: float,
-    how_known: HowKnown,
-    *,
-    place: str = "",
-    where: str = "",
-    details: tuple[str, ...] = (),
-    technique: str = "",
-    setting: str = "",
-    sources: tuple[str, ...] = (),
-) -> Finding | None:
-    """A finding about time; None where it is worth less than 1 % of the step. `place` is `file:line`, or ""."""
-    if not worth >= LEAST:
-        return None
-    worth = min(1.0, worth)
-    file, line = split_place(place)
-    return Finding(
-        name, what, fix, severity_of(worth), worth, how_known, file, line, where, details, technique, setting, sources
     )
 
 

@@ -49,7 +49,7 @@ batch. Batches of one sample whose shapes differ cannot be joined, and are left 
 from __future__ import annotations
 
 from hasten.doctor.rule import Rule
-from hasten.evidence import Evidence, Finding, Severity, split_place
+from hasten.evidence import Evidence, Finding, Severity
 from hasten.evidence.loaders import LoaderFacts
 from hasten.evidence.weigh import on_gpu, peak_memory, weight_bytes
 
@@ -58,10 +58,6 @@ _ON_GPU, _ON_CPU = 0.8, 0.5  # of the memory: a GPU's is the training's alone
 
 
 class AccumulationNeedless(Rule):
-    """Gradients of several batches are added up before a step, although memory has room for a larger batch."""
-
-    name = "accumulation_needless"
-
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
         """One at the most."""
@@ -81,16 +77,13 @@ class AccumulationNeedless(Rule):
             return None
         larger, bound = times * loader.batch_size, peak + (times - 1) * growing
         rest = f" and add up {added // times}" if times < added else ", without accumulation"
-        file, line = split_place(loader.where)
         norms = sum(count for one in evidence.models for kind, count in one.layers.items() if "BatchNorm" in kind)
-        return Finding(
-            cls.name,
+        return cls.finding(
             f"gradients of {added} batches of {loader.batch_size} are added up before each optimizer step, and memory "
             f"has room for {larger} at once: {bound / 2**30:.1f} of {whole / 2**30:.1f} GiB at most",
             f"use batches of {larger}{rest}, with the loss divided by as many; `hasten batch` says how fast that is",
             Severity.NOTE,
-            file=file,
-            line=line,
+            place=loader.where,
             details=("BatchNorm would see the larger batch: results change by more than rounding",) if norms else (),
         )
 

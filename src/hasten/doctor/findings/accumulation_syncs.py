@@ -58,7 +58,7 @@ from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
 from hasten.doctor.source.syntax import last_name, walk
-from hasten.evidence import Evidence, Finding, HowKnown, Phase, severity_of, split_place
+from hasten.evidence import Evidence, Finding, HowKnown, Phase, severity_of
 from hasten.evidence.waiting import in_ms, per_step
 from hasten.evidence.weigh import LEAST, seconds_of, share_of
 
@@ -81,17 +81,14 @@ class AccumulationSyncs(Rule):
         if 0 < worth < LEAST:
             return
         cost = f": {in_ms(seconds)} a step" if worth else ""
-        file, line = split_place(events[0].where)
-        yield Finding(
-            cls.name,
+        yield cls.finding(
             f"gradients are exchanged {count} times for nothing in {evidence.steps} steps, since more are added before "
             f"the optimizer steps{cost}",
             "wrap all but the last backward of an accumulation, with its forward, in `with model.no_sync():`",
             severity_of(worth),
             worth or None,
             HowKnown.MEASURED,
-            file,
-            line,
+            place=events[0].where,
         )
 
     @classmethod

@@ -36,7 +36,7 @@ from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
 from hasten.doctor.source.syntax import argument, last_name
-from hasten.evidence import Evidence, Finding, Severity, split_place
+from hasten.evidence import Evidence, Finding, Severity
 from hasten.evidence.schema import OptimizerFacts
 
 _L2 = ("Adam", "NAdam", "RAdam", "Adamax")
@@ -54,15 +54,12 @@ class AdamWithL2(Rule):
             if optimizer.name not in _L2 or isinstance(decay, str) or not decay or _decoupled(optimizer):
                 continue
             cure = "torch.optim.AdamW" if optimizer.name == "Adam" else "decoupled_weight_decay=True"
-            file, line = split_place(optimizer.where)
-            yield Finding(
-                cls.name,
+            yield cls.finding(
                 f"{optimizer.name} with weight_decay={decay:g} adds it to the gradients, where it hardly decays "
                 "weights that have large ones",
                 f"use {cure} (its weight_decay wants another value, often 0.01 to 0.1)",
                 Severity.NOTE,
-                file=file,
-                line=line,
+                place=optimizer.where,
             )
 
     @classmethod

@@ -42,7 +42,7 @@ from itertools import pairwise
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, MemoryPoint
 from hasten.evidence.waiting import in_ms, mean_during, stretch
-from hasten.evidence.weigh import is_sure, on_gpu, share_of, switched, timed
+from hasten.evidence.weigh import is_sure, on_gpu, share_of, switched
 from hasten.techniques.base import toml_value
 from hasten.techniques.memory.allocator import TUNABLES, Allocator
 
@@ -82,8 +82,7 @@ class PagesFaultedAgain(Rule):
         if worth < _CERTAIN and not is_sure(evidence, cls.name):
             return None
         worth, how_known, live = switched(evidence, cls.name, worth, HowKnown.ESTIMATED)
-        return timed(
-            cls.name,
+        return cls.timed(
             f"memory is given back to the kernel and faulted in again, {again * 4096 / 2**20:.0f} MiB a step, which "
             f"takes {in_ms(seconds)} of the kernel's CPU time",
             f"start the training with `hasten run`, or with GLIBC_TUNABLES={TUNABLES}",
@@ -93,7 +92,6 @@ class PagesFaultedAgain(Rule):
                 *live,
                 "it may happen in one run of a script and not in the next: the top of the heap decides",
             ),
-            technique=Allocator.name,
             setting=toml_value(here or "glibc"),
         )
 

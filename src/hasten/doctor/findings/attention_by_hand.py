@@ -55,7 +55,7 @@ from hasten.doctor.source.syntax import (
 )
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import in_words, saved, timed
+from hasten.evidence.weigh import in_words, saved
 
 
 class AttentionByHand(Rule):
@@ -66,8 +66,7 @@ class AttentionByHand(Rule):
         if not tried:
             return None
         first = max(tried, key=lambda one: one.saved * one.calls)
-        return timed(
-            cls.name,
+        return cls.timed(
             f"{first.what} (batch, heads, length, width) is made by hand; scaled_dot_product_attention takes "
             f"{percent(first.gain)} less time",
             "call torch.nn.functional.scaled_dot_product_attention(q, k, v), with is_causal=True for a causal mask",
@@ -75,7 +74,6 @@ class AttentionByHand(Rule):
             HowKnown.MEASURED,
             place=first.where,
             details=(*map(in_words, tried), "tried without mask and dropout"),
-            sources=("torch.nn.functional.scaled_dot_product_attention",),
         )
 
     @classmethod

@@ -43,7 +43,7 @@ import math
 from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
-from hasten.evidence import Evidence, Finding, Severity, split_place
+from hasten.evidence import Evidence, Finding, Severity
 
 
 class BadLosses(Rule):
@@ -59,16 +59,13 @@ class BadLosses(Rule):
         half = any(model.autocast == "float16" or model.dtype == "float16" for model in evidence.models)
         unscaled = half and not evidence.flags.grad_scaler
         where = next((optimizer.where for optimizer in evidence.optimizers if optimizer.steps), "")
-        file, line = split_place(where)
-        yield Finding(
-            cls.name,
+        yield cls.finding(
             f"{evidence.bad_losses} of {steps} losses were NaN or infinite{first}",
             "compute in bfloat16, or scale the loss with torch.amp.GradScaler"
             if unscaled
             else "run the step before under torch.autograd.detect_anomaly() to see which operator made it; then a "
             "lower rate, a warm-up or clipped gradients",
             Severity.HIGH if stayed or evidence.bad_losses > steps / 10 else Severity.MEDIUM,
-            file=file,
-            line=line,
+            place=where,
             details=("it computes in float16 without a GradScaler",) if unscaled else (),
         )

@@ -79,8 +79,7 @@ class BiasBeforeNorm(Rule):
         known = worth if worth >= LEAST else None
         more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
         # Where a layer is built is not known, only where it is called: the source's own finding says that.
-        yield Finding(
-            cls.name,
+        yield cls.finding(
             f"{layers[0].path}{more}: a bias right before {norm_of(evidence, layers[0])} is taken away again",
             "build it with bias=False",
             severity_of(known), known, HowKnown.MEASURED if known else HowKnown.READ,

@@ -41,7 +41,7 @@ from collections.abc import Iterator
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.waiting import in_ms, per_step
-from hasten.evidence.weigh import seconds_of, steady_seconds, timed
+from hasten.evidence.weigh import seconds_of, steady_seconds
 
 
 class BlockingCheckpoint(Rule):
@@ -55,8 +55,7 @@ class BlockingCheckpoint(Rule):
             return
         count = sum(event.count for event in events)
         often = f", {count} times in {evidence.steps} steps" if count else ""
-        yield timed(
-            cls.name,
+        yield cls.timed(
             f"the training stands still while checkpoints are written{often}: {in_ms(saving)} for each step of "
             f"{in_ms(step)}",
             "save less often, or beside the training (torch.distributed.checkpoint.async_save; hasten's "

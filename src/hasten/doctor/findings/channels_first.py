@@ -55,7 +55,6 @@ from hasten.evidence.weigh import (
     seconds_of,
     share_of,
     switched,
-    timed,
 )
 from hasten.techniques.base import Refusal
 from hasten.techniques.compute.channels_last import ChannelsLast
@@ -86,15 +85,14 @@ class ChannelsFirst(Rule):
         if tried:
             less = f"channels last they take {percent(gain_of(tried))} less time"
             what = f"{tried[0].what.partition(':')[0]} and the like read images channel by channel; {less}"
-        return timed(
-            cls.name,
+        return cls.timed(
             what,
             "model.to(memory_format=torch.channels_last), and the same of the images of each batch",
             worth, how_known,
             place=place_of(evidence, tried[0]) if tried else "",
             where=tried[0].where if tried else "",
             details=(*live, *map(in_words, tried)),
-            technique=ChannelsLast.name, setting="true",
+            setting="true",
         )  # fmt: skip
 
     @classmethod

@@ -53,7 +53,7 @@ from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
 from hasten.doctor.source.syntax import last_name, walk
-from hasten.evidence import Evidence, Finding, Severity, split_place
+from hasten.evidence import Evidence, Finding, Severity
 
 _BY_RATE = ("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop")
 _LONG = 100  # steps before a rate that has not changed says anything
@@ -88,15 +88,12 @@ class ConstantRate(Rule):
             return
         if optimizer.schedule or len(optimizer.rates) != 1:
             return
-        file, line = split_place(optimizer.where)
         over = f" over {epochs} epochs" if epochs >= 2 else ""
-        yield Finding(
-            cls.name,
+        yield cls.finding(
             f"{optimizer.name} made all of its {optimizer.steps} steps{over} at the rate {optimizer.rates[0]:g}",
             "let it fall towards the end (OneCycleLR or CosineAnnealingLR, with a short warm-up)",
             Severity.NOTE,
-            file=file,
-            line=line,
+            place=optimizer.where,
         )
 
     @classmethod

@@ -37,34 +37,28 @@ Always; results differ by rounding. Bringing batches to a few sizes keeps the fa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hasten.doctor.figures import lost_in_outliers
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.weigh import (
     on_gpu,
-    timed,
 )
 
 
 class CudnnBenchmarkVarying(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Finding | None:
         """On a GPU, with convolutions, and sizes that keep changing; what it costs as for `recompilations`."""
         if not on_gpu(evidence) or not evidence.flags.cudnn_benchmark or evidence.inputs is None:
-            return
+            return None
         convolutions = any(layer.startswith("Conv") for model in evidence.models for layer in model.layers)
         sizes = len(evidence.inputs.shapes)
         if not convolutions or sizes < 4:
-            return
-        finding = timed(
-            cls.name,
+            return None
+        return cls.timed(
             f"cudnn.benchmark measures kernels for every new size, and {sizes} sizes came in "
             f"{evidence.inputs.batches} batches",
             "set torch.backends.cudnn.benchmark = False, or bring the batches to a few sizes",
             lost_in_outliers(evidence),
             HowKnown.ESTIMATED,
         )
-        if finding:
-            yield finding

@@ -50,7 +50,7 @@ from hasten.evidence.waiting import (
     saturated,
     stages_of,
 )
-from hasten.evidence.weigh import seconds_of, share_of, timed
+from hasten.evidence.weigh import seconds_of, share_of
 from hasten.techniques.data.worker_estimate import workers_for
 
 _BUSY = 0.85  # share of a core from which a worker counts as busy all the time
@@ -66,8 +66,7 @@ class DataBound(Rule):
         if loader is None or share < BOUND:
             return
         causes = tuple(_causes(evidence, loader))
-        yield timed(
-            cls.name,
+        yield cls.timed(
             f"the step waits {percent(share)} of its time for data, {in_ms(wait)} for each batch",
             _remedy(evidence, loader),
             share,

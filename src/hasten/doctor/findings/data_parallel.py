@@ -42,7 +42,7 @@ from collections.abc import Iterable, Iterator
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
-from hasten.evidence import Evidence, Finding, HowKnown, Severity, severity_of, split_place
+from hasten.evidence import Evidence, Finding, HowKnown, Severity, severity_of
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import mean_during
 from hasten.evidence.weigh import on_gpu
@@ -57,21 +57,18 @@ class DataParallel(Rule):
         gpus = len(evidence.machine.gpus)
         if not used or not on_gpu(evidence) or gpus < 2:
             return
-        file, line = split_place(built[0].where) if built else ("", 0)
         busy = _busy(evidence)
         idle = 1 - statistics.fmean(busy) if len(busy) > 1 else 0.0
         worth = idle if idle >= 0.01 else None
         how = f", and the GPUs compute {percent(1 - idle)} of the time" if worth else ""
-        yield Finding(
-            cls.name,
+        yield cls.finding(
             f"DataParallel copies the model to {gpus} GPUs in each step, from one process with one interpreter{how}",
             f"run it unchanged by `hasten run --devices {gpus}`, one process a GPU; or wrap the model in "
             f"DistributedDataParallel and start it with `torchrun --nproc-per-node={gpus}`",
             severity_of(worth) if worth else Severity.MEDIUM,
             worth,
             HowKnown.ESTIMATED,
-            file,
-            line,
+            place=built[0].where if built else "",
             details=("at the most: as if no GPU were idle any more",) if worth else (),
         )
 

@@ -49,7 +49,7 @@ from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
 from hasten.doctor.source.syntax import dotted, is_word, walk
-from hasten.evidence import Evidence, Finding, HowKnown, Measurement, Severity, severity_of, split_place
+from hasten.evidence import Evidence, Finding, Measurement, Severity, severity_of
 from hasten.evidence.weigh import in_words, share_of, steady_seconds
 from hasten.techniques.compute.debug_off import DebugOff
 
@@ -79,17 +79,15 @@ class DebugToolsOn(Rule):
         seconds = sum(event.seconds for event in events if event.kind == "gradcheck") / steps
         worth = share_of(evidence, seconds + _of_tools(evidence, tried)) or None
         first = next((place for place in found.values() if place), "")
-        file, line = split_place(first)
-        return Finding(
-            cls.name,
+        return cls.finding(
             f"{' and '.join(names[kind] for kind in found)} left on in the training",
             f"take {' and '.join(cures[kind] for kind in found)}",
             severity_of(worth) if worth and worth >= 0.05 else Severity.MEDIUM,
-            worth, HowKnown.ESTIMATED, file, line,
+            worth,
+            place=first,
             details=tuple(map(in_words, tried)),
-            technique=DebugOff.name if "anomaly" in found else "",
             setting="true" if "anomaly" in found else "",
-        )  # fmt: skip
+        )
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:

@@ -41,7 +41,6 @@ from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import data_share, faster_loading, in_ms
-from hasten.evidence.weigh import timed
 from hasten.techniques.base import Refusal, toml_value
 from hasten.techniques.data.read_ahead import LEAST, ReadAhead
 
@@ -61,14 +60,12 @@ class DecodedInTurn(Rule):
         asked, threads = loader.probe, choices.settings[0]
         whole = max(asked.sample_seconds, asked.loader_seconds)
         saved = max(0.0, asked.loader_seconds * (1 - 1 / evidence.machine.cores) - LEAST) / whole
-        return timed(
-            cls.name,
+        return cls.timed(
             f"the step waits {percent(data_share(evidence))} of its time for data, and `{asked.loader_function}` takes "
             f"{in_ms(asked.loader_seconds)} of the {in_ms(whole)} of a sample: files are read and decoded one by one",
             f"have threads read the next files (`read_ahead = {toml_value(threads)}`), or give the loader workers",
             faster_loading(evidence, loader, saved),
             HowKnown.ESTIMATED,
             place=loader.where,
-            technique=ReadAhead.name,
             setting=toml_value(threads),
         )

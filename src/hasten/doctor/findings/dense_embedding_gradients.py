@@ -41,7 +41,7 @@ from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Layer, Phase
-from hasten.evidence.weigh import seconds_of, share_of, timed
+from hasten.evidence.weigh import seconds_of, share_of
 
 _MANY_ROWS, _FEW_OF_THEM = 10_000, 0.2  # rows from which a table counts as great; share of them that is few
 
@@ -61,8 +61,7 @@ class DenseEmbeddingGradients(Rule):
         numbers = sum(map(_numbers, rare))
         optimizer = seconds_of(evidence, Phase.OPTIMIZER) * min(1.0, numbers / sum(moved))
         share = numbers / max(1, sum(map(_numbers, tables)))
-        yield timed(
-            cls.name,
+        yield cls.timed(
             f"a batch looks up {_looked_up(table):,.0f} of the {_rows(table):,} rows of {table.path}, and the gradient "
             "of all of them is made and applied in each step",
             "build it with sparse=True, and give its weights an optimizer that takes sparse gradients: SGD without "

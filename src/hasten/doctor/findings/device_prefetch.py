@@ -39,7 +39,7 @@ from __future__ import annotations
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.waiting import in_ms
-from hasten.evidence.weigh import seconds_of, share_of, timed
+from hasten.evidence.weigh import seconds_of, share_of
 from hasten.techniques.transfer.device_prefetch import DevicePrefetch
 
 
@@ -59,13 +59,11 @@ class NoDevicePrefetch(Rule):
         if DevicePrefetch.refuse_without_gpu(evidence):
             return None
         copying = seconds_of(evidence, Phase.TRANSFER)
-        return timed(
-            cls.name,
+        return cls.timed(
             f"each step begins with {in_ms(copying)} in which the GPU only copies its batch",
             "copy the next batch on a stream of its own while this one is computed: the technique device_prefetch",
             share_of(evidence, copying),
             HowKnown.ESTIMATED,
             place=loader.where,
-            technique=DevicePrefetch.name,
             setting="true",
         )

@@ -40,7 +40,7 @@ from collections.abc import Iterator
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import COMPUTE, gain_of, in_words, place_of, seconds_of, share_of, size_of, timed
+from hasten.evidence.weigh import COMPUTE, gain_of, in_words, place_of, seconds_of, share_of, size_of
 
 
 class DoublePrecision(Rule):
@@ -54,8 +54,7 @@ class DoublePrecision(Rule):
         compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
         worth = compute * gain_of(tried) if tried else compute / 2
         layers = tried[0].what.partition(":")[0] if tried else size_of(double[0])
-        yield timed(
-            cls.name,
+        yield cls.timed(
             f"{layers} and the like compute in float64"
             + (f"; in float32 they take {percent(gain_of(tried))} less time" if tried else ""),
             "train in float32, unless the result needs 15 digits: make the data float32 once (`.float()`, "

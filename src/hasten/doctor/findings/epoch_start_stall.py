@@ -53,7 +53,6 @@ from hasten.evidence.waiting import (
     ordinary_wait,
     stages_of,
 )
-from hasten.evidence.weigh import timed
 
 
 class EpochStartStall(Rule):
@@ -68,8 +67,7 @@ class EpochStartStall(Rule):
         making = start.pause if loader.persistent_workers else making_seconds(evidence, loader, start.waiting)
         if not known or making < 2 * ordinary_seconds(evidence):
             return
-        yield timed(
-            cls.name,
+        yield cls.timed(
             f"each epoch begins with a wait of {in_ms(making)} for its first batch, on which one of "
             f"{loader.num_workers} "
             f"workers works alone; later ones come every {in_ms(ordinary_seconds(evidence))}",

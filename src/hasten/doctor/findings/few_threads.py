@@ -36,7 +36,7 @@ from collections.abc import Iterator
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import mean_during, saturated
-from hasten.evidence.weigh import COMPUTE, on_gpu, products, seconds_of, share_of, timed
+from hasten.evidence.weigh import COMPUTE, on_gpu, products, seconds_of, share_of
 
 _LONG = 3e-4  # seconds of a product from which more threads share it with profit
 _GAIN = 0.8  # of what as many threads as cores would bring if nothing were lost
@@ -56,8 +56,7 @@ class FewThreads(Rule):
             return
         share = share_of(evidence, products(evidence, least=_LONG))
         compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
-        yield timed(
-            cls.name,
+        yield cls.timed(
             f"torch computes on {threads} of {cores} cores (OMP_NUM_THREADS, or torch.set_num_threads)",
             f"let it have {room} threads: take the setting out, or set it to {room}",
             _GAIN * min(share, compute) * (1 - threads / room),

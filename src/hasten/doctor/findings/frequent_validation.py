@@ -42,7 +42,7 @@ from collections.abc import Iterator
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import seconds_of, steady_steps, timed
+from hasten.evidence.weigh import seconds_of, steady_steps
 
 _OFTEN = 0.20  # share of the time from which validation is too much
 _EACH_STEP = 0.5  # share of the steps from which forwards without gradients are no validation: a policy that acts
@@ -59,8 +59,7 @@ class FrequentValidation(Rule):
         if whole <= 0 or validation < _OFTEN * whole or len(validating) > _EACH_STEP * len(steps):
             return
         every = f", after every {len(steps) / len(validating):.0f} steps" if validating else ""
-        yield timed(
-            cls.name,
+        yield cls.timed(
             f"validation takes {percent(validation / whole)} of the time{every}",
             "validate less often, on fewer batches, or in bigger ones; half of it would do for a start",
             validation / whole / 2,

@@ -58,7 +58,6 @@ from hasten.evidence.weigh import (
     seconds_of,
     share_of,
     switched,
-    timed,
 )
 from hasten.plan import Setting
 from hasten.techniques.base import Refusal
@@ -113,12 +112,12 @@ class FullPrecision(Rule):
             worth, how_known = share / 2, HowKnown.ESTIMATED
             what = f"matrix products and convolutions, {percent(share)} of the step, compute in float32 on tensor cores"
         worth, how_known, live = switched(evidence, cls.name, worth, how_known)
-        return timed(
-            cls.name, what, fix, worth, how_known,
+        return cls.timed(
+            what, fix, worth, how_known,
             place=place_of(evidence, tried[0]) if tried else "",
             where=tried[0].where if tried else "",
             details=(*live, *map(in_words, tried)),
-            technique=Precision.name, setting=setting,
+            setting=setting,
         )  # fmt: skip
 
     @classmethod

@@ -41,7 +41,7 @@ from collections.abc import Iterator
 
 from hasten.doctor.figures import by_place, first_line_of
 from hasten.doctor.rule import Rule
-from hasten.evidence import Evidence, Finding, HowKnown, severity_of, split_place
+from hasten.evidence import Evidence, Finding, HowKnown, severity_of
 from hasten.evidence.weigh import (
     LEAST,
     share_of,
@@ -58,11 +58,10 @@ class GraphBreaks(Rule):
         worth = share_of(evidence, _BREAK)
         known = worth if worth >= LEAST else None
         for place, those in by_place(reasons).items():
-            file, line = split_place(place)
-            yield Finding(
-                cls.name,
+            yield cls.finding(
                 f"torch.compile leaves its graph here: {first_line_of(those[0], place)}",
                 "move it out of the compiled code (torch.compile(model, fullgraph=True) shows every place)",
-                severity_of(known), known, HowKnown.ESTIMATED, file, line,
+                severity_of(known), known, HowKnown.ESTIMATED,
+                place=place,
                 details=those,
             )  # fmt: skip

@@ -42,7 +42,7 @@ from __future__ import annotations
 import re
 
 from hasten.doctor.rule import Rule
-from hasten.evidence import Evidence, Finding, Severity, split_place
+from hasten.evidence import Evidence, Finding, Severity
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import on_gpu, peak_memory
 from hasten.techniques.memory.chunked_loss import ChunkedLoss
@@ -52,9 +52,6 @@ _FULL = 0.8  # of the memory: from here on it matters by itself
 
 
 class LargeLogits(Rule):
-    """Logits of many classes are held several times over by their cross entropy."""
-
-    name = "large_logits"
     cure = ChunkedLoss
 
     @classmethod
@@ -66,18 +63,14 @@ class LargeLogits(Rule):
         whole, peak = peak_memory(evidence)
         if event is None or peak <= 0 or 2 * size < _LEAST * peak:
             return None
-        file, line = split_place(event.where)
-        return Finding(
-            cls.name,
+        return cls.finding(
             f"a cross entropy of {event.detail.partition(',')[0]} logits ({size / 2**20:.0f} MiB) holds two more"
             f" tensors of that size than it has to: {percent(min(1.0, 2 * size / peak))} of the peak,"
             f" {peak / 2**30:.1f} GiB",
             "compute it some rows at a time: `chunked_loss = true` in a plan, Trainer(chunked_loss=True), or"
             " hasten.nn.ChunkedCrossEntropy, which never holds all logits",
             Severity.MEDIUM if whole and peak >= _FULL * whole else Severity.NOTE,
-            file=file,
-            line=line,
-            technique=ChunkedLoss.name,
+            place=event.where,
             setting="true",
         )
 

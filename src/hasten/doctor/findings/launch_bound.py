@@ -35,8 +35,6 @@ Compiling changes results by rounding. Another batch size changes how the model 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.figures import percent
@@ -47,7 +45,6 @@ from hasten.evidence.weigh import (
     share_of,
     short,
     steady_seconds,
-    timed,
 )
 
 _WORK = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -59,10 +56,9 @@ _FAR = 4  # times that, from which on a matrix product computes: under the profi
 
 class LaunchBound(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterable[Finding]:
+    def run(cls, evidence: Evidence) -> Finding | None:
         """On a GPU: it waits while the host launches. On a CPU: what operators cost that have next to nothing to do."""
-        finding = _idle_gpu(evidence) if on_gpu(evidence) else _small_operators(evidence)
-        return [finding] if finding else []
+        return _idle_gpu(evidence) if on_gpu(evidence) else _small_operators(evidence)
 
 
 def _idle_gpu(evidence: Evidence) -> Finding | None:
@@ -72,8 +68,7 @@ def _idle_gpu(evidence: Evidence) -> Finding | None:
     if share_of(evidence, sampled.launches * _LAUNCH) < 0.2:  # it is idle for another reason
         return None
     idle = min(1 - sampled.device_busy, share_of(evidence, seconds_of(evidence, *_WORK)))
-    return timed(
-        LaunchBound.name,
+    return LaunchBound.timed(
         f"the GPU computes {percent(sampled.device_busy)} of the time, the host launches {sampled.launches:.0f} "
         f"kernels in a step of {short(steady_seconds(evidence))}",
         'use a bigger batch, or torch.compile(model, mode="reduce-overhead"), which replays a step\'s kernels at once',
@@ -98,8 +93,7 @@ def _small_operators(evidence: Evidence) -> Finding | None:
         return None
     measured = f"; one on 64 numbers takes {short(least)}" if tried and least < seconds / sampled.calls else ""
     compiling = "" if any(model.compiled for model in evidence.models) else ", or try to compile the model"
-    return timed(
-        LaunchBound.name,
+    return LaunchBound.timed(
         f"{sampled.calls:.0f} operators in {short(seconds)}, {short(seconds / sampled.calls)} each: "
         f"{percent(overhead)} of the step goes into starting them{measured}",
         f"use a bigger batch (with twice the batch a sample costs half of that){compiling}",

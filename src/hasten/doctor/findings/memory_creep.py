@@ -42,7 +42,7 @@ from dataclasses import dataclass
 
 from hasten.doctor.figures import GRAPHS, kept_losses
 from hasten.doctor.rule import Rule
-from hasten.evidence import Evidence, Finding, MemoryPoint, Severity, split_place
+from hasten.evidence import Evidence, Finding, MemoryPoint, Severity
 
 _POINTS = 6  # that a line is fitted through, at the least
 _SPAN = 100  # steps that the line must cover: heaps of several threads settle over some dozens
@@ -70,16 +70,13 @@ class MemoryCreep(Rule):
             if growth is None:
                 continue
             kept = next((e for e in evidence.events_of("retained_graph") if e.count >= GRAPHS and e.where), None)
-            file, line = split_place(kept.where) if kept else ("", 0)
-            yield Finding(
-                cls.name,
+            yield cls.finding(
                 f"memory of {whose} grows by {growth.a_step / 2**20:.2g} MiB a step, {growth.grown / 2**20:.0f} MiB in "
                 f"{steps[-1] - steps[0]} steps, and fills {limit / 2**30:.0f} GiB by step {growth.full_at:.0f}",
                 "keep no tensors from step to step: append `loss.item()` or `loss.detach()` in place of the loss, and "
                 "clear lists of outputs",
                 Severity.HIGH if growth.full_at <= _SOON else Severity.MEDIUM,
-                file=file,
-                line=line,
+                place=kept.where if kept else "",
                 details=(f"it held {growth.last / 2**30:.2f} GiB at step {steps[-1]}",),
             )
             return

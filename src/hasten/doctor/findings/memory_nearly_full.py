@@ -52,8 +52,7 @@ class MemoryNearlyFull(Rule):
         gpus = evidence.use.gpus if evidence.use is not None else ()
         total, peak = (gpus[0].memory_total if gpus else 0), evidence.peak_gpu_bytes or 0
         if on_gpu(evidence) and total and peak >= 0.92 * total:
-            yield Finding(
-                cls.name,
+            yield cls.finding(
                 f"the training held {peak / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB at its peak",
                 "leave it some room: activation checkpointing, bf16-mixed precision, or a smaller batch with "
                 "accumulated gradients; `hasten tune --memory` tries what is cheapest",
@@ -64,8 +63,7 @@ class MemoryNearlyFull(Rule):
         held = max((*evidence.use.main_rss, 0)) if evidence.use is not None else 0
         held = max(held, evidence.peak_memory_bytes)
         if memory and held >= 0.9 * memory:
-            yield Finding(
-                cls.name,
+            yield cls.finding(
                 f"the process held {held / 2**30:.1f} of the machine's {memory / 2**30:.1f} GiB at its peak",
                 "keep less in memory: map files (numpy.memmap, Arrow) in place of reading them whole, fewer workers "
                 "that each hold a copy",

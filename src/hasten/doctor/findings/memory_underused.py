@@ -55,8 +55,7 @@ class MemoryUnderused(Rule):
             return
         loader = evidence.train_loader
         size = f" at batch size {loader.batch_size}" if loader is not None and loader.batch_size else ""
-        yield Finding(
-            cls.name,
+        yield cls.finding(
             f"the GPU computes {percent(busy)} of the time, and {percent(used)} of its "
             f"{gpus[0].memory_total / 2**30:.0f} GiB were "
             f"ever used{size}",

@@ -80,8 +80,7 @@ class NoGradientClipping(Rule):
             "losses were NaN or infinite" if evidence.bad_losses else f"the loss jumped {jumps} times" if jumps else ""
         )
         layer = next((layer for layer in evidence.layers if layer.kind in _RECURRENT), None)
-        yield Finding(
-            cls.name,
+        yield cls.finding(
             f"a recurrent network ({kinds[0]}) trains without gradient clipping{f', and {harm}' if harm else ''}",
             "call torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) between backward and the optimizer's step",
             Severity.MEDIUM if harm else Severity.NOTE,

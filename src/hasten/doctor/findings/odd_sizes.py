@@ -39,14 +39,14 @@ from collections.abc import Iterator
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Measurement
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import in_words, place_of, saved, timed
+from hasten.evidence.weigh import in_words, place_of, saved
 
 _BATCH = "batch_size="
 
 
 class OddSizes(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """Only where it was tried on this machine, for the very sizes, and brought something."""
         tried = evidence.measured_for(cls.name)
         best: dict[str, Measurement] = {}
@@ -54,8 +54,7 @@ class OddSizes(Rule):
             if not one.detail.startswith(_BATCH) and one.saved > (best[one.where].saved if one.where in best else 0):
                 best[one.where] = one
         for one in best.values():
-            finding = timed(
-                cls.name,
+            yield cls.timed(
                 f"{one.what} makes its forward and backward {percent(one.gain)} shorter here",
                 f"give it {one.detail}, and what feeds or follows it the same",
                 saved(evidence, [one]),
@@ -64,17 +63,14 @@ class OddSizes(Rule):
                 where=one.where,
                 details=tuple(in_words(other) for other in tried if other.where == one.where),
             )
-            if finding:
-                yield finding
         yield from cls._batch(evidence, [one for one in tried if one.detail.startswith(_BATCH)])
 
     @classmethod
-    def _batch(cls, evidence: Evidence, tried: list[Measurement]) -> Iterator[Finding]:
+    def _batch(cls, evidence: Evidence, tried: list[Measurement]) -> Iterator[Finding | None]:
         loader = evidence.train_loader
         if not tried or loader is None:
             return
-        finding = timed(
-            cls.name,
+        yield cls.timed(
             f"batches of {loader.batch_size} are slower per sample than {tried[0].detail}",
             f"give the loader {tried[0].detail}",
             saved(evidence, tried),
@@ -82,5 +78,3 @@ class OddSizes(Rule):
             place=loader.where,
             details=tuple(map(in_words, tried)),
         )
-        if finding:
-            yield finding

@@ -44,7 +44,7 @@ from collections.abc import Iterator
 from hasten.doctor.rule import Rule
 from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Line, Phase
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import seconds_of, share_of, timed
+from hasten.evidence.weigh import seconds_of, share_of
 
 _BOUND = 0.10  # share of the step from which own code is looked into
 _LEAST, _LEAST_LINE = 0.05, 0.10  # share of the step that a function, or a line of the loop, must take to be named
@@ -72,8 +72,7 @@ class OwnCode(Rule):
                 continue
             line = places[0]
             what = "this line of the training loop" if alone else f"{line.function}()"
-            yield timed(
-                cls.name,
+            yield cls.timed(
                 f"{what} takes {percent(worth)} of the step, beside loading, forward, backward and optimizer",
                 "do it on whole tensors instead of number by number, once and not in each step, less often, or beside "
                 "the training",

@@ -56,7 +56,7 @@ from hasten.doctor.source.syntax import (
 )
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.waiting import in_ms, per_step, worth_of_waits
-from hasten.evidence.weigh import seconds_of, share_of, timed
+from hasten.evidence.weigh import seconds_of, share_of
 from hasten.techniques.transfer.pin_memory import PinMemory
 
 _PINNED = 12e9  # bytes a second from pinned memory over PCIe 3 x16, the slowest link of GPUs in use
@@ -81,8 +81,7 @@ class PageableMemory(Rule):
         waited = worth_of_waits(evidence, copies) or 0.0
         faster = share_of(evidence, copying - loader.batch_bytes / _PINNED) if copying else 0.0
         spent = max(copying, per_step(evidence, copies))
-        return timed(
-            cls.name,
+        return cls.timed(
             f"each batch of {loader.batch_bytes / 2**20:.1f} MiB is copied to the GPU from pageable memory, for which "
             f"the CPU waits {in_ms(spent)}",
             "give the loader pin_memory=True and copy with `.to(device, non_blocking=True)`",
@@ -90,7 +89,6 @@ class PageableMemory(Rule):
             HowKnown.ESTIMATED,
             place=loader.where,
             details=tuple(f"copied at {event.where}, {event.count} times" for event in copies[:3] if event.where),
-            technique=PinMemory.name,
             setting="true",
         )
 

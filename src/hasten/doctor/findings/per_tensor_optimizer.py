@@ -42,7 +42,7 @@ from hasten.doctor.source.problem import Problem
 from hasten.doctor.source.syntax import argument, is_word
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import LEAST, in_words, is_sure, seconds_of, share_of, switched, timed
+from hasten.evidence.weigh import LEAST, in_words, is_sure, seconds_of, share_of, switched
 from hasten.techniques.base import Refusal
 from hasten.techniques.compute.fused_optimizer import FusedOptimizer
 
@@ -78,14 +78,13 @@ class PerTensorOptimizer(Rule):
             take = f"{len(tried)} optimizers take {percent(phase)} of the step"
             words = f"{take}; fused, they take {percent(less)} less together"
         worth, how_known, live = switched(evidence, cls.name, phase * less, HowKnown.MEASURED)
-        return timed(
-            cls.name,
+        return cls.timed(
             words,
             "build them with fused=True" if len(tried) > 1 else "build it with fused=True",
             worth, how_known,
             place=place,
             details=(*live, *map(in_words, tried)),
-            technique=FusedOptimizer.name, setting="true",
+            setting="true",
         )  # fmt: skip
 
     @classmethod

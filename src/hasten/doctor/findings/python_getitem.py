@@ -50,7 +50,6 @@ from hasten.evidence.waiting import (
     faster_loading,
     in_ms,
 )
-from hasten.evidence.weigh import timed
 
 
 class PythonGetitem(Rule):
@@ -61,8 +60,7 @@ class PythonGetitem(Rule):
         if bound is None or bound[1].python < 0.4:
             return
         loader, stages = bound
-        yield timed(
-            cls.name,
+        yield cls.timed(
             f"{percent(stages.python)} of the {in_ms(stages.seconds)} that a batch takes is Python code of the "
             "dataset, and the "
             f"step waits {percent(data_share(evidence))} of its time for batches",

@@ -32,28 +32,25 @@ It changes which samples share a batch: shuffle within groups of similar length,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import COMPUTE, seconds_of, share_of, timed
+from hasten.evidence.weigh import COMPUTE, seconds_of, share_of
 
 
 class RaggedBatches(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
+    def run(cls, evidence: Evidence) -> Finding | None:
         """Its worth: the padding's share of forward and backward, a fifth of which stays even among like lengths."""
         inputs = evidence.inputs
         if inputs is None or inputs.padding < 0.1 or "int" not in inputs.dtype or not _reads_tokens(evidence):
-            return
+            return None
         longest = max((shape[1] for shape, _ in inputs.shapes if len(shape) == 2), default=0)
         if longest < 8:
-            return
+            return None
         lengths = len({shape[1:] for shape, _ in inputs.shapes})
         varying = f", in batches of {lengths} lengths" if lengths > 1 else f", all batches {longest} long"
-        finding = timed(
-            cls.name,
+        return cls.timed(
             f"{percent(inputs.padding)} of the tokens are padding{varying}",
             "batch sequences of like length (a batch sampler that sorts within a large window), padded to the longest "
             "of their batch",
@@ -61,8 +58,6 @@ class RaggedBatches(Rule):
             HowKnown.ESTIMATED,
             place=evidence.train_loader.where if evidence.train_loader else "",
         )
-        if finding:
-            yield finding
 
 
 def _reads_tokens(evidence: Evidence) -> bool:

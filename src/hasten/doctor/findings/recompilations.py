@@ -40,7 +40,7 @@ from collections.abc import Iterator
 
 from hasten.doctor.figures import by_place, first_line_of, lost_in_outliers
 from hasten.doctor.rule import Rule
-from hasten.evidence import Evidence, Finding, HowKnown, severity_of, split_place
+from hasten.evidence import Evidence, Finding, HowKnown, severity_of
 from hasten.evidence.weigh import (
     LEAST,
 )
@@ -59,12 +59,11 @@ class Recompilations(Rule):
         worth = lost_in_outliers(evidence, sum(one.seconds for one in sampled.operators))
         known = worth if worth >= LEAST else None
         place = next(iter(by_place(reasons)), "")
-        file, line = split_place(place)
-        yield Finding(
-            cls.name,
+        yield cls.finding(
             f"torch.compile recompiled {len(reasons)} times: {first_line_of(reasons[0], place)}",
             "keep what changes out of compiled code: pad to a few sizes, torch._dynamo.mark_dynamic, tensors in place "
             "of Python numbers",
-            severity_of(known), known, HowKnown.ESTIMATED, file, line,
+            severity_of(known), known, HowKnown.ESTIMATED,
+            place=place,
             details=tuple(dict.fromkeys(reasons)),
         )  # fmt: skip

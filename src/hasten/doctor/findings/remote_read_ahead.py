@@ -36,7 +36,7 @@ import re
 from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
-from hasten.evidence import Event, Evidence, Finding, HowKnown, severity_of, split_place
+from hasten.evidence import Event, Evidence, Finding, HowKnown, severity_of
 from hasten.evidence.waiting import faster_loading, stages_of
 from hasten.evidence.weigh import LEAST
 
@@ -54,10 +54,8 @@ class RemoteReadAhead(Rule):
             waste = 1 - used / fetched
             share = stages.read / stages.seconds if stages is not None else 0.0
             worth = faster_loading(evidence, loader, share * waste) if loader is not None else 0.0
-            file, line = split_place(event.where)
             blocks = f" in blocks of {block / 2**20:.1f} MiB" if block else ""
-            yield Finding(
-                cls.name,
+            yield cls.finding(
                 f"{fetched / 2**20:.0f} MiB were fetched{blocks} from a remote store, of which "
                 f"{used / 2**20:.2g} MiB were "
                 f"used, over {event.count} files",
@@ -66,8 +64,7 @@ class RemoteReadAhead(Rule):
                 severity_of(worth),
                 worth if worth >= LEAST else None,
                 HowKnown.ESTIMATED,
-                file,
-                line,
+                place=event.where,
             )
 
 

@@ -66,7 +66,7 @@ from hasten.doctor.source.syntax import (
     receiver,
 )
 from hasten.doctor.source.training import Loop
-from hasten.evidence import Evidence, Finding, Severity, split_place
+from hasten.evidence import Evidence, Finding, Severity
 
 
 class RetainedGraph(Rule):
@@ -86,16 +86,13 @@ class RetainedGraph(Rule):
                 more = last.gpu - first.gpu if last.gpu is not None and first.gpu is not None else last.rss - first.rss
                 if more > 0:
                     grown = f"; memory grew by {more / 2**20:.0f} MiB in {last.step - first.step} steps"
-            file, line = split_place(event.where)
-            yield Finding(
-                cls.name,
+            yield cls.finding(
                 f"the graphs of {_how_many(event.count, event.detail, event.steps)} are still alive, each with the "
                 f"activations of its step{grown}",
                 "add up or append `loss.detach()` (or `loss.item()` every so often), never the loss itself; leave out "
                 "retain_graph=True where no second backward follows",
                 Severity.MEDIUM,
-                file=file,
-                line=line,
+                place=event.where,
                 details=(event.detail,) if event.detail else (),
             )
 

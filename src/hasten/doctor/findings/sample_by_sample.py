@@ -37,7 +37,7 @@ from __future__ import annotations
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import in_ms, ordinary_wait
-from hasten.evidence.weigh import share_of, timed
+from hasten.evidence.weigh import share_of
 from hasten.techniques.data.batched_fetch import BatchedFetch
 
 _GATHERED = 80e-6  # seconds: a loader's own cost of a batch, and one index_select a tensor (26 us here)
@@ -61,8 +61,7 @@ class SampleBySample(Rule):
             return None
         wait = ordinary_wait(evidence)
         workers = " and passed on by workers" if loader.num_workers else ""
-        return timed(
-            cls.name,
+        return cls.timed(
             f"tensors that lie in memory are fetched sample by sample and stacked{workers}: {in_ms(wait)} for each "
             f"batch of {loader.batch_size or 'so many'}",
             "gather each batch at once: `for rows in torch.randperm(len(x)).split(batch_size): batch = x[rows], "
@@ -71,6 +70,5 @@ class SampleBySample(Rule):
             share_of(evidence, wait - _GATHERED - loader.batch_bytes / _BYTES),
             HowKnown.ESTIMATED,
             place=loader.where,
-            technique=BatchedFetch.name,
             setting="true",
         )

@@ -42,7 +42,6 @@ from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import data_share, faster_loading
-from hasten.evidence.weigh import timed
 from hasten.techniques.base import Refusal, toml_value
 from hasten.techniques.data.sample_cache import DISK_SPEED, FAST, FROM_DISK, SampleCache
 
@@ -68,8 +67,7 @@ class SamplesRecomputed(Rule):
         whole = max(asked.sample_seconds, seconds)
         kept = "samples" if whole_samples else f"what `{asked.loader_function}` gives"
         where, cached = ("on a disk", FROM_DISK + size / DISK_SPEED) if on_disk else ("in memory", FAST)
-        return timed(
-            cls.name,
+        return cls.timed(
             f"the step waits {percent(data_share(evidence))} of its time for samples that are made again in each "
             "epoch, although the same index gave the same sample each time it was asked",
             f"keep {kept} {where} ({size * (loader.samples or 0) / 2**20:.0f} MiB in all), or store it decoded",
@@ -77,6 +75,5 @@ class SamplesRecomputed(Rule):
             HowKnown.ESTIMATED,
             place=loader.where,
             details=("counts from the second epoch on",),
-            technique=SampleCache.name,
             setting=toml_value(setting),
         )

@@ -47,7 +47,6 @@ from hasten.evidence.waiting import (
     faster_loading,
     in_ms,
 )
-from hasten.evidence.weigh import timed
 
 
 class SlowDecode(Rule):
@@ -68,8 +67,7 @@ class SlowDecode(Rule):
             if plain
             else "decode at the size you need (`image.draft('RGB', size)` before it is loaded), "
         )
-        yield timed(
-            cls.name,
+        yield cls.timed(
             f"decoding with PIL{' and the plain libjpeg' if plain else ''} is {percent(share)} of the "
             f"{in_ms(stages.seconds)} "
             f"that a batch takes, and the step waits {percent(data_share(evidence))} of its time for batches",

@@ -39,7 +39,6 @@ from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import data_share, faster_loading, mean_during, stages_of
-from hasten.evidence.weigh import timed
 
 _READING = 1e6  # bytes a second from which a disk counts as being read
 _BLOCKED = 0.3  # of one core's time waited for disks
@@ -70,8 +69,7 @@ class SlowDisk(Rule):
             else "a disk that cannot keep up"
         )
         read = f", read at {reading / 1e6:.0f} MB/s" if reading >= _READING else ""
-        yield timed(
-            cls.name,
+        yield cls.timed(
             f"the data lies on {kind}{read}: {percent(share)} of a batch's time is spent reading, and the step waits "
             f"{percent(data_share(evidence))} of its time for batches",
             f"copy {around.data_folder or 'the data'} to a local SSD before the training, or pack it into few "

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
-from hasten.evidence import Evidence, Finding, Severity, split_place
+from hasten.evidence import Evidence, Finding, Severity
 from hasten.evidence.figures import percent
 
 
@@ -52,18 +52,15 @@ class SmallShm(Rule):
         died = "bus error" in evidence.error.lower() or "shared memory" in evidence.error.lower()
         if held < 0.8 * capacity and seen < 0.9 * capacity and not died:
             return
-        file, line = split_place(worst.where)
         ready = worst.num_workers * (worst.prefetch_factor or 2)
         peak = f"; it was {percent(min(1.0, seen / capacity))} full" if seen else ""
-        yield Finding(
-            cls.name,
+        yield cls.finding(
             f"{worst.num_workers} workers hold up to {ready} batches of {worst.batch_bytes / 2**20:.1f} MiB ready, "
             f"{held / 2**20:.0f} MiB, in a /dev/shm of {capacity / 2**20:.0f} MiB{peak}",
             f"enlarge it (docker run --shm-size={max(1, round(2 * held / 2**30))}g, or --ipc=host), or set "
             "prefetch_factor=1",
             Severity.HIGH if died else Severity.MEDIUM,
-            file=file,
-            line=line,
+            place=worst.where,
             details=(f"the training ended with: {evidence.error}",) if died else (),
         )
 

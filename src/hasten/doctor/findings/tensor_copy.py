@@ -57,7 +57,7 @@ from hasten.doctor.source.syntax import (
 )
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import in_ms, per_step
-from hasten.evidence.weigh import share_of, timed
+from hasten.evidence.weigh import share_of
 
 _INSTEAD = {
     "array": "use torch.from_numpy() or torch.as_tensor(), which share the array's memory",
@@ -100,8 +100,7 @@ class TensorCopy(Rule):
         for events in by_line([event for event in made if event.device != "cuda" or "list" in event.detail]):
             count, spent = sum(event.count for event in events), per_step(evidence, events)
             of = f" of {events[0].detail}" if events[0].detail else ""
-            yield timed(
-                cls.name,
+            yield cls.timed(
                 f"a tensor is made as a copy{of}, {count} times in {evidence.steps} steps, {in_ms(spent)} a step",
                 _INSTEAD.get(events[0].detail, _INSTEAD["array"]),
                 share_of(evidence, spent),

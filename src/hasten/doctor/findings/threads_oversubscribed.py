@@ -65,13 +65,10 @@ class ThreadsOversubscribed(Rule):
         compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
         of = f" in {processes} processes" if processes > 1 else ""
         beside = f" beside loader workers that keep {working:.1f} busy" if working >= 0.5 else ""
-        return Finding(
-            name=cls.name,
-            what=f"{threads} threads compute{of} on {cores} cores{beside}, and no core is idle: threads wait for each "
-            "other",
-            fix=f"set OMP_NUM_THREADS={each} (or torch.set_num_threads({each}) at the start)",
-            severity=Severity.MEDIUM if compute >= 0.2 else Severity.NOTE,
+        return cls.finding(
+            f"{threads} threads compute{of} on {cores} cores{beside}, and no core is idle: threads wait for each other",
+            f"set OMP_NUM_THREADS={each} (or torch.set_num_threads({each}) at the start)",
+            Severity.MEDIUM if compute >= 0.2 else Severity.NOTE,
             details=(f"forward and backward, which these threads compute, take {percent(compute)} of the step",),
-            technique=CpuThreads.name,
             setting=str(each),
         )

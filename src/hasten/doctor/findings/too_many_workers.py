@@ -37,7 +37,7 @@ from collections.abc import Iterator
 
 from hasten.doctor.figures import opening_share
 from hasten.doctor.rule import Rule
-from hasten.evidence import Evidence, Finding, HowKnown, Severity, split_place
+from hasten.evidence import Evidence, Finding, HowKnown, severity_of
 from hasten.evidence.waiting import (
     data_share,
     epoch_start,
@@ -65,20 +65,16 @@ class TooManyWorkers(Rule):
             full = busy is not None and data_share(evidence) >= 0.02
             if worth < 0.01 and not (full and loader.num_workers >= 2 * cores):
                 continue
-            file, line = split_place(loader.where)
             pause = (
                 f"; each epoch begins with {in_ms(start.pause)} of waiting for them" if worth >= 0.01 and start else ""
             )
             each_other = ", and they wait for each other" if (working or 0.0) >= _CROWD * cores else ""
             crowd = f"; no core is idle{each_other}" if full else ""
-            severity = Severity.MEDIUM if worth >= 0.05 else Severity.LOW if worth >= 0.01 else Severity.NOTE
-            yield Finding(
-                name=cls.name,
-                what=f"{loader.num_workers} workers share {cores} cores{pause}{crowd}",
-                fix=f"give the loader num_workers={max(1, cores - 1)}",
-                severity=Severity.HIGH if worth >= 0.2 else severity,
-                worth=min(1.0, worth) if worth >= 0.01 else None,
-                how_known=HowKnown.ESTIMATED,
-                file=file,
-                line=line,
+            yield cls.finding(
+                f"{loader.num_workers} workers share {cores} cores{pause}{crowd}",
+                f"give the loader num_workers={max(1, cores - 1)}",
+                severity_of(worth),
+                min(1.0, worth) if worth >= 0.01 else None,
+                HowKnown.ESTIMATED,
+                place=loader.where,
             )

@@ -60,8 +60,7 @@ class UnbalancedGpus(Rule):
         fuller_first = fuller > 0 and held >= 1.5 * fuller and held - fuller >= 1 << 30
         if not uneven and not fuller_first:
             return
-        yield Finding(
-            cls.name,
+        yield cls.finding(
             f"the first GPU is {percent(busy[0])} busy and holds {held / 2**30:.1f} GiB, the others "
             f"{percent(others)} and {fuller / 2**30:.1f} GiB",
             "compute the loss on each GPU (inside the module's forward), keep outputs where they are made, and load "

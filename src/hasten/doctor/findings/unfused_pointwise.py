@@ -37,7 +37,7 @@ from __future__ import annotations
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import COMPUTE, seconds_of, share_of, timed
+from hasten.evidence.weigh import COMPUTE, seconds_of, share_of
 from hasten.techniques.base import Refusal
 from hasten.techniques.compute.compile import Compile
 
@@ -59,8 +59,7 @@ class UnfusedPointwise(Rule):
         if share < _POINTWISE:
             return None
         calls = sampled.pointwise_calls
-        return timed(
-            cls.name,
+        return cls.timed(
             f"{calls:.0f} pointwise operators a step, {percent(share)} of its time, each read and write their tensors "
             "again",
             "compile the model: model = torch.compile(model)",
@@ -71,5 +70,5 @@ class UnfusedPointwise(Rule):
                 "compiling takes seconds to minutes as the training begins",
                 "what launch_bound and allocator say may be the same time: their worths are no sum",
             ),
-            technique=Compile.name, setting="default",
+            setting="default",
         )  # fmt: skip

@@ -38,7 +38,7 @@ import math
 from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
-from hasten.evidence import Evidence, Finding, Severity, split_place
+from hasten.evidence import Evidence, Finding, Severity
 
 _NORMS = ("BatchNorm", "LayerNorm", "InstanceNorm", "GroupNorm", "LazyBatchNorm", "RMSNorm", "Embedding")
 
@@ -59,16 +59,13 @@ class UnnormalisedInputs(Rule):
         if inputs.low is not None and inputs.high is not None:
             spanned = f", values from {inputs.low:g} to {inputs.high:g}"
             pixels = inputs.low >= 0 and 100 < inputs.high <= 255
-        file, line = split_place(evidence.train_loader.where if evidence.train_loader else "")
-        yield Finding(
-            cls.name,
+        yield cls.finding(
             f"{why}{spanned}",
             "divide the pixels by 255 (ToTensor does), then subtract the mean and divide by the standard deviation"
             if pixels
             else "subtract each feature's mean over the training set and divide by its standard deviation",
             Severity.NOTE,
-            file=file,
-            line=line,
+            place=evidence.train_loader.where if evidence.train_loader else "",
             details=("unless the script normalises them behind the loader",),
         )
 

@@ -44,7 +44,7 @@ from hasten.doctor.source.syntax import (
     argument,
     is_word,
 )
-from hasten.evidence import Evidence, Finding, Severity, split_place
+from hasten.evidence import Evidence, Finding, Severity
 
 
 class UnsafeLoad(Rule):
@@ -54,14 +54,11 @@ class UnsafeLoad(Rule):
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """One a line."""
         for event in evidence.events_of("torch_load"):
-            file, line = split_place(event.where)
-            yield Finding(
-                cls.name,
+            yield cls.finding(
                 "torch.load(weights_only=False) runs whatever code the file holds",
                 "load it with weights_only=True, and name the classes it needs with torch.serialization.safe_globals",
                 Severity.NOTE,
-                file=file,
-                line=line,
+                place=event.where,
                 details=(event.detail,) if event.detail else (),
             )
 

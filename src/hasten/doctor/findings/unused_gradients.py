@@ -38,7 +38,7 @@ from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
-from hasten.evidence.weigh import seconds_of, share_of, timed
+from hasten.evidence.weigh import seconds_of, share_of
 
 _WEIGHTED = {"in_features", "in_channels", "num_embeddings", "input_size", "num_heads"}  # sizes of what has weights
 
@@ -58,8 +58,7 @@ class UnusedGradients(Rule):
         wasted += sum(layer.seconds for layer in strays if layer not in before) / 2
         first, more = strays[0], f" and {len(strays) - 1} more" if len(strays) > 1 else ""
         under = ", and call it under torch.no_grad()" if len(before) > 1 and first in before else ""
-        yield timed(
-            cls.name,
+        yield cls.timed(
             f"layers get gradients in each backward, and no optimizer has their parameters: {first.path}{more}",
             f"freeze them: `for p in part.parameters(): p.requires_grad_(False)`{under}; eval() alone does not",
             share_of(evidence, seconds_of(evidence, Phase.BACKWARD)) * wasted / total,

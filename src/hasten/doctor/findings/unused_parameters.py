@@ -39,7 +39,7 @@ from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
 from hasten.doctor.source.syntax import argument, is_word, last_name
-from hasten.evidence import Evidence, Finding, HowKnown, severity_of, split_place
+from hasten.evidence import Evidence, Finding, HowKnown, severity_of
 from hasten.evidence.waiting import per_step
 from hasten.evidence.weigh import share_of
 
@@ -54,17 +54,14 @@ class UnusedParameters(Rule):
             if event.detail != "none unused" or evidence.flags.missing_gradients:
                 continue
             worth = share_of(evidence, per_step(evidence, [event]))
-            file, line = split_place(event.where)
-            yield Finding(
-                cls.name,
+            yield cls.finding(
                 f"DistributedDataParallel looks for unused parameters in each of {evidence.steps} steps, and "
                 "there were none",
                 "leave out find_unused_parameters=True",
                 severity_of(worth),
                 worth if worth >= 0.01 else None,
                 HowKnown.MEASURED,
-                file,
-                line,
+                place=event.where,
             )
 
     @classmethod

@@ -91,15 +91,13 @@ class ValidationGraphs(Rule):
         share = phases[Phase.VALIDATION] / sum(phases) if sum(phases) > 0 else 0.0
         loader = next((one for one in evidence.loaders if one.role == "validation"), None)
         time = f"; validation takes {percent(share)} of the time" if share >= 0.01 else ""
-        return Finding(
-            name=cls.name,
-            what=f"{count} of {all_calls} forwards in eval mode kept a graph and its activations, which no backward "
+        return cls.finding(
+            f"{count} of {all_calls} forwards in eval mode kept a graph and its activations, which no backward "
             f"used{time}",
-            fix="validate under `with torch.no_grad():` (or @torch.inference_mode())",
-            severity=Severity.MEDIUM if share >= 0.05 else Severity.NOTE,
+            "validate under `with torch.no_grad():` (or @torch.inference_mode())",
+            Severity.MEDIUM if share >= 0.05 else Severity.NOTE,
             where=models[0].name,
             details=(f"the validation's loader is built at {loader.where}",) if loader is not None else (),
-            technique=NoGradValidation.name if cured else "",
             setting="true" if cured else "",
         )
 

@@ -65,7 +65,6 @@ from hasten.evidence.waiting import (
     epoch_start,
     in_ms,
 )
-from hasten.evidence.weigh import timed
 
 
 class WorkersRecreated(Rule):
@@ -79,8 +78,7 @@ class WorkersRecreated(Rule):
             if start is None or loader.role == "unused":
                 continue
             worth = opening_share(evidence, loader, start)
-            yield timed(
-                cls.name,
+            yield cls.timed(
                 f"the {loader.num_workers} workers are restarted for each pass, which takes "
                 f"{in_ms(worth * start.epoch)} of each {in_ms(start.epoch)} from one pass to the next",
                 "give the loader persistent_workers=True",

@@ -60,7 +60,7 @@ from hasten.doctor.source.syntax import (
 )
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.waiting import in_ms, ordinary_seconds, typical_wait
-from hasten.evidence.weigh import seconds_of, share_of, timed
+from hasten.evidence.weigh import seconds_of, share_of
 from hasten.plan import Setting
 from hasten.techniques.base import toml_value
 from hasten.techniques.data.loader_workers import LoaderWorkers
@@ -119,8 +119,7 @@ class WorkersZero(Rule):
             if proposal.passive
             else ""
         )
-        return timed(
-            cls.name,
+        return cls.timed(
             f"the training process makes every batch itself (num_workers=0), {in_ms(typical_wait(evidence))} of each "
             f"{in_ms(ordinary_seconds(evidence))} step, while the model waits",
             f"give the loader num_workers={workers}, persistent_workers=True{and_threads}",
@@ -128,7 +127,6 @@ class WorkersZero(Rule):
             HowKnown.ESTIMATED,
             place=loader.where,
             details=(how,),
-            technique="" if loader.iterable else LoaderWorkers.name,
             setting="" if loader.iterable else toml_value(table),
         )
 

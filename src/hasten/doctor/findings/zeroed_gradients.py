@@ -47,7 +47,7 @@ from hasten.doctor.source.problem import Mend, Problem
 from hasten.doctor.source.syntax import is_word, last_name, without_argument
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import in_ms, per_step
-from hasten.evidence.weigh import on_gpu, share_of, switched, timed
+from hasten.evidence.weigh import on_gpu, share_of, switched
 from hasten.techniques.memory.set_to_none import SetToNone
 
 _BYTES, _GPU_BYTES = 10e9, 2e12  # of memory moved a second
@@ -74,8 +74,7 @@ class ZeroedGradients(Rule):
         seconds = measured or times * moved / (_GPU_BYTES if on_gpu(evidence) else _BYTES)
         how = HowKnown.MEASURED if measured else HowKnown.ESTIMATED
         worth, how_known, live = switched(evidence, cls.name, share_of(evidence, seconds), how)
-        return timed(
-            cls.name,
+        return cls.timed(
             f"gradients of {moved / 12 / 1e6:.1f} M parameters are filled with zeros instead of dropped, "
             f"{'' if measured else 'about '}{in_ms(seconds)} a step",
             "call `optimizer.zero_grad()` without set_to_none=False",
@@ -86,7 +85,6 @@ class ZeroedGradients(Rule):
                 *live,
                 "the result stays the same as long as every parameter gets a gradient in every step",
             ),
-            technique=SetToNone.name,
             setting="true",
         )
 
