@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from hasten import files, messages
-from hasten.cli.command import process_arguments
+from hasten.cli.command import process_arguments, resume_arguments
 from hasten.cli.script import training
 from hasten.plan import DEFAULT_NAME, Plan
 from hasten.techniques import check as check_names
@@ -42,7 +42,7 @@ def check(
     from rich.console import Console
 
     from hasten.report import check_terminal
-    from hasten.tuner.check import CheckOptions, resume_arguments
+    from hasten.tuner.check import CheckOptions
     from hasten.tuner.check import check as check_training
 
     command = training(ctx)
@@ -51,7 +51,7 @@ def check(
     check_names(chosen)
     if json_file is not None:
         files.check_target(json_file, "the answer", _is_answer)
-    options = CheckOptions(batches, epochs, resume=None if resume is None else resume_arguments(resume))
+    options = CheckOptions(batches, epochs, resume=None if resume is None else tuple(resume_arguments(resume)))
     found = check_training(arguments, command, chosen.techniques, options, messages.timed())
     if json_file is not None:
         text = json.dumps({"schema": _SCHEMA, **found.as_json()}, indent=1, allow_nan=False) + "\n"

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
 from hasten.errors import HastenError
 from hasten.plan import did_you_mean
+
+LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "srun", "mpirun"}
+"""Programs that start a training's processes themselves."""
 
 
 def split_line(args: list[str], with_value: set[str]) -> int:
@@ -75,3 +79,15 @@ def script_of(command: list[str]) -> Path | None:
     """The script's file, where the command names one."""
     path = Path(command[0])
     return path if path.suffix == ".py" and path.is_file() else None
+
+
+def resume_arguments(text: str) -> list[str]:
+    """Split the further arguments of a run that goes on, as a shell would.
+
+    Raises:
+        HastenError: A quotation in it has no end.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise HastenError(f"--resume {text!r}: {error}", "quote it as for a shell") from None

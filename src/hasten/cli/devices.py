@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten import messages
-from hasten.cli.command import process_arguments
+from hasten.cli.command import LAUNCHERS, process_arguments
 from hasten.cli.launch import How, prepared
 from hasten.errors import HastenError
 from hasten.evidence import this_machine
@@ -21,7 +21,6 @@ from hasten.plan import DEFAULT_NAME
 from hasten.taps.config import RankOptions
 
 _BATCHES = ("global", "per-device")
-_LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "srun", "mpirun"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def spread(command: list[str], how: How, wide: Devices) -> int:
             "--auto and --replay search in one process: they exclude --devices",
             "find the plan on one device, and run it with --devices and --plan",
         )
-    if command and Path(command[0]).name in _LAUNCHERS:
+    if command and Path(command[0]).name in LAUNCHERS:
         raise HastenError(f"{command[0]} starts processes itself", f"leave out --devices, or {command[0]}")
     if process_arguments(command)[0] != sys.executable:
         raise HastenError(

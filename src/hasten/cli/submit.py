@@ -9,13 +9,11 @@ from pathlib import Path
 
 import typer
 
-from hasten.cli.command import process_arguments, script_of
+from hasten.cli.command import LAUNCHERS, process_arguments, resume_arguments, script_of
 from hasten.cli.script import training
 from hasten.errors import HastenError
 from hasten.plan import DEFAULT_NAME, Plan
 from hasten.techniques import check
-
-_LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "srun", "mpirun"}
 
 
 def submit(
@@ -54,7 +52,7 @@ def submit(
 
     command = training(ctx)
     process_arguments(command, "submit")
-    if Path(command[0]).name in _LAUNCHERS:
+    if Path(command[0]).name in LAUNCHERS:
         raise HastenError(
             f"{command[0]} starts processes, and so does SLURM", "name the script itself, and --nodes and --devices"
         )
@@ -70,7 +68,7 @@ def submit(
         accelerator=accelerator,
         time=time,
         name=_named(name, command),
-        resume=shlex.join(_words(resume)),
+        resume=shlex.join(resume_arguments(resume)),
         restarts=restarts,
         save_seconds=save_seconds,
         setup=tuple(setup),
@@ -110,10 +108,3 @@ def _named(name: str, command: list[str]) -> str:
     if not re.fullmatch(r"[\w.@+-]+", name):
         raise HastenError(f"--name {name!r}: the log is called after it", "use letters, digits and - _ . only")
     return name
-
-
-def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise HastenError(f"--resume {text!r}: {error}", "quote it as for a shell") from None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 from hasten.errors import HastenError, script_fails
+from hasten.evidence import Evidence
+from hasten.tuner.timing import Timing
 from hasten.tuner.trial import Trial, Trials
 
 
@@ -16,11 +19,19 @@ _PASS_SECONDS = (0.7, 2.5)  # of training in a shortened pass: at the least, and
 _MOST_BATCHES = 400
 
 
-def run_baseline(trials: Trials, budget: float) -> tuple[Trial, float, list[str]]:
-    """Run it for a shortened pass, and give all later processes the same batches.
+@dataclass(frozen=True)
+class Baseline:
+    """The script as it is: its trial, what that left, seconds until its first step, and what is to be said of it."""
 
-    Returns:
-        The trial, seconds from a process's start to its first step, and what is to be said of it.
+    trial: Trial
+    evidence: Evidence
+    timing: Timing
+    startup: float
+    notes: list[str]
+
+
+def run_baseline(trials: Trials, budget: float) -> Baseline:
+    """Run it for a shortened pass, and give all later processes the same batches.
 
     Raises:
         HastenError: The training fails by itself, does not train, or the budget is too short for it.
@@ -34,32 +45,31 @@ def run_baseline(trials: Trials, budget: float) -> tuple[Trial, float, list[str]
         seconds=seconds + 1,
     )  # fmt: skip
     timeout = max(60.0, budget / 2)
-    baseline = trials.run({}, probe=True, timeout=timeout)
-    if baseline.outcome in ("crashed", "no training") and baseline.evidence and baseline.evidence.step_start:
+    trial = trials.run({}, probe=True, timeout=timeout)
+    if trial.outcome in ("crashed", "no training") and trial.evidence and trial.evidence.step_start:
         # Some scripts count the batches of an epoch: leave theirs whole, and stop the process instead.
         trials.options = dataclasses.replace(trials.options, cut=False)
-        baseline = trials.run({}, probe=True, timeout=timeout)
+        trial = trials.run({}, probe=True, timeout=timeout)
         notes.append("epochs were not shortened in trials, which this script does not bear")
-    if baseline.timing is None or baseline.evidence is None:
-        raise hopeless(baseline)
-    startup = max(0.1, baseline.seconds - (baseline.evidence.ended_at - baseline.evidence.step_start[0]))
+    evidence, timing = trial.evidence, trial.timing
+    if timing is None or evidence is None:
+        raise hopeless(trial)
+    startup = max(0.1, trial.seconds - (evidence.ended_at - evidence.step_start[0]))
     if startup > budget:
         raise HastenError(
             f"a budget of {budget:.0f} s is too short: the script takes {startup:.0f} s before it trains",
             f"give it --budget {4 * startup / 60 + 0.5:.0f}m or more",
         )
-    _bound(trials, baseline, seconds, budget)
-    if baseline.reason:
-        notes.append(f"trials end early: {baseline.reason}")
-    return baseline, startup, notes
+    _bound(trials, evidence, timing, seconds, budget)
+    if trial.reason:
+        notes.append(f"trials end early: {trial.reason}")
+    return Baseline(trial, evidence, timing, startup, notes)
 
 
-def _bound(trials: Trials, baseline: Trial, seconds: float, budget: float) -> None:
+def _bound(trials: Trials, evidence: Evidence, timing: Timing, seconds: float, budget: float) -> None:
     """Give all later processes the same batches, two passes or as many as make the same time."""
-    assert baseline.evidence is not None
-    assert baseline.timing is not None
-    passes = [one.batches for one in baseline.evidence.passes if one.trained and one.batches]
-    step = max(1e-6, baseline.timing.step)
+    passes = [one.batches for one in evidence.passes if one.trained and one.batches]
+    step = max(1e-6, timing.step)
     batches = passes[0] if passes else int(min(_MOST_BATCHES, max(16, seconds / step)))
     trials.options = dataclasses.replace(
         trials.options,

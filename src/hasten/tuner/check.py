@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -25,8 +24,8 @@ from hasten.taps.config import RunConfig, TrialOptions, environment
 from hasten.techniques import CATALOGUE
 from hasten.techniques.base import build, overrides
 from hasten.techniques.compute.compile import KERNEL_THREADS
+from hasten.tuner.trial import last_lines
 
-_LAST_LINES = 12
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
@@ -149,7 +148,7 @@ def config_of(
 
 def ended(folder: Path, code: int | None, plan: Mapping[str, Setting], seconds: float) -> Ended:
     """Return what became of a run's process."""
-    log = "\n".join((folder / "log").read_text(errors="replace").strip().splitlines()[-_LAST_LINES:])
+    log = last_lines(folder / "log")
     saved = folder / "scratch" / "files"
     if code is None:
         return Ended(f"not done after {seconds:.0f} s", saved, log)
@@ -167,11 +166,3 @@ def ended(folder: Path, code: int | None, plan: Mapping[str, Setting], seconds: 
     idle = tuple(name for name in plan if name not in evidence.installed and name not in acting)
     alone = tuple(f"{name} {did}" for name, did in evidence.installed.items() if did.startswith("left alone"))
     return Ended("", saved, log, idle, alone)
-
-
-def resume_arguments(text: str) -> tuple[str, ...]:
-    """Split the further arguments of a run that goes on, as a shell would."""
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise HastenError(f"--resume {text!r}: {error}", "quote them as for a shell") from None

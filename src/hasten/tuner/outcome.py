@@ -13,6 +13,7 @@ from hasten.check.checked import Checked
 from hasten.evidence import PHASES, Phase, this_machine
 from hasten.plan import Plan
 from hasten.techniques import CATALOGUE, Effect
+from hasten.tuner.baseline import Baseline
 from hasten.tuner.found import Found
 from hasten.tuner.length import Length, full_seconds
 from hasten.tuner.parity import agreement_of, parity_of
@@ -64,7 +65,7 @@ class Measurements:
     found: Found
     asked: Applicable
     trials: Trials
-    baseline: Trial
+    baseline: Baseline
     pairs: list[tuple[Trial, Trial]]
     length: Length
     checked: Checked | None
@@ -77,7 +78,6 @@ class Measurements:
 def proof_of(all_: Measurements) -> Proof:
     """Put together what a tune measured."""
     found, baseline = all_.found, all_.baseline
-    assert baseline.evidence is not None
     pairs = [(a, b) for a, b in all_.pairs if a.timing and b.timing]
     timings = timings_of(pairs)
     whole = bool(timings) and all(side.epoch is not None for pair in timings for side in pair)
@@ -94,7 +94,7 @@ def proof_of(all_: Measurements) -> Proof:
         epoch_speedup=ratio_of(timings, lambda timing, step: timing.epoch_of(step)) if whole else None,
         full_run=full_run(timings, all_.length),
         parity=_parity(all_),
-        memory=_memory([a for a, _ in pairs] or [baseline], [b for _, b in pairs] or [baseline]),
+        memory=_memory([a for a, _ in pairs] or [baseline.trial], [b for _, b in pairs] or [baseline.trial]),
         phases=_phases(found, baseline, timings),
         curves=_curves(all_.pairs),
         pairs=tuple(Pair(a.seed, a.timing.step, b.timing.step) for a, b in pairs if a.timing and b.timing),
@@ -258,14 +258,14 @@ def _memory(a: list[Trial], b: list[Trial]) -> Memory:
     return Memory(max(t.peak_memory for t in a), max(t.peak_memory for t in b), gpu(a), gpu(b))
 
 
-def _phases(found: Found, baseline: Trial, timings: list[tuple[Timing, Timing]]) -> dict[str, dict[str, float]]:
+def _phases(found: Found, baseline: Baseline, timings: list[tuple[Timing, Timing]]) -> dict[str, dict[str, float]]:
     """Of the claim's own blocks; else of the fresh processes that stand for it; else of the script as it is."""
     if found.chosen and len(measured := found.phases()) == 2:
         return {side: _by_name(phases) for side, phases in measured.items()}
     if found.chosen and timings:
         a, b = timings[len(timings) // 2]
         return {"baseline": a.phases, "plan": b.phases}
-    phases = baseline.timing.phases if baseline.timing else {}
+    phases = baseline.timing.phases
     return {"baseline": phases, "plan": {} if found.chosen else phases}
 
 

@@ -15,7 +15,7 @@ from hasten.errors import HastenError
 from hasten.plan import Plan
 from hasten.taps.config import TrialOptions
 from hasten.tuner.apart import search_apart
-from hasten.tuner.baseline import run_baseline
+from hasten.tuner.baseline import Baseline, run_baseline
 from hasten.tuner.check import CheckOptions, check
 from hasten.tuner.found import Found
 from hasten.tuner.key import Key, key_of
@@ -24,6 +24,7 @@ from hasten.tuner.outcome import Measurements, block_of, plan_of, proof_of
 from hasten.tuner.proof import Block, Proof
 from hasten.tuner.quiet import Quiet
 from hasten.tuner.store import Recalled, applied, drop_again, recall, remember
+from hasten.tuner.timing import Timing
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.trouble import trouble_of
 from hasten.tuner.warm import Warm
@@ -116,37 +117,36 @@ class _Tune:
         self.recalled: Recalled | None = None
 
     def run(self) -> Tuned:
-        baseline = self._baseline()
-        assert baseline.timing is not None
-        self.length = length_of(self.trials.command, baseline.timing)
-        self._recall(baseline)
-        self.asked = self._applicable(baseline, warm=not self._apart())
-        self.found = self._found(baseline, warm=not self._apart())
+        self.baseline = self._baseline()
+        self.startup, self.step = self.baseline.startup, self.baseline.timing.step
+        self.length = length_of(self.trials.command, self.baseline.timing)
+        self._recall()
+        self.asked = self._applicable(warm=not self._apart())
+        self.found = self._found(warm=not self._apart())
         try:
-            self._search(baseline)
-            self._check(baseline)
-            self._prove(baseline)
+            self._search()
+            self._check()
+            self._prove()
         except KeyboardInterrupt:
             self.interrupted = True
             if not self.found.chosen and not self.taken_back:
                 self.found.chosen = self.found.course.chosen()
             self.notes.append("stopped by Ctrl-C: the plan is the best found until then")
             self.say("stopped; keeping the best so far")
-        proof = proof_of(self._measurements(baseline))
+        proof = proof_of(self._measurements())
         if self.key is not None and (trouble := remember(*self.key, self.found, proof)):
             self.say(trouble)
         return Tuned(plan_of(proof), proof, self.interrupted)
 
     # -- the script as it is -------------------------------------------------------------------------------
 
-    def _baseline(self) -> Trial:
+    def _baseline(self) -> Baseline:
         """Run the script as it is, for a shortened pass: its evidence, and how long a step is."""
         self.say("running the script as it is")
-        baseline, self.startup, notes = run_baseline(self.trials, self.options.budget)
+        baseline = run_baseline(self.trials, self.options.budget)
         self.trials.deadline = self.latest
-        assert baseline.timing is not None
-        self.notes += notes
-        self.say(f"a step takes {baseline.timing.step * 1e3:.1f} ms; it starts in {self.startup:.0f} s")
+        self.notes += baseline.notes
+        self.say(f"a step takes {baseline.timing.step * 1e3:.1f} ms; it starts in {baseline.startup:.0f} s")
         return baseline
 
     def _apart(self) -> str:
@@ -157,26 +157,23 @@ class _Tune:
             return "a launcher starts its processes"
         return ""
 
-    def _applicable(self, baseline: Trial, warm: bool) -> Applicable:
-        assert baseline.evidence is not None
+    def _applicable(self, warm: bool) -> Applicable:
         options = self.options
-        asked = applicable(baseline.evidence, only=options.only, warm=warm)
+        asked = applicable(self.baseline.evidence, only=options.only, warm=warm)
         return dataclasses.replace(asked, candidates=applied(asked.candidates, self.recalled))
 
-    def _recall(self, baseline: Trial) -> None:
+    def _recall(self) -> None:
         """Look up what an earlier tune learned of this training."""
-        assert baseline.evidence is not None
         if self.options.store is None:
             return
-        self.key = self.options.store, key_of(self.trials.command, baseline.evidence)
+        self.key = self.options.store, key_of(self.trials.command, self.baseline.evidence)
         self.recalled = recall(*self.key)
         if self.recalled is not None:
             self.say(self.recalled.said)
             self.notes.append(self.recalled.said)
 
-    def _found(self, baseline: Trial, warm: bool) -> Found:
-        assert baseline.evidence is not None
-        share = validation_share(baseline.evidence) if warm else 0.0
+    def _found(self, warm: bool) -> Found:
+        share = validation_share(self.baseline.evidence) if warm else 0.0
         prior = self.recalled.prior if self.recalled is not None else None
         course = Course(self.asked.candidates, self.options.order, False, share, live=warm, prior=prior)
         drop_again(course, self.recalled)
@@ -184,30 +181,28 @@ class _Tune:
 
     # -- the search ----------------------------------------------------------------------------------------
 
-    def _search(self, baseline: Trial) -> None:
+    def _search(self) -> None:
         if not self.asked.candidates:
             self.say("no technique applies to this training")
             return
         if why := self._apart():
-            self._search_apart(baseline, why)
-        elif not self._warm(baseline).search():
-            self.asked = self._applicable(baseline, warm=False)
+            self._search_apart(why)
+        elif not self._warm().search():
+            self.asked = self._applicable(warm=False)
             blocks = self.found.blocks
-            self.found = self._found(baseline, warm=False)
+            self.found = self._found(warm=False)
             self.found.blocks = blocks
-            self._search_apart(baseline, "it came to its end, or trained elsewhere, before it could be measured")
+            self._search_apart("it came to its end, or trained elsewhere, before it could be measured")
         self.say(f"chosen: {', '.join(self.found.plan()) or 'nothing'}")
 
-    def _search_apart(self, baseline: Trial, why: str) -> None:
+    def _search_apart(self, why: str) -> None:
         self.notes.append(f"each question took a process of its own, not a block of one that runs: {why}")
         self.say(f"asking in processes of their own: {why}")
-        search_apart(self.trials, self.found, baseline, self._search_end(baseline), self.say, self._told)
+        search_apart(self.trials, self.found, self.baseline.trial, self._search_end(), self.say, self._told)
 
-    def _warm(self, baseline: Trial) -> Warm:
+    def _warm(self) -> Warm:
         """Prepare the search in one process."""
-        assert baseline.evidence is not None
-        assert baseline.timing is not None
-        until = self._search_end(baseline)
+        until = self._search_end()
         least, most = _BLOCK_SECONDS
         claim = _CLAIM_SHARE * max(0.0, until - time.monotonic() - self.startup)
         options = WarmOptions(
@@ -217,59 +212,57 @@ class _Tune:
             claim_until=until,
             block_seconds=min(most, max(least, self.options.budget / 300)),
             seed=self.options.order,
-            total_steps=_total_steps(self.length, baseline),
-            validation_share=validation_share(baseline.evidence),
+            total_steps=_total_steps(self.length, self.baseline.timing),
+            validation_share=validation_share(self.baseline.evidence),
             early_ends=min(3, self.length.epochs - 1),
             prior=self.recalled.prior if self.recalled is not None else None,
         )
-        return Warm(self.trials, self.found, options, self.startup, self.say, self._told, baseline.timing.step)
+        return Warm(self.trials, self.found, options, self.startup, self.say, self._told, self.step)
 
     def _told(self, block: Measured) -> None:
         if self.on_block is not None:
             self.on_block(block_of(block, self.found, self.start))
 
-    def _search_end(self, baseline: Trial) -> float:
+    def _search_end(self) -> float:
         """When the search must end, so that check and proof still fit; where not all does, the search goes first."""
-        aside = self._check_seconds(baseline) + self._pair_seconds(baseline)
+        aside = self._check_seconds() + self._pair_seconds()
         left = self.end - time.monotonic() - self.startup
         if left - aside < _SHORTEST_SEARCH:
-            aside = self._check_seconds(baseline)
+            aside = self._check_seconds()
         if left - aside < _SHORTEST_SEARCH:
             aside = 0.0
         return self.end - aside
 
-    def _check_seconds(self, baseline: Trial) -> float:
-        assert baseline.timing is not None
-        steps = self._checked_steps(baseline) * (1 if baseline.timing.step > _SLOW_STEP else 2)
-        return 2.5 * self.startup + 2 + 2 * steps * baseline.timing.step * _ONE_THREAD
+    def _check_seconds(self) -> float:
+        steps = self._checked_steps() * (1 if self.step > _SLOW_STEP else 2)
+        return 2.5 * self.startup + 2 + 2 * steps * self.step * _ONE_THREAD
 
-    def _checked_steps(self, baseline: Trial) -> int:
-        assert baseline.timing is not None
+    def _checked_steps(self) -> int:
         least, most = _CHECKED_STEPS
-        each = 2 * baseline.timing.step * _ONE_THREAD
+        each = 2 * self.step * _ONE_THREAD
         return max(least, min(most, int(self.options.budget / 8 / max(each, 1e-6))))
 
-    def _pair_seconds(self, baseline: Trial) -> float:
-        return 2 * self.startup + 1.5 * self.trials.options.epochs * (baseline.seconds - self.startup) + 1
+    def _pair_seconds(self) -> float:
+        trained = self.baseline.trial.seconds - self.startup
+        return 2 * self.startup + 1.5 * self.trials.options.epochs * trained + 1
 
     # -- the check ------------------------------------------------------------------------------------------
 
-    def _check(self, baseline: Trial) -> None:
+    def _check(self) -> None:
         """Compare the plan with the script as it is, step by step, and drop the techniques that part from it."""
-        assert baseline.timing is not None
         options = CheckOptions(
-            batches=self._checked_steps(baseline),
-            epochs=1 if baseline.timing.step > _SLOW_STEP else 2,
-            seconds=60.0 + 6 * baseline.seconds,
+            batches=self._checked_steps(),
+            epochs=1 if self.step > _SLOW_STEP else 2,
+            seconds=60.0 + 6 * self.baseline.trial.seconds,
             until=self.latest,
             brief=self.options.budget < _LONG,
-            threads=baseline.evidence.flags.threads if baseline.evidence is not None else 0,
+            threads=self.baseline.evidence.flags.threads,
         )
         found = self.found
         for _ in range(_CHECKS):
             if not found.chosen:
                 return
-            if self.end - time.monotonic() < 0.5 * self._check_seconds(baseline):
+            if self.end - time.monotonic() < 0.5 * self._check_seconds():
                 found.would_ask.append("the check, step by step, whether the plan keeps its word")
                 return
             self.say(f"checking {', '.join(found.plan())} step by step")
@@ -297,18 +290,18 @@ class _Tune:
 
     # -- the proof -------------------------------------------------------------------------------------------
 
-    def _prove(self, baseline: Trial) -> None:
+    def _prove(self) -> None:
         """Prove the plan in fresh processes; what they do not bear out is taken back."""
         self._claim_again()
         if not trouble_of(self.found, self.pairs, self.length):
-            self._in_turn(baseline)
+            self._in_turn()
         if not (trouble := trouble_of(self.found, self.pairs, self.length)):
             return
         self._take_back(list(trouble.blamed), trouble.reason)
         self.pairs = []
-        self._check(baseline)
+        self._check()
         self._claim_again()
-        self._in_turn(baseline)
+        self._in_turn()
         if again := trouble_of(self.found, self.pairs, self.length):
             self._take_back(list(self.found.plan()), again.reason)
             self.pairs = []
@@ -325,9 +318,9 @@ class _Tune:
             warm = Warm(self.trials, found, options, self.startup, self.say, self._told)
             warm.claim(time.monotonic() + self.startup + seconds)
 
-    def _in_turn(self, baseline: Trial) -> None:
+    def _in_turn(self) -> None:
         """Baseline and plan in turn in fresh processes, A B B A, each pair under a seed of its own."""
-        each = self._pair_seconds(baseline)
+        each = self._pair_seconds()
         for seed in range(self.options.seeds):
             if not self.found.chosen:
                 return
@@ -339,7 +332,7 @@ class _Tune:
             began = time.monotonic()
             sides = [{}, self.found.plan()]
             first, second = (
-                self.trials.run(plan, seed, timeout=180 + 6 * baseline.seconds)
+                self.trials.run(plan, seed, timeout=180 + 6 * self.baseline.trial.seconds)
                 for plan in sides[:: -1 if seed % 2 else 1]
             )
             if "timeout" in (first.outcome, second.outcome) and time.monotonic() >= self.trials.deadline:
@@ -358,12 +351,12 @@ class _Tune:
         self.checked = None  # it was of another plan
         self.found.drop(names, reason, lasting)
 
-    def _measurements(self, baseline: Trial) -> Measurements:
+    def _measurements(self) -> Measurements:
         return Measurements(
             found=self.found,
             asked=self.asked,
             trials=self.trials,
-            baseline=baseline,
+            baseline=self.baseline,
             pairs=self.pairs,
             length=self.length,
             checked=self.checked,
@@ -374,7 +367,5 @@ class _Tune:
         )
 
 
-def _total_steps(length: Length, baseline: Trial) -> int:
-    assert baseline.timing is not None
-    timing = baseline.timing
+def _total_steps(length: Length, timing: Timing) -> int:
     return max(1, int(length.epochs * seconds_per_epoch(timing) / max(1e-6, timing.step)))
