@@ -92,7 +92,8 @@ def _findings(evidence: Evidence, failed: list[str]) -> Iterable[Finding]:
         try:
             yield from rule.findings(evidence)
         except Exception as error:  # a rule that raises must not hide the rest
-            failed.append(_failure(f"the finding {name}", error))
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            failed.append(f"the finding {name} failed, which is a fault of hasten's: {why}")
 
 
 def _each_once(found: list[Finding]) -> list[Finding]:
@@ -106,10 +107,6 @@ def _each_once(found: list[Finding]) -> list[Finding]:
         )
 
     return [one for one in found if not FINDINGS.get(one.name, Rule).gives_way or not explained(one)]
-
-
-def _failure(what: str, error: Exception) -> str:
-    return f"{what} failed, which is a fault of hasten's: {type(error).__name__}: {error}".splitlines()[0]
 
 
 def _true_here(read: Sequence[Finding], evidence: Evidence) -> list[Finding]:

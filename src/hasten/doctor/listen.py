@@ -96,7 +96,7 @@ def listen(
         if options.trace:
             heard = _keep_trace(heard, Path(scratch) / "trace.json", Path(options.trace))
         if evidence is not None:
-            _keep(heard.evidence, evidence)
+            heard.evidence.write(evidence)
     return heard
 
 
@@ -301,10 +301,6 @@ def _adopt_orphans() -> None:
     """Have processes whose parent died become children of this one (Linux), so that none is left over."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-
-
-def _keep(evidence: Evidence, path: Path) -> None:
-    evidence.write(path)
 
 
 def _keep_trace(heard: Heard, made: Path, path: Path) -> Heard:

@@ -188,10 +188,9 @@ class Board:
                 "leave it out of the name, or say add_dataloader_idx=False",
             )
         step, epoch = levels(hook, on_step, on_epoch, self._error)
-        entry = Entry(str(hook), name, how, step, epoch)
+        entry = Entry(str(hook), name, how, step, epoch, f"/dataloader_idx_{index}" if index is not None else "")
         entry.prog_bar, entry.logger, entry.graph = prog_bar, logger, enable_graph
         entry.dataloader_idx = self.dataloader_idx
-        entry.suffix = f"/dataloader_idx_{index}" if index is not None else ""
         entry.reduce = self._reduction(reduce_fx)
         if isinstance(value, Mapping):
             raise ValueError(f"self.log({name!r}, ...) takes one value, not a dict; use self.log_dict")

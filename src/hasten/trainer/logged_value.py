@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -19,53 +20,36 @@ def value_type() -> torch.dtype:
     return default if default in (torch.float32, torch.float64) else torch.float32
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """One logged name."""
 
-    __slots__ = (
-        "_computed",
-        "_pending",
-        "_weights",
-        "count",
-        "dataloader_idx",
-        "dtype",
-        "forked",
-        "graph",
-        "hook",
-        "how",
-        "last",
-        "logger",
-        "metric",
-        "name",
-        "on_epoch",
-        "on_step",
-        "prog_bar",
-        "reduce",
-        "suffix",
-        "sync",
-        "total",
-        "valid",
-    )
+    hook: str
+    name: str
+    how: tuple[Any, ...]
+    on_step: bool
+    on_epoch: bool
+    suffix: str = ""
+    dataloader_idx: int | None = None
+    prog_bar: bool = False
+    logger: bool = True
+    graph: bool = False
+    reduce: str = "mean"
+    metric: Any = None
+    sync: Reduce | None = None
+    valid: bool = False
+    last: Any = None
+    dtype: torch.dtype = field(default_factory=value_type)  # of the epoch's value; a wider logged value widens it
+    total: Any = None
+    count: float = 0.0
+    _pending: list[Any] = field(default_factory=list)
+    _weights: list[float] = field(default_factory=list)
+    _computed: Any = None
 
-    def __init__(self, hook: str, name: str, how: tuple[Any, ...], on_step: bool, on_epoch: bool) -> None:
-        self.hook, self.name, self.how = hook, name, how
-        self.on_step, self.on_epoch = on_step, on_epoch
-        self.forked = on_step and on_epoch
-        self.suffix = ""
-        self.dataloader_idx: int | None = None
-        self.prog_bar = self.graph = False
-        self.logger = True
-        self.reduce = "mean"
-        self.metric: Any = None
-        self.sync: Reduce | None = None
-        self.valid = False
-        self.last: Any = None
-        self.dtype = value_type()  # of the epoch's value; a wider value that is logged widens it
-        self._pending: list[Any] = []
-        self._weights: list[float] = []
-        self.total: Any = None
-        self.count: float = 0.0
-        self._computed: Any = None
+    @property
+    def forked(self) -> bool:
+        """Whether it is logged by step and by epoch, under two names."""
+        return self.on_step and self.on_epoch
 
     def add(self, value: Any, weight: float) -> None:
         """A value for the epoch, of so many samples."""

@@ -37,7 +37,6 @@ from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
 from hasten.doctor.source.syntax import argument, last_name
 from hasten.evidence import Evidence, Finding, Severity
-from hasten.evidence.schema import OptimizerFacts
 
 _L2 = ("Adam", "NAdam", "RAdam", "Adamax")
 
@@ -51,7 +50,8 @@ class AdamWithL2(Rule):
         """One an optimizer."""
         for optimizer in evidence.optimizers:
             decay = optimizer.options.get("weight_decay", 0.0)
-            if optimizer.name not in _L2 or isinstance(decay, str) or not decay or _decoupled(optimizer):
+            decoupled = optimizer.options.get("decoupled_weight_decay") in (True, "True")
+            if optimizer.name not in _L2 or isinstance(decay, str) or not decay or decoupled:
                 continue
             cure = "torch.optim.AdamW" if optimizer.name == "Adam" else "decoupled_weight_decay=True"
             yield cls.finding(
@@ -73,7 +73,3 @@ class AdamWithL2(Rule):
                 yield Problem(
                     call, f"Adam's weight_decay={decay:g} is scaled away by Adam", "use AdamW if weight decay is meant"
                 )
-
-
-def _decoupled(optimizer: OptimizerFacts) -> bool:
-    return optimizer.options.get("decoupled_weight_decay") in (True, "True")

@@ -37,7 +37,7 @@ import statistics
 from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
-from hasten.evidence import Evidence, Finding, GpuUse, HowKnown, Severity, severity_of
+from hasten.evidence import Evidence, Finding, HowKnown, Severity, severity_of
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import mean_during
 from hasten.evidence.weigh import on_gpu
@@ -55,7 +55,7 @@ class UnbalancedGpus(Rule):
             return
         others = statistics.fmean(busy[1:])
         worth = 1 - statistics.fmean(busy) / max(busy) if busy[0] == max(busy) else 0.0
-        held, fuller = max(gpus[0].memory), _memory_of_others(gpus)
+        held, fuller = max(gpus[0].memory), statistics.median(max(gpu.memory) for gpu in gpus[1:])
         uneven = busy[0] - others >= 0.15 and worth >= 0.05
         fuller_first = fuller > 0 and held >= 1.5 * fuller and held - fuller >= 1 << 30
         if not uneven and not fuller_first:
@@ -69,7 +69,3 @@ class UnbalancedGpus(Rule):
             worth if uneven else None,
             HowKnown.ESTIMATED,
         )
-
-
-def _memory_of_others(gpus: list[GpuUse]) -> float:
-    return statistics.median(max(gpu.memory) for gpu in gpus[1:])

@@ -37,7 +37,6 @@ leaves files alone that read `.grad`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import libcst as cst
 
@@ -103,9 +102,5 @@ class ZeroedGradients(Rule):
                 call,
                 "gradients are set to zero instead of being let go",
                 "remove set_to_none=False",
-                (Mend(call, _without_first),),
+                (Mend(call, lambda now: without_argument(now, now.args[0])),),
             )
-
-
-def _without_first(call: Any) -> cst.CSTNode:
-    return without_argument(call, call.args[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hasten.evidence import Inputs
@@ -28,16 +29,14 @@ def install(session: Session) -> None:
     session.on_batch.append(watch.seen)
 
 
+@dataclass(slots=True)
 class _Loader:
     """What one loader gave."""
 
-    __slots__ = ("dtype", "kept", "looked", "shapes")
-
-    def __init__(self) -> None:
-        self.looked = 0
-        self.shapes: dict[tuple[int, ...], int] = {}
-        self.dtype = ""
-        self.kept: list[Any] = []  # copies of parts of the first batches
+    looked: int = 0
+    shapes: dict[tuple[int, ...], int] = field(default_factory=dict)
+    dtype: str = ""
+    kept: list[Any] = field(default_factory=list)  # copies of parts of the first batches
 
 
 def inputs_of(seen: list[tuple[tuple[int, ...], Any]]) -> Inputs:

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
 from types import CodeType, FrameType
 from typing import Any
@@ -26,18 +27,16 @@ class Whose(Enum):
     SCRIPT = auto()
 
 
+@dataclass(slots=True)
 class _Entry:
-    __slots__ = ("count", "detail", "device", "kind", "last", "place", "seconds", "steps")
-
-    def __init__(self, kind: str, place: str, device: str, detail: str) -> None:
-        self.kind = kind
-        self.place = place
-        self.device = device
-        self.detail = detail
-        self.count = 0
-        self.steps = 0
-        self.last = -1
-        self.seconds = 0.0
+    kind: str
+    place: str
+    device: str
+    detail: str
+    count: int = 0
+    steps: int = 0
+    last: int = -1
+    seconds: float = 0.0
 
 
 class EventLog:

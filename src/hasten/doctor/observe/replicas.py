@@ -44,19 +44,6 @@ def tap_replicas(session: Session, log: EventLog) -> None:
 class _Replica:
     """One DistributedDataParallel."""
 
-    __slots__ = (
-        "backwards",
-        "clock",
-        "first",
-        "gradient",
-        "module",
-        "parameters",
-        "place",
-        "seeks_unused",
-        "synchronised",
-        "unused",
-    )
-
     def __init__(self, module: Any, place: str) -> None:
         self.module = weakref.ref(module)
         self.place = place

@@ -6,6 +6,7 @@ Two groups: the second and third step of a training, for those that end soon, an
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -132,7 +133,9 @@ class StepSampler:
             self._layers = structure(models)
             count = 1  # the profiler is set up in this step
         else:  # hooks on what is compiled would get it recompiled
-            self._layer_look = LayerLook(models, timed=not self._on_gpu(), failed=self._hook_failed)
+            self._layer_look = LayerLook(
+                models, timed=not self._on_gpu(), failed=functools.partial(self._session.run.skip, "looking at a layer")
+            )
             self._layers_since = steps
             self._layer_look.begin()
         self._disturbed.update(range(steps, steps + count))
@@ -187,9 +190,6 @@ class StepSampler:
         self._end_layers()
         with self._session.run.guard("profiling a step"):  # what was seen of the layers stands
             self._end_profile()
-
-    def _hook_failed(self, error: Exception) -> None:
-        self._session.run.skip("looking at a layer", error)
 
     def _another_profiles(self, script: bool) -> None:
         """A profiler is about to start that is not ours: of the script, or of torch's compiler for a moment."""

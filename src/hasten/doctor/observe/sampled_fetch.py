@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import defaultdict
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -18,26 +19,24 @@ fetched: dict[int, int] = defaultdict(int)  # batches that this process has made
 _sampling = False  # a loader inside a dataset, or a second thread, is left alone meanwhile
 
 
+@dataclass
 class Samples:
-    """What one process saw of one loader."""
+    """What one process saw of one loader.
 
-    def __init__(
-        self,
-        batches: int = 0,
-        seconds: dict[str, float] | None = None,
-        decoders: dict[str, float] | None = None,
-        copied: float = 0.0,
-        quickest: float = 0.0,
-        lines: dict[str, float] | None = None,
-        endless: bool = False,
-    ) -> None:
-        self.batches = batches
-        self.seconds = seconds or dict.fromkeys(STAGES, 0.0)
-        self.decoders = decoders or {}
-        self.copied = copied  # seconds in which batches were made ready to be passed on
-        self.quickest = quickest  # seconds in which the samples of a batch were made, at the least
-        self.lines = lines or {}  # seconds of pure Python in a batch
-        self.endless = endless  # there was more Python in one sample than could be counted
+    Attributes:
+        copied: Seconds in which batches were made ready to be passed on.
+        quickest: Seconds in which the samples of a batch were made, at the least.
+        lines: Seconds of pure Python in a batch.
+        endless: There was more Python in one sample than could be counted.
+    """
+
+    batches: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    decoders: dict[str, float] = field(default_factory=dict)
+    copied: float = 0.0
+    quickest: float = 0.0
+    lines: dict[str, float] = field(default_factory=dict)
+    endless: bool = False
 
 
 class SampledFetch:

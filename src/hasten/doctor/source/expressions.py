@@ -148,7 +148,7 @@ class Expressions:
         for kind in given:
             together |= kind
         name, full, inner = last_name(node.func), self.script.qualified(node.func), receiver(node)
-        no_graph = Kind.GRAPH if self._has_no_graph(node) else Kind.PLAIN
+        no_graph = Kind.GRAPH if self.script.under_no_grad(node) else Kind.PLAIN
         if dotted(node.func) in PLAIN_CALLS:
             return Kind.PLAIN
         if dotted(node.func) in ("list", "tuple", "dict", "zip", "enumerate", "reversed", "sorted"):
@@ -168,9 +168,6 @@ class Expressions:
         if inner is not None:
             return self._method(node, name, self.eval(inner), inner, given) & ~no_graph
         return self._own(node, given) & ~no_graph
-
-    def _has_no_graph(self, node: cst.Call) -> bool:
-        return self.script.under_no_grad(node)
 
     def _calls_module(self, node: cst.Call) -> bool:
         name = dotted(node.func)

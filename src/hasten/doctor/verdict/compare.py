@@ -121,7 +121,7 @@ def compare(before: Sequence[Diagnosis], after: Sequence[Diagnosis]) -> Comparis
     """
     one, other = _middle(before), _middle(after)
     came, went, stayed = _findings(one.findings, other.findings)
-    old, new = ([_known(run.blocks) for run in runs] for runs in (before, after))
+    old, new = ([list(filter(_amount, run.blocks)) for run in runs] for runs in (before, after))
     names = dict.fromkeys([*PHASES, *one.phases, *other.phases])
     phases = {name: Change(*(_amount(run.phases.get(name)) for run in (one, other))) for name in names}
     return Comparison(
@@ -156,10 +156,6 @@ def _amount(seconds: float | None) -> float:
 def _typical(runs: Sequence[Sequence[float]]) -> float:
     """The median stretch, on average over runs; 0 where one has none."""
     return statistics.fmean([statistics.median(blocks) for blocks in runs]) if all(runs) else 0.0
-
-
-def _known(blocks: Sequence[float]) -> list[float]:
-    return [seconds for seconds in blocks if _amount(seconds)]
 
 
 def interval(
