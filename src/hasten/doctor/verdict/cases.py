@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hasten.evidence import Evidence, Layer
@@ -178,14 +179,5 @@ def _complete(layer: Layer) -> bool:
 
 def _work(layer: Layer) -> int:
     """Something that grows with a layer's multiplications, to sort those that were not timed."""
-    weights = 1
-    for name in ("in_features", "out_features", "in_channels", "out_channels"):
-        weights *= layer.sizes.get(name, 1)
-    return weights * numbers(layer.shape) // max(1, layer.shape[-1] if layer.kind == "Linear" else 1)
-
-
-def numbers(shape: Iterable[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+    sizes = (layer.sizes.get(name, 1) for name in ("in_features", "out_features", "in_channels", "out_channels"))
+    return math.prod(sizes) * math.prod(layer.shape) // max(1, layer.shape[-1] if layer.kind == "Linear" else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from hasten.doctor.figures import norm_of
@@ -15,7 +16,6 @@ from hasten.doctor.verdict.cases import (
     attention_shape,
     case_of,
     groups,
-    numbers,
     type_of,
 )
 from hasten.evidence import Evidence, OptimizerFacts, Phase
@@ -177,7 +177,7 @@ def _options(optimizer: OptimizerFacts) -> dict[str, bool | float]:
 def _some(optimizer: OptimizerFacts) -> tuple[tuple[int, ...], ...]:
     """Shapes of the parameters; where there are many numbers in them, every so manieth, so that time and memory do."""
     every = 1
-    while sum(map(numbers, optimizer.shapes[::every])) > 12_000_000 and every < len(optimizer.shapes):
+    while sum(map(math.prod, optimizer.shapes[::every])) > 12_000_000 and every < len(optimizer.shapes):
         every += 1
     return optimizer.shapes[::every]
 

@@ -10,7 +10,6 @@ from hasten.evidence import Evidence, LoaderBench, LoaderFacts, Phase
 from hasten.evidence.loaders import Consumed
 from hasten.report import words
 
-STAGES = ("read", "decode", "transform", "collate", "other")
 STAGE_WORDS = {
     "read": "reading files",
     "decode": "decoding",
@@ -18,6 +17,7 @@ STAGE_WORDS = {
     "collate": "collating",
     "other": "the dataset's own code",
 }
+STAGES = tuple(STAGE_WORDS)
 _AS_GOOD = 1.1  # as fast, within the noise of a bench
 _CROWDED = 0.3  # cores that others keep busy, above which it is said
 _MUCH = 0.1  # share of a step, of a batch: worth a word

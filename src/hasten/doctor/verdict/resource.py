@@ -53,10 +53,6 @@ def verdict(evidence: Evidence, phases: Mapping[str, float]) -> Verdict:
     return Verdict(found.resource, found.title, (*details, *([last] if last else [])))
 
 
-def _cores(number: float) -> str:
-    return f"{number:.1f}"
-
-
 # -- the GPU -------------------------------------------------------------------------------------------------
 
 
@@ -148,14 +144,14 @@ def _about_loading(evidence: Evidence, loader: LoaderFacts | None, use: SteadyUs
     if not loader.num_workers:
         details.append("the loader has no workers: loading and computing take turns in one process")
         if use is not None and _room(cores, use) >= 0.5:
-            details.append(f"the training used {_cores(use.cpu)} of {cores} cores: workers have room")
+            details.append(f"the training used {use.cpu:.1f} of {cores} cores: workers have room")
     elif use is not None and use.workers >= _BUSY * loader.num_workers:
         full = _room(cores, use) < 0.5
         more = "the cores are full: more workers would not help" if full else "more workers have room"
-        details.append(f"its {loader.num_workers} workers compute all the time ({_cores(use.workers)} cores); {more}")
+        details.append(f"its {loader.num_workers} workers compute all the time ({use.workers:.1f} cores); {more}")
     elif use is not None:
         details.append(
-            f"its {loader.num_workers} workers used {_cores(use.workers)} cores: they wait themselves, or start again"
+            f"its {loader.num_workers} workers used {use.workers:.1f} cores: they wait themselves, or start again"
         )
     stages = _stages(evidence)
     if stages is not None and stages.seconds > 0:
@@ -229,11 +225,11 @@ def _computing(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse |
     fills = f"forward, backward and optimizer take {percent(computing)} of the step"
     if use is None:
         return Verdict("cpu", f"CPU-bound: {fills}", ("how many cores that kept busy was not seen",))
-    uses = f"the training used {_cores(use.cpu)} of {cores} cores"
+    uses = f"the training used {use.cpu:.1f} of {cores} cores"
     if use.cpu >= _BUSY * cores:
         return Verdict("cpu", f"CPU-bound: {fills}, and {uses}", _idle_gpu(evidence))
     if use.machine >= _FULL_MACHINE and use.others >= max(use.cpu, cores / 2):
-        title = f"short of CPU: others fill the machine, and the training got {_cores(use.cpu)} of {cores} cores"
+        title = f"short of CPU: others fill the machine, and the training got {use.cpu:.1f} of {cores} cores"
         return Verdict("cpu", title, (fills, *_idle_gpu(evidence)))
     if use.machine >= _FULL_MACHINE:
         return Verdict("cpu", f"CPU-bound: {fills}, and no core is idle", (uses, *_idle_gpu(evidence)))

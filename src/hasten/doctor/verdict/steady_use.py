@@ -15,7 +15,7 @@ class SteadyUse:
 
     Attributes:
         samples: How many there were.
-        cpu, main, workers: Cores' worth of CPU.
+        cpu, workers: Cores' worth of CPU.
         high_cpu: What `cpu` reached or exceeded in one sample of twenty.
         worker_count: Loader workers.
         machine: Share of all cores of the machine that was busy, whoever used them; `others`: cores' worth of CPU that
@@ -27,14 +27,11 @@ class SteadyUse:
     samples: int
     cpu: float
     high_cpu: float
-    main: float
     workers: float
     worker_count: float
     machine: float
     others: float
     waiting: float
-    disk_read: float
-    disk_write: float
     net_in: float
     net_out: float
     gpus: int
@@ -61,14 +58,11 @@ def steady_use(evidence: Evidence) -> SteadyUse | None:
         samples=len(within),
         cpu=statistics.fmean(cpu),
         high_cpu=cpu[min(len(cpu) - 1, int(0.95 * len(cpu)))],
-        main=_mean(use.main, within),
         workers=_mean(use.workers, within),
         worker_count=_mean(use.worker_count, within),
         machine=statistics.fmean(use.cores) if use.cores else 0.0,
         others=max(0.0, sum(use.cores) - statistics.fmean(use.cpu)) if use.cores and use.cpu else 0.0,
         waiting=_mean(use.waiting, within),
-        disk_read=_mean(use.disk_read, within),
-        disk_write=_mean(use.disk_write, within),
         net_in=_mean(use.net_in, within),
         net_out=_mean(use.net_out, within),
         gpus=len(working),
