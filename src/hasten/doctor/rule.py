@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from hasten.evidence import Evidence, Finding, HowKnown, Severity, severity_of, split_place
-from hasten.evidence.weigh import LEAST, on_gpu
+from hasten.evidence.weigh import LEAST, in_words, on_gpu, place_of, switched
 from hasten.techniques.base import Refusal, Technique
 
 if TYPE_CHECKING:
@@ -121,6 +121,24 @@ class Rule:
         worth = min(1.0, worth)
         more = {"place": place, "where": where, "setting": setting}
         return cls.finding(what, fix, severity_of(worth), worth, how_known, details=details, **more)
+
+    @classmethod
+    def switched(
+        cls, evidence: Evidence, what: str, fix: str, worth: float, how_known: HowKnown, *, setting: str
+    ) -> Finding | None:
+        """Return a finding as `timed` does, by what switching the cure in the run, or trying it on layers, showed."""
+        tried = evidence.measured_for(cls.name)
+        worth, how_known, live = switched(evidence, cls.name, worth, how_known)
+        return cls.timed(
+            what,
+            fix,
+            worth,
+            how_known,
+            place=place_of(evidence, tried[0]) if tried else "",
+            where=tried[0].where if tried else "",
+            details=(*live, *map(in_words, tried)),
+            setting=setting,
+        )
 
     @classmethod
     def findings(cls, evidence: Evidence) -> list[Finding]:

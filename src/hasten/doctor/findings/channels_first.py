@@ -47,14 +47,11 @@ from hasten.evidence.weigh import (
     CERTAIN,
     COMPUTE,
     gain_of,
-    in_words,
     is_sure,
     on_gpu,
-    place_of,
     saved,
     seconds_of,
     share_of,
-    switched,
 )
 from hasten.techniques.base import Refusal
 from hasten.techniques.compute.channels_last import ChannelsLast
@@ -80,20 +77,18 @@ class ChannelsFirst(Rule):
         if not gpu and worth < CERTAIN and not sure:
             return None
         claim = HowKnown.MEASURED if gpu else HowKnown.ESTIMATED
-        worth, how_known, live = switched(evidence, cls.name, worth, claim)
         what = "convolutions read images channel by channel"
         if tried:
             less = f"channels last they take {percent(gain_of(tried))} less time"
             what = f"{tried[0].what.partition(':')[0]} and the like read images channel by channel; {less}"
-        return cls.timed(
+        return cls.switched(
+            evidence,
             what,
             "model.to(memory_format=torch.channels_last), and the same of the images of each batch",
-            worth, how_known,
-            place=place_of(evidence, tried[0]) if tried else "",
-            where=tried[0].where if tried else "",
-            details=(*live, *map(in_words, tried)),
+            worth,
+            claim,
             setting="true",
-        )  # fmt: skip
+        )
 
     @classmethod
     def may_help(cls, evidence: Evidence) -> bool:

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
-from hasten.evidence.weigh import in_words, is_sure, place_of, saved, switched
+from hasten.evidence.weigh import is_sure, saved
 from hasten.techniques.base import Refusal
 from hasten.techniques.compute.cudnn_benchmark import CudnnBenchmark
 
@@ -57,16 +57,14 @@ class CudnnBenchmarkOff(Rule):
             return None
         if not tried and not is_sure(evidence, cls.name):
             return None
-        worth, how_known, live = switched(evidence, cls.name, saved(evidence, tried), HowKnown.MEASURED)
-        return cls.timed(
+        return cls.switched(
+            evidence,
             "cuDNN picks the kernels of its convolutions by rule of thumb although their sizes stay the same",
             "set torch.backends.cudnn.benchmark = True at the start",
-            worth, how_known,
-            place=place_of(evidence, tried[0]) if tried else "",
-            where=tried[0].where if tried else "",
-            details=(*live, *map(in_words, tried)),
+            saved(evidence, tried),
+            HowKnown.MEASURED,
             setting="true",
-        )  # fmt: skip
+        )
 
     @classmethod
     def may_help(cls, evidence: Evidence) -> bool:

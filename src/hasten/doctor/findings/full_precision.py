@@ -49,15 +49,12 @@ from hasten.evidence.weigh import (
     CERTAIN,
     COMPUTE,
     gain_of,
-    in_words,
     is_sure,
     on_gpu,
-    place_of,
     products,
     saved,
     seconds_of,
     share_of,
-    switched,
 )
 from hasten.plan import Setting
 from hasten.techniques.base import Refusal
@@ -111,14 +108,7 @@ class FullPrecision(Rule):
             share = share_of(evidence, products(evidence))
             worth, how_known = share / 2, HowKnown.ESTIMATED
             what = f"matrix products and convolutions, {percent(share)} of the step, compute in float32 on tensor cores"
-        worth, how_known, live = switched(evidence, cls.name, worth, how_known)
-        return cls.timed(
-            what, fix, worth, how_known,
-            place=place_of(evidence, tried[0]) if tried else "",
-            where=tried[0].where if tried else "",
-            details=(*live, *map(in_words, tried)),
-            setting=setting,
-        )  # fmt: skip
+        return cls.switched(evidence, what, fix, worth, how_known, setting=setting)
 
     @classmethod
     def may_help(cls, evidence: Evidence) -> bool:

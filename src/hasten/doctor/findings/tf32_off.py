@@ -38,7 +38,7 @@ from __future__ import annotations
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import in_words, on_gpu, place_of, products, saved, share_of, switched
+from hasten.evidence.weigh import on_gpu, products, saved, share_of
 from hasten.techniques.base import Refusal
 from hasten.techniques.compute.matmul_precision import MatmulPrecision
 
@@ -60,14 +60,12 @@ class Tf32Off(Rule):
         tried = evidence.measured_for(cls.name)
         share = share_of(evidence, products(evidence, convolutions=False))
         worth, how_known = (saved(evidence, tried), HowKnown.MEASURED) if tried else (share / 2, HowKnown.ESTIMATED)
-        worth, how_known, live = switched(evidence, cls.name, worth, how_known)
         said = f", {percent(share)} of the step," if share else ""
-        return cls.timed(
+        return cls.switched(
+            evidence,
             f"float32 matrix products{said} run without TF32 on {' '.join(evidence.machine.gpus[:1]) or 'a GPU'}",
             'call torch.set_float32_matmul_precision("high") at the start',
-            worth, how_known,
-            place=place_of(evidence, tried[0]) if tried else "",
-            where=tried[0].where if tried else "",
-            details=(*live, *map(in_words, tried)),
+            worth,
+            how_known,
             setting="high",
-        )  # fmt: skip
+        )
