@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.trainer import checks, feeding
 from hasten.trainer.lightning import tuning
 from hasten.trainer.lightning.names import packages
-from hasten.trainer.lightning.parts import Nothing, Part
+from hasten.trainer.lightning.parts import Nothing, Part, flag, reads
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -72,32 +72,16 @@ class _Loop(Part):
 class FitLoop(_Loop):
     """What is read of `trainer.fit_loop`."""
 
+    max_epochs = flag("max_epochs")
+    min_epochs = flag("min_epochs")
+    max_steps = reads("config.max_steps")
+
     def run(self) -> None:
         tuning.fit(self._trainer)
 
     @property
     def epoch_loop(self) -> EpochLoop:
         return EpochLoop(self._trainer)
-
-    @property
-    def max_epochs(self) -> int | None:
-        return self._trainer.config.max_epochs
-
-    @max_epochs.setter
-    def max_epochs(self, value: int | None) -> None:
-        self._trainer.configure(max_epochs=value)
-
-    @property
-    def min_epochs(self) -> int | None:
-        return self._trainer.config.min_epochs
-
-    @min_epochs.setter
-    def min_epochs(self, value: int | None) -> None:
-        self._trainer.configure(min_epochs=value)
-
-    @property
-    def max_steps(self) -> int:
-        return self._trainer.config.max_steps
 
     @property
     def max_batches(self) -> float:
@@ -146,7 +130,7 @@ class FitLoop(_Loop):
         return self._trainer.engine.loop is None or self._trainer.engine.loop.may_stop()
 
     def _should_accumulate(self) -> bool:
-        return self._trainer.engine.loop is not None and self._trainer.engine.loop.accumulating()
+        return self.epoch_loop._should_accumulate()
 
     @property
     def _data_source(self) -> DataSource:
@@ -171,6 +155,10 @@ class EpochLoop(Part):
     """What is read of `trainer.fit_loop.epoch_loop`."""
 
     restarting = False
+    global_step = reads("global_step")
+    min_steps = reads("config.min_steps")
+    max_steps = flag("max_steps")
+    _batches_that_stepped = reads("progress.logged_steps")
 
     @property
     def automatic_optimization(self) -> Any:
@@ -194,32 +182,12 @@ class EpochLoop(Part):
         return progress
 
     @property
-    def global_step(self) -> int:
-        return self._trainer.global_step
-
-    @property
     def batch_idx(self) -> int:
         return self.batch_progress.current.ready - 1
 
     @property
     def total_batch_idx(self) -> int:
         return self.batch_progress.total.ready - 1
-
-    @property
-    def min_steps(self) -> int | None:
-        return self._trainer.config.min_steps
-
-    @property
-    def max_steps(self) -> int:
-        return self._trainer.config.max_steps
-
-    @max_steps.setter
-    def max_steps(self, value: int) -> None:
-        self._trainer.configure(max_steps=value)
-
-    @property
-    def _batches_that_stepped(self) -> int:
-        return self._trainer.progress.logged_steps
 
     @property
     def val_loop(self) -> EvaluationLoop:
@@ -237,6 +205,9 @@ class EvaluationLoop(_Loop):
 
     verbose = True
     restarting = False
+    predictions = reads("engine.prediction.outputs")
+    current_batch_indices = reads("engine.prediction.batch_indices")
+    epoch_batch_indices = reads("engine.prediction.indices")
 
     def __init__(self, trainer: Trainer, kind: str) -> None:
         super().__init__(trainer)
@@ -264,15 +235,3 @@ class EvaluationLoop(_Loop):
     @property
     def _has_run(self) -> bool:
         return self._trainer.progress.evaluated_batches > 0 and not self._trainer.sanity_checking
-
-    @property
-    def predictions(self) -> Any:
-        return self._trainer.engine.prediction.outputs
-
-    @property
-    def current_batch_indices(self) -> Any:
-        return self._trainer.engine.prediction.batch_indices
-
-    @property
-    def epoch_batch_indices(self) -> Any:
-        return self._trainer.engine.prediction.indices

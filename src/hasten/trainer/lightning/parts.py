@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,21 @@ from hasten.trainer.steps import CountedOptimizer, after, prepared
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
+
+
+def reads(path: str) -> Any:
+    """Return a property of a part: what a dotted path of the trainer's leads to."""
+    read = operator.attrgetter(path)
+    return property(lambda part: read(part._trainer))
+
+
+def flag(name: str) -> Any:
+    """Return a property of a part: a flag of the trainer's, which may be set."""
+
+    def change(part: Part, value: Any) -> None:
+        part._trainer.configure(**{name: value})
+
+    return property(lambda part: getattr(part._trainer.config, name), change)
 
 
 class Part:
@@ -46,38 +62,15 @@ class Strategy(Part):
     checkpoint_io = None
     handles_gradient_accumulation = False
     before_step: list[Any] = []  # noqa: RUF012  # hooks; set again with the optimizers
-
-    @property
-    def root_device(self) -> torch.device:
-        return self._trainer.device
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self._trainer.is_global_zero
-
-    @property
-    def world_size(self) -> int:
-        return self._trainer.world_size
-
-    @property
-    def global_rank(self) -> int:
-        return self._trainer.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        return self._trainer.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        return self._trainer.node_rank
-
-    @property
-    def model(self) -> Any:
-        return self._trainer.model
-
-    @property
-    def lightning_module(self) -> Any:
-        return self._trainer.model
+    root_device = reads("device")
+    is_global_zero = reads("is_global_zero")
+    world_size = reads("world_size")
+    global_rank = reads("global_rank")
+    local_rank = reads("local_rank")
+    node_rank = reads("node_rank")
+    model = lightning_module = reads("model")
+    precision_plugin = reads("precision_plugin")
+    _lightning_optimizers = reads("engine.optimizing.counted")
 
     @property
     def optimizers(self) -> list[Any]:
@@ -97,14 +90,6 @@ class Strategy(Part):
     @lr_scheduler_configs.setter
     def lr_scheduler_configs(self, configs: list[Any]) -> None:
         self._trainer.engine.optimizing.schedulers = configs
-
-    @property
-    def _lightning_optimizers(self) -> list[Any]:
-        return self._trainer.engine.optimizing.counted
-
-    @property
-    def precision_plugin(self) -> Any:
-        return self._trainer.precision_plugin
 
     def setup_optimizers(self, trainer: Any) -> None:
         setting_up.optimizers(self._trainer)
@@ -155,13 +140,11 @@ class Strategy(Part):
 class Precision(Part):
     """What is read of `trainer.precision_plugin`; see `precision_of`."""
 
+    precision = reads("engine.precision.name")
+
     @property
     def _desired_input_dtype(self) -> torch.dtype:
         return self._trainer.engine.precision.compute or torch.float32
-
-    @property
-    def precision(self) -> str:
-        return self._trainer.engine.precision.name
 
     def clip_gradients(self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = None) -> None:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
@@ -219,13 +202,11 @@ class LoggerConnector(Part):
 class AcceleratorConnector(Part):
     """What is read of the part that chose the devices."""
 
+    use_distributed_sampler = reads("config.use_distributed_sampler")
+
     @property
     def is_distributed(self) -> bool:
         return self._trainer.world_size > 1
-
-    @property
-    def use_distributed_sampler(self) -> bool:
-        return self._trainer.config.use_distributed_sampler
 
 
 class CheckpointConnector(Part):
