@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hasten.errors import HastenError
 from hasten.tuner.length import epochs_named
-from hasten.warm.auto_files import new_files
+from hasten.warm.auto_plan import new_files
 from hasten.warm.options import AutoOptions
 from hasten.warm.switches import read_schedule
 

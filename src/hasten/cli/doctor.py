@@ -17,7 +17,7 @@ from hasten import files, messages
 from hasten.cli.command import process_arguments, script_of, split_line
 from hasten.cli.script import ScriptCommand, training
 from hasten.errors import HastenError
-from hasten.evidence.finding import Severity
+from hasten.evidence.finding import Severity, or_worse
 from hasten.plan import did_you_mean
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hasten.evidence import Evidence, Finding
     from hasten.taps.config import DoctorOptions
 
-_SEVERITIES = tuple(map(str, Severity))  # the worst first
+_SEVERITIES = tuple(map(str, Severity))
 _OURS_ALONE = ("--json", "--html", "--trace", "--whole", "--no-sample", "--fail-on")  # few scripts have these
 _TRYING = 20.0  # seconds at the most, for switching what may help in the run itself
 _AT_LEAST = 5.0  # seconds of training, where --steps is not given: 200 quick steps show little of the machine
@@ -115,8 +115,7 @@ def doctor(
     with makes_sense(kept) if kept is not None else contextlib.nullcontext():
         _show(diagnosis, told, html, json)
     if not code and fail_on:
-        bad = _SEVERITIES[: _SEVERITIES.index(fail_on) + 1]
-        code = int(any(finding.severity in bad for finding in diagnosis.findings))
+        code = int(any(finding.severity in or_worse(fail_on) for finding in diagnosis.findings))
     raise typer.Exit(code)
 
 

@@ -17,7 +17,7 @@ from hasten.files import check_target, mark_of
 from hasten.plan import DEFAULT_NAME, Plan
 from hasten.taps.config import RankOptions, RunConfig, environment
 from hasten.techniques import check, remarks
-from hasten.warm.auto_files import AUTO_NAME
+from hasten.warm.auto_plan import AUTO_NAME
 from hasten.warm.options import AutoOptions
 
 

@@ -10,7 +10,7 @@ from hasten.cli.devices import Devices, spread
 from hasten.cli.launch import How, launch
 from hasten.cli.script import training
 from hasten.plan import DEFAULT_NAME
-from hasten.warm.auto_files import AUTO_NAME
+from hasten.warm.auto_plan import AUTO_NAME
 
 
 def run(

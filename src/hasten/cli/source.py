@@ -11,9 +11,8 @@ from pathlib import Path
 import hasten
 from hasten import files
 from hasten.errors import HastenError
+from hasten.evidence.finding import or_worse
 from hasten.plan import did_you_mean
-
-_WORST_FIRST = ("high", "medium", "low", "note")
 
 
 def check_source(
@@ -60,8 +59,7 @@ def check_source(
         print(f"hasten: {shown(error.path)}{f':{error.line}' if error.line else ''}: {error.message}", file=sys.stderr)
     if checked.errors:
         return 2
-    bad = _WORST_FIRST[: _WORST_FIRST.index(fail_on) + 1] if fail_on else _WORST_FIRST
-    return int(any(one.finding.severity in bad for one in checked.found))
+    return int(any(one.finding.severity in or_worse(fail_on or "note") for one in checked.found))
 
 
 def named(paths: Sequence[str | Path], usage: str) -> list[Path]:

@@ -19,6 +19,11 @@ class Severity(StrEnum):
 _ORDER = tuple(Severity)
 
 
+def or_worse(severity: str) -> tuple[Severity, ...]:
+    """The severities that matter as much as this one, or more: what `--fail-on` names."""
+    return _ORDER[: _ORDER.index(Severity(severity)) + 1]
+
+
 class HowKnown(StrEnum):
     """Where a worth comes from.
 

@@ -1,4 +1,4 @@
-"""The part of a run's evidence that its recorder and its process give."""
+"""The part of a run's evidence that its recorder and its process give, at its end and while it goes on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from hasten.evidence.machine import this_machine
 from hasten.evidence.recorder import Recorder
-from hasten.evidence.schema import Validation
+from hasten.evidence.schema import Evidence, Validation
 
 
 def recorded(recorder: Recorder) -> dict[str, Any]:
@@ -38,3 +38,28 @@ def recorded(recorder: Recorder) -> dict[str, Any]:
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "peak_gpu_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
     }
+
+
+def so_far(recorder: Recorder, command: tuple[str, ...], built: dict[str, Any], listened: str = "") -> Evidence:
+    """Return what a recorder holds by now, without what reads losses: that would wait for the device.
+
+    Args:
+        recorder: Of the run.
+        command: The training's own command line.
+        built: Its loaders, models, optimizers and flags, as fields of the evidence.
+        listened: Who drives the run; "" for a script.
+    """
+    return Evidence(
+        command=command,
+        machine=this_machine(),
+        **built,
+        **recorder.kept.fields(),
+        losses=(None,) * len(recorder.kept.numbers),
+        validations=(),
+        passes=tuple(recorder.passes),
+        steps=recorder.steps,
+        step_of=recorder.step_of,
+        ended="running",
+        ended_at=recorder.now() - recorder.origin,
+        listened=listened,
+    )

@@ -8,9 +8,8 @@ from itertools import chain
 
 from markupsafe import Markup
 
-from hasten.evidence import PHASES
 from hasten.report import words
-from hasten.report.drawing import Point, Scale, area, columns, dot, line, rect, rows, stretched, svg, text
+from hasten.report.drawing import Point, Scale, area, columns, dot, line, phase_class, rect, rows, stretched, svg, text
 from hasten.report.technique_words import Row
 from hasten.report.verdict import phases
 from hasten.tuner.proof import Curves, Pair, ParityCheck, Proof
@@ -38,11 +37,6 @@ def phase_bars(proof: Proof) -> dict[str, list[Bar]]:
             start = sides[side][-1].end if sides[side] else 0.0
             sides[side].append(Bar(row.label, start, start + seconds, kind))
     return {side: bars for side, bars in sides.items() if bars and bars[-1].end > 0}
-
-
-def phase_class(name: str) -> str:
-    """The style class of a phase, which gives its colour."""
-    return f"ph-{name}" if name in PHASES else "ph-extra"
 
 
 def phase_chart(proof: Proof) -> Markup:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from hasten.evidence import PHASES
+
 Point = tuple[float, float]
 
 
@@ -54,6 +56,11 @@ def _log_ticks(low: float, high: float) -> list[float]:
         if len(found) >= 3:
             return found[:: math.ceil(len(found) / 7)]
     return _even_ticks(low, high)
+
+
+def phase_class(name: str) -> str:
+    """The style class of a phase, which gives its colour."""
+    return f"ph-{name}" if name in PHASES else "ph-extra"
 
 
 def svg(title: str, told: str, height: float, parts: Iterable[Markup]) -> Markup:

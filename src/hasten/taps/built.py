@@ -67,9 +67,7 @@ class Built:
         if threading.get_ident() == self._trains_in:
             return _why_not(optimizer)
         seen = self._seen.get(key, (None, None))[1]
-        if seen is not None:
-            return str(seen.why_not_fusable)
-        return why_not_fusable(type(optimizer), {"params": list(optimizer.param_groups), **optimizer.defaults})
+        return why_not_fusable(optimizer) if seen is None else str(seen.why_not_fusable)
 
     def look(self, steps: int) -> int:
         """So many steps are over: remember what there is, which may be gone when the evidence is written."""
@@ -94,4 +92,4 @@ def _why_not(optimizer: Any) -> str:
     """Call it in the thread that trains."""
     if any(p.grad is not None and p.grad.is_sparse for g in optimizer.param_groups for p in g["params"]):
         return "its gradients are sparse"
-    return why_not_fusable(type(optimizer), {"params": list(optimizer.param_groups), **optimizer.defaults})
+    return why_not_fusable(optimizer)

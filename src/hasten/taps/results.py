@@ -6,9 +6,8 @@ from time import perf_counter
 from typing import Any
 
 from hasten.evidence import Phase
-from hasten.taps.passed_over import passed_over
 from hasten.taps.protocol import Session
-from hasten.taps.wrapping import tap
+from hasten.taps.wrapping import passed_over, tap
 
 _LOSSES = (
     "binary_cross_entropy",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hasten import messages
 from hasten.evidence import Evidence
-from hasten.evidence.going_on import so_far as evidence_so_far
+from hasten.evidence.recorded import so_far as evidence_so_far
 from hasten.switchboard import Switchboard
 from hasten.warm.alone import ranks_differ
 from hasten.warm.auto import Around, Auto

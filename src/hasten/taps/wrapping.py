@@ -10,7 +10,10 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from types import CodeType
+from typing import Any, TypeVar
+
+_Maker = TypeVar("_Maker", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -91,3 +94,20 @@ def tapped() -> list[tuple[str, str]]:
 
 def _path(owner: Any) -> str:
     return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else str(owner.__name__)
+
+
+def passed_over(maker: _Maker) -> _Maker:
+    """Have `warnings` pass over the functions that `maker` defines, as if their callers had called what they call.
+
+    What torch warns of with a `stacklevel` is then of the script's line, as in a plain run, and shown as often. Python
+    passes over frames of importlib's bootstrap, which it tells by these two words in a file's name (`setup_context` in
+    CPython's `_warnings.c`). Were that to change, such warnings would be of the tap's line again. What C++ warns of
+    itself is of the tap's line all the same: that goes by the running frame.
+    """
+    maker.__code__ = _renamed(maker.__code__)
+    return maker
+
+
+def _renamed(code: CodeType) -> CodeType:
+    inside = (_renamed(one) if isinstance(one, CodeType) else one for one in code.co_consts)
+    return code.replace(co_filename=f"{code.co_filename} (importlib._bootstrap)", co_consts=tuple(inside))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 
+@dataclass(frozen=True)
 class Precision:
-    """Parameters and computation in float32: nothing is changed.
+    """In which formats parameters lie, and a forward computes.
 
     Attributes:
         name: As the flag `precision` has it.
@@ -14,38 +17,23 @@ class Precision:
         compute: The format of the forward where that is another; None: that of the parameters.
     """
 
+    name: str = "32-true"
     parameters: torch.dtype | None = None
     compute: torch.dtype | None = None
 
-    def __init__(self, name: str = "32-true") -> None:
-        self.name = name
 
-
-class Mixed(Precision):
-    """Parameters in float32, the forward in a smaller format."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.compute = torch.bfloat16 if name.startswith("bf16") else torch.float16
-
-
-class Whole(Precision):
-    """Parameters and computation in one other format."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        formats = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-        self.parameters = self.compute = formats[name]
-
-
-_KINDS: dict[str, type[Precision]] = {
-    "32-true": Precision,
-    **dict.fromkeys(("bf16-mixed", "16-mixed"), Mixed),
-    **dict.fromkeys(("bf16-true", "16-true", "64-true"), Whole),
+_FORMATS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
+    "32-true": (None, None),
+    "bf16-mixed": (None, torch.bfloat16),
+    "16-mixed": (None, torch.float16),
+    "bf16-true": (torch.bfloat16, torch.bfloat16),
+    "16-true": (torch.float16, torch.float16),
+    "64-true": (torch.float64, torch.float64),
 }
+"""Of parameters and of the forward."""
 
 PRECISIONS = {
-    **{name: name for name in _KINDS},
+    **{name: name for name in _FORMATS},
     "32": "32-true",
     "16": "16-mixed",
     "bf16": "bf16-mixed",
@@ -56,4 +44,4 @@ PRECISIONS = {
 
 def precision_named(name: str) -> Precision:
     """Return the precision of this full name."""
-    return _KINDS[name](name)
+    return Precision(name, *_FORMATS[name])

@@ -17,7 +17,7 @@ import torch
 
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, this_machine
-from hasten.evidence.going_on import so_far
+from hasten.evidence.recorded import so_far
 from hasten.evidence.recorder import Recorder
 from hasten.files import read_bytes
 from hasten.plan import Setting
@@ -25,7 +25,7 @@ from hasten.switchboard import Switchboard
 from hasten.techniques import CATALOGUE, build
 from hasten.trainer.callbacks.step_clock import StepClock
 from hasten.warm.auto import Around, Auto
-from hasten.warm.auto_files import AUTO_NAME, new_files
+from hasten.warm.auto_plan import AUTO_NAME, new_files
 from hasten.warm.installed import replayed, switchable, told_without_asking
 from hasten.warm.options import AutoOptions
 from hasten.warm.replay import Replay

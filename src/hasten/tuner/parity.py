@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,6 @@ from hasten.evidence import Evidence
 from hasten.evidence.figures import percent
 from hasten.evidence.interval import Estimate, mean_of
 from hasten.techniques import Effect
-from hasten.tuner.counted import batches_of, steps_of
 from hasten.tuner.lag import Lag, lag_of
 from hasten.tuner.proof import Answer, Parity, ParityCheck, StepAgreement
 from hasten.tuner.stats import mean_of_course, mean_of_pairs
@@ -230,7 +230,7 @@ def _compare_batches(pairs: Sequence[_Pair], findings: _Findings) -> None:
     """Compare how many batches each complete pass has, and how many steps lie before each validation."""
     counts = []
     for pair in pairs:
-        for what, read in (("batches in a pass", batches_of), ("steps before a validation", steps_of)):
+        for what, read in (("batches in a pass", _batches), ("steps before a validation", _steps)):
             ours, theirs = (read(_evidence(trial)) for trial in pair)
             counts += [(pair[1].seed, what, (ours[at], theirs[at])) for at in sorted(ours.keys() & theirs.keys())]
     passes = [both for _, what, both in counts if what == "batches in a pass"]
@@ -242,6 +242,27 @@ def _compare_batches(pairs: Sequence[_Pair], findings: _Findings) -> None:
         change = max(((mine - base) / base for base, mine in passes), key=abs)
         baseline, plan = (tuple(float(count) for count in side) for side in zip(*passes, strict=True))
         findings.checks.append(ParityCheck(_BATCHES, baseline, plan, change, change, change, 0.0, ok=baseline == plan))
+
+
+def _batches(evidence: Evidence) -> dict[tuple[int, int], int]:
+    """Return the batches of each complete pass that was trained on, by its loader and its number among the loader's.
+
+    A pass is complete if another began behind its end; what was open when the trial ended was cut short.
+    """
+    last = max((over.start for over in evidence.passes), default=0.0)
+    found: dict[tuple[int, int], int] = {}
+    of_loader: Counter[int] = Counter()
+    for over in evidence.passes:
+        if over.trained and over.batches and over.end <= last:
+            found[over.loader, of_loader[over.loader]] = over.batches
+            of_loader[over.loader] += 1
+    return found
+
+
+def _steps(evidence: Evidence) -> dict[tuple[int, int], int]:
+    """Return the steps before each validation; where steps are batches, passes tell it better."""
+    seen = evidence.validations if evidence.step_of == "optimizer" else ()
+    return {(0, number): one.step for number, one in enumerate(seen)}
 
 
 def _compare_steps(pairs: Sequence[_Pair], findings: _Findings) -> None:

@@ -1,4 +1,4 @@
-"""The plan that a run which was tuned while it went on leaves behind."""
+"""The files that a run which was tuned while it went on leaves behind: its plan, and its schedule of switches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import datetime
 import math
 import tomllib
 from importlib.metadata import version
+from pathlib import Path
 
+from hasten.errors import HastenError
 from hasten.evidence import this_machine
-from hasten.plan import Plan
+from hasten.files import check_target
+from hasten.plan import DEFAULT_NAME, Plan
 from hasten.warm.course import Course
+from hasten.warm.switches import is_schedule
 
+AUTO_NAME = "hasten-auto.toml"
 _BY = "hasten run --auto"
 
 
@@ -49,3 +54,18 @@ def is_auto_plan(content: bytes) -> bool:
         return False
     made = data.get("hasten")
     return isinstance(made, dict) and made.get("by") == _BY
+
+
+def new_files(plan: Path) -> Path:
+    """Return where the schedule of switches goes that belongs to this plan; an earlier run's is removed.
+
+    Raises:
+        HastenError: One of the two files is somebody else's, or cannot be written.
+    """
+    schedule = plan.with_suffix(".schedule")
+    if plan.name == DEFAULT_NAME or plan == schedule:
+        raise HastenError(f"--auto does not write its plan to {plan}", f"name another file, such as {AUTO_NAME}")
+    check_target(plan, "the plan", is_auto_plan)
+    check_target(schedule, "the schedule of switches", is_schedule)
+    schedule.unlink(missing_ok=True)  # the process that trains makes its own
+    return schedule

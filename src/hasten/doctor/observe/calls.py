@@ -9,10 +9,9 @@ from typing import Any
 
 from hasten.doctor.observe.log import EventLog, script_place
 from hasten.taps.after_import import after_import
-from hasten.taps.passed_over import passed_over
 from hasten.taps.protocol import Session
 from hasten.taps.steps_over import NEVER
-from hasten.taps.wrapping import tap
+from hasten.taps.wrapping import passed_over, tap
 
 _LARGE = 2**21  # numbers of logits, from which the technique chunked_loss acts
 _WRITER = (

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from hasten.doctor.views.wording import PhaseRow
-from hasten.evidence import PHASES, Evidence
+from hasten.evidence import Evidence
 from hasten.report import words
-from hasten.report.drawing import Point, Scale, area, columns, dot, line, rect, rows, stretched, svg
+from hasten.report.drawing import Point, Scale, area, columns, dot, line, phase_class, rect, rows, stretched, svg
 
 MOST = 300
 
@@ -26,11 +26,6 @@ class Series:
     name: str
     kind: str
     points: Points
-
-
-def phase_class(name: str) -> str:
-    """The style class of a phase, which gives its colour."""
-    return f"ph-{name}" if name in PHASES else "ph-extra"
 
 
 def phase_bar(phases: Sequence[PhaseRow]) -> Markup:

@@ -11,10 +11,10 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from hasten.doctor.views.charts import MOST, Series, phase_class, thinned
+from hasten.doctor.views.charts import MOST, Series, thinned
 from hasten.evidence import PHASES, Evidence, GpuUse
 from hasten.report import words
-from hasten.report.drawing import Point, Scale, area, line, rect, rows, stretched, svg, text
+from hasten.report.drawing import Point, Scale, area, line, phase_class, rect, rows, stretched, svg, text
 
 _TALL = 200.0
 _STRIP = 44.0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.doctor.verdict.diagnosis import Diagnosis
+from hasten.doctor.verdict.steady_use import peak_memory
 from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Line, Severity, Stages, Use, split_place
 from hasten.evidence.finding import worst_first
 from hasten.report import words
@@ -212,11 +213,6 @@ def use_line(evidence: Evidence | None) -> str:
         if memory := finite(gpu.memory):
             parts.append(f"{name} memory at most {words.size(int(max(memory)))} of {words.size(gpu.memory_total)}")
     return ", ".join(parts)
-
-
-def peak_memory(evidence: Evidence) -> int:
-    """Most bytes of memory that the training's processes were seen to take."""
-    return int(max([*finite(evidence.use.rss if evidence.use else ()), evidence.peak_memory_bytes]))
 
 
 def finite(values: Sequence[float] | Sequence[int]) -> list[float]:

@@ -48,7 +48,7 @@ class FusedOptimizer(Technique):
     def optimizer(self, optimizer: Any) -> None:
         """Hand its updates to the fused kernel; nothing that a checkpoint holds changes."""
         name = type(optimizer).__name__
-        if why := _why_not(optimizer):
+        if why := why_not_fusable(optimizer):
             self.refused(f"{name}: {why}")
         elif not optimizer.defaults.get("fused"):
             self._optimizers.add(optimizer)
@@ -83,29 +83,21 @@ class FusedOptimizer(Technique):
         fuse_updates(optimizer, lambda why: self.refused(f"{name}: {why}"))
 
 
-def _why_not(optimizer: Any) -> str:
-    return why_not_fusable(type(optimizer), {**optimizer.defaults, "params": list(optimizer.param_groups)})
-
-
-def why_not_fusable(kind: Any, options: dict[str, Any]) -> str:
-    """Why an optimizer of this class with these arguments has no fused kernel, or ""."""
+def why_not_fusable(optimizer: Any) -> str:
+    """Why there is no fused kernel for an optimizer, or ""."""
     import torch
 
+    kind = type(optimizer)
     if kind.__module__ != f"torch.optim.{kind.__name__.lower()}" or kind.__name__ not in FUSED:
         return "torch has no fused kernel for it"
-    if options.get("differentiable"):
+    if optimizer.defaults.get("differentiable"):
         return "a differentiable optimizer cannot be fused"
-    groups = options.get("params")
-    if not isinstance(groups, list):
-        return "its parameters are not a list"
-    for group in groups:
-        for parameter in group["params"] if isinstance(group, dict) else [group]:
-            tensor = parameter[1] if isinstance(parameter, tuple) else parameter
-            if not isinstance(tensor, torch.Tensor) or not torch.is_floating_point(tensor):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not torch.is_floating_point(parameter):
                 return "it has parameters that are not floating-point tensors"
-            if tensor.device.type not in ("cpu", "cuda", "mps", "xpu"):
-                return f"no fused kernel on {tensor.device.type}"
-    lr = options.get("lr")
-    if isinstance(lr, torch.Tensor) and kind.__name__ == "Adagrad":
+            if parameter.device.type not in ("cpu", "cuda", "mps", "xpu"):
+                return f"no fused kernel on {parameter.device.type}"
+    if isinstance(optimizer.defaults.get("lr"), torch.Tensor) and kind.__name__ == "Adagrad":
         return "a learning rate that is a tensor cannot be fused"
     return ""

@@ -162,7 +162,9 @@ class StepClock(Callback):
             "loaders": tuple(self._loaders(trainer)),
             "models": () if model is None else (model,),
             "optimizers": tuple(
-                optimizer_facts(optimizer, "", recorder.optimizer_steps.get(id(optimizer), 0), _why_not(optimizer))
+                optimizer_facts(
+                    optimizer, "", recorder.optimizer_steps.get(id(optimizer), 0), why_not_fusable(optimizer)
+                )
                 for optimizer in trainer.optimizers
             ),
         }
@@ -177,7 +179,3 @@ class StepClock(Callback):
                 size = self._batch_bytes if role == "train" else 0
                 facts.append(dataclasses.replace(loader_facts(loader, vars(loader), ""), role=role, batch_bytes=size))
         return facts
-
-
-def _why_not(optimizer: Any) -> str:
-    return why_not_fusable(type(optimizer), {"params": list(optimizer.param_groups), **optimizer.defaults})
