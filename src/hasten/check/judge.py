@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from hasten.check.agreed import Agreed, agreed
@@ -185,59 +186,60 @@ def _difference(place: str, what: str, apart: float, bound: float, size: float) 
     return Difference(place, what, f"is {apart:.2g}, and 0 without the plan; rounding allows {bound:.2g}")
 
 
+class _Moved:
+    """How far runs under noise moved each tensor, by name.
+
+    Attributes:
+        most: The greatest difference; `share`: the same as a share of the tensor.
+        along: Of a gradient, by how much it was longer in each step, run by run.
+    """
+
+    def __init__(self, results: Sequence[Any]) -> None:
+        self.most: dict[str, float] = {}
+        self.share: dict[str, float] = {}
+        self.along: dict[str, list[list[float]]] = {}
+        for result in results:
+            for moment in result["measured"]:
+                for name, (apart, size, _, _) in moment["apart"].items():
+                    self.most[name] = max(self.most.get(name, 0.0), apart)
+                    if size > 0:
+                        self.share[name] = max(self.share.get(name, 0.0), apart / size)
+            for name, shares in _along(result["measured"]).items():
+                self.along.setdefault(name, []).append(shares)
+
+
 class _Noise:
     """How far noise moved each tensor of the plain run, and which differences that allows."""
 
     def __init__(self, results: Sequence[Any], strong: Sequence[Any], roundoff: float) -> None:
-        self.steps = 0
+        self.steps = sum(moment["kind"] == "step" for result in results for moment in result["measured"])
         self._roundoff = roundoff
         self._times = TIMES if roundoff <= SINGLE else _TIMES_16_BITS
         self._single = roundoff <= SINGLE
-        self._may_share: dict[str, float] = {}  # the greatest difference under strong noise, as a share of the tensor
-        self._may: dict[str, float] = {}  # and as it is
-        self._may_tilt: dict[str, float] = {}  # the same of the mean over all steps
-        self._share: dict[str, float] = {}  # the greatest difference, as a share of the tensor
-        self._most: dict[str, float] = {}  # and as it is
-        self._along: dict[str, list[float]] = {}
-        for result in results:
-            for moment in result["measured"]:
-                self.steps += moment["kind"] == "step"
-                for name, (apart, size, _, _) in moment["apart"].items():
-                    self._most[name] = max(self._most.get(name, 0.0), apart)
-                    if size > 0:
-                        self._share[name] = max(self._share.get(name, 0.0), apart / size)
-            for name, shares in _along(result["measured"]).items():
-                self._along.setdefault(name, []).extend(shares)
-        for result in strong:
-            for moment in result["measured"]:
-                for name, (apart, size, _, _) in moment["apart"].items():
-                    self._may[name] = max(self._may.get(name, 0.0), apart)
-                    if size > 0:
-                        self._may_share[name] = max(self._may_share.get(name, 0.0), apart / size)
-            for name, shares in _along(result["measured"]).items():
-                self._may_tilt[name] = max(self._may_tilt.get(name, 0.0), abs(statistics.fmean(shares)))
+        self._usual, self._strong = _Moved(results), _Moved(strong)
 
     def bound(self, name: str, size: float, whole: float) -> float:
         """Return the greatest norm that a difference may have."""
-        share = self._share.get(name, 0.0)
+        share = self.moved(name)
         times = self._times
         narrow = not self._single or name.startswith("weight")
         if share > (_ALL_NOISE_16_BITS if narrow else _ALL_NOISE):  # Adam's second moment is its square
             times = _TIMES_ALL_NOISE**2 if name.startswith("optimizer state") else _TIMES_ALL_NOISE
         # A weight moves by whole units in its last place, however small the step was.
         least = max(_SUMS * SINGLE * size, 8 * SINGLE * whole if name.startswith("weight") else 0.0)
-        may = _SLACK * max(self._may_share.get(name, 0.0) * size, self._may.get(name, 0.0))
-        return max(times * share * size, times * self._most.get(name, 0.0), may, least)
+        may = _SLACK * max(self._strong.share.get(name, 0.0) * size, self._strong.most.get(name, 0.0))
+        return max(times * share * size, times * self._usual.most.get(name, 0.0), may, least)
 
     def moved(self, name: str) -> float:
         """Return the share of its size by which noise moves a tensor."""
-        return self._share.get(name, 0.0)
+        return self._usual.share.get(name, 0.0)
 
     def _tilt_bound(self, name: str) -> float:
-        along = self._along.get(name, [0.0])
+        along = list(chain.from_iterable(self._usual.along.get(name, [[0.0]])))
         least = max(_SUMS * SINGLE, self._roundoff / 2)  # a weight that changes little is rounded alike in each step
         chance = _TILTS * math.sqrt(statistics.fmean(value**2 for value in along)) + least
-        return max(chance, _SLACK * self._may_tilt.get(name, 0.0))
+        tilts = (abs(statistics.fmean(shares)) for shares in self._strong.along.get(name, ()))
+        return max(chance, _SLACK * max(tilts, default=0.0))
 
     def tilted(self, measured: Iterable[Any]) -> Difference | None:
         """Return the gradient that is longer or shorter in every step, more than chance would have it."""
@@ -250,7 +252,7 @@ class _Noise:
 
     def sees(self) -> float:
         """Return the smallest systematic change that would be noticed in half of the gradients."""
-        bounds = [self._tilt_bound(name) for name in self._along if name.startswith("gradient")]
+        bounds = [self._tilt_bound(name) for name in self._usual.along if name.startswith("gradient")]
         return statistics.median(bounds) if bounds else 0.0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from hasten import files
 from hasten.evidence.interval import middle_of
+from hasten.evidence.plain import finite
 from hasten.target.goal import Goal
 from hasten.target.whole import WholeRun
 from hasten.tuner.places import without_paths
@@ -118,7 +119,7 @@ class Found:
             "winner": None if self.winner is None else self.runs.index(self.winner),
             "pays_after_trainings": self.pays_after,
         }
-        return json.dumps(_finite(data), indent=1, allow_nan=False) + "\n"
+        return json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
 
     def write(self, path: Path) -> None:
         """Write it, whole or not at all."""
@@ -140,12 +141,3 @@ def ratio_of(pairs: Sequence[SeedPair]) -> Ratio | None:
     if middle is None:
         return Ratio(math.exp(logs[0]), 0.0, math.inf)
     return Ratio(*map(math.exp, middle))
-
-
-def _finite(value: Any) -> Any:
-    """Return plain data without NaN and infinity, which JSON has not."""
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
