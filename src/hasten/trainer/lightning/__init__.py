@@ -7,6 +7,8 @@ Nothing of this is used unless the script has imported Lightning itself, as `lig
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import HastenError
@@ -35,12 +37,23 @@ class Lightning(Adapter):
 
     @property
     def warning(self) -> type[Warning]:  # type: ignore[override]
-        """Its category for what may be meant."""
-        return names.warning_kind()
+        """Its category for warnings about what may be meant."""
+        rooms = ("lightning.fabric.utilities.warnings", "lightning_fabric.utilities.warnings")
+        return next((sys.modules[room].PossibleUserWarning for room in rooms if room in sys.modules), UserWarning)
 
     def bases(self, what: str) -> tuple[type, ...]:
-        """Return its classes whose methods are defaults."""
-        return names.bases(what)
+        """Return its classes whose methods are defaults, of a "module", "callback" or "datamodule"."""
+        found: list[type] = []
+        for package in names.packages():
+            core = sys.modules.get(f"{package.__name__}.core.hooks")
+            data = [core.DataHooks, core.CheckpointHooks] if core else []
+            if what == "module":
+                found += [package.LightningModule, *([core.ModelHooks] if core else []), *data]
+            elif what == "callback":
+                found.append(package.Callback)
+            else:
+                found += [package.LightningDataModule, *data]
+        return tuple(found)
 
     def error(self, message: str, fix: str = "") -> HastenError:
         """Return a HastenError that is its MisconfigurationException too."""
@@ -48,27 +61,36 @@ class Lightning(Adapter):
 
     def stopped(self, kind: type[SystemExit]) -> type[SystemExit]:
         """Return an exception that is its SIGTERMException too."""
-        return names.stopped_kind(kind)
+        own = [sys.modules[f"{package.__name__}.utilities.exceptions"].SIGTERMException for package in names.packages()]
+        return type("Stopped", (kind, *dict.fromkeys(own)), {})
 
     def default_logger(self, root: str) -> Any:
         """Return TensorBoard where that is installed, else CSV files, as its own Trainer does."""
-        return names.default_logger(root)
+        loggers = importlib.import_module(f"{names.packages()[0].__name__}.loggers")
+        try:
+            return loggers.TensorBoardLogger(root)
+        except ModuleNotFoundError:
+            return loggers.CSVLogger(root)
 
     def silent_logger(self) -> Any:
         """Return its logger that logs nothing."""
-        return names.silent_logger()
+        return importlib.import_module(f"{names.packages()[0].__name__}.loggers.logger").DummyLogger()
 
     def profilers(self) -> tuple[dict[str, Any], Any]:
-        """Return its profilers by their names."""
-        return names.profilers()
+        """Return its profilers by their names, and the one that does nothing."""
+        room = importlib.import_module(f"{names.packages()[0].__name__}.profilers")
+        named = {"simple": room.SimpleProfiler, "advanced": room.AdvancedProfiler, "pytorch": room.PyTorchProfiler}
+        return named, room.PassThroughProfiler
 
     def default_progress(self) -> Any:
         """Return hasten's progress, with the attributes that people read of Lightning's."""
         return BarProgress()
 
     def default_summary(self, bars: list[Any]) -> Any:
-        """Return its summary of a model."""
-        return names.default_summary(bars)
+        """Return its summary of a model; the one made with rich beside its progress bar made with rich."""
+        packages = names.packages()
+        rich = any(isinstance(bar, package.callbacks.RichProgressBar) for bar in bars for package in packages)
+        return packages[0].callbacks.RichModelSummary() if rich else packages[0].callbacks.ModelSummary()
 
     def strategy(self, strategy: Any) -> tuple[str, dict[str, Any]] | None:
         """Return what one of its strategy objects comes to here."""
