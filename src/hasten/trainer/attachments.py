@@ -17,6 +17,7 @@ from hasten.trainer.callbacks import (
 )
 from hasten.trainer.errors import misconfigured
 from hasten.trainer.loggers import CSVLogger
+from hasten.trainer.loggers.base import Nothing
 from hasten.trainer.profiling import PROFILERS, NoProfiler
 from hasten.trainer.values import seconds
 
@@ -195,33 +196,13 @@ def with_module_callbacks(trainer: Trainer, brought: Any) -> None:
     trainer.callbacks[:] = in_order([one for one in trainer.callbacks if type(one) not in replaced] + brought)
 
 
-class Silent:
+class Silent(Nothing):
     """A logger that logs nothing, for `fast_dev_run`: whatever is called on it, or on its experiment, does nothing."""
 
     name = version = save_dir = root_dir = log_dir = None
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Silent:
-        return self
-
-    def __getitem__(self, key: Any) -> Silent:
-        return self
-
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
-
-    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
-
-    def save(self) -> None:
-        """Nothing."""
-
-    def finalize(self, status: str) -> None:
-        """Nothing."""
 
 
 def folder_of(logger: Any, default: str) -> str:

@@ -78,14 +78,8 @@ class Saver:
             self._remove(path)
 
     @property
-    def busy(self) -> bool:
-        """Whether something is still to be written or removed."""
-        with self._changed:
-            return bool(self._tasks)
-
-    @property
     def works(self) -> bool:
-        """As `busy`, at once: it may be asked while another thread hangs."""
+        """Whether something is still to be written or removed; answered at once, also while another thread hangs."""
         return bool(self._tasks)
 
     @property

@@ -20,7 +20,7 @@ from hasten.trainer.batches import mapped
 from hasten.trainer.callbacks.base import Callback
 from hasten.trainer.errors import misconfigured
 from hasten.trainer.finding.copies import TRIED, copied_fit, refuse_to_try, trainer_on_trial, with_datamodule
-from hasten.trainer.finding.resizing import plain
+from hasten.trainer.finding.resizing import Kept, plain
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -135,7 +135,7 @@ class LRFinder(Callback):
             {"model": model, "datamodule": datamodule, "loss": loss, "optimizer": optimizer},
             {"train": train_dataloaders, "val": None},
         )
-        kept = _Kept()
+        kept = _Copying()
         flags = TRIED | {"limit_val_batches": 0, "limit_train_batches": None, "max_epochs": -1, "max_steps": self.steps}
         before = rng.state()
         self._losses, self._rates, self._ramps = [], [], True
@@ -203,11 +203,8 @@ class LRFinder(Callback):
         return LearningRates(tuple(rates), tuple(losses), tuple(smoothed), low, high)
 
 
-class _Kept:
-    """Hands loaders to a trial so that what they keep of random numbers can be put back."""
-
-    def __init__(self) -> None:
-        self._generators: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
+class _Copying(Kept):
+    """Hands copies of loaders to a trial."""
 
     def loaders(self, loaders: Any, kind: str) -> Any:
         """Return copies of loaders.
@@ -222,15 +219,8 @@ class _Kept:
         return mapped(loaders, DataLoader, self._one)
 
     def _one(self, loader: Any) -> Any:
-        if id(loader) not in self._generators:
-            found = rng.find(loader)
-            self._generators[id(loader)] = loader, found, rng.states_of(found)
+        self.note(loader)
         return plain(loader) if isinstance(loader, OwnLoader) else changed(loader)
-
-    def restore(self) -> None:
-        """Put back what loaders and datasets keep of random numbers."""
-        for _, found, states in self._generators.values():
-            rng.set_states(found, states)
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:

@@ -15,7 +15,25 @@ from hasten.loading import changed
 from hasten.trainer.batches import mapped
 
 
-class Resizing:
+class Kept:
+    """What loaders and datasets keep of random numbers, noted before a trial draws from them."""
+
+    def __init__(self) -> None:
+        self._generators: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
+
+    def note(self, loader: Any) -> None:
+        """Note a loader's, once."""
+        if id(loader) not in self._generators:
+            found = rng.find(loader)
+            self._generators[id(loader)] = loader, found, rng.states_of(found)
+
+    def restore(self) -> None:
+        """Put back what was noted."""
+        for _, found, states in self._generators.values():
+            rng.set_states(found, states)
+
+
+class Resizing(Kept):
     """Gives loaders another batch size, where they have the training's.
 
     Attributes:
@@ -24,17 +42,15 @@ class Resizing:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.own = self.samples = 0
-        self._generators: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
 
     def loaders(self, loaders: Any, size: int, kind: str) -> Any:
         """Return loaders with another batch size where they have the training's, and the longest samples first."""
         return mapped(loaders, DataLoader, lambda loader: self._one(loader, size, kind))
 
     def _one(self, loader: Any, size: int, kind: str) -> Any:
-        if id(loader) not in self._generators:
-            found = rng.find(loader)
-            self._generators[id(loader)] = loader, found, rng.states_of(found)
+        self.note(loader)
         if isinstance(loader, OwnLoader):
             loader = plain(loader)
         own = loader.batch_size
@@ -55,11 +71,6 @@ class Resizing:
         if first := longest(loader.dataset, size):
             batches = LongestFirst(batches, first)
         return changed(loader, batch_size=size, batch_sampler=batches)
-
-    def restore(self) -> None:
-        """Put back what loaders and datasets keep of random numbers."""
-        for _, found, states in self._generators.values():
-            rng.set_states(found, states)
 
 
 def plain(loader: OwnLoader) -> DataLoader[Any]:
