@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,7 +48,7 @@ class Observer(Protocol):
         ...
 
 
-class Session(Protocol):
+class Session(ABC):
     """What hasten does in one process, as its taps, bounds and observers see it.
 
     Attributes:
@@ -81,51 +82,50 @@ class Session(Protocol):
         stopped_at: `file:line` where a run hung that was ended.
     """
 
-    config: RunConfig
     run: Run
-    trial: TrialOptions | None
-    steps_over: StepsOver
-    loaders: list[BuiltLoader]
-    kept_loaders: list[DataLoader[Any]]
-    optimizers: dict[int, tuple[Callable[[], Optimizer | None], str]]
-    rates: dict[int, LearningRates]
-    trained_loaders: set[int]
-    observers: list[Observer]
-    on_batch: list[Callable[[int, Any], int]]
-    on_model: list[Callable[[Any], None]]
-    on_backward: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], None]]
-    on_zeroed: Callable[[], None] | None
-    unscaled: dict[int, Tensor | None]
-    validating: bool
-    without_graph: bool
-    aside: float
-    looking: bool
-    driver: Driver | None
-    heard: Evidence | None
-    recorded: Recorder | None
-    try_changes: Callable[[float, Listener], bool] | None
-    tried: Callable[[], tuple[TriedLive, ...]] | None
-    error: str
-    ended: str
-    stopped_at: str
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.trial: TrialOptions | None = config.trial
+        self.steps_over = StepsOver()
+        self.loaders: list[BuiltLoader] = []
+        self.kept_loaders: list[DataLoader[Any]] = []
+        self.optimizers: dict[int, tuple[Callable[[], Optimizer | None], str]] = {}
+        self.rates: dict[int, LearningRates] = {}
+        self.trained_loaders: set[int] = set()
+        self.observers: list[Observer] = []
+        self.on_batch: list[Callable[[int, Any], int]] = []
+        self.on_model: list[Callable[[Any], None]] = []
+        self.on_backward: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], None]] = []
+        self.on_zeroed: Callable[[], None] | None = None
+        self.unscaled: dict[int, Tensor | None] = {}
+        self.validating = self.without_graph = self.looking = False
+        self.aside = 0.0
+        self.driver: Driver | None = None
+        self.heard: Evidence | None = None
+        self.recorded: Recorder | None = None
+        self.try_changes: Callable[[float, Listener], bool] | None = None
+        self.tried: Callable[[], tuple[TriedLive, ...]] | None = None
+        self.error = self.ended = self.stopped_at = ""
 
     @property
+    @abstractmethod
     def rank(self) -> int:
         """Rank of this process, as its launcher said; only rank 0 leaves evidence."""
-        ...
 
+    @abstractmethod
     def listens_to_training(self) -> bool:
         """Return whether this process has built what one trains with: a launcher or a worker has not."""
-        ...
 
+    @abstractmethod
     def is_helper(self) -> bool:
         """Return whether this process was forked or spawned by one that hasten listens to as well."""
-        ...
 
+    @abstractmethod
     def in_step(self) -> int:
         """Return the number (from 0) of the training step going on; -1 outside of one, and during validation."""
-        ...
 
+    @abstractmethod
     def evidence_of(self, recorder: Recorder, asks: bool = True) -> Evidence:
         """Return what a recorder holds, which is closed, with all else that is known.
 
@@ -133,12 +133,11 @@ class Session(Protocol):
             recorder: The recorder.
             asks: Ask datasets too, if they should be.
         """
-        ...
 
+    @abstractmethod
     def leave(self) -> None:
         """Write the evidence, once, and remove the live file; this process is about to end."""
-        ...
 
+    @abstractmethod
     def complete(self) -> None:
         """Leave the evidence and end the process at once: the trial has what it wanted, or doctor has heard enough."""
-        ...

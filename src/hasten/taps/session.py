@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,23 +25,16 @@ from hasten.files import mark_of
 from hasten.switchboard import Switchboard
 from hasten.taps.bounds import Bounds
 from hasten.taps.built import Built
-from hasten.taps.config import RunConfig, TrialOptions
+from hasten.taps.config import RunConfig
 from hasten.taps.evidence import gather, run_of
-from hasten.taps.protocol import BuiltLoader, Observer, Session
+from hasten.taps.protocol import Session
 from hasten.taps.seeds import fix_torch_seeds
-from hasten.taps.steps_over import NEVER, Listener, StepsOver
+from hasten.taps.steps_over import NEVER
 from hasten.taps.tracebacks import describe
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
-
     from hasten.check.witness import Witness
-    from hasten.evidence import TriedLive
-    from hasten.evidence.facts import LearningRates
     from hasten.taps.tuned import Told
-    from hasten.warm.driver import Driver
 
 _COMPILED_BY = 5  # steps after which compilation is over and a trial's seconds count
 
@@ -53,40 +45,17 @@ class ProcessSession(Session):
     current: ClassVar[ProcessSession | None] = None
 
     def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        self.trial: TrialOptions | None = config.trial
+        super().__init__(config)
         listens = bool(config.evidence) or config.auto is not None
         # A trial compares each step's loss, and a bounded run ends after a certain step.
         may_rest = config.trial is None and (config.doctor is None or not config.doctor.steps)
-        self.steps_over = StepsOver()
         recorder = Recorder(on_step=self.steps_over, on_pass=self._on_pass, may_rest=may_rest) if listens else None
         self.run = run_of(config, recorder)
-        self.loaders: list[BuiltLoader] = []
-        self.kept_loaders: list[DataLoader[Any]] = []
-        self.optimizers: dict[int, tuple[Callable[[], Optimizer | None], str]] = {}
-        self.rates: dict[int, LearningRates] = {}
-        self.trained_loaders: set[int] = set()
         self.built = Built(self)
-        self.observers: list[Observer] = []
-        self.on_batch: list[Callable[[int, Any], int]] = []
-        self.on_model: list[Callable[[Any], None]] = []
-        self.on_backward: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], None]] = []
-        self.on_zeroed: Callable[[], None] | None = None
-        self.unscaled: dict[int, Tensor | None] = {}
-        self.validating = self.without_graph = self.looking = False
-        self.aside = 0.0
         self.bounds = Bounds(self, config.doctor) if config.doctor is not None and listens else None
         self.live = LiveFile(Path(config.live), config.command, config.evidence) if config.live and listens else None
         self.witness: Witness | None = None  # of `hasten check`
-        self.driver: Driver | None = None  # of `hasten tune`
         self.auto: Told | None = None  # of `hasten run --auto` and `--replay`
-        self.heard: Evidence | None = None
-        self.recorded: Recorder | None = None
-        self.try_changes: Callable[[float, Listener], bool] | None = None
-        self.tried: Callable[[], tuple[TriedLive, ...]] | None = None
-        self.error = ""
-        self.ended = ""
-        self.stopped_at = ""
         self._is_fork = False
         self._interrupted = False  # by a Ctrl-C that nobody handled
         self._leaving = threading.RLock()
