@@ -42,9 +42,10 @@ def test_pairs_end_with_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     tune = _Tune(trials, TuneOptions(budget=100.0, seeds=9), lambda _: None, None, 0.0)
     found: Any = SimpleNamespace(chosen={0}, plan=lambda: {"precision": "bf16-mixed"}, would_ask=[], claim=lambda: None)
     tune.found = found
-    monkeypatch.setattr(_Tune, "_pair_seconds", lambda self, baseline: 20.0)
-    baseline: Any = SimpleNamespace(seconds=10.0)
-    tune._in_turn(baseline)
+    monkeypatch.setattr(_Tune, "_pair_seconds", lambda self: 20.0)
+    baseline: Any = SimpleNamespace(trial=SimpleNamespace(seconds=10.0))
+    tune.baseline = baseline
+    tune._in_turn()
     assert clock.now <= 110.0
     assert len(tune.pairs) == pairs
     assert all(trial.ok for pair in tune.pairs for trial in pair), "one that was ended is not held against the plan"
