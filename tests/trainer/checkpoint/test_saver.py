@@ -40,7 +40,7 @@ def test_the_file_holds_the_values_of_the_moment(tmp_path, gate):
         weight.fill_(i)
         state["list"], state["d"]["epoch"] = [i], i
         saver.save(path, state)
-        assert saver.busy
+        assert saver.works
         assert not path.exists()
         weight.fill_(99)
         state["list"].append(2)
@@ -57,7 +57,7 @@ def test_the_file_holds_the_values_of_the_moment(tmp_path, gate):
         assert bool((back["t"] == 1).all())
         state["t"].fill_(1)
         state["list"].pop()
-    assert not saver.busy
+    assert not saver.works
 
 
 def test_a_state_that_changes_its_shapes_and_modes(tmp_path):
@@ -156,7 +156,7 @@ def test_failures_can_be_polled_and_are_counted(tmp_path):
     saver.save(tmp_path / "bad.ckpt", {})
     saver.save(tmp_path / "good.ckpt", {}, surprise)
     saver.save(tmp_path / "better.ckpt", {})
-    while saver.busy:
+    while saver.works:
         pass
     assert len(saver.failures) == 2
     with pytest.raises(HastenError, match="1 more after it"):
