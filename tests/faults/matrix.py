@@ -56,7 +56,7 @@ FAULTS = (
         (
             "tests/faults/test_killed.py::test_in_a_step_and_in_validation",
             "tests/trainer/resume/test_killed.py::test_after_any_step",
-            "tests/trainer/strategies/test_fsdp_faults.py::test_it_ends_and_goes_on_to_the_same_weights",
+            "tests/trainer/strategies/test_faults.py::test_it_ends_and_goes_on_to_the_same_weights",
         ),
     ),
     Fault(

@@ -16,7 +16,7 @@ from hasten.errors import HastenError
 from hasten.parallel.world import World
 
 _SPLIT = "_hasten_stages"
-_APART = 1e-3  # relative difference at which a loss is no mean over samples: far beyond the rounding of 16 bits
+_APART = 1e-3  # relative difference at which a loss is no mean over samples: far beyond float32's rounding
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -228,16 +228,18 @@ class Pipeline:
         """Send the last stage's loss, and whether it is a mean, to all."""
         import torch.distributed as dist
 
-        message = torch.zeros(2, dtype=torch.float64)
+        message = torch.zeros(3, dtype=torch.float64)
         if mean is not None:
             message[0] = mean.double().cpu()
             if self._kept:
-                message[1] = self._whole(self._kept)
+                message[1] = whole = self._whole(self._kept)
+                apart = max(_APART, 4 * torch.finfo(mean.dtype).eps)
+                message[2] = abs(message[0] - whole) > apart * max(abs(message[0]), abs(whole))
         self._kept = None
         message = message.to(self.place.device)
         dist.broadcast(message, self.place.rank(self.place.stages - 1), group=self.place.group)
-        found, whole = message.tolist()
-        if whole and abs(found - whole) > _APART * max(abs(found), abs(whole)):
+        found, whole, differs = message.tolist()
+        if differs:
             raise HastenError(
                 f"The loss of the whole batch is {whole:.6g}, the mean of its parts' losses {found:.6g}: it is no mean"
                 " over samples.",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _MESH = "_hasten_tensor_mesh"
-_APART = 1e-3  # relative difference of losses and gradients: far beyond the rounding of 16 bits
+_APART = 1e-3  # relative difference of losses and gradients: far beyond float32's rounding
 
 
 def matched(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
@@ -205,7 +205,7 @@ class Compared(SameBatch):
             HastenError: On all ranks of the group.
         """
         losses = self.gathered([float(local(value))])[:, 0]
-        if _differ(losses):
+        if _differ(losses, value.dtype):
             text = ", ".join(f"{one:.6g}" for one in losses.tolist())
             raise HastenError(
                 f"The {self._size} processes that share the layers have other losses for the same batch: {text}. What"
@@ -231,7 +231,11 @@ class Compared(SameBatch):
         if not whole:
             return
         norms = self.gathered([float(torch.linalg.vector_norm(local(one.grad).double())) for one in whole])
-        wrong = [names.get(id(one), "a parameter") for one, norm in zip(whole, norms.T, strict=True) if _differ(norm)]
+        wrong = [
+            names.get(id(one), "a parameter")
+            for one, norm in zip(whole, norms.T, strict=True)
+            if _differ(norm, one.dtype)
+        ]
         if wrong:
             listed = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
             raise HastenError(
@@ -246,8 +250,8 @@ def _is_split(parameter: Any) -> bool:
     return is_sharded(parameter) and "group" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def _differ(values: torch.Tensor) -> bool:
+def _differ(values: torch.Tensor, dtype: torch.dtype) -> bool:
     if not bool(torch.isfinite(values).all()):
         return False  # NaN and infinity are others' to tell
-    most = float(values.abs().max())
-    return float(values.max() - values.min()) > _APART * most + 1e-12
+    apart = max(_APART, 4 * torch.finfo(dtype).eps)
+    return float(values.max() - values.min()) > apart * float(values.abs().max()) + 1e-12

@@ -84,24 +84,30 @@ RESUMED = [
     Case("scheduled on", WINDOW, {"scheduled": True}, kind=Stacked, goes_on="scheduled-within", validates=True),
     Case("averaged on", {"max_epochs": 2}, kind=Stacked, goes_on="averaged", callbacks=lambda: [EMA(0.8)]),
 ]
+HALF = [Case(name, {"max_epochs": 1, "precision": name}, kind=Stacked) for name in ("bf16-mixed", "bf16-true")]
 NAMES = {"layers": "stack", "loss": "criterion"}
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    return folder, train([*CASES, *RESUMED], folder)
+    return folder, train([*CASES, *RESUMED, *HALF], folder)
 
 
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory):
     folder = tmp_path_factory.mktemp("staged")
-    return folder, train([*CASES, *RESUMED], folder, 2, PipelineStrategy(**NAMES), copies=2)
+    return folder, train([*CASES, *RESUMED, *HALF], folder, 2, PipelineStrategy(**NAMES), copies=2)
 
 
 @pytest.mark.parametrize("case", [*CASES, *RESUMED], ids=lambda case: case.name)
 def test_two_stages_end_where_one_process_ends(case, alone, staged):
     assert_close(saved(staged[0], case.name), saved(alone[0], case.name))
+
+
+@pytest.mark.parametrize("case", HALF, ids=lambda case: case.name)
+def test_in_16_bits_it_ends_near_one_process(case, alone, staged):
+    assert_close(saved(staged[0], case.name), saved(alone[0], case.name), rtol=0.05, atol=0.02)
 
 
 def test_validation_sees_the_same_losses(alone, staged):

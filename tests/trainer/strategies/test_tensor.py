@@ -89,25 +89,31 @@ ON = [
     Case("clipped on", {**ACCUMULATED, "max_epochs": 2}, {"tied": False}, goes_on="clipped"),
     Case("within on", {**ACCUMULATED, "max_epochs": 1}, {"tied": False}, goes_on="clipped-within"),
 ]
+HALF = [Case(name, {"max_epochs": 1, "precision": name}, {"tied": False}) for name in ("bf16-mixed", "bf16-true")]
 SEQUENCE = [Case("sequence", {"max_epochs": 2, "gradient_clip_val": 0.5}, kind=Sequences)]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    return folder, train([*CASES, *RESUMED, *DETERMINED, *ON, *SEQUENCE], folder)
+    return folder, train([*CASES, *RESUMED, *DETERMINED, *ON, *HALF, *SEQUENCE], folder)
 
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory):
     folder = tmp_path_factory.mktemp("split")
-    return folder, train([*CASES, *RESUMED, *DETERMINED, *ON], folder, 2, TensorParallelStrategy(PLAN), copies=2)
+    return folder, train([*CASES, *RESUMED, *DETERMINED, *ON, *HALF], folder, 2, TensorParallelStrategy(PLAN), copies=2)
 
 
 @pytest.mark.parametrize("case", [*CASES, *RESUMED, *DETERMINED, *ON], ids=lambda case: case.name)
 def test_two_ranks_end_where_one_process_ends(case, alone, split):
     """Dropout and the order of samples included: both ranks draw what one process draws."""
     assert_close(saved(split[0], case.name), saved(alone[0], case.name))
+
+
+@pytest.mark.parametrize("case", HALF, ids=lambda case: case.name)
+def test_in_16_bits_it_ends_near_one_process(case, alone, split):
+    assert_close(saved(split[0], case.name), saved(alone[0], case.name), rtol=0.05, atol=0.02)
 
 
 def test_what_is_logged_is_that_of_one_process(alone, split):
@@ -184,7 +190,10 @@ def _held(data, devices):
     return type(module), module.held, again[0]["val_loss"]
 
 
-@pytest.mark.parametrize(("data", "devices", "share"), [("ddp", 2, 2), ("fsdp", 4, 4)])
+@pytest.mark.parametrize(
+    ("data", "devices", "share"),
+    [("ddp", 2, 2), pytest.param("fsdp", 4, 4, marks=pytest.mark.slow)],  # four processes on two cores
+)
 def test_each_rank_holds_its_part(data, devices, share):
     kind, held, loss = spawn(_held, devices, (data, devices), strategy="ddp_fork")
     assert kind is Holding
@@ -291,7 +300,9 @@ def test_arguments_out_of_their_range(options, said):
         TensorParallelStrategy(**options)
 
 
-@pytest.mark.parametrize("flags", [{"precision": "16-mixed"}, {"compile": True}, {"plan": "auto"}])
+@pytest.mark.parametrize(
+    "flags", [{"precision": "16-mixed"}, {"compile": True}, {"plan": "auto"}, {"activation_checkpointing": True}]
+)
 def test_what_does_not_go_with_it_is_refused_when_the_trainer_is_built(flags):
     with pytest.raises(hasten.HastenError, match="TensorParallelStrategy"):
         quiet(devices=2, strategy=TensorParallelStrategy(PLAN), **flags)

@@ -83,6 +83,12 @@ class TensorParallelStrategy(Strategy):
     def check(self, techniques: Mapping[str, Any], plan: Any = None) -> None:
         """Refuse what split parameters do not take part in."""
         refuse_beside(_LABEL, techniques, plan)
+        if "activation_checkpointing" in techniques:
+            raise ContradictionError(
+                f"activation_checkpointing and {_LABEL} do not go together: it does not repeat layers with hooks, which"
+                " split layers have",
+                "call torch.utils.checkpoint in the model, around a block",
+            )
 
 
 class TensorParallel(FSDP):
