@@ -1,4 +1,7 @@
-"""Several processes that train together, on this machine or, started by torchrun or srun, on many."""
+"""Several processes that train together, on this machine or, started by torchrun or srun, on many.
+
+What is here ran with CPU processes over gloo alone: two GPUs, NCCL and two machines were never at hand.
+"""
 
 from hasten.parallel.alike import refuse_unlike
 from hasten.parallel.ddp import (

@@ -49,15 +49,16 @@ def average_all(parameters: Iterable[torch.Tensor], shares: World, group: Any) -
     import torch.distributed as dist
 
     given = list(parameters)
+    missing = [at for at, one in enumerate(given) if one.grad is None]
     have = torch.tensor([int(one.grad is not None) for one in given], device=shares.device)
     dist.all_reduce(have, dist.ReduceOp.MAX, group=group)
-    gradients = []
-    for parameter, somewhere in zip(given, have.tolist(), strict=True):
-        if somewhere:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(local(parameter.grad))
-    average(gradients, shares, group)
+    for at in missing:
+        given[at].grad = torch.zeros_like(given[at])
+    average([local(one.grad) for one in given if one.grad is not None], shares, group)
+    somewhere = have.tolist() if missing else []  # only then the device is waited for
+    for at in missing:
+        if not somewhere[at]:
+            given[at].grad = None  # zeros would be stepped: by momentum, and by weight decay
 
 
 class SameBatch:

@@ -17,6 +17,7 @@ from hasten.parallel.world import World
 
 _SPLIT = "_hasten_stages"
 _APART = 1e-3  # relative difference at which a loss is no mean over samples: far beyond float32's rounding
+_SHAPES = 8  # of batches that are remembered: sequences of other lengths come again
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -215,6 +216,8 @@ class Pipeline:
             loss = self._weighed if self.is_last else _elsewhere
             # A stage of 1F1B must have as many parts as there are stages; both have the same result.
             kind = Schedule1F1B if self._kind == "1f1b" and parts >= place.stages else ScheduleGPipe
+            if len(self._schedules) == _SHAPES:  # each has buffers of its own
+                self._schedules.pop(next(iter(self._schedules)))
             self._schedules[key] = kind(stage, parts, loss_fn=loss, scale_grads=False)
         return self._schedules[key]
 
@@ -228,18 +231,17 @@ class Pipeline:
         """Send the last stage's loss, and whether it is a mean, to all."""
         import torch.distributed as dist
 
-        message = torch.zeros(3, dtype=torch.float64)
+        looks, kept, self._kept = self._kept is not None, self._kept, None
+        message = torch.zeros(3, dtype=torch.float64, device=self.place.device)
         if mean is not None:
-            message[0] = mean.double().cpu()
-            if self._kept:
-                message[1] = whole = self._whole(self._kept)
+            message[0] = mean
+            if kept:
+                message[1] = whole = self._whole(kept)
                 apart = max(_APART, 4 * torch.finfo(mean.dtype).eps)
-                message[2] = abs(message[0] - whole) > apart * max(abs(message[0]), abs(whole))
-        self._kept = None
-        message = message.to(self.place.device)
+                message[2] = abs(float(mean) - whole) > apart * max(abs(float(mean)), abs(whole))
         dist.broadcast(message, self.place.rank(self.place.stages - 1), group=self.place.group)
-        found, whole, differs = message.tolist()
-        if differs:
+        if looks and message[2]:  # else nothing is read from the device
+            found, whole, _ = message.tolist()
             raise HastenError(
                 f"The loss of the whole batch is {whole:.6g}, the mean of its parts' losses {found:.6g}: it is no mean"
                 " over samples.",

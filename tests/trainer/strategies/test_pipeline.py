@@ -23,6 +23,40 @@ from tests.trainer.strategies.ranks import Block, Case, assert_close, loader, sa
 from tests.trainer.trainings import quiet
 
 
+class Lengths(hasten.Module):
+    """Sequences of ten lengths, and a norm in eval mode that stays in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.norm = nn.BatchNorm1d(6).eval()
+        self.stack = nn.Sequential(nn.Embedding(11, 6), Rows(self.norm), Block(6), nn.Linear(6, 11))
+
+    def criterion(self, output, target):
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def training_step(self, batch, batch_idx):
+        return self.criterion(self.stack(batch[0]), batch[1])
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(1)
+        return [torch.randint(0, 11, (2, 4, 1 + at % 10), generator=generator).unbind() for at in range(12)]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Rows(nn.Module):
+    """Has a norm see rows of a table."""
+
+    def __init__(self, inner) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x.flatten(0, 1)).view_as(x)
+
+
 class Counting(nn.Module):
     """A layer with a buffer that each training forward changes once; stages must not run made-up batches."""
 
@@ -167,6 +201,20 @@ def test_a_sequential_and_a_loss(tmp_path):
     assert two[1] == pytest.approx(one[1], rel=2e-6)
     torch.testing.assert_close(two[2], one[2], rtol=2e-6, atol=2e-6)
     assert {name.split(".")[0] for name in two[3]} == {"0", "1"}  # rank 0's stage
+
+
+def _lengths(folder, devices, strategy):
+    trainer = quiet(max_epochs=1, devices=devices, strategy=strategy)
+    module = Lengths()
+    trainer.fit(module, DataLoader(module.train_dataloader(), batch_size=None))
+    trainer.save_checkpoint(folder / f"{devices}.ckpt")
+    assert not module.norm.training
+
+
+def test_sequences_of_many_lengths(tmp_path):
+    _lengths(tmp_path, 1, "auto")
+    spawn(_lengths, 2, (tmp_path, 2, PipelineStrategy(**NAMES)), strategy="ddp_fork")
+    assert_close(saved(tmp_path, "2"), saved(tmp_path, "1"))
 
 
 def _dropped(_):

@@ -150,7 +150,7 @@ class InStages(Strategy):
         split(layers, bounds, world, self.place.stage)
         begin, end = bounds[self.place.stage : self.place.stage + 2]
         own = nn.Sequential(*list(layers)[begin:end])
-        own.train(layers.training)
+        own.training = layers.training  # its own alone: some layers may be in eval mode
         self._module = model
         self._pipeline = Pipeline(own, self.place, loss, given.microbatches, given.schedule)
         vars(layers)["forward"] = self._pipeline.forward
