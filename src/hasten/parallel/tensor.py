@@ -64,6 +64,8 @@ def split_layers(module: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh, w
     as_on_rank_0(module, world)
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     for path, style in plan.items():
+        for name, part in matched(module, path):
+            _watch_sizes(name, part, style, mesh["group"].size())
         # All ranks hold the same values by now: none has to be sent.
         parallelize_module(module, mesh["group"], {path: style}, src_data_rank=None)
     for name, parameter in module.named_parameters():
@@ -142,6 +144,29 @@ def _refuse_tied(module: nn.Module, plan: Mapping[str, Any]) -> None:
                 f"{names} are one weight: a plan that splits one of them would train them as two.",
                 'Leave these layers out of the plan, or use strategy="fsdp".',
             )
+
+
+def _watch_sizes(path: str, part: nn.Module, style: Any, size: int) -> None:
+    """Have a layer raise where a sequence does not come out even: its hooks see whole tensors, before the style's."""
+
+    def check(tensors: Any, layouts: Iterable[Any]) -> None:
+        for tensor, layout in zip(tensors if isinstance(tensors, tuple) else (tensors,), layouts, strict=False):
+            dim = getattr(layout, "dim", None)
+            if dim is not None and isinstance(tensor, torch.Tensor) and tensor.shape[dim] % size:
+                raise HastenError(
+                    f"{path} splits dimension {dim} of a tensor of shape {tuple(tensor.shape)} over {size} processes:"
+                    " that does not come out even, and torch would exchange pieces of other sizes than it waits for.",
+                    f"Pad sequences to a multiple of {size}, or leave them whole: output_layouts=Replicate().",
+                )
+
+    kind = type(style).__name__
+    if kind in ("ColwiseParallel", "RowwiseParallel"):
+        part.register_forward_hook(lambda module, args, output: check(output, style.output_layouts))
+    elif kind == "PrepareModuleInput" and style.input_layouts and style.desired_input_layouts:
+        # What comes in pieces already was looked at where it was split.
+        pairs = zip(style.input_layouts, style.desired_input_layouts, strict=False)
+        wanted = [None if hasattr(given, "dim") else desired for given, desired in pairs]
+        part.register_forward_pre_hook(lambda module, args: check(args, wanted))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------

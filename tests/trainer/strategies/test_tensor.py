@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
 )
@@ -33,6 +34,10 @@ ALONG = {  # activations split along the sequence between the layers, as torchti
     "norm": SequenceParallel(use_local_output=True),
     "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
+WHOLE_IN = {
+    **{path: style for path, style in ALONG.items() if path != "embed"},
+    "blocks.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True),
+}
 
 
 class Untied(Tokens):
@@ -52,6 +57,8 @@ class Untied(Tokens):
 class Sequences(hasten.Module):
     """Predicts the tokens of a sequence; one norm is frozen."""
 
+    length = 4
+
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
@@ -61,7 +68,7 @@ class Sequences(hasten.Module):
         self.head = nn.Linear(6, 12)
 
     def training_step(self, batch, batch_idx):
-        tokens = torch.stack([(batch[0] + shift) % 12 for shift in range(4)], 1)
+        tokens = torch.stack([(batch[0] + shift) % 12 for shift in range(self.length)], 1)
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -91,12 +98,13 @@ ON = [
 ]
 HALF = [Case(name, {"max_epochs": 1, "precision": name}, {"tied": False}) for name in ("bf16-mixed", "bf16-true")]
 SEQUENCE = [Case("sequence", {"max_epochs": 2, "gradient_clip_val": 0.5}, kind=Sequences)]
+INSIDE = [Case("inside", {"max_epochs": 1}, kind=Sequences)]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    return folder, train([*CASES, *RESUMED, *DETERMINED, *ON, *HALF, *SEQUENCE], folder)
+    return folder, train([*CASES, *RESUMED, *DETERMINED, *ON, *HALF, *SEQUENCE, *INSIDE], folder)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +151,8 @@ def test_it_goes_on_from_a_checkpoint_of_one_process(alone, tmp_path):
 def test_along_the_sequence(alone, tmp_path):
     train(SEQUENCE, tmp_path, 2, TensorParallelStrategy(ALONG), copies=2)
     assert_close(saved(tmp_path, "sequence"), saved(alone[0], "sequence"))
+    train(INSIDE, tmp_path, 2, TensorParallelStrategy(WHOLE_IN), copies=2)
+    assert_close(saved(tmp_path, "inside"), saved(alone[0], "inside"))
 
 
 @pytest.mark.parametrize("data", ["ddp", "fsdp"])
@@ -245,7 +255,15 @@ class Narrow(hasten.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Odd(Sequences):
+    """Torch's processes would exchange three tokens and two, and crash."""
+
+    length = 5
+
+
 REFUSED = [
+    (Odd, ALONG, 2, None, "embed splits dimension 1 of a tensor of shape (4, 5, 6) over 2 processes"),
+    (Odd, WHOLE_IN, 2, None, "blocks.0 splits dimension 1 of a tensor of shape (4, 5, 6) over 2 processes"),
     (_untied, {"net.block.*.wide": ColwiseParallel()}, 2, None, "'net.block.*.wide' is no part"),
     (_untied, {"net.blocks.*": ColwiseParallel()}, 2, None, "net.blocks.0, which is a Block"),
     (_untied, {"net.head": ColwiseParallel()}, 2, None, "out_features=11"),
