@@ -22,21 +22,28 @@ def recorded(recorder: Recorder) -> dict[str, Any]:
     losses = tuple(recorder.kept.read_losses())
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     return {
-        "machine": this_machine(),
-        **recorder.kept.fields(),
+        **_held(recorder),
         "losses": losses,
         "bad_losses": sum(1 for loss in losses if loss is not None and not math.isfinite(loss)),
         "validations": tuple(
             Validation(step, float(total) / count, count, at) for step, total, count, at in recorder.validations
         ),
-        "passes": tuple(recorder.passes),
-        "steps": recorder.steps,
-        "step_of": recorder.step_of,
-        "ended_at": recorder.now() - recorder.origin,
         "origin": recorder.origin,
         "pid": os.getpid(),
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "peak_gpu_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+    }
+
+
+def _held(recorder: Recorder) -> dict[str, Any]:
+    """Return what a recorder tells without reading from the device."""
+    return {
+        "machine": this_machine(),
+        **recorder.kept.fields(),
+        "passes": tuple(recorder.passes),
+        "steps": recorder.steps,
+        "step_of": recorder.step_of,
+        "ended_at": recorder.now() - recorder.origin,
     }
 
 
@@ -51,15 +58,10 @@ def so_far(recorder: Recorder, command: tuple[str, ...], built: dict[str, Any], 
     """
     return Evidence(
         command=command,
-        machine=this_machine(),
         **built,
-        **recorder.kept.fields(),
+        **_held(recorder),
         losses=(None,) * len(recorder.kept.numbers),
         validations=(),
-        passes=tuple(recorder.passes),
-        steps=recorder.steps,
-        step_of=recorder.step_of,
         ended="running",
-        ended_at=recorder.now() - recorder.origin,
         listened=listened,
     )

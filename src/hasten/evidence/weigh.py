@@ -51,8 +51,12 @@ def peak_memory(evidence: Evidence) -> tuple[int, int]:
     if on_gpu(evidence):
         gpus = use.gpus if use is not None else ()
         return (gpus[0].memory_total if gpus else 0), evidence.peak_gpu_bytes or 0
-    held = use.rss if use is not None else ()
-    return evidence.machine.memory_bytes, max(evidence.peak_memory_bytes, *held, 0)
+    return evidence.machine.memory_bytes, process_peak(evidence)
+
+
+def process_peak(evidence: Evidence) -> int:
+    """Return the bytes of memory that the training's processes took at their highest, as far as anybody saw."""
+    return max([evidence.peak_memory_bytes, *(evidence.use.rss if evidence.use is not None else ())])
 
 
 def weight_bytes(evidence: Evidence) -> tuple[int, int]:

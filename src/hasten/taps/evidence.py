@@ -36,13 +36,9 @@ def _observed(session: Session) -> dict[str, Any]:
     """Return what the observers saw; where two fill the same field, one after the other."""
     seen: dict[str, Any] = {}
     for observer in session.observers:
-        try:
-            facts = observer.facts()
-        except Exception as error:  # an observer never spoils the rest
-            session.run.skip(f"what {type(observer).__name__} saw", error)
-            continue
-        for name, value in facts.items():
-            seen[name] = seen[name] + value if isinstance(value, tuple) and name in seen else value
+        with session.run.guard(f"what {type(observer).__name__} saw"):
+            for name, value in observer.facts().items():
+                seen[name] = seen[name] + value if isinstance(value, tuple) and name in seen else value
     return {**seen, "skipped": tuple(session.run.skipped)}
 
 

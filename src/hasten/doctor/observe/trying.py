@@ -116,11 +116,9 @@ class Trying:
     def _to_try(self, rule: type[Rule], evidence: Evidence) -> dict[str, Setting]:
         if rule.cure is not None and rule.cure.relieves is Resource.COMPUTE and has_compiled():
             return {}  # what is compiled would be compiled once more, for minutes
-        try:
+        with self._board.guard(f"trying the cure of {rule.name}"):
             return rule.to_try(evidence)
-        except Exception as error:  # evidence like no other: it is not tried
-            self._board.skip(f"trying the cure of {rule.name}", error)
-            return {}
+        return {}  # evidence like no other
 
     def begin(self) -> None:
         """Ask for the first block."""

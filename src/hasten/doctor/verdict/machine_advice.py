@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from hasten.doctor.verdict.steady_use import SteadyUse, peak_memory, steady_use
+from hasten.doctor.verdict.steady_use import SteadyUse, steady_use
 from hasten.evidence import Evidence, GpuUse
 from hasten.evidence.figures import percent
+from hasten.evidence.weigh import process_peak
 
 _ENOUGH = 4  # samples
 _IDLE = 0.5  # share of the cores below which a smaller machine is spoken of
@@ -56,7 +57,7 @@ def _ratios(use: SteadyUse) -> list[str]:
 
 
 def _memory(evidence: Evidence) -> list[str]:
-    peak, there = peak_memory(evidence), evidence.machine.memory_bytes
+    peak, there = process_peak(evidence), evidence.machine.memory_bytes
     if there < _MUCH_MEMORY or peak <= 0:
         return []
     if peak < 0.25 * there:

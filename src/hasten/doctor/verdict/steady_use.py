@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hasten.evidence import Evidence, Use
+from hasten.evidence import Evidence
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,6 @@ def steady_use(evidence: Evidence) -> SteadyUse | None:
         gpus=len(working),
         gpu=statistics.fmean(working) if working else 0.0,
     )
-
-
-def peak_memory(evidence: Evidence) -> int:
-    """Bytes of memory the training took at its highest, as far as anybody saw."""
-    use = evidence.use or Use()
-    return max([evidence.peak_memory_bytes, *use.rss])
 
 
 def _picked(column: Sequence[float], within: Sequence[int]) -> list[float]:

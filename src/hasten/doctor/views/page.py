@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.doctor.verdict.diagnosis import Diagnosis
-from hasten.doctor.verdict.steady_use import peak_memory
 from hasten.doctor.views import TEMPLATES, charts, flame_graph, loader_bench, timeline, wording
 from hasten.doctor.views.excerpt import excerpt
 from hasten.evidence import Evidence, Layer, Operator, Severity
 from hasten.evidence.finding import worst_first
+from hasten.evidence.weigh import process_peak
 from hasten.report import words
 from hasten.report.page import environment, write_whole
 
@@ -98,7 +98,7 @@ def _used(evidence: Evidence) -> list[Figure]:
         found.append(Figure("CPU", f"{statistics.fmean(cpu):.1f}", f"of {cores}, on average"))
     busy = [(gpu.name, wording.finite(gpu.busy)) for gpu in (use.gpus if use else ())]
     found += [Figure("GPU busy", words.percent(statistics.fmean(shares)), name) for name, shares in busy if shares]
-    if peak := peak_memory(evidence):
+    if peak := process_peak(evidence):
         found.append(Figure("peak memory", words.size(peak), f"of {words.size(evidence.machine.memory_bytes)}"))
     if evidence.peak_gpu_bytes:
         total = use.gpus[0].memory_total if use and use.gpus else 0

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.doctor.verdict.diagnosis import Diagnosis
-from hasten.doctor.verdict.steady_use import peak_memory
 from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Line, Severity, Stages, Use, split_place
 from hasten.evidence.finding import worst_first
+from hasten.evidence.weigh import process_peak
 from hasten.report import words
 
 _LOOKS = 30  # at the training thread; fewer tell too little of its lines
@@ -204,7 +204,7 @@ def use_line(evidence: Evidence | None) -> str:
     use, parts = evidence.use or Use(), []
     if cpu := finite(use.cpu):
         parts.append(f"{statistics.fmean(cpu):.1f} of {words.count(evidence.machine.cores, 'core')}")
-    if peak := peak_memory(evidence):
+    if peak := process_peak(evidence):
         parts.append(f"at most {words.size(peak)} of {words.size(evidence.machine.memory_bytes)} memory")
     for number, gpu in enumerate(use.gpus):
         name = f"GPU {number}" if len(use.gpus) > 1 else "GPU"
