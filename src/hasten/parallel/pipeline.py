@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hasten.errors import HastenError
+from hasten.parallel.parted_loss import Loss, PartedLoss, Verdict
 from hasten.parallel.world import World
 
 _SPLIT = "_hasten_stages"
-_APART = 1e-3  # relative difference at which a loss is no mean over samples: far beyond float32's rounding
 _SHAPES = 8  # of batches that are remembered: sequences of other lengths come again
-
-Loss = Callable[[Any, Any], torch.Tensor]
 
 
 def bounds_of(layers: nn.Sequential, stages: int, points: Sequence[int] | None) -> list[int]:
@@ -85,19 +83,19 @@ def refuse(module: nn.Module, layers: nn.Module, bounds: list[int]) -> None:
         )
     owner: dict[int, int] = {}
     for stage, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        for layer in list(layers.children())[begin:end]:
+        for layer in list(layers)[begin:end]:  # not children(), which leaves a second place of one layer out
             for name, parameter in layer.named_parameters():
                 if owner.setdefault(id(parameter), stage) != stage:
                     raise HastenError(
                         f"{name} is one weight in stages {owner[id(parameter)]} and {stage}: each would train its own.",
                         "Do not share weights between stages, or choose split_points that keep them in one.",
                     )
-    norms = [name for name, part in layers.named_modules() if isinstance(part, _BatchNorm) and part.training]
-    if norms:
-        raise HastenError(
-            f"{norms[0]} counts over the samples that are computed together: over a microbatch, not over the batch.",
-            "Use GroupNorm or LayerNorm, or put BatchNorm into eval mode.",
-        )
+    for name, part in layers.named_modules():
+        if isinstance(part, _NormBase) and part.training and (isinstance(part, _BatchNorm) or part.track_running_stats):
+            raise HastenError(
+                f"{name} counts over the samples that are computed together: over a microbatch, not over the batch.",
+                "Use GroupNorm or LayerNorm, put BatchNorm into eval mode, or give InstanceNorm no running statistics.",
+            )
 
 
 @dataclass(frozen=True)
@@ -148,6 +146,20 @@ def split(layers: nn.Sequential, bounds: list[int], world: World, stage: int) ->
     vars(layers)[_SPLIT] = bounds, stage
 
 
+class Stage(nn.Sequential):
+    """Layers of one rank, which give what can be sent: contiguous tensors."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        # What comes in is a leaf, or one of several parts of a batch: autograd refuses to change either in place.
+        self._copies = any(getattr(part, "inplace", False) for part in self.modules())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return what the layers give."""
+        output = super().forward(inputs.clone() if self._copies else inputs)
+        return output.contiguous() if isinstance(output, torch.Tensor) else output
+
+
 class Pipeline:
     """Runs batches through the stages.
 
@@ -159,19 +171,20 @@ class Pipeline:
         schedule: "gpipe" or "1f1b".
     """
 
-    def __init__(self, own: nn.Sequential, place: Place, loss: Loss, microbatches: int, schedule: str) -> None:
-        self.own, self.place, self._loss = own, place, loss
+    def __init__(self, own: Stage, place: Place, loss: Loss, microbatches: int, schedule: str) -> None:
+        self.own, self.place, self._loss = own, place, PartedLoss(loss)
         self._microbatches, self._kind = microbatches, schedule
         self._schedules: dict[Any, Any] = {}
-        self._share = 1.0  # of a microbatch in the gradient
-        self._kept: list[tuple[Any, Any]] | None = None
+        self._looked = False
 
     @property
     def is_last(self) -> bool:
         """Whether this rank computes the loss."""
         return self.place.stage == self.place.stages - 1
 
-    def step(self, inputs: torch.Tensor, target: Any, weight: float = 1.0, looks: bool = False) -> torch.Tensor:
+    def step(
+        self, inputs: torch.Tensor, target: torch.Tensor, weight: float = 1.0, looks: bool = False
+    ) -> torch.Tensor:
         """Add the gradients of a batch to this stage's parameters; a collective of the pipeline's ranks.
 
         Args:
@@ -188,7 +201,10 @@ class Pipeline:
         """
         parts = parts_of(len(inputs), self._microbatches)
         schedule = self._schedule(inputs, parts)
-        self._share, self._kept = weight / parts, [] if looks else None
+        labels = not (target.is_floating_point() or target.is_complex())  # of which some may be ignored, as -100 is
+        looks = parts > 1 and (looks or not self._looked or (labels and bool((target < 0).any())))
+        self._looked |= looks
+        self._loss.begin(weight / parts, looks)
         losses: list[torch.Tensor] = []
         stage, options = self.place.stage, _without_outputs(schedule)
         if stage == 0:
@@ -197,8 +213,8 @@ class Pipeline:
             schedule.step(target=target, losses=losses, **options)
         else:
             schedule.step(**options)
-        mean = torch.stack([loss.detach() for loss in losses]).sum() / weight if losses else None
-        return self._told(mean)
+        mean = torch.stack([loss.detach().double() for loss in losses]).sum() / weight if losses else None
+        return self._told(mean, looks or labels)  # else nothing is read from the device
 
     def _schedule(self, inputs: torch.Tensor, parts: int) -> Any:
         """Return the schedule for batches of this shape; the first one of a shape runs through the stages once."""
@@ -207,13 +223,13 @@ class Pipeline:
         precision = torch.is_autocast_enabled(self.place.device.type)
         key = (inputs.shape, inputs.dtype, parts, precision, self.own.training)
         if key not in self._schedules:
-            first, out = self._shapes(inputs[: len(inputs) // parts])
+            first, out = self._shapes(inputs[: len(inputs) // parts].clone())  # layers may change it in place
             place = self.place
             # Shapes are given: torch would find them by running made-up numbers through layers and loss.
             stage = PipelineStage(
                 self.own, place.stage, place.stages, place.device, input_args=first, output_args=out, group=place.group
             )
-            loss = self._weighed if self.is_last else _elsewhere
+            loss = self._loss if self.is_last else _elsewhere
             # A stage of 1F1B must have as many parts as there are stages; both have the same result.
             kind = Schedule1F1B if self._kind == "1f1b" and parts >= place.stages else ScheduleGPipe
             if len(self._schedules) == _SHAPES:  # each has buffers of its own
@@ -221,39 +237,19 @@ class Pipeline:
             self._schedules[key] = kind(stage, parts, loss_fn=loss, scale_grads=False)
         return self._schedules[key]
 
-    def _weighed(self, output: Any, target: Any) -> torch.Tensor:
-        loss = self._loss(output, target)
-        if self._kept is not None:
-            self._kept.append((output.detach(), target))
-        return loss * self._share
-
-    def _told(self, mean: torch.Tensor | None) -> torch.Tensor:
-        """Send the last stage's loss, and whether it is a mean, to all."""
+    def _told(self, mean: torch.Tensor | None, reads: bool) -> torch.Tensor:
+        """Send the last stage's loss, and whether it is a mean over samples if `reads`, to all."""
         import torch.distributed as dist
 
-        looks, kept, self._kept = self._kept is not None, self._kept, None
-        message = torch.zeros(3, dtype=torch.float64, device=self.place.device)
+        message = torch.zeros(4, dtype=torch.float64, device=self.place.device)
         if mean is not None:
             message[0] = mean
-            if kept:
-                message[1] = whole = self._whole(kept)
-                apart = max(_APART, 4 * torch.finfo(mean.dtype).eps)
-                message[2] = abs(float(mean) - whole) > apart * max(abs(float(mean)), abs(whole))
+            if reads:
+                message[1:] = torch.tensor(self._loss.verdict(float(mean)), dtype=torch.float64)
         dist.broadcast(message, self.place.rank(self.place.stages - 1), group=self.place.group)
-        if looks and message[2]:  # else nothing is read from the device
-            found, whole, _ = message.tolist()
-            raise HastenError(
-                f"The loss of the whole batch is {whole:.6g}, the mean of its parts' losses {found:.6g}: it is no mean"
-                " over samples.",
-                'Use reduction="mean" without weights or an ignore_index that parts have unequally many of; or'
-                " microbatches=1.",
-            )
+        if reads:
+            Verdict(*message.tolist()[1:]).check()
         return message[0].float()
-
-    def _whole(self, kept: list[tuple[Any, Any]]) -> float:
-        with torch.no_grad():
-            outputs, targets = (torch.cat(parts) for parts in zip(*kept, strict=True))
-            return float(self._loss(outputs, targets))
 
     # -- without a backward ------------------------------------------------------------------------------
 

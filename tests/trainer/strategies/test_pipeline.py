@@ -312,7 +312,7 @@ REFUSED = [
 ]
 
 
-def _fails(cases):
+def fails(cases):
     told = []
     for kind, options, data in cases:
         try:
@@ -326,7 +326,7 @@ def _fails(cases):
 
 @pytest.fixture(scope="module")
 def told():
-    return spawn(_fails, 2, ([case[:3] for case in REFUSED],), strategy="ddp_fork")
+    return spawn(fails, 2, ([case[:3] for case in REFUSED],), strategy="ddp_fork")
 
 
 @pytest.mark.parametrize("at", range(len(REFUSED)), ids=[case[3] for case in REFUSED])

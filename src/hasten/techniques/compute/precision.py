@@ -234,7 +234,10 @@ class Precision(Technique):
         def mixed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             kind = kinds.get(module)
             if kind is None:
-                kind = kinds[module] = device_to_cast(module, torch)
+                kind = device_to_cast(module, torch)
+                if kind == "meta":  # a stage of a pipeline without parameters of its own: where its batches are
+                    kind = _first_device(args) or kind
+                kinds[module] = kind
                 if kind:
                     self.did("model")
             if kind not in contexts or (scaler is not None and scaler.gone):
@@ -315,7 +318,20 @@ class Precision(Technique):
             self._scaler.load_state_dict(state)
 
 
+def _first_device(args: tuple[Any, ...]) -> str:
+    """Where the first tensor among arguments is; "" where there is none."""
+    seen: list[str] = []
+
+    def see(part: Any) -> Any:
+        seen.append(part.device.type)
+        return part
+
+    map_tensors(see, args)
+    return seen[0] if seen else ""
+
+
 def device_to_cast(module: Any, torch: Any) -> str:
     """Where a module computes in float32: "cpu", "cuda", or "" when none of its parameters is float32."""
-    device = next((parameter.device for parameter in module.parameters() if parameter.dtype is torch.float32), None)
-    return "" if device is None else str(device.type)
+    devices = [parameter.device.type for parameter in module.parameters() if parameter.dtype is torch.float32]
+    # Other stages' layers of a pipeline are on "meta" here.
+    return next((str(one) for one in devices if one != "meta"), str(devices[0]) if devices else "")

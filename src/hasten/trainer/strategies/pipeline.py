@@ -14,7 +14,7 @@ from torch import nn
 from hasten.errors import HastenError
 from hasten.parallel import World
 from hasten.parallel.groups import SameBatch, average_all, mesh_of
-from hasten.parallel.pipeline import Pipeline, Place, bounds_of, gathered, refuse, split
+from hasten.parallel.pipeline import Pipeline, Place, Stage, bounds_of, gathered, refuse, split
 from hasten.trainer.batches import mapped
 from hasten.trainer.errors import ContradictionError, WrongValueError
 from hasten.trainer.loss_module import LossModule
@@ -149,7 +149,7 @@ class InStages(Strategy):
         draw_alike(self.place.group, world)
         split(layers, bounds, world, self.place.stage)
         begin, end = bounds[self.place.stage : self.place.stage + 2]
-        own = nn.Sequential(*list(layers)[begin:end])
+        own = Stage(*list(layers)[begin:end])
         own.training = layers.training  # its own alone: some layers may be in eval mode
         self._module = model
         self._pipeline = Pipeline(own, self.place, loss, given.microbatches, given.schedule)
@@ -185,6 +185,7 @@ class InStages(Strategy):
         shares, group = self.shares(self._world), self._mesh["data"].get_group()
         device, stage = self.place.device, self.place.stage
         unproven = [not isinstance(module, LossModule)]
+        told = [True]  # of buffers, behind the first batch
 
         def step(batch: Any, *idx: Any) -> Any:
             inputs, target = _pair(batch)
@@ -195,14 +196,30 @@ class InStages(Strategy):
                 unproven[0] = False
                 self._prove(method, batch, idx)
             weight = 1 / config.accumulate_grad_batches
+            before = _versions(pipeline.own) if told else None
             with drawn_apart(device, progress.total_batches, stage):
                 loss = pipeline.step(inputs, target, weight, looks)
+            if before is not None:
+                told.clear()
+                self._tell_changed(before)
             if self._averages and shares.size > 1:
                 average_all(own, shares, group)
             module.log("train_loss", loss, prog_bar=True)
             return loss
 
         return step
+
+    def _tell_changed(self, before: dict[str, Any]) -> None:
+        """Say which buffers the layers' forwards have changed: in each part, where one process does it in a batch."""
+        import torch.distributed as dist
+
+        assert self._pipeline is not None
+        after = _versions(self._pipeline.own)
+        several: list[Any] = [None] * self.copies
+        changed = [name for name, version in after.items() if before.get(name) != version]
+        dist.all_gather_object(several, [f"{name} of stage {self.place.stage}" for name in changed], self.place.group)
+        if names := [name for one in several for name in one]:
+            self._module.trainer.say(f"{_LABEL}: {', '.join(names[:3])} change with each part, not once a batch", True)
 
     def _prove(self, method: Forward, batch: Any, idx: Any) -> None:
         """Raise where `training_step` computes something else than the stages; on all ranks of the pipeline."""
@@ -325,9 +342,26 @@ class InStages(Strategy):
 
     # -- the end ---------------------------------------------------------------------------------------
 
+    def explained(self, error: BaseException) -> HastenError | None:
+        """Return what a layer has raised, of which torch's schedules tell where it was only."""
+        text, cause = str(error), error.__cause__
+        if cause is None or not ("failed to run forward" in text or "Failed to run stage backward" in text):
+            return None
+        if isinstance(cause, HastenError):
+            return cause
+        hint = "devices=1 shows the layer."
+        if "leaf Variable" in str(cause) or "is a view and is being modified" in str(cause):
+            hint = "A stage's first layer must not change its input in place (x.relu_(), x += ...)."
+        where = f"Stage {self.place.stage} of the pipeline failed"
+        return HastenError(f"{where}: {type(cause).__name__}: {str(cause)[:400]}", hint)
+
     def release(self) -> None:
         """Let go of the schedules; the layers stay split."""
         self._pipeline = self._module = None
+
+
+def _versions(module: nn.Module) -> dict[str, Any]:
+    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
 
 
 def _pair(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
