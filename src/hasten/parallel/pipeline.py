@@ -66,7 +66,7 @@ def _evened(weights: list[int], stages: int) -> list[int]:
     return best[-1][1]
 
 
-def refuse(module: nn.Module, layers: nn.Module, bounds: list[int]) -> None:
+def refuse(module: nn.Module, layers: nn.Sequential, bounds: list[int]) -> None:
     """Raise for what stages would not train as one process does.
 
     Args:
@@ -156,8 +156,8 @@ class Stage(nn.Sequential):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return what the layers give."""
-        output = super().forward(inputs.clone() if self._copies else inputs)
-        return output.contiguous() if isinstance(output, torch.Tensor) else output
+        output: Any = super().forward(inputs.clone() if self._copies else inputs)  # type: ignore[no-untyped-call]
+        return output.contiguous() if isinstance(output, torch.Tensor) else output  # type: ignore[no-any-return]
 
 
 class Pipeline:
