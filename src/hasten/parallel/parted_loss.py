@@ -130,7 +130,7 @@ class PartedLoss:
             loss = self._loss(given, target)
             if not (given.requires_grad and loss.requires_grad):
                 return float(loss), None
-            (gradient,) = torch.autograd.grad(loss, given, allow_unused=True)
+            gradient: Any = torch.autograd.grad(loss, given, allow_unused=True)[0]
         return float(loss.detach()), None if gradient is None else gradient.float()
 
 

@@ -157,7 +157,7 @@ class Stage(nn.Sequential):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return what the layers give."""
         output: Any = super().forward(inputs.clone() if self._copies else inputs)  # type: ignore[no-untyped-call]
-        return output.contiguous() if isinstance(output, torch.Tensor) else output  # type: ignore[no-any-return]
+        return output.contiguous() if isinstance(output, torch.Tensor) else output
 
 
 class Pipeline:
