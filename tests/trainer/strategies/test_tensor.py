@@ -78,6 +78,18 @@ class Sequences(hasten.Module):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
+class Unused(Tokens):
+    """A layer that no batch uses, and one that every other does: momentum and decay must not see zeros for them."""
+
+    def __init__(self):
+        super().__init__("sgd", tied=False)
+        self.never, self.now_and_then = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.now_and_then.weight.square().mean() if batch_idx % 2 else loss
+
+
 ACCUMULATED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 CASES = [
     Case("plain", {"max_epochs": 1}, kind=Untied, shuffles=True),
@@ -98,13 +110,14 @@ ON = [
 ]
 HALF = [Case(name, {"max_epochs": 1, "precision": name}, {"tied": False}) for name in ("bf16-mixed", "bf16-true")]
 SEQUENCE = [Case("sequence", {"max_epochs": 2, "gradient_clip_val": 0.5}, kind=Sequences)]
+UNUSED = Case("unused", kind=Unused)
 INSIDE = [Case("inside", {"max_epochs": 1}, kind=Sequences)]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    return folder, train([*CASES, *RESUMED, *DETERMINED, *ON, *HALF, *SEQUENCE, *INSIDE], folder)
+    return folder, train([*CASES, *RESUMED, *DETERMINED, *ON, *HALF, *SEQUENCE, *INSIDE, UNUSED], folder)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +171,7 @@ def test_along_the_sequence(alone, tmp_path):
 @pytest.mark.parametrize("data", ["ddp", "fsdp"])
 def test_two_groups_of_two_end_where_one_process_ends(data, alone, tmp_path):
     strategy = TensorParallelStrategy(PLAN, tensor_parallel_size=2, data_parallel=data)
-    cases = [DETERMINED[0], ON[1]]
+    cases = [DETERMINED[0], ON[1], *([UNUSED] if data == "ddp" else [])]
     train(cases, tmp_path, 4, strategy, copies=2)
     for case in cases:
         assert_close(saved(tmp_path, case.name), saved(alone[0], case.name))
@@ -275,7 +288,8 @@ REFUSED = [
     (lambda: Together(tied=False), PLAN, 2, None, "foreach=True"),
     (lambda: Flat(tied=False), PLAN, 2, None, "LBFGS"),
     (_untied, PLAN, 2, _own_share, "other batches"),
-    (_untied, {"net.blocks.1.wide": ColwiseParallel()}, 2, None, "shape"),
+    (_untied, {"net.blocks.1.wide": ColwiseParallel()}, 2, None, "got a part of a tensor for the whole"),
+    (_untied, {"net.blocks.1.wide": RowwiseParallel()}, 2, None, "the whole for a part"),
     (Sequences, {k: v for k, v in ALONG.items() if k != "blocks.*.norm"}, 2, None, "blocks.0.norm"),
     (Narrow, {"layer": ColwiseParallel()}, 2, None, "other losses for the same batch"),
 ]

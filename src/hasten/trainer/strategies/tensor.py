@@ -24,6 +24,8 @@ from hasten.trainer.strategies.drawing import draw_alike
 from hasten.trainer.strategies.fsdp import FSDP, FSDPStrategy, refuse_beside
 
 _LABEL = "TensorParallelStrategy"
+_OTHER_SHAPE = ("shapes cannot be multiplied", "is invalid for input of size", "must have same reduction dim")
+"""What torch says where a shape is not that of the whole, or not that of a part."""
 
 
 @dataclass
@@ -228,11 +230,11 @@ class TensorParallel(FSDP):
                 "A layer of the plan gives a DTensor where the next one takes a tensor: use_local_output=True, or"
                 " PrepareModuleInput/PrepareModuleOutput between them. Outside of its steps do not call the model.",
             )
-        if "shapes cannot be multiplied" in text or "is invalid for input of size" in text:
+        if any(said in text for said in _OTHER_SHAPE):
             return HastenError(
-                f"Under {_LABEL} a part of a layer's output came where the whole was expected: {text[:200]}",
-                "A ColwiseParallel layer gives a part: let a RowwiseParallel one follow, or output_layouts=Replicate();"
-                " where a view names the number of heads, say -1.",
+                f"Under {_LABEL} a layer got a part of a tensor for the whole, or the whole for a part: {text[:200]}",
+                "ColwiseParallel() gives a part: let RowwiseParallel(), which takes one, follow, or say"
+                " output_layouts=Replicate(), or input_layouts=Replicate(). For the number of heads in a view say -1.",
             )
         return super().explained(error)
 
