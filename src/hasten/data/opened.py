@@ -100,7 +100,8 @@ def mapped_file(files: dict[str, Any]) -> str:
 def _written_by_mapping() -> set[tuple[int, ...]]:
     """Return inode and device of each file that is mapped shared and writable (Linux only)."""
     try:
-        lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+        with opened(aside=True):  # it may be asked for while a larger sample is being made
+            lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return set()
     # "7f1c-7f1d rw-s 00000000 fd:01 1311 /data/labels.bin"; workers' batches lie in /dev/shm.
@@ -125,8 +126,13 @@ def _listens() -> Opened | None:
 
 
 @contextmanager
-def opened(everywhere: bool = False) -> Iterator[Opened]:
-    """Listen to what is opened inside, in this thread or, in a process that does nothing else, in all."""
+def opened(everywhere: bool = False, aside: bool = False) -> Iterator[Opened]:
+    """Listen to what is opened inside; who listens outside of it hears the same, files and doings.
+
+    Args:
+        everywhere: In all threads, in a process that does nothing else; else in this one.
+        aside: Nobody outside hears it: hasten reads for itself.
+    """
     global _hooked
     if not _hooked:
         sys.addaudithook(_heard)
@@ -141,7 +147,9 @@ def opened(everywhere: bool = False) -> Iterator[Opened]:
             del _listening[thread]
         else:
             _listening[thread] = before
-    hear_again(heard.files.items())  # outside of this one
+    if not aside and _listening and (outer := _listens()):
+        outer.doing = outer.doing or heard.doing
+        hear_again(heard.files.items())
 
 
 def _heard(event: str, args: tuple[Any, ...]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -21,11 +20,9 @@ from hasten.data.sample_store import pack
 _AUDITED, _LOT = 16, 200  # kept samples that are made again and compared: the first, and one in so many by lot
 _WHOLE_LOOKS = 2  # samples after whose making everything is looked at
 _MISSING = SampleStore.MISSING
+_auditing = 0  # samples that are made again now; then what they are made of is, too (a decoded file)
 DRAWS = "samples draw random numbers"
 _lot = random.Random()  # of its own: the training's numbers stay. No attribute, else states of the dataset hold it
-
-
-_making = threading.local()  # `kept`: whether what this thread makes now will be kept, with all that it is made of
 
 
 class Stale(Exception):  # noqa: N818 - no error: it says that a batch is to be made without the store
@@ -68,7 +65,6 @@ class Kept:
         self._unseen = False  # whether a sample was taken without being made again to compare
         self._pid = os.getpid()
         self._over = False
-        self._has_room = True
         self._ready = Ready()
         self._began()
         if why := self._why_not():
@@ -139,7 +135,7 @@ class Kept:
             files, sample = found
             hear_again(files.items())
         self._hits += 1
-        if self._hits <= _AUDITED or _lot.random() * self._one_in() < 1:
+        if _auditing or self._hits <= _AUDITED or _lot.random() * self._one_in() < 1:
             return self._made_again(key, make, sample)
         self._unseen = True
         if is_ready or self._ready.add(place, files, sample):
@@ -147,8 +143,13 @@ class Kept:
         return sample
 
     def _made_again(self, key: Any, make: Callable[[Any], Any], kept: Any) -> Any:
-        """Return a sample that is made although it is kept: both must be the same."""
-        made = self._make(key, make, keep=False)
+        """Return a sample that is made although it is kept, with all that it is made of: both must be the same."""
+        global _auditing
+        _auditing += 1
+        try:
+            made = self._make(key, make, keep=False)
+        finally:
+            _auditing -= 1
         if pack(made) != pack(kept):
             why = "the same index gave another sample than before"
             if self._unseen or self._pid != os.getpid():  # taken here, or by another worker
@@ -178,20 +179,15 @@ class Kept:
         return self._state, ambient(), flushes_denormals()
 
     def _keep(self, key: Any, value: Any) -> None:
-        self._has_room = self._store.put((*self._surroundings(), key), value)
+        self._store.put((*self._surroundings(), key), value)
 
     def _why_not(self) -> str:
         return why_not_repeated(self._look)
 
     def _make(self, key: Any, make: Callable[[Any], Any], keep: bool) -> Any:
         before = random_states()
-        kept_with_all = getattr(_making, "kept", False)
-        _making.kept = keep and self._has_room
-        try:
-            with opened() as heard:
-                sample = make(key)
-        finally:
-            _making.kept = kept_with_all
+        with opened() as heard:
+            sample = make(key)
         self._made += 1
         whole = self._made <= _WHOLE_LOOKS
         if random_states() != before:
@@ -204,6 +200,6 @@ class Kept:
             self.end("samples are parts of the dataset itself")
         elif why := why_not_carried(sample):
             self.end(f"samples {why}")
-        elif keep and not kept_with_all and heard.settled():
+        elif keep and heard.settled():
             self._keep(key, (heard.files, sample))
         return sample

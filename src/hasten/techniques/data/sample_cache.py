@@ -130,7 +130,8 @@ class SampleCache(Technique):
             return Refusal(f"a sample takes {seconds * 1e6:.0f} us, no more than the cache itself")
         why = f"making a sample takes {seconds * 1e6:.0f} us and gives the same each time"
         need = size * (loader.samples or 0)
-        also = sum(o.probe.sample_bytes * (o.samples or 0) for o in used if o.probe and o.probe.repeatable)
+        whole = [(other.probe, other.samples or 0) for other in used if other.probe and other.probe.repeatable]
+        also = sum((asked.sample_bytes + asked.loader_bytes) * count for asked, count in whole)
         if setting == "decoded" and also and 2 * (need + also) <= room():  # each store has half of what there is
             return Choices(("both",), f"{why}; whole samples of another loader do, too")
         if need <= room():
