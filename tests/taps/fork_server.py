@@ -12,7 +12,7 @@ from pathlib import Path
 
 # Imported for the forks; an optimizer's first step imports torch._dynamo.
 import numpy  # noqa: F401
-import PIL.Image  # noqa: F401
+import PIL.Image
 import torch._dynamo  # noqa: F401
 
 import hasten.taps.session  # noqa: F401
@@ -23,6 +23,7 @@ from tests.check import planted
 from tests.taps.serving import Job, serve
 
 planted.register()
+PIL.Image.preinit()  # its formats
 # What hasten imports only where it is needed: 0.05 s in each fork, of which there are a thousand.
 for name in (
     "hasten.check.witness",
@@ -40,6 +41,7 @@ for name in (
     "multiprocessing.popen_fork",
     "multiprocessing.queues",
     "multiprocessing.synchronize",
+    "psutil",
     "torch.utils.serialization",
 ):
     importlib.import_module(name)
