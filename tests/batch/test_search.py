@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 import textwrap
@@ -228,3 +229,18 @@ def test_the_command_finds_and_writes(tmp_path: Path) -> None:
     assert "largest batch that is safe: 64   (that is the whole data set; it has 4 now)" in ended.stdout
     assert json.loads((tmp_path / "b.json").read_text())["schema"] == "hasten-batch/1"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.json", "train.py"]
+
+
+@pytest.mark.slow  # a process for each size
+def test_ctrl_c_while_gradients_are_compared_keeps_what_was_found(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT).replace("range(2)", "range(9999)"))
+    line = [sys.executable, "-m", "hasten", "batch", "--noise-at", "9999", "--json", "b.json", "train.py", "/dev/null"]
+    running = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stderr is not None
+    assert any("gradients of 16 batches of 4" in said for said in running.stderr)
+    running.send_signal(signal.SIGINT)
+    out, _ = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "largest batch that is safe: 64" in out
+    assert "critical batch: not measured: stopped by Ctrl-C" in out
+    assert json.loads((tmp_path / "b.json").read_text())["critical_batch"]["looks"] == []

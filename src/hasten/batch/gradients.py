@@ -37,6 +37,7 @@ class GradientLook:
         self._parameters: list[torch.Tensor] = []
         self._steps = 0
         self._frozen = False  # whether steps are kept from being made
+        self._in_closure = False  # whether a step goes on that gets a closure, as Lightning's do
         self._fresh: torch.Tensor | None = None  # gradients behind the last backward
         self._batches: list[int] = []  # sizes of those since the last step
         self._backwards = 0
@@ -66,25 +67,39 @@ class GradientLook:
     def _on_backward(self, *_: Any) -> None:
         self._backwards += 1
         if self._frozen:
+            if self._in_closure and self._aside is not None:
+                self._end("the optimizer's closure goes backward several times")
+                return
             gradients = [parameter.grad for parameter in self._parameters]
             self._fresh = folded(gradients, [parameter.numel() for parameter in self._parameters])
+            if self._in_closure:
+                self._take()
 
     def _on_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.is_over:
             return
         if self._optimizer is None:
             self._optimizer = optimizer
-        if why := self._refusal(optimizer, args, kwargs):
+        if why := self._refusal(optimizer):
             self._end(why)
-        elif self._frozen:
-            assert self._fresh is not None
-            self._taken.append((tuple(self._batches) or (0,) * self._backwards, self._fresh))
-            self._aside = [parameter.grad for parameter in self._parameters]
-            for parameter in self._parameters:
-                parameter.grad = None
+            return
+        self._in_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+        if self._frozen and not self._in_closure:
+            if self._fresh is None:
+                self._end("the optimizer steps without a backward by torch.autograd.backward")
+                return
+            self._take()
+
+    def _take(self) -> None:
+        """Keep this batch's gradient, and have the step that comes find none."""
+        assert self._fresh is not None
+        self._taken.append((tuple(self._batches) or (0,) * self._backwards, self._fresh))
+        self._aside = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _behind_optimizer(self, *_: Any) -> None:
-        self._batches, self._backwards, self._fresh = [], 0, None
+        self._batches, self._backwards, self._fresh, self._in_closure = [], 0, None, False
         if self._aside is not None:
             for parameter, gradient in zip(self._parameters, self._aside, strict=True):
                 parameter.grad = gradient  # a script may read it, or add to it
@@ -98,15 +113,13 @@ class GradientLook:
                 self._parameters = [one for group in groups for one in group["params"] if one.requires_grad]
                 self._before, self._taken, self._frozen = self._fingerprint(), [], True
 
-    def _refusal(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _refusal(self, optimizer: Any) -> str:
         if optimizer is not self._optimizer:
             return "the script steps several optimizers: each has a noise scale of its own"
-        if any(value is not None for value in (*args[1:], *kwargs.values())):
-            return "the optimizer's step gets a closure"
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return "L-BFGS asks for several gradients a step"
         if self._session.run.seen.get("grad_scaler"):
             return "the script scales its loss (GradScaler), and so its gradients: bf16 needs none"
-        if self._frozen and self._fresh is None:
-            return "the optimizer steps without a backward by torch.autograd.backward"
         return ""
 
     def _thaw(self) -> None:

@@ -13,7 +13,7 @@ from hasten.techniques.convergence.noise_scale import FEWEST, NoiseScale, noise_
 
 AT = (10, 30, 90)
 """Steps of the script after which gradients are looked at: the noise scale rises from near 0 at the start."""
-_GRADIENTS = 16  # batches in a look
+_GRADIENTS = 32  # batches in a look
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,10 @@ def lines(critical: Critical) -> list[str]:
     ]
     if critical.why:
         page.append(f"no later look: {critical.why}")
-    return [*page, "It rises as the loss falls: later in this training, more samples a step will pay than here."]
+    return [
+        *page,
+        "As a rule it rises as the loss falls: later in a training, more samples a step pay than at its start.",
+    ]
 
 
 def _listed(at: Sequence[int]) -> str:

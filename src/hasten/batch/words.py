@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hasten.batch import noise
@@ -111,6 +112,12 @@ def forecast(found: Found) -> dict[str, dict[str, float]]:
     }
 
 
+def last_value(found: Found) -> float:
+    """Return the latest noise scale; infinite where there is none."""
+    last = found.critical.last if found.critical is not None else None
+    return last.value if last is not None else math.inf
+
+
 def _critical(found: Found) -> list[str]:
     """Say what the critical batch is, and what it means for batch and rate."""
     if found.critical is None:
@@ -121,11 +128,13 @@ def _critical(found: Found) -> list[str]:
         page.append(f"batch {found.own} is above it: a larger one saves few steps here.")
     if foretold := forecast(found).get("at_saturated"):
         page.append(
-            f"By it, batch {found.saturated} takes {foretold['steps_factor']:g}x the steps and"
-            f" {foretold['samples_factor']:g}x the samples of batch {found.own} to the same loss, with SGD's rate"
-            f" {foretold['sgd_rate_factor']:g}x"
+            f"By it, batch {found.saturated} takes {foretold['steps_factor']:.3g}x the steps and"
+            f" {foretold['samples_factor']:.3g}x the samples of batch {found.own} to the same loss"
+            + ("" if is_adaptive(found) else f", with {foretold['sgd_rate_factor']:.3g}x the rate")
         )
         page.append("(a model of SGD with its best rates, not measured: McCandlish et al. 2018, arXiv 1812.06162).")
+        if foretold["batch_size"] > last_value(found):
+            page.append("The rule for the rate above holds up to about the critical batch.")
     return page
 
 
