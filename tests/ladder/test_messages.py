@@ -121,3 +121,4 @@ def test_a_steady_rise_is_measured_and_noise_is_not(each: int, seed: int, steps:
     assert rise_of(rising) == pytest.approx(each, rel=0.1)
     assert rise_of([each + 5 * more for more in noise]) == 0
     assert rise_of([min(one, rising[steps // 2 - 1]) for one in rising]) == 0  # a cache that a first pass fills
+    assert rise_of([each * (step // 5) for step in range(steps)]) == 0  # a jump now and then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,5 +68,8 @@ def rise_of(held: list[int]) -> float:
     gaps = range(1, len(later))
     pairs = [(late - early, gap) for gap in gaps for early, late in zip(later, later[gap:], strict=False)]
     slope = statistics.median(more / gap for more, gap in pairs)
+    at_once = sum(late > early for early, late in itertools.pairwise(later))
+    if 2 * at_once < len(later) - 1:
+        return 0.0  # a few jumps: caches that a validation, or a new pass, has filled
     rising = sum((more > 0) + (more >= 0) for more, _ in pairs) / (2 * len(pairs))
     return slope if rising >= _RISING and slope >= max(_LEAST, _SHARE * later[0]) else 0.0

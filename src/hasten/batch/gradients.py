@@ -14,6 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hasten.taps.protocol import Session
 from hasten.techniques.convergence.folded import folded
 
+_NO_BACKWARD = "the optimizer steps without a backward by torch.autograd.backward"
+
 
 class GradientLook:
     """Takes gradients of single batches after some steps of a training, with no step between them.
@@ -86,7 +88,7 @@ class GradientLook:
         self._in_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
         if self._frozen and not self._in_closure:
             if self._fresh is None:
-                self._end("the optimizer steps without a backward by torch.autograd.backward")
+                self._end(_NO_BACKWARD)
                 return
             self._take()
 
@@ -106,6 +108,8 @@ class GradientLook:
             self._aside = None
             if len(self._taken) == self._many:
                 self._thaw()
+        elif self._frozen:
+            self._end(_NO_BACKWARD)
         elif not self.is_over:
             self._steps += 1
             if self._steps == self._at[len(self._looks)]:
