@@ -39,7 +39,7 @@ class GradientLook:
         self._parameters: list[torch.Tensor] = []
         self._steps = 0
         self._frozen = False  # whether steps are kept from being made
-        self._in_closure = False  # whether a step goes on that gets a closure, as Lightning's do
+        self._in_closure = False  # whether a step goes on that gets a closure, as those of trainers do
         self._fresh: torch.Tensor | None = None  # gradients behind the last backward
         self._batches: list[int] = []  # sizes of those since the last step
         self._backwards = 0
