@@ -141,6 +141,26 @@ def test_what_changes_during_a_pass_is_seen(train: Train, what: str) -> None:
     assert taken, said
 
 
+def test_what_threads_read_beside_a_forward_in_another_type_is_read_again(train: Train) -> None:
+    """The default type is the whole process's. It is set behind the first images, all of which are compared."""
+    script = """
+    def scaled(path):
+        return torch.from_numpy(np.asarray(pil_loader(path)).copy()).permute(2, 0, 1) / 255  # in the default type
+    class Scaled(Images):
+        def __getitem__(self, index):
+            return self.loader(self.samples[index]), index % 2
+    seen = []
+    for step, (x, y) in enumerate(DataLoader(Scaled("more", loader=scaled), 2)):
+        torch.set_default_dtype(torch.float64 if step > 12 else torch.float32)
+        time.sleep(0.02)
+        torch.set_default_dtype(torch.float32)
+        seen.append([str(x.dtype), x.tolist()])
+    torch.save({"seen": seen}, "left.pt")
+    """
+    _, said = compared(train, script)
+    assert "left alone: torch's default dtype is set while threads read" in said
+
+
 DRAWS = {
     "its function draws": "if random.random() < 0.5: image = image.transpose(Image.FLIP_LEFT_RIGHT)",
     "by NumPy, rarely": "if path.endswith('33.png'): image = image.rotate(90 * np.random.randint(4))",

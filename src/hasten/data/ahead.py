@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any
 
+from hasten.data import default_type
 from hasten.data.carried import why_not_carried
 from hasten.data.foresight import Foresight
 from hasten.data.look import Look, ambient, random_states
@@ -60,6 +61,7 @@ class ReadFunction:
         self._size = 1
         self._lock = threading.RLock()  # two passes may be read by two threads of the script's
         self.over = False
+        default_type.listen(self)
         self.look_again()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,6 +160,8 @@ class ReadFunction:
             self.end(f"{changed} changed during a pass")
         elif task.doing:
             self.end(f"reading a sample {task.doing}")
+        elif task.sets != default_type.sets():
+            self.end("torch's default dtype is set while threads read, and they share it")
         return not (self.over or task.failed) and task.settled and not changed_file(task.files)
 
     def _audited(self, task: Task) -> Any:

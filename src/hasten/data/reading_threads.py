@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import Any
 
+from hasten.data import default_type
 from hasten.data.opened import opened
 
 _pools: weakref.WeakSet[Threads] = weakref.WeakSet()
@@ -27,12 +28,14 @@ class Task:
         files: The files it is made of, as they were then.
         doing: What else its making did: "writes x.txt".
         settled: Whether a later change of those files will show.
+        sets: How often torch's default type had been set before it was asked for.
     """
 
-    __slots__ = ("_claim", "_done", "doing", "failed", "files", "key", "settled", "value")
+    __slots__ = ("_claim", "_done", "doing", "failed", "files", "key", "sets", "settled", "value")
 
     def __init__(self, key: Any) -> None:
         self.key = key
+        self.sets = default_type.sets()
         self._claim, self._done = threading.Lock(), threading.Event()
         self.value: Any = None
         self.failed = self.settled = False
@@ -110,6 +113,7 @@ class Threads:
 
 def _work(tasks: Any, function: Callable[[Any], Any], busy: Any) -> None:
     """What a thread does; it holds nothing of who asked, so that it ends with that."""
+    default_type.makes_samples()
     while (item := tasks.get()) is not None:
         with busy:
             item[0].run(function, item[1])

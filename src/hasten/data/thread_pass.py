@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hasten.data import rng
+from hasten.data import default_type, rng
 from hasten.data.making import IDLE, Collate, Source
 from hasten.data.passes import HUNG, Counted
 from hasten.data.sample_keys import unmoved
@@ -25,10 +25,11 @@ from hasten.messages import warn
 class _Task:
     """A batch that is to be made, and then what was made."""
 
-    __slots__ = ("batch", "error", "indices", "made", "worker")
+    __slots__ = ("batch", "error", "indices", "made", "sets", "worker")
 
     def __init__(self, indices: Any) -> None:
         self.indices = indices
+        self.sets = default_type.sets()
         self.made = threading.Event()
         self.batch: Any = None
         self.error: BaseException | None = None
@@ -40,7 +41,8 @@ class Threads(Counted, _BaseDataLoaderIter):
 
     For datasets that release the GIL where their time goes (files, decoding, NumPy, pyarrow): batches need no copy
     between processes, and memory is not doubled. A dataset that draws from the process-wide generators is refused: they
-    are shared with the training; `hasten.data.sample_rng()` gives each sample its own.
+    are shared with the training; `hasten.data.sample_rng()` gives each sample its own. Beside a training that sets
+    torch's default dtype as it computes (`precision="64-true"`), which threads share, batches are made while it waits.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -51,6 +53,8 @@ class Threads(Counted, _BaseDataLoaderIter):
         self._beats = np.full((loader.num_workers, 4), IDLE, np.int64)
         self._named: set[tuple[int, int]] = set()
         self._closed = False
+        self._waits = False  # whether a batch is made only when it is asked for
+        default_type.listen(self)
         if not loader.__dict__.get("_hasten_thread_safe"):
             _refuse_draws(loader)
             loader.__dict__["_hasten_thread_safe"] = True
@@ -89,10 +93,37 @@ class Threads(Counted, _BaseDataLoaderIter):
         self._tasks.put(task)
 
     def _hasten_made(self) -> Any:
+        if self._waits and not self._ahead:
+            self._put()
         if not self._ahead:
             self.close()
             raise StopIteration
         task = self._ahead[0]
+        self._wait_for(task)
+        if task.sets != default_type.sets():
+            task = self._made_again(task)
+        self._ahead.popleft()
+        if not self._waits:
+            self._put()
+        if task.error is not None:
+            raise task.error
+        return task.batch
+
+    def _made_again(self, task: _Task) -> _Task:
+        """Make a batch once more, now that the training waits; none is made earlier from here on."""
+        if not self._waits:
+            self._waits = True
+            warn(
+                "the training sets torch's default dtype while threads make batches, which share it: batches are made "
+                'when they are asked for from here on; workers="process" makes them ahead',
+                stacklevel=4,
+            )
+        again = _Task(task.indices)
+        self._tasks.put(again)
+        self._wait_for(again)
+        return again
+
+    def _wait_for(self, task: _Task) -> None:
         started = time.monotonic()
         while not task.made.wait(1.0):
             waited = time.monotonic() - started
@@ -100,11 +131,6 @@ class Threads(Counted, _BaseDataLoaderIter):
                 raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds: {self._stuck(task)}")
             if task.worker is not None and time.monotonic() - self._beats[task.worker, 1] / 1e9 >= HUNG:
                 self._name(task)
-        self._ahead.popleft()
-        self._put()
-        if task.error is not None:
-            raise task.error
-        return task.batch
 
     def _name(self, task: _Task) -> None:
         assert task.worker is not None
@@ -145,6 +171,7 @@ class Threads(Counted, _BaseDataLoaderIter):
 
 def _work(tasks: Any, make: Any, worker: int, init: Any) -> None:
     """What a thread does: no reference to the iterator, so that a pass that was left lets it end."""
+    default_type.makes_samples()
     failed: BaseException | None = None
     try:
         if init is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import sys
 from collections import OrderedDict, deque
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -280,7 +281,8 @@ class Then:
             for name, value in slots.items():
                 object.__setattr__(thing, name, value)
         self._states.put_back()
-        torch.set_default_dtype(self._dtype)
+        if torch.get_default_dtype() is not self._dtype:  # to set it makes what threads read meanwhile unusable
+            torch.set_default_dtype(self._dtype)
 
     def moved_unseen(self) -> bool:
         """Return whether a generator moved whose state was not copied."""
@@ -309,9 +311,9 @@ def _refuse_hooks(module: nn.Module) -> None:
 def _refill(container: Any, kept: Any) -> None:
     """Give a container the entries that it had, the very same objects."""
     if isinstance(container, dict):
-        missing = object()
-        same = len(container) == len(kept) and all(container.get(key, missing) is one for key, one in kept.items())
-        if not same:
+        # In C, since this is done for each module: the same keys and values, in the same order.
+        same = len(container) == len(kept) and all(map(is_, container, kept))
+        if not same or not all(map(is_, container.values(), kept.values())):
             kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
             kind.clear(container)
             kind.update(container, kept)
