@@ -186,6 +186,12 @@ HOSTILE = {
             half.grad, wide.grad = torch.ones_like(half), torch.ones_like(wide)
             optimizer.param_groups[0]["params"][-1].grad = torch.ones(())
             extra.append(wide.detach().clone())""",
+    "16 bits, whose kernel skips most of them": """
+        half = nn.Parameter(torch.ones(80, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD([*model.parameters(), half], 0.1, 0.9)
+        def between(number):
+            half.grad = torch.randn(80, dtype=torch.bfloat16)
+            extra.append(half.detach().clone())""",
     "counters that are edited": """
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
         def between(number):

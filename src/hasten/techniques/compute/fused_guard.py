@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 NO_BUFFER = "momentum that only begins"
-_NUMBERS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_NARROW = (torch.bfloat16, torch.float16)
+_NUMBERS = (torch.float32, torch.float64, *_NARROW)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _LOOK_AGAIN = 64  # updates after which parameters that were left to the ordinary path are looked at again
 
@@ -41,15 +42,19 @@ class Guard:
 
     Args:
         devices: Types of the devices that have the kernel.
+        kernel: Its name.
 
     Attributes:
         reasons: Why parameters were left to the ordinary way.
     """
 
-    __slots__ = ("_alike", "_devices", "_dtypes", "_fit", "_looks_left", "_numels", "_pointers", "_strides", "reasons")
+    __slots__ = (
+        *("_alike", "_devices", "_dtypes", "_fit", "_kernel", "_looks_left", "_numels", "_pointers", "_strides"),
+        "reasons",
+    )
 
-    def __init__(self, devices: set[str]) -> None:
-        self._devices = devices
+    def __init__(self, devices: set[str], kernel: str) -> None:
+        self._devices, self._kernel = devices, kernel
         self.reasons: set[str] = set()
         self._fit: Fit | None = None
         self._looks_left = 0
@@ -108,6 +113,8 @@ class Guard:
                 why = "parameters or states that share memory"
             elif param.device.type not in self._devices:
                 why = f"parameters on {param.device.type}"
+            elif self._kernel == "_fused_sgd_" and param.device.type == "cpu" and param.dtype in _NARROW:
+                why = "parameters in 16 bits on a CPU"  # it skips most of them (pytorch/pytorch#191763, torch <= 2.13)
             else:
                 why = _why_not(param, grads[at], [state[at] for state in states], steps[at] if steps else None)
             begins = begins or why == NO_BUFFER

@@ -18,7 +18,8 @@ class FusedOptimizer(Technique):
     One kernel for all parameters in place of one per parameter and operation. The optimizer's options and state, and
     so its checkpoints, stay as they are without. Fused kernels read a parameter, its gradient and its state as one
     flat piece of memory, so each update is looked at first: what lies otherwise in memory than its parameter, is
-    sparse, has gaps or shares memory goes the ordinary way. Subclasses and optimizers by others are left alone.
+    sparse, has gaps or shares memory goes the ordinary way. So do parameters that SGD has in 16 bits on a CPU, most of
+    which torch's kernel leaves as they were (up to 2.13). Subclasses and optimizers by others are left alone.
     """
 
     name = "fused_optimizer"

@@ -114,7 +114,7 @@ class Updates:
 
     def __init__(self, kernel: str, leaves: Callable[[str], None]) -> None:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        self._guard = Guard({device for device, key in _KEYS.items() if has_kernel(f"aten::{kernel}", key)})
+        self._guard = Guard({device for device, key in _KEYS.items() if has_kernel(f"aten::{kernel}", key)}, kernel)
         self._counts = kernel != "_fused_sgd_"
         self._tensor_lr = kernel != "_fused_adagrad_"
         self._leaves = leaves
