@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
+import torch
 
 from hasten.techniques import Choices, Refusal
+from hasten.techniques.memory import zero_pages
 from hasten.techniques.memory.set_to_none import SetToNone
 from tests.techniques.conftest import FLAGS, Train, evidence_of, identical
 
@@ -115,6 +118,37 @@ def test_gradients_are_handed_over_and_not_added(train: Train) -> None:
     plain, changed = train(made), train(made, set_to_none=True)
     assert plain.left["seen"] == [[], *[[False]] * 4]
     assert changed.left["seen"] == [[], *[[True]] * 4]
+
+
+def test_zeros_take_no_memory_until_they_are_touched(train: Train) -> None:
+    made = script(
+        setup="from hasten.techniques.memory.zero_pages import is_untouched",
+        between="g = model.middle.weight.grad; seen.append(g is not None and [is_untouched(g.data_ptr(), g.nbytes), "
+        "g.any().item(), is_untouched(g.data_ptr(), g.nbytes)]); del g",
+    )
+    changed = train(made, set_to_none=True)
+    assert changed.left["seen"] == [False, *[[True, False, False]] * 4], changed.err
+
+
+@pytest.mark.parametrize("size", [1, 4096, 4097, 1 << 20])
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+def test_every_write_to_such_zeros_is_seen(size: int, place: float) -> None:
+    like = torch.zeros(size, dtype=torch.int8)
+    zeros = zero_pages.zeros_like(like)
+    assert zeros.dtype is torch.int8
+    assert zeros.shape == (size,)
+    assert zero_pages.is_untouched(zeros.data_ptr(), size)
+    zeros.numpy()[round(place * (size - 1))] = 1  # no new version
+    assert not zero_pages.is_untouched(zeros.data_ptr(), size)
+
+
+def test_a_fork_sees_its_own_pages() -> None:
+    zeros = zero_pages.zeros_like(torch.zeros(1 << 20))
+    if not (child := os.fork()):
+        zeros[5] = 1.0
+        os._exit(not zero_pages.is_untouched(zeros.data_ptr(), zeros.nbytes))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert zero_pages.is_untouched(zeros.data_ptr(), zeros.nbytes)
 
 
 @pytest.mark.parametrize(

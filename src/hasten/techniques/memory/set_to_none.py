@@ -11,21 +11,24 @@ from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques import onlookers
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.memory import zero_pages
 from hasten.techniques.replaced import Replaced
 
 _LARGE = 1 << 20  # elements: smaller ones are added in the cache, and to allocate them all costs as much
-_Zeros = tuple[Any, Any, int]
-"""A parameter and its gradient, by weak references, and the gradient's version when it was filled with zeros."""
+_Zeros = tuple[Any, Any, int, int]
+"""A parameter and its gradient, by weak references; of that gradient, when it became zeros: the version, and where
+its memory begins if that is pages which nobody has touched, else 0."""
 
 
 class SetToNone(Technique):
     """Large gradients that `zero_grad(set_to_none=False)` filled with zeros are dropped as the backward begins.
 
     The backward then hands its own gradient over instead of reading and adding to zeros. To the script gradients are
-    zeros as before: those that the backward leaves without one are zeros again behind it. A gradient is dropped only
-    where nothing but its parameter holds it (no view of a flat buffer, no variable) and it still is zeros; with
-    hooks inside the backward, or functions of the script's own, none is. What changes is the sign of some zeros:
-    0.0 + -0.0 is 0.0.
+    zeros as before, in memory that is filled only when somebody touches it (on Linux); those that the backward leaves
+    without one are zeros again behind it. A gradient is dropped only where nothing but its parameter holds it (no view
+    of a flat buffer, no variable) and it still is zeros; with hooks inside the backward, or functions of the script's
+    own, none is. What changes is the sign of some zeros: 0.0 + -0.0 is 0.0. Gradients on a GPU are left alone: to see
+    that they are zeros still would wait for it.
     """
 
     name = "set_to_none"
@@ -33,7 +36,7 @@ class SetToNone(Technique):
     relieves = Resource.OPTIMIZER
     sources = ("Lin, tip 14", "Kuhn, tip 10")
     liveness = Liveness.STEP
-    acts_on = "a gradient of 2^20 elements or more that is filled with zeros"
+    acts_on = "a gradient of 2^20 elements or more, on a CPU, that is filled with zeros"
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -42,6 +45,8 @@ class SetToNone(Technique):
             return Refusal("gradients are set to None already, torch's default")
         if evidence.flags.missing_gradients:
             return Refusal("some parameters got no gradient in some step: zeros and None differ for them")
+        if any(model.device == "cuda" for model in evidence.models):
+            return Refusal("on a GPU, to see that gradients are zeros still would wait for it")
         return Choices((True,), f"gradients are filled with zeros at {evidence.flags.zeroed_gradients}")
 
     def __init__(self, setting: Setting) -> None:
@@ -89,18 +94,35 @@ class SetToNone(Technique):
 
     def _noting(self, plain: Any) -> Any:
         def zero_grad(this: Any, set_to_none: bool = True) -> None:
-            plain(this, set_to_none)
-            if not set_to_none and self.active and not self._onlooker:
-                self._note(_parameters(this))
+            if set_to_none or not self.active or self._onlooker:
+                plain(this, set_to_none)
+                return
+            large = [one for one in _parameters(this) if one.numel() >= _LARGE and one.grad is not None]
+            pages = [(one, zeros) for one in large if (zeros := self._in_pages(one)) is not None]
+            for parameter, _ in pages:
+                parameter.grad = None  # nothing to fill
+            try:
+                plain(this, set_to_none)
+            finally:
+                for parameter, zeros in pages:
+                    parameter.grad = zeros
+            self._note(large, {id(parameter) for parameter, _ in pages})
 
         return zero_grad
 
-    def _note(self, parameters: Iterable[Any]) -> None:
+    def _in_pages(self, parameter: Any) -> Any:
+        """Return zeros to take the place of a parameter's gradient; None where it has to be filled itself."""
+        if not _as_new(parameter, parameter.grad) or _holders(parameter.grad) != self._alone:
+            return None
+        return zero_pages.zeros_like(parameter)
+
+    def _note(self, large: Iterable[Any], in_pages: set[int]) -> None:
         """Note the large gradients that are zeros now."""
         self._zeros = [one for one in self._zeros if one[1]() is not None]
-        for parameter in parameters:
-            if parameter.numel() >= _LARGE and (gradient := parameter.grad) is not None:
-                self._zeros.append((weakref.ref(parameter), weakref.ref(gradient), gradient._version))
+        for parameter in large:
+            if (gradient := parameter.grad) is not None and gradient.device.type == "cpu":
+                address = gradient.data_ptr() if id(parameter) in in_pages else 0
+                self._zeros.append((weakref.ref(parameter), weakref.ref(gradient), gradient._version, address))
 
     def backward(self, call: Call) -> Call:
         """Drop zeros before it, and put them back where it brought no gradient."""
@@ -136,7 +158,7 @@ class SetToNone(Technique):
             self.let_go(f"{self._onlooker} can see gradients inside the backward")
         return bool(self._onlooker)
 
-    def _dropped(self, parameter: Any, gradient: Any, version: int) -> Any:
+    def _dropped(self, parameter: Any, gradient: Any, version: int, address: int) -> Any:
         """Drop a parameter's gradient and return the parameter; None where it may be no zeros, or others hold it."""
         parameter = parameter()
         if parameter is None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -145,7 +167,7 @@ class SetToNone(Technique):
             return None
         if not _as_new(parameter, parameter.grad) or _holders(parameter.grad) != self._alone:
             return None
-        if not _is_zero(parameter.grad):
+        if not _is_zero(parameter.grad, address):
             return None
         parameter.grad = None
         return parameter
@@ -163,6 +185,7 @@ def _as_new(parameter: Any, gradient: Any) -> bool:
     return bool(
         type(gradient) is torch.Tensor
         and gradient.layout is torch.strided
+        and gradient.device.type == "cpu"
         and (gradient.dtype, gradient.shape) == (parameter.dtype, parameter.shape)
         and gradient.is_contiguous()
         and parameter.is_contiguous()
@@ -171,13 +194,16 @@ def _as_new(parameter: Any, gradient: Any) -> bool:
     )
 
 
-def _is_zero(gradient: Any) -> bool:
+def _is_zero(gradient: Any, address: int) -> bool:
     """Whether all elements are zeros still: what is written through `.data` or NumPy leaves no trace in the version.
 
-    One pass over the memory, of the three that dropping saves. Bits are added up as integers, the fastest sum.
+    Of pages that were touched, and elsewhere, this is one pass over the memory, of the three that dropping saves. Bits
+    are added up as integers, the fastest sum.
     """
     import torch
 
+    if address and gradient.data_ptr() == address and zero_pages.is_untouched(address, gradient.nbytes):
+        return True
     flat, size = gradient.view(-1), gradient.element_size()
     if size * flat.numel() % 8 or size * flat.storage_offset() % 8:
         return not bool(flat.any())

@@ -129,8 +129,8 @@ class SpentGradient(torch.Tensor):
 
 _MEANS = {
     "aten::add_": "a second backward adds to a gradient (accumulation, two losses, or no zero_grad before it)",
-    "aten::zero_": "gradients are set to zero in place, not to None (the technique set_to_none changes that)",
-    "aten::_foreach_zero_": "gradients are set to zero in place, not to None (the technique set_to_none changes that)",
+    "aten::zero_": "gradients are set to zero in place, not to None (`zero_grad()` without set_to_none=False)",
+    "aten::_foreach_zero_": "gradients are set to zero in place, not to None (`zero_grad()` without set_to_none=False)",
 }
 
 
