@@ -5,7 +5,7 @@ Runs the trainings of `exact/trainings.py` plain and under plans, in step (`hast
 
     python benchmarks/exactness.py            all rows: about an hour on two cores
     python benchmarks/exactness.py --quick    each technique alone, and each pair of techniques once
-    python benchmarks/exactness.py --minutes 40    the rows that begin within this time; others keep their last result
+    python benchmarks/exactness.py --minutes 40    what begins within this time, new and oldest first; others stay
     python benchmarks/exactness.py --new      only rows that `results/exactness.json` does not have yet
 """
 
@@ -28,10 +28,10 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.exact import step_rows, trainer_rows
+from benchmarks.exact import flag_rows, step_rows, trainer_rows
 from benchmarks.exact.cover import pairs_of
 from benchmarks.exact.page import page
-from benchmarks.exact.rows import ELSEWHERE, SETTINGS, Row, alone, covering, on_files
+from benchmarks.exact.rows import ELSEWHERE, SETTINGS, Row, alone, covering, for_memory, on_files
 from hasten.check.checked import Checked
 from hasten.check.options import WitnessOptions
 from hasten.check.run import check_plan
@@ -134,6 +134,7 @@ def rows(quick: bool) -> list[tuple[str, Row]]:
     among = pairs_of(eager) if quick else None
     chosen += [("pairs", row) for row in covering(eager, among=among)]
     chosen += [("on files", row) for row in on_files(eager if quick else SETTINGS)]
+    chosen += [("for memory", row) for row in for_memory(eager if quick else SETTINGS)]
     with_compile = {pair for pair in pairs_of(list(SETTINGS)) if "compile" in pair}
     if not quick:
         every = {pair for row in covering(list(SETTINGS), seed=1) for pair in pairs_of(row.features())}
@@ -170,6 +171,7 @@ def tasks_of(quick: bool) -> list[Task]:
         techniques = (*row.plan, *(name for name in row.flags if name in trainer_rows.TECHNIQUES))
         chosen.append(Task("trainer", training, techniques, functools.partial(_told, _check_trainer, row)))
     chosen += [Task("apart", row.training, (row.apart,), row.compare) for row in step_rows.rows()]
+    chosen += [Task("flags", row.training, (), row.compare) for row in flag_rows.rows()]
     return chosen
 
 
@@ -194,6 +196,9 @@ def measure(before: Mapping[str, Any], quick: bool, new: bool, jobs: int, until:
     found: dict[Key, Any] = {(row["kind"], row["training"], frozenset(row["plan"])): row for row in known}
     tasks = tasks_of(quick)
     chosen = [task for task in tasks if not (new and task.key in found)]
+    # First those that are new or parted, then those whose check is the oldest: there may not be time for all.
+    kept = {key: row["on"] for key, row in found.items() if row["ok"]}
+    chosen.sort(key=lambda task: kept.get(task.key, ""))
     with tempfile.TemporaryDirectory(prefix="hx") as folder:
         children = []
         for _ in range(jobs):

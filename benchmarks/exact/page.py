@@ -6,15 +6,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from benchmarks.exact.flag_rows import IN_NO_ROW
 from benchmarks.exact.rows import ELSEWHERE, ON_FILES, SETTINGS, TRAJECTORY
 from hasten.techniques import CATALOGUE
 
 
 def page(results: dict[str, Any]) -> str:
     """The page from the results."""
-    scripts = [row for row in results["rows"] if row["kind"] not in ("trainer", "apart")]
+    scripts = [row for row in results["rows"] if row["kind"] not in ("trainer", "apart", "flags")]
     trainers = [row for row in results["rows"] if row["kind"] == "trainer"]
     apart = [row for row in results["rows"] if row["kind"] == "apart"]
+    flags = [row for row in results["rows"] if row["kind"] == "flags"]
     days = Counter(row["on"] for row in results["rows"])
     checked = ", ".join(f"{count} on {day}" for day, count in sorted(days.items()))
     lines = [_HEAD.format(rows=len(scripts), checked=checked, **results["machine"])]
@@ -26,6 +28,7 @@ def page(results: dict[str, Any]) -> str:
     lines += ["", "## Row by row", "", *_rows(scripts)]
     lines += ["", "## The Trainer's flags", "", _TRAINER, "", *_rows(trainers)]
     lines += ["", "## Steps that the Trainer takes apart", "", _APART, "", *_apart(apart)]
+    lines += ["", "## Flags beside each other", "", _FLAGS, "", *_apart(flags), "", *_no_row()]
     lines += ["", "## Another optimisation path", "", _TRAJECTORY, "", *_trajectories()]
     return "\n".join(lines) + "\n"
 
@@ -101,12 +104,20 @@ def _rows(rows: list[Any]) -> list[str]:
 
 def _apart(rows: list[Any]) -> list[str]:
     ways = list(rows[0]["off"]) if rows else []
-    lines = ["| flag | training | steps | " + " | ".join(ways) + " | answer |", "|---" * (len(ways) + 4) + "|"]
+    named = any(row["plan"] for row in rows)
+    lines = ["| flag " * named + "| training | steps | " + " | ".join(ways) + " | answer |"]
+    lines.append("|---" * (len(ways) + 3 + named) + "|")
     for row in rows:
         off = " | ".join("equal" if row["off"][way] == 0 else f"{row['off'][way]:.0e}" for way in ways)
         answer = "kept" if row["ok"] else "parts"
-        lines.append(f"| {_coded(row['plan'])} | {row['training']} | {row['steps']} | {off} | {answer} |")
+        flag = f"| {_coded(row['plan'])} " * named
+        lines.append(f"{flag}| {row['training']} | {row['steps']} | {off} | {answer} |")
     return lines
+
+
+def _no_row() -> list[str]:
+    lines = ["| flag that is in no row | why |", "|---|---|"]
+    return lines + [f"| `{name}` | {why} |" for name, why in IN_NO_ROW.items()]
 
 
 def _trajectories() -> list[str]:
@@ -135,7 +146,7 @@ training. Here it is held to it on {rows} small trainings, which together put ev
 beside every kind of model, optimizer, data set and loop below that it can meet: convolutions with BatchNorm and
 dropout, recurrence, attention with tied weights, sparse embeddings; SGD, Adam, AdamW, Adagrad, LBFGS, closures, two
 optimizers; clipping, accumulation, schedules, zeroed gradients, averaged weights, anomaly detection, validation that
-builds graphs; augmentation that draws from Python, NumPy and torch; folders of image files.
+builds graphs; augmentation that draws from Python, NumPy and torch; folders of image files; logits of 11,500 classes.
 
 Each row runs the training plain and under the plan, in step, over two epochs of six batches with validation and a
 saved file after each, on one thread, and compares at each step: samples, losses, gradients, weights, buffers, optimizer
@@ -155,11 +166,15 @@ weights, and with two optimizers by hand. In these rows every flag meets every o
 module."""
 
 _APART = """`microbatch` computes a batch in parts, and `optimizer_in_backward` steps parameters within the backward:
-flags of the Trainer, no techniques. Here each is held against the same Trainer without it, in double precision
+flags of the Trainer, not of its plan. Here each is held against the same Trainer without it, in double precision
 (`precision="64-true"`), over two epochs: how far weights and optimizer states are apart at the end, as a share of the
 largest number of their tensor. `microbatch` (3 of 8 samples) adds up in another order and may differ by 1e-9, with
 dropout off and BatchNorm at rest; `optimizer_in_backward` must be equal to the bit. Gone on with: from a checkpoint
 behind the first epoch."""
+
+_FLAGS = """Two epochs under several flags, against the second of them gone on with from the checkpoint that the first
+left: weights, buffers, optimizers, schedules, averages and counts at the end must be equal to the bit. Every value
+below meets every other, every module and every optimizer, where both can be on together."""
 
 _TRAJECTORY = """These change the optimisation path on purpose (effect `trajectory`), so there is nothing to be equal
 to: `hasten check` leaves them out and says so, and `hasten tune` takes them only with a quality target, which whole

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.exact.cover import Pair, cover, pairs_of
-from benchmarks.exact.trainings import DATA, EXTRAS, FILES, MODELS, OPTIMIZERS, training
+from benchmarks.exact.trainings import DATA, EXTRAS, FILES, MANY_CLASSES, MODELS, OPTIMIZERS, training
 from hasten.techniques import CATALOGUE
 
 SETTINGS: dict[str, Any] = {
@@ -29,14 +29,15 @@ SETTINGS: dict[str, Any] = {
 }
 ON_FILES: dict[str, Any] = {"read_ahead": 2}
 """Techniques that act on folders of files only: they meet the others in rows of their own."""
+FOR_MEMORY: dict[str, Any] = {"chunked_loss": True, "optimizer_in_backward": True}
+"""Techniques that act on few of the trainings above, so in rows of their own: those with many classes, and those that
+do nothing to gradients between a backward and its step."""
 ELSEWHERE = {
     "allocator": "acts when a process starts: compared in processes of its own",
     "pin_memory": "needs a GPU",
     "device_prefetch": "needs a GPU",
     "cudnn_benchmark": "needs a GPU",
     "activation_offload": "needs a GPU; its copies on a CPU: see `tests/techniques/test_activation_offload.py`",
-    "chunked_loss": "acts on millions of logits: see `tests/techniques/test_chunked_loss.py`",
-    "optimizer_in_backward": "clipping and accumulation end in an error: see `tests/check/test_in_backward.py`",
 }
 TRAJECTORY = {
     "lr_scale": "the script with that learning rate written in it: equal to the bit, beside other techniques as well",
@@ -94,6 +95,10 @@ def acts(technique: str, model: str, optimizer: str, data: str, extras: Iterable
         "channels_last": model == "convolutions",
         "attention": model == "attention",
         "activation_checkpointing": model == "attention",
+        "chunked_loss": MANY_CLASSES in extras,
+        # Several optimizers and closures it leaves alone; the rest would end in an error.
+        "optimizer_in_backward": optimizer in ("sgd", "adamw", "adagrad")
+        and not {"clipping", "accumulation", "zeros"} & set(extras),
     }
     return needs.get(technique, True)
 
@@ -104,6 +109,8 @@ def fits(model: str, optimizer: str, extras: Iterable[str]) -> bool:
         return False
     if model == "sparse" and {"clipping", "zeros"} & set(extras):
         return False  # norms and zeros of sparse gradients are no part of torch's optimizers
+    if MANY_CLASSES in extras and model not in ("recurrence", "attention", "sparse"):
+        return False
     return not (optimizer in ("closure", "lbfgs") and "accumulation" in extras)
 
 
@@ -139,24 +146,44 @@ def on_files(techniques: Iterable[str]) -> list[Row]:
     return rows
 
 
-def _throw(draw: random.Random, techniques: list[str], kinds: list[str]) -> Row | None:
+def for_memory(techniques: Iterable[str]) -> list[Row]:
+    """Return rows in which techniques of `FOR_MEMORY` meet each other and everything else that they can."""
+    chosen, extras, data = list(techniques), [*EXTRAS, MANY_CLASSES], list(DATA | FILES)
+    eager = [name for name in chosen if name != "compile"]
+    parts = Row.features_of(MODELS, OPTIMIZERS, data, extras)
+    rows = list(alone(FOR_MEMORY, extras=extras))
+    for more in ([], *([name] for name in chosen if name == "compile")):
+        together = sorted([*eager, *more, *ON_FILES, *FOR_MEMORY], key=list(CATALOGUE).index)
+        met = more or [*parts, *eager, *ON_FILES, *FOR_MEMORY]
+        among = {pair for name in FOR_MEMORY for other in met for pair in pairs_of([name, other])}
+
+        def throw(draw: random.Random, techniques: list[str] = together) -> Row | None:
+            row = _throw(draw, techniques, data, extras)
+            beside = row is not None and {"read_ahead", "loader_workers"} <= row.plan.keys()
+            return None if beside else row  # read_ahead does nothing there
+
+        rows += cover(throw, among=among)
+    return rows
+
+
+def _throw(draw: random.Random, techniques: list[str], kinds: list[str], loops: Iterable[str] = EXTRAS) -> Row | None:
     model, optimizer, data = draw.choice(list(MODELS)), draw.choice(list(OPTIMIZERS)), draw.choice(kinds)
-    extras = tuple(extra for extra in EXTRAS if draw.random() < 0.5)
+    extras = tuple(extra for extra in loops if draw.random() < 0.5)
     if not fits(model, optimizer, extras):
         return None
     on = [name for name in techniques if acts(name, model, optimizer, data, extras) and draw.random() < 0.8]
-    settings = {**SETTINGS, **ON_FILES, "allocator": "glibc"}
+    settings = {**SETTINGS, **ON_FILES, **FOR_MEMORY, "allocator": "glibc"}
     if data == "augmented files":
         settings["sample_cache"] = "decoded"  # whole samples differ
     return Row(model, optimizer, data, extras, {name: settings[name] for name in on}) if on else None
 
 
-def alone(techniques: Iterable[str], data: Iterable[str] = DATA) -> Iterator[Row]:
+def alone(techniques: Iterable[str], data: Iterable[str] = DATA, extras: Iterable[str] = EXTRAS) -> Iterator[Row]:
     """Give each technique by itself on a training where it acts."""
     draw = random.Random(1)
     for name in techniques:
         while True:
-            row = _throw(draw, [name], list(data))
+            row = _throw(draw, [name], list(data), list(extras))
             if row is not None and name in row.plan:
                 yield row
                 break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,14 @@ class StepRow:
                 "saved plain, gone on with it": self._fit(folder, apart, "there", "plain half"),
                 "saved with it, gone on plain": self._fit(folder, {}, "back", "apart half"),
             }
-        off = {way: _largest_gap(plain, end) for way, end in ends.items()}
+        off = {way: largest_gap(plain, end) for way, end in ends.items()}
         kept = all(gap <= BOUNDS[self.apart] for gap in off.values())
         return {"ok": kept, "plan": [self.apart], "steps": plain["global_step"], "off": off}
 
     def _fit(self, folder: Path, more: dict[str, Any], name: str, goes_on: str = "") -> dict[str, Any]:
         """Train in double precision, saving in the middle; return the checkpoint of its end."""
         module, train, held_out = TrainerRow(self.module, self.optimizer, {}, {}).fit()
-        callbacks: list[Any] = [_Half(folder / f"{name} half.ckpt")]
+        callbacks: list[Any] = [Half(folder / f"{name} half.ckpt")]
         if self.apart == "microbatch":
             callbacks.append(_Resting())
         trainer = hasten.Trainer(
@@ -97,7 +97,7 @@ class StepRow:
         return read(folder / f"{name}.ckpt")
 
 
-class _Half(hasten.callbacks.Callback):
+class Half(hasten.callbacks.Callback):
     """Saves when the first epoch is over."""
 
     def __init__(self, path: Path) -> None:
@@ -108,9 +108,16 @@ class _Half(hasten.callbacks.Callback):
             trainer.save_checkpoint(self._path)
 
 
-def _largest_gap(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Return how far weights and optimizer states are apart at most, as a share of the largest number of the tensor."""
-    compared = ("state_dict", "optimizer_states")
+def largest_gap(
+    one: Mapping[str, Any], other: Mapping[str, Any], compared: Iterable[str] = ("state_dict", "optimizer_states")
+) -> float:
+    """Return how far tensors of two checkpoints are apart at most, as a share of the largest number of each.
+
+    Args:
+        one: A checkpoint.
+        other: Another.
+        compared: Their parts whose tensors count.
+    """
     first, second = (dict(_tensors({name: kept[name] for name in compared})) for kept in (one, other))
     if first.keys() != second.keys():
         return float("inf")
@@ -118,7 +125,8 @@ def _largest_gap(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     for name, tensor in first.items():
         size = max(float(tensor.abs().max()), 1e-30) if tensor.numel() else 1.0
         same = torch.equal(tensor, second[name])  # also of infinities
-        gaps.append(0.0 if same else float((tensor.double() - second[name].double()).abs().max()) / size)
+        gap = 0.0 if same else float((tensor.double() - second[name].double()).abs().max()) / size
+        gaps.append(gap if gap == gap else float("inf"))  # NaN would be less than any
     return max(gaps)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +27,21 @@ TECHNIQUES: dict[str, Any] = {
     "attention": "math",
     "compile": "default",
 }
+OF_GRADIENTS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "microbatch")
+"""Flags that need gradients behind the backward, so not beside `optimizer_in_backward`."""
 OF_A_PLAN = ("sample_cache", "loader_workers", "attention")
 FLAGS: dict[str, Any] = {
     "accumulate_grad_batches": 2,
+    "microbatch": 3,
+    "optimizer_in_backward": True,
     "gradient_clip_val": 0.5,
     "gradient_clip_algorithm": "value",
     "deterministic": True,
     "detect_anomaly": True,
     "val_check_interval": 3,
+    "check_val_every_n_epoch": 2,
+    "overfit_batches": 5,
+    "callbacks": "EMA",
     "inference_mode": False,
     "checkpoint_format": "torch",
     "background_saves": False,
@@ -155,18 +162,24 @@ class TrainerRow:
     def trainer(self, **more: Any) -> hasten.Trainer:
         """Make the Trainer."""
         plan = hasten.Plan(self.plan) if self.plan else None
-        return hasten.Trainer(**self.flags, plan=plan, max_epochs=4, enable_progress_bar=False, logger=False, **more)
+        flags = self.flags | {"callbacks": callbacks_of(self.flags)}
+        return hasten.Trainer(**flags, plan=plan, max_epochs=4, enable_progress_bar=False, logger=False, **more)
 
-    def fit(self) -> tuple[Any, Any, Any]:
+    def fit(self, samples: int = 96) -> tuple[Any, Any, Any]:
         """Make the module and its loaders."""
         torch.manual_seed(3)
         if self.module == "text":
-            x = torch.randint(0, 40, (96, 8))
+            x = torch.randint(0, 40, (samples, 8))
             data = TensorDataset(x, x.roll(-1, 1))
         else:
-            x = torch.randn(96, 3, 10, 10) if self.module == "images" else torch.randn(96, 20)
-            data = TensorDataset(x, torch.randint(0, 5, (96,)))
+            x = torch.randn(samples, 3, 10, 10) if self.module == "images" else torch.randn(samples, 20)
+            data = TensorDataset(x, torch.randint(0, 5, (samples,)))
         return MODULES[self.module](self.optimizer), DataLoader(data, 8, shuffle=True), DataLoader(data, 16)
+
+
+def callbacks_of(flags: Mapping[str, Any]) -> list[Any]:
+    """Return the callbacks that the flags of a row name."""
+    return [hasten.callbacks.EMA(decay=0.9)] if flags.get("callbacks") == "EMA" else []
 
 
 def covering(
@@ -195,11 +208,13 @@ def _throw(draw: random.Random, techniques: list[str], flags: list[str]) -> Trai
     on -= {draw.choice(["batched_fetch", "sample_cache"])}  # both act on the same fetch
     given = {name for name in flags if draw.random() < 0.5}
     if module == "game":
-        given -= {"accumulate_grad_batches", "gradient_clip_val"}  # automatic optimization's
+        given -= {*OF_GRADIENTS, "optimizer_in_backward"}  # automatic optimization's
+    if optimizer == "lbfgs":
+        given -= {"accumulate_grad_batches", "microbatch", "optimizer_in_backward"}
+    if "optimizer_in_backward" in given:
+        given -= set(OF_GRADIENTS)
     if "gradient_clip_val" not in given:
         given -= {"gradient_clip_algorithm"}
-    if optimizer == "lbfgs":
-        given -= {"accumulate_grad_batches"}
     as_flags = {name: FLAGS[name] for name in flags if name in given}
     as_flags |= {name: TECHNIQUES[name] for name in techniques if name in on and name not in OF_A_PLAN}
     return TrainerRow(module, optimizer, as_flags, {name: TECHNIQUES[name] for name in OF_A_PLAN if name in on})

@@ -214,6 +214,9 @@ FILES = {
 
 # A gradient so large that zeros in it are worth dropping.
 WIDE = "nn.Linear(32, 33000), nn.Tanh(), nn.AdaptiveAvgPool1d(32)"
+# Logits of 2.2 million numbers, of which a loss by rows takes hold; for models that have 40 classes.
+MANY = 11_500
+MANY_CLASSES = "many classes"
 EXTRAS = ("clipping", "accumulation", "zeros", "schedule", "graphs in validation", "anomaly", "ema")
 
 
@@ -230,6 +233,10 @@ def training(
     zero = "set_to_none=False" if "zeros" in extras else ""
     if zero:
         built = built.replace("nn.Linear(32, 32)", WIDE)
+    if MANY_CLASSES in extras:
+        tensors = tensors.replace("randint(0, 40,", f"randint(0, {MANY},")
+        built = built.replace("Embedding(40,", f"Embedding({MANY},").replace(", 40)", f", {MANY})")
+        built = built.replace(", 40,", f", {MANY},")
     every = 2 if "accumulation" in extras else 1
     clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)" if "clipping" in extras else "pass"
     step = f"""

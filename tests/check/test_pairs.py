@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from benchmarks.exact.cover import pairs_of
-from benchmarks.exact.rows import ON_FILES, SETTINGS, Row, alone, covering, on_files
-from benchmarks.exact.trainings import FILES
+from benchmarks.exact.rows import ON_FILES, SETTINGS, Row, alone, covering, for_memory, on_files
+from benchmarks.exact.trainings import EXTRAS, FILES, MANY_CLASSES
 from tests.check.conftest import Check
 from tests.check.test_check import said
 
@@ -34,10 +36,16 @@ def test_what_acts_on_folders_of_files_keeps_its_word(check: Check, row: Row) ->
     keeps_its_word(check, row)
 
 
+@pytest.mark.timeout(300)
+def test_a_loss_over_many_classes_keeps_its_word(check: Check) -> None:
+    keeps_its_word(check, next(alone(["chunked_loss"], extras=[*EXTRAS, MANY_CLASSES])))
+
+
 @pytest.mark.slow  # a check for each row; which they are takes seconds to find, so not when tests are collected
 @pytest.mark.timeout(3000)
-def test_it_does_beside_every_other_technique(check: Check) -> None:
-    for row in on_files(EAGER):
+@pytest.mark.parametrize("rows", [on_files, for_memory], ids=lambda rows: rows.__name__)
+def test_these_do_beside_every_other_technique(check: Check, rows: Callable[[list[str]], list[Row]]) -> None:
+    for row in rows(EAGER):
         keeps_its_word(check, row)
 
 

@@ -50,7 +50,7 @@ def test_compile_beside_each_technique_keeps_its_word(tmp_path: Path) -> None:
 
 
 def test_every_flag_of_the_rows_is_one_of_the_trainer() -> None:
-    hasten.Trainer(**{**FLAGS, "logger": False, "enable_progress_bar": False})
+    TrainerRow("table", "adamw", FLAGS, {}).trainer()
 
 
 class Doubled(Table):
