@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hasten.check.noise import without_noise
 from hasten.errors import HastenError, is_out_of_memory
 from hasten.trainer.batches import tensors
 from hasten.trainer.errors import misconfigured
@@ -195,7 +196,8 @@ class _Parts:
         Raises:
             HastenError: They do not add up.
         """
-        found = self._found(batch, gradients and not self._trainer.engine.optimizing.skips_backward)
+        with without_noise():  # under which `hasten check` runs a training to learn its rounding
+            found = self._found(batch, gradients and not self._trainer.engine.optimizing.skips_backward)
         if found.wrong:
             over = "samples" if self._terms is None else "what loss_terms counts"
             raise misconfigured(
