@@ -263,7 +263,7 @@ def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.is_floating_point():
         same = (one - other).abs() <= 1e-5 * one[1].abs()
         return bool((same | (one.isnan() & other.isnan())).all())
-    return bool(one == other)
+    return torch.equal(one, other)
 
 
 def _casts() -> Callable[[], contextlib.AbstractContextManager[Any]]:
