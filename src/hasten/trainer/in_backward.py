@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten.errors import HastenError
-from hasten.techniques.memory.step_in_backward import OneByOne, tensors_of, why_not
+from hasten.techniques.memory import step_in_backward as stepping
+from hasten.techniques.memory.step_in_backward import OneByOne, in_order, tensors_of, why_not
 from hasten.techniques.memory.weights_at_rest import AtRest
 
 if TYPE_CHECKING:
@@ -43,11 +44,13 @@ def step_in_backward(
     ]
 
     def watched(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        states = len(optimizer.state)
         stepper.at_rest.begin()
         try:
             backward(loss, *args, **kwargs)
         finally:
             stepper.at_rest.end()
+        in_order(optimizer, states)
 
     return handles, watched
 
@@ -73,10 +76,14 @@ class _Stepper:
         if self._of_step != self._progress.global_step:
             self._of_step = self._progress.global_step
             self._one_by_one.begin()
+            if stepping.looked_into is not None:
+                stepping.looked_into.clear()
         if parameter.grad is None or not self._one_by_one.has(parameter):
             return
         self._once(parameter)
         with self.at_rest.of_our_own():
+            if stepping.looked_into is not None:  # `Trainer.check` compares what is gone when it looks
+                stepping.looked_into[id(parameter)] = parameter.detach().clone(), parameter.grad.clone()
             self._one_by_one.step(parameter)
             parameter.grad = None
             self.at_rest.add(parameter, *tensors_of(self._optimizer.state.get(parameter)))

@@ -233,7 +233,8 @@ class Stepped:
         try:
             return plain()
         finally:
-            self._in_order()
+            if self.pending:
+                in_order(self._optimizer, self._states)
             self.pending, self._done = False, {}
             for parameter, gradient in spent:
                 parameter.grad = gradient
@@ -265,17 +266,6 @@ class Stepped:
         if self.pending:
             raise failure("the optimizer's state is saved or loaded between a backward and its step")
 
-    def _in_order(self) -> None:
-        """Put states that this step has made in the order of the parameters, as they lie in a checkpoint."""
-        state = self._optimizer.state
-        new = list(state)[self._states :] if self.pending else []
-        if len(new) > 1:
-            made = {id(parameter) for parameter in new}
-            for group in self._optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) in made:
-                        state[parameter] = state.pop(parameter)
-
     def _begin(self) -> bool:
         """Look, before the first parameter of a step is stepped, whether it may be; return whether it may."""
         with self._begins:
@@ -301,6 +291,17 @@ class Stepped:
             self._done[id(parameter)] = done = _Done(parameter)
             parameter.grad = done.stand_in
             self._at_rest.add(parameter, *tensors_of(self._optimizer.state.get(parameter)))
+
+
+def in_order(optimizer: Any, before: int) -> None:
+    """Put states beyond the first `before`, made by a step, in the order of the parameters, as torch saves them."""
+    state = optimizer.state
+    if len(state) > before + 1:
+        made = {id(parameter) for parameter in list(state)[before:]}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in made:
+                    state[parameter] = state.pop(parameter)
 
 
 class _Done:
