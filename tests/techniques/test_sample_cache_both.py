@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.techniques.conftest import Train
+from tests.techniques.conftest import Train, identical
 from tests.techniques.test_sample_cache import IMAGES, NOT_LOOKED_OVER, compared
 
 BOTH = f"""
@@ -73,3 +73,16 @@ def test_a_sample_that_is_made_again_is_made_of_the_file_and_not_of_what_was_dec
     plain, changed = compared(train, script, "both")
     assert plain == 3 * (12 + 12)
     assert changed == plain
+
+
+@pytest.mark.parametrize("plan", [{"loader_workers": 2}, {"read_ahead": 2}], ids=str)
+def test_both_beside_other_techniques_of_loading_changes_no_bit(train: Train, plan: dict[str, int]) -> None:
+    script = f"""{IMAGES}{BOTH}
+    augmented = Images("images", augment={"read_ahead" in plan})  # workers draw other numbers
+    datasets = (augmented, Plain(), Subset(Plain(), [3, 1, 2, 2, 5]))
+    fit([DataLoader(data, 4, shuffle=True) for data in datasets], epochs=4)
+    """
+    plain, changed = train(script), train(script, **plan, sample_cache="both")
+    assert plain.code == changed.code == 0, changed.err
+    assert plain.left.pop("read") > changed.left.pop("read")
+    assert identical(plain.left, changed.left)
