@@ -52,6 +52,7 @@ def split_layers(module: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh, w
     from torch.distributed.tensor.parallel import parallelize_module
 
     from hasten.parallel.fsdp import as_on_rank_0
+    from hasten.parallel.unsplit import hooks_of, remember
 
     if (before := vars(module).get(_MESH)) is not None:
         if before != mesh:
@@ -63,6 +64,7 @@ def split_layers(module: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh, w
     _refuse(module, plan, mesh["group"].size())
     as_on_rank_0(module, world)
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    hooks = hooks_of(module)
     for path, style in plan.items():
         for name, part in matched(module, path):
             _watch_sizes(name, part, style, mesh["group"].size())
@@ -71,6 +73,7 @@ def split_layers(module: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh, w
     for name, parameter in module.named_parameters():
         if name in frozen:  # SequenceParallel builds parameters that require gradients
             parameter.requires_grad_(False)
+    remember(module, hooks)
     vars(module)[_MESH] = mesh  # not as a part of it
 
 
@@ -101,8 +104,13 @@ def _refuse(module: nn.Module, plan: Mapping[str, Any], size: int) -> None:
 def _refuse_layer(path: str, part: nn.Module, kind: str, size: int) -> None:
     if not isinstance(part, nn.Linear | nn.Embedding):
         raise HastenError(
-            f"{kind} cannot split {path}, which is a {type(part).__name__}.",
+            f"{kind} cannot split {path or 'the module itself'}, which is a {type(part).__name__}.",
             "torch splits nn.Linear and nn.Embedding; name the layers inside of it.",
+        )
+    if "weight" not in part._parameters:  # spectral_norm, weight_norm, torch.nn.utils.parametrize
+        raise HastenError(
+            f"{kind} cannot split {path}: its weight is computed from other parameters, of the whole of it.",
+            "Leave it out of the plan, or take its parametrization off.",
         )
     if any(nn.parameter.is_lazy(parameter) for parameter in part.parameters()):
         raise HastenError(f"{path} has no shape yet.", "Call the lazy layer once before fit.")
@@ -238,6 +246,64 @@ class Compared(SameBatch):
                 "End the plan with a layer whose output is whole: RowwiseParallel(), or"
                 " ColwiseParallel(output_layouts=Replicate()).",
             )
+
+    def buffers(self, module: nn.Module) -> None:
+        """Raise where what the ranks of a group keep in buffers has come to differ.
+
+        Raises:
+            HastenError: On all ranks of the group; names the first buffers.
+        """
+        named = [(name, local(one)) for name, one in module.named_buffers() if one.numel() and not one.is_complex()]
+        if not named:
+            return
+        norms = self.gathered([float(torch.linalg.vector_norm(one.double())) for _, one in named])
+        wrong = [
+            name
+            for (name, one), norm in zip(named, norms.T, strict=True)
+            if _differ(norm, one.dtype if one.is_floating_point() else torch.float32)
+        ]
+        if wrong:
+            raise HastenError(
+                f"Buffers differ between the {self._size} processes that share the layers, which see a part of the"
+                f" activations only: {', '.join(wrong[:4])}.",
+                "Let the layers before them give whole outputs: ColwiseParallel(output_layouts=Replicate()).",
+            )
+
+    def fits(self, module: nn.Module) -> None:
+        """Raise where a device has no room for the whole model: some ranks would wait for it in the exchange.
+
+        Raises:
+            MemoryError: On all ranks of the group.
+        """
+        device = self._world.device
+        if device.type == "cuda":
+            needs = sum(one.numel() * one.itemsize for one in module.parameters() if is_sharded(one))
+            if self.gathered([float(torch.cuda.mem_get_info(device)[0] > 2 * needs)]).min() < 1:
+                raise MemoryError("no room for the whole model")
+
+    def whole(self, split: float, whole: float, failed: bool, apart: float) -> bool:
+        """Raise where the split layers' loss is not that of the whole ones; return whether no rank has failed.
+
+        Raises:
+            HastenError: On all ranks of the group.
+        """
+        failures = self.gathered([float(failed)])
+        if failures.any():
+            return False
+        found = self.gathered([split, whole])
+        if _differ(found[:, 0], torch.float32):
+            return True  # `loss` tells of that
+        off = (found[:, 0] - found[:, 1]).abs() > apart * found.abs().amax(1)
+        if off.any():
+            raise HastenError(
+                f"With its layers split, the model's loss for the first batch is {split:.6g}, and {whole:.6g} as a"
+                " whole: something between a split layer and the next sees a part of the features, as a softmax, a"
+                " mean or a norm over them does.",
+                "Only what works element by element fits between ColwiseParallel and RowwiseParallel: else"
+                " ColwiseParallel(output_layouts=Replicate()) and RowwiseParallel(input_layouts=Replicate()). Where the"
+                " model exchanges by itself: TensorParallelStrategy(compares_whole=False).",
+            )
+        return True
 
     def gradients(self, names: Mapping[int, str], optimizer: Any) -> None:
         """Raise where gradients of layers that each rank has whole differ; an optimizer is about to step.

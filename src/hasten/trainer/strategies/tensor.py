@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -9,12 +11,14 @@ from typing import Any
 
 import torch
 
+from hasten.data import rng
 from hasten.errors import HastenError
 from hasten.parallel import World
 from hasten.parallel.fsdp import Buffers, begin_again, shard
 from hasten.parallel.groups import mesh_of
 from hasten.parallel.sharded import by_mesh, is_sharded
 from hasten.parallel.tensor import Compared, Gradients, split_layers
+from hasten.parallel.unsplit import unsplit
 from hasten.trainer.batches import tensors
 from hasten.trainer.errors import ContradictionError, WrongValueError
 from hasten.trainer.outputs import loss_of
@@ -24,7 +28,15 @@ from hasten.trainer.strategies.drawing import draw_alike
 from hasten.trainer.strategies.fsdp import FSDP, FSDPStrategy, refuse_beside
 
 _LABEL = "TensorParallelStrategy"
-_OTHER_SHAPE = ("shapes cannot be multiplied", "is invalid for input of size", "must have same reduction dim")
+_OTHER_SHAPE = (
+    "shapes cannot be multiplied",
+    "is invalid for input of size",
+    "must have same reduction dim",
+    "Given normalized_shape",
+    "running_mean should contain",
+    "Mismatch of parameter numbers",
+    "must match the size of tensor",
+)
 """What torch says where a shape is not that of the whole, or not that of a part."""
 
 
@@ -44,6 +56,8 @@ class TensorParallelStrategy(Strategy):
             parameters, gradients and optimizer states are sharded over the groups too, by torch's `fully_shard`.
         blocks: Units of "fsdp", as for `FSDPStrategy`.
         timeout: As for DDPStrategy.
+        compares_whole: Whether the loss of the first batch is compared with that of the model as a whole, for which
+            each process puts it together once. Not with "fsdp".
 
     Raises:
         HastenError: An argument is out of its range.
@@ -54,6 +68,7 @@ class TensorParallelStrategy(Strategy):
     data_parallel: str = "ddp"
     blocks: Any = None
     timeout: float | timedelta | None = None
+    compares_whole: bool = True
 
     name = "tensor_parallel"
     collective = "ddp"
@@ -107,6 +122,7 @@ class TensorParallel(FSDP):
         self._compared = Compared(self._mesh["group"].get_group(), world)
         self._gradients: Gradients | None = None
         self._names: dict[int, str] = {}
+        self._module: Any = None
         self._looking: list[Any] = []
 
     # -- set-up ----------------------------------------------------------------------------------------
@@ -118,7 +134,7 @@ class TensorParallel(FSDP):
                 f"{_LABEL} with manual optimization: gradients would not be averaged over the groups",
                 'use automatic optimization, or strategy="ddp"',
             )
-        self._world = world
+        self._world, self._module = world, model
         draw_alike(self._mesh["group"].get_group(), world)
         split_layers(model, self.tensor.plan, self._mesh, world)
         if self.tensor.data_parallel == "fsdp" and world.size > self.copies:
@@ -159,10 +175,16 @@ class TensorParallel(FSDP):
         send = buffers.send if buffers and self._root is None and self._world.size > self.copies else None
         inner = super().training_step(method) if self._root is not None else method
 
+        unproven = [True] if self.tensor.compares_whole and self._root is None else []
+
         def step(*args: Any) -> Any:
             looks = compared.due()
             if looks:
                 compared.batch(tensors(args[0]))
+                compared.buffers(self._module)
+            if unproven:
+                unproven.clear()
+                self._prove(method, args)
             if send is not None:
                 send()
             if gradients is not None:
@@ -180,6 +202,37 @@ class TensorParallel(FSDP):
             return output
 
         return step
+
+    def _prove(self, method: Forward, args: Any) -> None:
+        """Raise where the split layers' loss is not that of the whole ones, in eval mode, for the first batch."""
+        module, engine = self._module, self._module.trainer.engine
+        kept, random, state = engine.board, rng.state(()), _state(module)
+        modes = [(part, part.training) for part in module.modules()]
+        failed, losses = "", [math.nan, math.nan]
+        module.eval()  # nothing is drawn
+        engine.board = engine.new_board(training=True)
+        try:
+            with torch.no_grad():
+                losses[0] = _number(method(*args))
+                rng.restore(random)
+                self._compared.fits(module)
+                with unsplit(module):
+                    losses[1] = _number(method(*args))
+        except HastenError:
+            raise
+        except Exception as error:  # a step that differentiates itself, sizes written for a part, memory
+            failed = f"{type(error).__name__}: {str(error)[:200]}"
+        finally:
+            engine.board = kept
+            for part, training in modes:
+                part.training = training
+            rng.restore(random)
+            _put_back(state)
+        # Rounding of the whole computation: in 16 bits, in TF32, in float32.
+        narrow, exact = "16" in str(module.trainer.config.precision), self._world.device.type == "cpu"
+        apart = 3e-2 if narrow else 2e-5 if exact else 1e-3
+        if not self._compared.whole(losses[0], losses[1], bool(failed), apart):
+            module.trainer.say(f"{_LABEL}: the first batch could not be compared with the whole model's: {failed}")
 
     def evaluation_step(self, method: Forward) -> Forward:
         """Return the step as it is; between FSDP's hooks where parameters are sharded over the groups."""
@@ -236,6 +289,13 @@ class TensorParallel(FSDP):
                 "ColwiseParallel() gives a part: let RowwiseParallel(), which takes one, follow, or say"
                 " output_layouts=Replicate(), or input_layouts=Replicate(). For the number of heads in a view say -1.",
             )
+        if "in-place operations that require placement changes" in text:
+            return HastenError(
+                f"Under {_LABEL} an operation on a split tensor (DTensor) is one that torch cannot do in place:"
+                f" {text[:120]}",
+                "Most likely an optimizer's, as Adafactor's or Rprop's: use AdamW, SGD, or another that steps each"
+                " element by itself.",
+            )
         return super().explained(error)
 
     def release(self) -> None:
@@ -245,4 +305,30 @@ class TensorParallel(FSDP):
             self._looking.pop().remove()
         if self._gradients is not None:
             self._gradients.remove()
-        self._gradients = None
+        self._gradients = self._module = None
+
+
+def _number(output: Any) -> float:
+    loss = loss_of(output)
+    return math.nan if loss is None else float(loss)
+
+
+def _state(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return copies of what a step may change by the way: buffers, and what metrics (torchmetrics) count."""
+    found = []
+    for part in module.modules():
+        found += [(part._buffers, name, one.clone()) for name, one in part._buffers.items() if one is not None]
+        if hasattr(part, "_defaults") and hasattr(part, "compute"):
+            defaults: Any = part._defaults
+            names = (*defaults, "_update_count", "_computed", "_forward_cache")
+            found += [(vars(part), name, copy.deepcopy(vars(part)[name])) for name in names if name in vars(part)]
+    return found
+
+
+def _put_back(state: list[tuple[dict[str, Any], str, Any]]) -> None:
+    for owner, name, value in state:
+        if isinstance(owner[name], torch.Tensor) and isinstance(value, torch.Tensor):
+            if not torch.equal(owner[name], value):
+                owner[name] = value
+        else:
+            owner[name] = value
