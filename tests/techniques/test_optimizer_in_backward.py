@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
+from torch._prims.rng_prims import run_with_rng_state
 
 from hasten import HastenError, Plan
 from hasten.techniques import CATALOGUE, Refusal, check
 from hasten.techniques.memory.step_in_backward import SpentGradient
+from hasten.techniques.memory.weights_at_rest import AtRest
 from tests.techniques.conftest import Train, evidence_of, identical
 
 SCRIPT = """
@@ -301,3 +304,18 @@ def test_a_spent_gradient_takes_no_memory_and_moves_but_tells_nothing() -> None:
     for look in looks:
         with pytest.raises(HastenError, match=r"optimizer_in_backward: the script looks"):
             look(parameter.grad)
+
+
+def test_operators_of_higher_order_are_looked_at_as_others() -> None:
+    """A compiled backward recomputes by `run_with_rng_state`, which knew no rule for the mode that looks."""
+    weight, other = torch.ones(3), torch.ones(3)
+    again = functools.partial(run_with_rng_state, torch.get_rng_state(), torch.ops.aten.sin.default)
+    at_rest = AtRest(lambda operation: pytest.fail(operation))
+    at_rest.begin()
+    try:
+        at_rest.add(weight)
+        assert torch.equal(again(other), other.sin())
+        with pytest.raises(pytest.fail.Exception, match="run_with_rng_state"):
+            again(weight)
+    finally:
+        assert at_rest.end()

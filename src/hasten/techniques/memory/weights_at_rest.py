@@ -27,6 +27,8 @@ class AtRest(TorchDispatchMode):
         fail: Called with what an operation did; it raises.
     """
 
+    supports_higher_order_operators = True  # of compiled graphs: a recomputation with its random state
+
     def __init__(self, fail: Callable[[str], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fail = fail
@@ -81,7 +83,8 @@ class AtRest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            self._look(func._schema.name.removeprefix("aten::"), (args, kwargs))
+            name = func._schema.name if hasattr(func, "_schema") else func.name()
+            self._look(name.removeprefix("aten::"), (args, kwargs))
         return func(*args, **kwargs)
 
     def _look(self, name: str, given: Any) -> None:
