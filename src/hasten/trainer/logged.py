@@ -306,3 +306,19 @@ class NoBoard(Board):
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Keep nothing."""
+
+
+class Unheard(NoBoard):
+    """Keeps the names of what is logged, and nothing else.
+
+    Attributes:
+        names: Of all that was logged.
+    """
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(training)
+        self.names: set[str] = set()
+
+    def log(self, hook: str | None, name: str, *args: Any, **kwargs: Any) -> None:
+        """Keep the name."""
+        self.names.add(name)

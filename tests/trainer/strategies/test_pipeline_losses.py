@@ -61,6 +61,37 @@ def test_what_cannot_be_sent_is_made_so_and_each_stage_computes_in_the_precision
     assert two[1][1] == 1.0  # the stage that has this layer
 
 
+class Logging(Stacked):
+    """Its loss logs, which the last stage alone computes, with all ranks to meet for it."""
+
+    def criterion(self, output, target):
+        self.log("accuracy", (output.argmax(1) == target).float().mean(), sync_dist=True)
+        return super().criterion(output, target)
+
+
+class Widening(hasten.callbacks.Callback):
+    """Changes the window while it trains, as a GradientAccumulationScheduler does."""
+
+    def on_train_epoch_start(self, trainer, module):
+        trainer.accumulate_grad_batches = 1 + trainer.current_epoch
+
+
+def _widened(devices):
+    strategy = PipelineStrategy(**NAMES, timeout=20) if devices > 1 else "auto"
+    trainer = quiet(max_epochs=2, devices=devices, strategy=strategy, callbacks=[Widening()])
+    module = Logging("sgd")
+    trainer.fit(module, loader(8), loader(8))
+    weights = trainer.engine.strategy.whole(module.state_dict(), True)
+    return weights, float(trainer.callback_metrics["val_loss"])
+
+
+def test_a_loss_may_log_and_windows_may_change():
+    one, two = _widened(1), spawn(_widened, 2, (2,), strategy="ddp_fork")
+    for name, value in one[0].items():
+        torch.testing.assert_close(two[0][name], value, rtol=2e-6, atol=2e-6)
+    assert two[1] == pytest.approx(one[1], rel=2e-6)
+
+
 # -- refused --------------------------------------------------------------------------------------------------
 
 
@@ -81,6 +112,18 @@ class WeighedFlat(Stacked):
 
     def criterion(self, output, target):
         return F.cross_entropy(output, target, weight=torch.arange(1.0, 12.0))
+
+
+class Warming(Stacked):
+    """Its loss is another one later."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (2 if self.global_step > 2 else 1)
+
+
+class InTraining(Stacked):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (2 if self.training else 1)
 
 
 class Twice(Stacked):
@@ -108,6 +151,8 @@ def _ignored_late():
 REFUSED = [
     (IgnoringLate, {}, _ignored_late, "no mean over samples"),
     (WeighedFlat, {}, None, "gradients of the whole batch's loss"),
+    (Warming, {}, None, "training_step computes another loss"),
+    (InTraining, {}, None, "training_step computes another loss"),
     (Twice, {}, None, "one weight in stages 0 and 1"),
     (Instances, {}, None, "InstanceNorm no running statistics"),
 ]
@@ -145,12 +190,20 @@ class Squaring(nn.Module):
         return x.square_()
 
 
+class Pieces(Stacked):
+    def training_step(self, batch, batch_idx):
+        return self.criterion(self.stack[3:](self.stack[:3](batch[0])), batch[1])
+
+
 def _trained(kind, points):
     strategy = PipelineStrategy(**NAMES, split_points=points)
     quiet(devices=2, max_epochs=1, strategy=strategy).fit(kind(), loader(8))
 
 
-@pytest.mark.parametrize(("kind", "points", "said"), [(NotOne, None, "not one number"), (Raising, [3], "in place")])
+@pytest.mark.parametrize(
+    ("kind", "points", "said"),
+    [(NotOne, None, "not one number"), (Pieces, None, "or a slice"), (Raising, [3], "in place")],
+)
 def test_an_error_of_one_stage_ends_all_with_what_it_was(kind, points, said):
     with pytest.raises(hasten.HastenError, match=said):
         spawn(_trained, 2, (kind, points), strategy="ddp_fork")

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from hasten.data import rng
 from hasten.errors import HastenError
 from hasten.parallel import World
 from hasten.parallel.groups import SameBatch, average_all, mesh_of
 from hasten.parallel.pipeline import Pipeline, Place, Stage, bounds_of, gathered, refuse, split
 from hasten.trainer.batches import mapped
 from hasten.trainer.errors import ContradictionError, WrongValueError
+from hasten.trainer.logged import Unheard
 from hasten.trainer.loss_module import LossModule
 from hasten.trainer.outputs import loss_of
 from hasten.trainer.precision import Precision
@@ -38,8 +40,8 @@ class PipelineStrategy(Strategy):
     Each process has one stage: some layers of an `nn.Sequential`. A batch goes through the stages in equal parts, so
     that they compute at the same time; its gradient is the whole batch's. The batch is `(input, target)`, and what is
     trained is `loss(layers(input), target)`, as by `fit(nn.Sequential(...), loader, loss=fn)`. A module of your own
-    names both; its `training_step` must compute just that, which its first batch is checked for, and is not called
-    afterwards: `train_loss` is logged in its place.
+    names both; its `training_step` must compute just that, which is checked in steps 1, 2, 4, ..., and is not called
+    in others: `train_loss` is logged in its place.
 
     Several pipelines share out the data, as processes do under DDP. Checkpoints are gathered: an ordinary file.
 
@@ -180,11 +182,12 @@ class InStages(Strategy):
         """Return what runs a batch through the stages, forwards and backwards."""
         pipeline, module, same = self._pipeline, self._module, self._same
         assert pipeline is not None
-        config, progress = module.trainer.config, module.trainer.progress
+        trainer = module.trainer
+        engine, progress = trainer.engine, trainer.progress
         own = [parameter for parameter in pipeline.own.parameters() if parameter.requires_grad]
         shares, group = self.shares(self._world), self._mesh["data"].get_group()
         device, stage = self.place.device, self.place.stage
-        unproven = [not isinstance(module, LossModule)]
+        proves, unheard = not isinstance(module, LossModule), Unheard(True)
         told = [True]  # of buffers, behind the first batch
 
         def step(batch: Any, *idx: Any) -> Any:
@@ -192,13 +195,16 @@ class InStages(Strategy):
             looks = same.due()
             if looks:
                 same.batch((inputs, target))
-            if unproven[0]:
-                unproven[0] = False
-                self._prove(method, batch, idx)
-            weight = 1 / config.accumulate_grad_batches
+                if proves:
+                    self._prove(method, batch, idx)
+            weight = 1 / trainer.config.accumulate_grad_batches  # a callback may change it
             before = _versions(pipeline.own) if told else None
-            with drawn_apart(device, progress.total_batches, stage):
-                loss = pipeline.step(inputs, target, weight, looks)
+            board, engine.board = engine.board, unheard  # the last stage alone computes the loss: ranks would not meet
+            try:
+                with drawn_apart(device, progress.total_batches, stage):
+                    loss = pipeline.step(inputs, target, weight, looks)
+            finally:
+                engine.board = board
             if before is not None:
                 told.clear()
                 self._tell_changed(before)
@@ -224,22 +230,28 @@ class InStages(Strategy):
     def _prove(self, method: Forward, batch: Any, idx: Any) -> None:
         """Raise where `training_step` computes something else than the stages; on all ranks of the pipeline."""
         module, engine = self._module, self._module.trainer.engine
-        pipeline, kept = self._pipeline, engine.board
-        assert pipeline is not None
-        modes = [(part, part.training) for part in module.modules()]
-        module.eval()  # nothing is drawn
-        engine.board = engine.new_board(training=True)
+        kept, random = engine.board, rng.state()
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+        heard = engine.board = Unheard(True)
         try:
-            with torch.no_grad():
+            with torch.no_grad():  # in training mode, with the same draws in both
                 loss = loss_of(method(batch, *idx))
                 # On "meta": it has used a layer that is another stage's.
                 found = math.nan if loss is None or loss.is_meta else float(loss)
+                rng.restore(random)
                 inputs, target = _pair(batch)
-                stages = float(getattr(module, self.given.loss)(self._layers(module)(inputs), target))
+                of_stages = getattr(module, self.given.loss)(self._layers(module)(inputs), target)
+                # A loss that is not one number is told of where it is trained with.
+                stages = float(of_stages) if getattr(of_stages, "numel", int)() == 1 else found
         finally:
             engine.board = kept
-            for part, training in modes:
-                part.training = training
+            rng.restore(random)
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):
+                    buffer.detach().copy_(value)
+        if heard.names:
+            names = ", ".join(sorted(heard.names))
+            module.trainer.say(f"{_LABEL}: train_loss is logged, and not what the step or the loss log: {names}", True)
         wrong = abs(found - stages) > 1e-3 * max(abs(found), abs(stages)) or math.isnan(found) > math.isnan(stages)
         if any(self._same.gathered([float(wrong)]).flatten().tolist()):
             raise HastenError(
@@ -345,6 +357,11 @@ class InStages(Strategy):
     def explained(self, error: BaseException) -> HastenError | None:
         """Return what a layer has raised, of which torch's schedules tell where it was only."""
         text, cause = str(error), error.__cause__
+        if "device meta" in text or "meta tensor" in text:
+            return HastenError(
+                f"Under {_LABEL} a layer of another stage was used outside of the whole: {text[:120]}",
+                f"Each process has one stage: call self.{self.given.layers}(input), not its layers or a slice.",
+            )
         if cause is None or not ("failed to run forward" in text or "Failed to run stage backward" in text):
             return None
         if isinstance(cause, HastenError):
