@@ -125,6 +125,8 @@ def test_what_old_flags_are_answered_with_exists():
         "compile": ("fastest", 1),
         "matmul_precision": ("low", True),
         "activation_checkpointing": ("Not a class", 0),
+        "activation_offload": ("yes",),
+        "chunked_loss": ("yes",),
         "channels_last": ("yes", 1),
         "fused_optimizer": ("yes",),
         "batched_fetch": ("yes",),

@@ -101,8 +101,9 @@ class Convolving(Looking):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         images = batch[0].reshape(len(batch[0]), 1, 1, -1)
-        self.found = functions()
-        return super().training_step(batch, batch_idx) + self.convolution(images).flatten(1).mean()
+        loss = super().training_step(batch, batch_idx) + self.convolution(images).flatten(1).mean()
+        self.found = functions()  # some are replaced once a convolution has laid something out
+        return loss
 
 
 def functions() -> tuple[Any, ...]:

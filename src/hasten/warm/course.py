@@ -204,9 +204,10 @@ class Course:
         self._settled = on
 
     def best_measured(self) -> frozenset[int]:
-        """Of the sets that may be the best and ran, the first that is as fast as any of them."""
-        ran = [one for one in self.finalists() if any(one == block.on for block in self.posterior.seen)]
-        fastest = min((self._at_most(one) for one in ran), default=0.0)
+        """Of all sets that ran, those first that may be the best, the first that is as fast as any of them."""
+        seen = [block.on for block in self.posterior.seen if not block.on & (set(self.out) | self._last)]
+        ran = list(dict.fromkeys([*(one for one in self.finalists() if one in seen), *seen]))
+        fastest = min(map(self._at_most, ran), default=0.0)
         return next((one for one in ran if self._at_most(one) <= fastest + AS_GOOD), frozenset())
 
     def chosen(self) -> frozenset[int]:
