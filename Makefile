@@ -18,7 +18,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 TESTS  ?= tests
 MARK   ?= not slow
-JOBS   ?= 4
+JOBS   ?= 3
 BUDGET ?= 3m
 
 BIN   := .venv/bin

@@ -103,8 +103,10 @@ def play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
         fastest = min(known.values())
         # The first is the one whose parts are all sure: others must be clearly faster.
         settled = next(on for on in finalists if on in known and known[on] <= fastest + AS_GOOD)
-    else:  # no time for it: what the posterior adds up, and never ran, may be far off
+    elif len(finalists) > 1:  # no time for it: what the posterior adds up, and never ran, may be far off
         settled = course.best_measured()
+    else:
+        return
     _settle(settled, course, host)
 
 
