@@ -152,8 +152,10 @@ def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
             if time.monotonic() > options.search_until + _COMPILE_SECONDS:
                 break
         host.note(Event("compiled", (index,), cost))
-        plain, compiled = (statistics.median(seen) if seen else math.inf for seen in paces.values())
-        saved = (math.exp(plain) - math.exp(compiled)) * options.total_steps if compiled < plain else 0.0
+        if not all(paces.values()):  # one of the two never ran well: nothing is known of what compiling brings
+            continue
+        plain, compiled = (statistics.median(seen) for seen in paces.values())
+        saved = max(0.0, math.exp(plain) - math.exp(compiled)) * options.total_steps
         again = max(_AGAIN * cost, min(cost, _AGAIN_SECONDS))
         if saved < again:
             why = f"a run pays {again:.0f} s for compiling, which saves {saved:.0f} s of the full training"
