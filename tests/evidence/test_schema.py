@@ -241,7 +241,7 @@ def test_evidence_is_read_without_torch(tmp_path: Path) -> None:
 
 def test_this_machine_is_described() -> None:
     machine = this_machine()
-    assert machine.cores == len(os.sched_getaffinity(0))
+    assert 1 <= machine.cores <= len(os.sched_getaffinity(0))
     assert (machine.device == "cuda") == bool(machine.gpus)
     assert machine.cpu
     assert 0 < memory_free() <= memory_limit()

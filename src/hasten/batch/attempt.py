@@ -22,6 +22,7 @@ from hasten.batch.inside import VARIABLE
 from hasten.child import Child
 from hasten.errors import OUT_OF_MEMORY, HastenError
 from hasten.evidence import Evidence, Phase, read_evidence
+from hasten.evidence.machine import memory_free
 from hasten.plan import Setting
 from hasten.taps.config import DoctorOptions, RunConfig, TrialOptions, environment
 from hasten.techniques.base import FAILED
@@ -321,13 +322,5 @@ class Guard:
 
 
 def free_bytes() -> int:
-    """Return the memory that a training may have on this machine: nine tenths of what is free, or of its cgroup."""
-    free = psutil.virtual_memory().available
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdecimal():
-            free = min(free, int(text))
-    return int(0.9 * free)
+    """Return the memory that a training may have: nine tenths of what is free on this machine, or in its cgroup."""
+    return int(0.9 * memory_free())

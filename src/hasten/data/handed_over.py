@@ -23,24 +23,40 @@ from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoader
 from hasten.data.carried import why_not_carried
 from hasten.data.deaths import RaisedWhereWaited
 from hasten.data.look import Look, random_states
+from hasten.data.making import no_room, share, shared_bytes
 from hasten.data.opened import changed_file, mapped_file, opened
 from hasten.data.orders import Positions, batches, batching
 from hasten.data.reach import SAYS, WRITES
+from hasten.data.sample_keys import unmoved
+from hasten.data.worker_room import WorkerRoom
 
 _END = "end"  # a task: say what a whole look finds changed
+_SHM_HINT = "docker run --shm-size=8g enlarges it"
 
 
 class Made:
-    """A batch that a worker made, the files it is made of, and what its making changed."""
+    """A batch that a worker made, the files it is made of, and what its making changed.
 
-    __slots__ = ("batch", "changed", "drew", "files")
+    `size` is what it takes of /dev/shm, in bytes; where that had no room for it, `full` says so, and there is no batch.
+    """
 
-    def __init__(self, batch: Any, changed: str, drew: bool, files: dict[str, Any] | None = None) -> None:
+    __slots__ = ("batch", "changed", "drew", "files", "full", "size")
+
+    def __init__(
+        self,
+        batch: Any,
+        changed: str,
+        drew: bool,
+        files: dict[str, Any] | None = None,
+        size: int = 0,
+        full: str = "",
+    ) -> None:
         self.batch, self.changed, self.drew, self.files = batch, changed, drew, files or {}
+        self.size, self.full = size, full
 
     def pin_memory(self, device: str | None = None) -> Made:
         """Called by torch's pin_memory thread."""
-        return Made(pin_memory(self.batch, device), self.changed, self.drew, self.files)
+        return Made(pin_memory(self.batch, device), self.changed, self.drew, self.files, self.size, self.full)
 
 
 class _Maker:
@@ -55,22 +71,32 @@ class _Maker:
             return Made(None, self._look.changed_at_all(), drew=False)
         number, indices = task
         before = _seed(self._seed, number)
-        with opened(everywhere=True) as heard:
-            batch = self._fetcher.fetch(indices)
-        changed = self._look.changed() if self._looked else self._look.changed_at_all()
-        self._looked = True
-        if not changed and self._look.holds(batch):
-            changed = "its batches have parts that are the dataset's own"
-        elif not changed and (why := why_not_carried(batch, by_torch=True)):
-            changed = f"its batches {why}"
-        return Made(None if changed else batch, changed, random_states() != before, heard.files)
+        size = 0
+        try:
+            with opened(everywhere=True) as heard:
+                batch = self._fetcher.fetch(indices)
+            changed = self._look.changed() if self._looked else self._look.changed_at_all()
+            self._looked = True
+            if not changed and self._look.holds(batch):
+                changed = "its batches have parts that are the dataset's own"
+            elif not changed and (why := why_not_carried(batch, by_torch=True)):
+                changed = f"its batches {why}"
+            size = shared_bytes(batch)
+            if not changed:
+                share(batch)  # in a thread of torch's own, the batch would be lost and the training wait forever
+        except RuntimeError as error:  # torch's own collate moves batches to shared memory, too
+            if not no_room(error):
+                raise
+            need = f"a batch of {size / 2**20:.1f} MB" if size else "a batch"
+            return Made(None, "", False, size=size, full=f"/dev/shm has no room for {need} ({_SHM_HINT})")
+        return Made(None if changed else batch, changed, random_states() != before, heard.files, size)
 
 
 def _seed(seed: int, number: int) -> tuple[Any, ...]:
     """Seed the generators for a batch, the same whichever worker makes it."""
     mixed = (seed * 1_000_003 + number) % 2**63
     random.seed(mixed)
-    torch.manual_seed(mixed)
+    torch.default_generator.manual_seed(mixed)  # a GPU's stay: samples are made on the CPU
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(random.Random(mixed).getrandbits(32))
     return random_states()
@@ -108,11 +134,25 @@ class HandedOver:
         workers: How many.
         prefetch: How many batches each may be ahead.
         let_go: Told why, when they must not be any more.
+        fewer: Told in words when a pass has fewer workers, or goes on without them, for lack of room.
     """
 
-    def __init__(self, workers: int, prefetch: int, let_go: Callable[[str], None]) -> None:
+    def __init__(
+        self, workers: int, prefetch: int, let_go: Callable[[str], None], fewer: Callable[[str], None] | None = None
+    ) -> None:
         self.workers, self.prefetch = workers, prefetch
-        self._let_go = let_go
+        self._let_go, self.fewer = let_go, fewer or _nobody
+        self.room = WorkerRoom(workers, prefetch)
+        self._last = workers, prefetch
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many workers a pass that begins has room for, and how many batches each may be ahead."""
+        workers, prefetch, why = self.room.counts()
+        if why and (workers, prefetch) != self._last:
+            fewer = f"{workers} of {self.workers} workers, with {prefetch} batches ready in each, from this pass on"
+            self.fewer(f"{fewer if workers else 'no worker, the training makes this pass itself'}: {why}")
+        self._last = workers, prefetch
+        return workers, prefetch
 
     def stop(self, why: str) -> None:
         """From here on the training makes this loader's batches."""
@@ -160,14 +200,14 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
         self._hasten_loader_itself = loader
         self._hasten_positions = Positions(loader, self._sampler_iter)
         self._sampler_iter = self._hasten_positions.order
-        self._hasten_counts = handed.workers, handed.prefetch
-        self._hasten_let_go = handed.stop
+        self._hasten_counts = 0, 0
+        self._hasten_handed, self._hasten_let_go = handed, handed.stop
         self._hasten_workers: _Workers | None = None
         self._hasten_look: Look | None = None
         self._hasten_drawn: deque[Any] = deque()  # indices of batches that are not given yet, as they were drawn
         self._hasten_sent: deque[Any] = deque()  # and as workers got them
         self._hasten_number = self._hasten_ends = 0
-        self._hasten_begun = self._hasten_ahead = False
+        self._hasten_begun = self._hasten_ahead = self._hasten_alone = False
 
     def _next_data(self) -> Any:
         if not self._hasten_begun:
@@ -177,6 +217,8 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
             made = self._hasten_made()
             if made is not None:
                 return made.batch
+        if self._hasten_alone:
+            return self._hasten_as_workers_do()
         return cast(Any, super())._next_data()
 
     def _next_index(self) -> Any:
@@ -196,10 +238,13 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
         if why := (look.blind and f"the dataset {look.blind}") or says(look):
             self._hasten_let_go(why)
             return
+        count, prefetch = self._hasten_counts = self._hasten_handed.counts()
+        if not count:
+            self._hasten_alone = True
+            return
         self._hasten_look = look
         self._hasten_ambient = _ambient()
         self._hasten_batching = batching(loader)
-        count, prefetch = self._hasten_counts
         options = {
             "dataset": _Maker(self._dataset_fetcher, look, int(self._base_seed)),
             "num_workers": count,
@@ -255,6 +300,9 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
         if why:
             self._hasten_dismiss(f"{why} changed during a pass")
             return None
+        if self._hasten_drawn and (short := self._hasten_handed.room.short(self._hasten_pids())):
+            self._hasten_pause(short)
+            return None
         try:
             made = workers.hasten_next() if self._hasten_drawn else self._hasten_ended(workers)
         except StopIteration:
@@ -262,8 +310,12 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
         except Exception as error:  # the training makes this batch, and raises what it raises
             self._hasten_dismiss(f"a worker failed ({type(error).__name__})")
             return None
+        self._hasten_handed.room.holds(made.size)
         if made.changed:
             self._hasten_dismiss(made.changed)
+            return None
+        if made.full:
+            self._hasten_pause(made.full)
             return None
         if other := changed_file(made.files):
             self._hasten_dismiss(f"{other} changed during a pass")
@@ -280,6 +332,7 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
         assert self._hasten_look is not None
         found = self._hasten_look.changed_at_all()
         reports = [workers.hasten_next() for _ in range(self._hasten_counts[0])]
+        self._hasten_handed.room.measure(self._hasten_pids())
         self._hasten_workers = None
         workers.hasten_end()
         if said := found or next((report.changed for report in reports if report.changed), ""):
@@ -289,11 +342,38 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
             )
         raise StopIteration
 
+    def _hasten_pids(self) -> list[int]:
+        return [] if self._hasten_workers is None else [worker.pid for worker in self._hasten_workers._workers]
+
     def _hasten_dismiss(self, why: str) -> None:
+        """Have the training make this pass's other batches, and those of all later passes."""
+        self._hasten_end_workers()
+        self._hasten_let_go(why)
+
+    def _hasten_pause(self, why: str) -> None:
+        """For lack of room, have the training make the rest of this pass; the next has as many workers as fit."""
+        assert self._hasten_look is not None
+        if changed := self._hasten_look.changed_at_all():  # nobody looks at this pass's end
+            self._hasten_dismiss(f"{changed} changed during a pass")
+            return
+        self._hasten_handed.room.measure(self._hasten_pids())
+        self._hasten_end_workers()
+        self._hasten_alone = True
+        self._hasten_handed.fewer(f"the training makes the rest of this pass itself: {why}")
+
+    def _hasten_end_workers(self) -> None:
         workers, self._hasten_workers, self._hasten_ahead = self._hasten_workers, None, False
         if workers is not None:
             workers.hasten_end()
-        self._hasten_let_go(why)
+
+    def _hasten_as_workers_do(self) -> Any:
+        """Make the next batch here with the random numbers that a worker would draw; the training's own stay."""
+        number = self._hasten_number - len(self._hasten_drawn) + 1
+        indices = self._next_index()
+        with unmoved():
+            _seed(int(self._base_seed), number)
+            batch = self._dataset_fetcher.fetch(indices)
+        return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch
 
     def _hasten_batch_again(self) -> None:
         """The batch size changed: indices that were drawn ahead are put into batches of the new size."""

@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -266,14 +266,14 @@ class Collate:
             if source.partial:
                 packed = Packed(samples, source.faults)
                 if self.shares:
-                    _share(packed.content)
+                    share(packed.content)
                 return packed
             batch = samples[0] if source.whole is not None else self.collate(samples)
             if self.shares:
-                _share(batch)
+                share(batch)
         except Exception as error:
             error.add_note(f"hasten: while {len(samples)} samples of {type(source.dataset).__name__} were collated")
-            if "shm" in str(error) or "shared memory" in str(error):
+            if no_room(error):
                 error.add_note(f"hasten: {shm_text()}")
             raise
         finally:
@@ -283,16 +283,33 @@ class Collate:
         return Made(batch, source.faults) if source.faults else batch
 
 
-def _share(batch: Any) -> None:
+def share(batch: Any) -> None:
+    """Move a batch's tensors to shared memory, in a worker: where /dev/shm is full it raises what `no_room` knows."""
+    for tensor in _to_share(batch):
+        if not tensor.is_shared():
+            tensor.share_memory_()
+
+
+def no_room(error: BaseException) -> bool:
+    """Whether torch says by this error that shared memory is full."""
+    return "shm" in str(error) or "shared memory" in str(error)
+
+
+def shared_bytes(batch: Any) -> int:
+    """Return the bytes of shared memory that a batch takes on its way from a worker."""
+    return sum(int(tensor.nbytes) for tensor in _to_share(batch))
+
+
+def _to_share(batch: Any) -> Iterator[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
-        if batch.device.type == "cpu" and batch.layout == torch.strided and not batch.is_shared():
-            batch.share_memory_()
+        if batch.device.type == "cpu" and batch.layout == torch.strided:
+            yield batch
     elif isinstance(batch, dict):
         for part in batch.values():
-            _share(part)
+            yield from _to_share(part)
     elif isinstance(batch, list | tuple):
         for part in batch:
-            _share(part)
+            yield from _to_share(part)
 
 
 def shm_free() -> int | None:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleP
 from hasten.child import die_with_parent
 from hasten.data.deaths import RaisedWhereWaited
 from hasten.data.first_batches import Cut, Packed, in_memory_order, splits
-from hasten.data.making import COLLATING, IDLE, Collate, Made, SampleError, Source, shm_free, shm_text
+from hasten.data.making import COLLATING, IDLE, Collate, Made, SampleError, Source, shared_bytes, shm_free, shm_text
 from hasten.data.sample_keys import unmoved
 from hasten.messages import warn
 
@@ -269,7 +269,7 @@ class Processes(Counted, RaisedWhereWaited, _MultiProcessingDataLoaderIter):
 
     def _hasten_room(self, batch: Any) -> None:
         """Warn before /dev/shm is full, at the first batch, whose size says how much will lie there."""
-        size = sum(_bytes(batch))
+        size = shared_bytes(batch)
         ahead = size * (self._num_workers * self._prefetch_factor + 1)
         if self._hasten_free is not None and ahead > self._hasten_free:
             warn(
@@ -277,14 +277,3 @@ class Processes(Counted, RaisedWhereWaited, _MultiProcessingDataLoaderIter):
                 f"workers and one in use, need {ahead / 2**20:.0f} MB of shared memory. {shm_text()}",
                 stacklevel=2,
             )
-
-
-def _bytes(batch: Any) -> Iterator[int]:
-    if hasattr(batch, "untyped_storage"):
-        yield int(batch.nbytes)
-    elif isinstance(batch, dict):
-        for part in batch.values():
-            yield from _bytes(part)
-    elif isinstance(batch, list | tuple):
-        for part in batch:
-            yield from _bytes(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
@@ -9,13 +10,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from hasten.evidence import cgroup
+
 
 @dataclass(frozen=True)
 class Machine:
     """The machine a training runs on.
 
-    `cores` are those this process may use; `memory_bytes` and `shm_bytes` are capacities; `device` is "cuda"
-    where an NVIDIA driver answers and a GPU is visible, else "cpu".
+    `cores` are those this process may use, also by its container's quota of CPU time; `memory_bytes` and `shm_bytes`
+    are capacities; `device` is "cuda" where an NVIDIA driver answers and a GPU is visible, else "cpu".
     """
 
     cpu: str
@@ -36,7 +39,7 @@ def this_machine() -> Machine:
     cpu, flags = _cpu()
     return Machine(
         cpu=cpu,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=usable_cores(),
         memory_bytes=memory_limit(),
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
         device="cuda" if gpus else "cpu",
@@ -47,30 +50,27 @@ def this_machine() -> Machine:
     )
 
 
+def usable_cores() -> int:
+    """Cores this process may use now: those it is bound to, or its cgroup's quota (of 1.5 CPUs: 2) where less."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup.cpu_quota()
+    return bound if quota is None else max(1, min(bound, math.ceil(quota)))
+
+
 def memory_limit() -> int:
     """Bytes of memory this process may use: the machine's, or its cgroup's where that is less."""
     import psutil
 
-    total = int(psutil.virtual_memory().total)
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        return min(total, int(text))
-    return total
+    total, limit = int(psutil.virtual_memory().total), cgroup.memory_limit()
+    return total if limit is None else min(total, limit)
 
 
 def memory_free() -> int:
     """Bytes of memory this process may still take: the machine's, or its cgroup's where that is less."""
     import psutil
 
-    free = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no cgroup, or one without a limit ("max")
-        return free
-    return max(0, min(free, limit - used + int(stat.get("inactive_file", 0))))
+    free, left = int(psutil.virtual_memory().available), cgroup.memory_left()
+    return free if left is None else min(free, left)
 
 
 def _cpu() -> tuple[str, tuple[str, ...]]:

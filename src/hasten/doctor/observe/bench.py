@@ -260,7 +260,7 @@ def _draw(loader: Any, seconds: float, batches: int) -> None:
 
 def _counts(loader: Any, facts: Any) -> tuple[list[int], str]:
     """Numbers of workers to measure, none first; and why not more."""
-    own, cores = facts.num_workers, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    own, cores = facts.num_workers, this_machine().cores
     if unsafe := holds_open(loader.dataset):
         return [own] if own else [0], f"the dataset {unsafe}: not safe to share with worker processes"
     if facts.iterable and own < 2 and not _shards(loader):

@@ -12,6 +12,7 @@ from typing import Any
 from hasten import messages
 from hasten.evidence import Evidence, LoaderFacts, Machine, Phase
 from hasten.evidence.figures import percent
+from hasten.evidence.machine import memory_free
 from hasten.plan import Setting
 from hasten.techniques.base import NO_LOADER, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.data.crossing import holds_open, no_room_for_sockets
@@ -29,6 +30,11 @@ class LoaderWorkers(Technique):
     dataset's code reads. If any changes, in the training or because a sample's making changes it (a counter), the
     training makes this batch and all later ones itself, and says so. Left alone are datasets that cannot be looked
     into, that say or write something, iterable ones, and samplers that may depend on the training.
+
+    The number is the most that a pass has. Each pass of a loader without workers of its own begins with as many as
+    cores, memory and /dev/shm of the machine or container have room for then, by what workers and batches took before;
+    where memory runs short meanwhile, the training makes the rest of the pass. Both are said. A batch's random numbers
+    are drawn by its number, so that they are the same with any number of workers.
 
     Random augmentation draws other numbers in workers than in the main process, hence `sampling`; the other random
     numbers of the training stay. OpenMP's threads are told to sleep while they wait, unless OMP_WAIT_POLICY is set: by
@@ -140,7 +146,7 @@ class LoaderWorkers(Technique):
         if why:
             self.refused(why)
             return
-        handed = HandedOver(self.num_workers, self.prefetch_factor, self._let_go)
+        handed = HandedOver(self.num_workers, self.prefetch_factor, self._let_go, self._fewer)
         _PASSES.need(self)
         if self.switchable:
             self._note(loader, {"_hasten_workers": handed})
@@ -203,6 +209,9 @@ class LoaderWorkers(Technique):
             return
         messages.tell(f"hasten: loader_workers: {why}; the training makes this loader's batches itself from here on.")
 
+    def _fewer(self, why: str) -> None:
+        messages.tell(f"hasten: loader_workers: {why}")
+
 
 def _passes() -> list[Replaced]:
     from torch.utils.data import DataLoader
@@ -260,13 +269,15 @@ def _counts(cores: int) -> list[int]:
 
 
 def _depth(loader: LoaderFacts, workers: int) -> int:
-    """Batches each worker may hold ready within half of what is free in /dev/shm; 0 when not even one fits."""
+    """Batches each worker may hold ready within half of /dev/shm's and memory's room; 0 when not even one fits."""
     if not loader.batch_bytes or not _SHM.is_dir():
         return 2
-    room = shutil.disk_usage(_SHM).free // 2
+    room = min(shutil.disk_usage(_SHM).free, memory_free()) // 2  # a container's memory holds its /dev/shm, too
     return min(4, room // (loader.batch_bytes * workers))
 
 
 def _no_room(loader: LoaderFacts) -> str:
     size = loader.batch_bytes / 2**20
+    if memory_free() < shutil.disk_usage(_SHM).free:
+        return f"too little memory is free for workers' batches of {size:.1f} MiB"
     return f"/dev/shm is too small for workers' batches of {size:.1f} MiB; docker run --shm-size=... enlarges it"

@@ -71,7 +71,8 @@ def room_for(evidence: Evidence) -> float:
     used = mean_during(evidence, use.cpu) if use is not None else None
     if use is None or used is None or not use.cores:
         return cores
-    others = max(0.0, sum(use.cores) - used)
+    beyond = max(0, len(use.cores) - cores)  # of the machine's, a container may use fewer: others have those first
+    others = max(0.0, sum(use.cores) - used - beyond)
     return max(cores / 2, cores - others / 2)
 
 

@@ -1,0 +1,104 @@
+"""How many workers a pass may have: what cores, memory and /dev/shm of this machine or container have room for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import psutil
+
+from hasten.data.making import shm_free
+from hasten.evidence.machine import memory_free, memory_limit, usable_cores
+
+_LEAST = 16 << 20  # bytes that a forked worker takes at least, as far as none was measured
+_SPARE, _MOST_SPARE = 32, 1 << 30  # memory that is left free: a 32nd of what there is, at most 1 GiB
+_EVERY = 1.0  # seconds between looks at what is free
+_MEASURED = 10.0  # seconds between measurements of a worker: the kernel walks through all of its pages
+_IN_USE = 2  # batches that the training and its pin_memory thread hold
+
+
+class WorkerRoom:
+    """The room for one loader's workers. Asked as a pass begins, and while it runs.
+
+    Memory of a worker is what it has for itself (its unique set size), measured in passes before: what it shares with
+    the training is not counted. Batches ready in /dev/shm count as memory, too, as the kernel counts them.
+
+    Args:
+        workers: As planned; never more.
+        prefetch: Batches that each may hold ready, as planned.
+    """
+
+    def __init__(self, workers: int, prefetch: int) -> None:
+        self._workers, self._prefetch = workers, prefetch
+        self._batch = self._private = 0  # bytes, the most that was seen
+        self._looked = self._measured = 0.0
+
+    def counts(self) -> tuple[int, int, str]:
+        """Return workers and batches ahead for a pass that begins; and why they are fewer than planned, or ""."""
+        workers, prefetch, reasons = self._workers, self._prefetch, []
+        if workers > 2 * (cores := usable_cores()):
+            workers = 2 * cores
+            reasons.append(f"this process may use {cores} cores")
+        room = shm_free()
+        if self._batch and room is not None and (workers * prefetch + _IN_USE) * self._batch > room:
+            ready = max(0, room // self._batch - _IN_USE)
+            workers = min(workers, ready)
+            prefetch = min(prefetch, ready // max(1, workers)) or 1
+            reasons.append(f"/dev/shm has {_mb(room)} free, and a batch takes {_mb(self._batch)} of it")
+        free, own = memory_free(), max(_LEAST, self._private)
+        if workers * (own + prefetch * self._batch) > (room := max(0, free - _spare())):
+            prefetch = min(prefetch, max(1, (room - own) // max(1, self._batch)))  # as many as one worker has room for
+            each = own + prefetch * self._batch
+            workers = min(workers, room // each)
+            reasons.append(f"{_mb(free)} of memory are free, and a worker takes {_mb(each)}")
+        self._looked = time.monotonic()
+        return workers, prefetch, "; ".join(reasons)
+
+    def holds(self, batch: int) -> None:
+        """Note what a batch takes of /dev/shm, in bytes."""
+        self._batch = max(self._batch, batch)
+
+    def short(self, workers: Iterable[int]) -> str:
+        """Return whether memory is nearly gone, which fewer workers would ease, in words; looks once a second.
+
+        Args:
+            workers: Process ids.
+        """
+        now = time.monotonic()
+        if now - self._looked < _EVERY:
+            return ""
+        self._looked = now
+        free = memory_free()
+        if free >= _spare() // 2:
+            return ""
+        held = self.measure(workers, at_once=True)
+        return f"{_mb(free)} of memory are free, and workers take {_mb(held)}" if held > free // 4 else ""
+
+    def measure(self, workers: Iterable[int], at_once: bool = False) -> int:
+        """Note what the largest worker has for itself; return that of all together, in bytes, 0 if it was not asked.
+
+        Args:
+            workers: Process ids.
+            at_once: Also where it was asked a short time ago.
+        """
+        if not at_once and self._private and time.monotonic() - self._measured < _MEASURED:
+            return 0
+        self._measured = time.monotonic()
+        sizes = [_unique(pid) for pid in workers]
+        self._private = max(sizes, default=0)
+        return sum(sizes)
+
+
+def _unique(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_full_info().uss)
+    except psutil.Error:  # it has ended
+        return 0
+
+
+def _spare() -> int:
+    return min(memory_limit() // _SPARE, _MOST_SPARE)
+
+
+def _mb(size: int) -> str:
+    return f"{size / 2**20:,.0f} MB" if size >= 10 << 20 else f"{size / 2**20:.1f} MB"

@@ -1,0 +1,119 @@
+"""What the control groups of this process allow it: CPU time and memory, of cgroup v1 and v2. Without torch.
+
+A container, a SLURM job and a systemd scope are control groups, and these may lie inside each other: the least limit
+of all of them counts. A machine without any limit, and one that is not Linux, answer None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_NONE = 1 << 60  # bytes: where nothing is set, v1 writes a number near 2**63
+_SELF = Path("/proc/self")
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Files of one version: a memory limit, what is used, and the part of that which the kernel can take back."""
+
+    limits: tuple[str, ...]
+    used: str
+    reclaimable: str
+
+
+# memory.high ends nothing, but above it the kernel makes all processes of the group wait.
+_V2 = _Names(("memory.max", "memory.high"), "memory.current", "inactive_file")
+_V1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+
+
+def cpu_quota(process: Path = _SELF) -> float | None:
+    """Return the CPUs' worth of time that this process may use, 1.5 of `docker run --cpus=1.5`; None without a limit.
+
+    Args:
+        process: Its folder in /proc.
+    """
+    quotas = []
+    for folder in _folders("cpu", process):
+        both = _words(folder / "cpu.max") or [
+            *_words(folder / "cpu.cfs_quota_us"),
+            *_words(folder / "cpu.cfs_period_us"),
+        ]
+        if len(both) == 2 and both[0].isdecimal() and int(both[1]) > 0:  # else "max", or -1
+            quotas.append(int(both[0]) / int(both[1]))
+    return min(quotas, default=None)
+
+
+def memory_limit(process: Path = _SELF) -> int | None:
+    """Return the bytes of memory that this process and the others of its groups may use; None without a limit."""
+    return min((limit for limit, _, _ in _limited(process)), default=None)
+
+
+def memory_left(process: Path = _SELF) -> int | None:
+    """Return the bytes of memory that are left to this process's groups; None without a limit.
+
+    Pages of files that were read and can be dropped count as left; /dev/shm counts as used.
+    """
+    left = []
+    for limit, folder, names in _limited(process):
+        used = _number(folder / names.used)
+        if used is not None:
+            stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+            left.append(max(0, limit - used + int(stat.get(names.reclaimable, 0))))
+    return min(left, default=None)
+
+
+def _limited(process: Path) -> list[tuple[int, Path, _Names]]:
+    """The groups with a memory limit."""
+    found = []
+    for folder in _folders("memory", process):
+        names = _V1 if (folder / _V1.used).is_file() else _V2
+        limits = [limit for name in names.limits if (limit := _number(folder / name)) is not None]
+        if limits and min(limits) < _NONE:
+            found.append((min(limits), folder, names))
+    return found
+
+
+def _folders(controller: str, process: Path) -> tuple[Path, ...]:
+    """Folders of this process's group of a controller, and of those around it as far as they can be seen."""
+    paths: dict[str, str] = {}  # v1's by controller, v2's as ""
+    for line in _read(process / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    found: list[Path] = []
+    for line in _read(process / "mountinfo").splitlines():
+        # 35 31 0:32 /docker/1f2e /sys/fs/cgroup/memory rw,nosuid - cgroup cgroup rw,memory
+        mount, _, kind = line.partition(" - ")
+        root, place = (part.replace("\\040", " ") for part in mount.split()[3:5])
+        if kind.startswith("cgroup ") and controller in kind.split()[-1].split(",") and controller in paths:
+            found += _upwards(Path(place), root, paths[controller])
+        elif kind.startswith("cgroup2 ") and "" in paths:
+            found += _upwards(Path(place), root, paths[""])
+    return tuple(dict.fromkeys(found))
+
+
+def _upwards(place: Path, root: str, path: str) -> list[Path]:
+    """The group `path` where its hierarchy's part `root` is mounted, and the groups around it, innermost first."""
+    own = place
+    if Path(path).is_relative_to(root) and ".." not in Path(path).parts:
+        own = place / Path(path).relative_to(root)
+    if not own.is_dir():  # a container that sees its own group as the root, and the host's name for it
+        own = place
+    return [own, *(folder for folder in own.parents if folder.is_relative_to(place))]
+
+
+def _number(file: Path) -> int | None:
+    words = _words(file)
+    return int(words[0]) if words and words[0].isdecimal() else None
+
+
+def _words(file: Path) -> list[str]:
+    return _read(file).split()
+
+
+def _read(file: Path) -> str:
+    """A file's text; "" where there is none, or it may not be read: then nothing is known of a limit."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
