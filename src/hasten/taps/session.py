@@ -147,7 +147,8 @@ class ProcessSession(Session):
             return
         from hasten.warm.driver import Driver
 
-        self.driver = Driver(self.config.warm, board, recorder, self.complete)
+        # The tune that started this process works, too, when a block is over.
+        self.driver = Driver(self.config.warm, board, recorder, self.complete, root=os.getppid())
         self.steps_over.tell(self.driver.on_step)
 
     def _tune_the_run(self) -> None:

@@ -196,7 +196,8 @@ class Auto:
         self._block_seconds = max(_LEAST_BLOCK, min(_MOST_BLOCK, seconds / _BLOCKS))
         until = time.monotonic() + seconds
         options = WarmOptions(able, "", until, math.inf, self._block_seconds, self._options.seed)
-        self._driver = Driver(options, self._board, self._recorder, self._asked_all, self._wishes, self)
+        ranks = None if self._around.together is None else os.getppid()  # their launcher, and so all of them
+        self._driver = Driver(options, self._board, self._recorder, self._asked_all, self._wishes, self, ranks)
 
     # -- what is asked -----------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hasten.evidence import Phase
 from hasten.warm.record import Measured
+from hasten.warm.taken import Reading
 
 if TYPE_CHECKING:
     from hasten.evidence.recorder import Recorder
@@ -47,6 +48,7 @@ class Open:
 
     Attributes:
         fewest: Steps that are enough where they take as long as four blocks.
+        root: The process that started all of the training; None: this one.
         skipped: Seconds of the steps behind the switch that did not count.
     """
 
@@ -55,12 +57,17 @@ class Open:
     least_seconds: float
     sync: Callable[[], None]
     fewest: int = _FEW
+    root: int | None = None
     left_out: int = 0
     skipped: float = 0.0
     steps: int = 0
     seconds: float = 0.0
     began: float = 0.0
     phases: list[float] = field(default_factory=lambda: [0.0] * len(Phase))
+
+    def __post_init__(self) -> None:
+        self.reading = Reading(self.root)
+        self.slow_since: Reading | None = None
 
     def step(self, recorder: Recorder, number: int, ready: int, last_pass: int) -> bool:
         """A step is over; whether the block is.
@@ -74,6 +81,8 @@ class Open:
         phases = recorder.last[0]
         net = sum(phases) - sum(phases[phase] for phase in _NOT_STEADY)
         if self._is_left_out(net, number, ready, last_pass):
+            if not self.steps:
+                self.reading = Reading(self.root)
             return False
         if not self.steps:
             self.began = time.monotonic() - net
@@ -94,12 +103,17 @@ class Open:
             if self.left_out == self.wish.skip:
                 self.sync()  # what the device has still to do belongs to steps that do not count
             return True
-        if not self.steps and self.wish.expected and net > _UNSETTLED * self.wish.expected:
+        if not self.steps and self.wish.expected and net > _UNSETTLED * self.wish.expected and not self._disturbed():
             self.skipped += net
             return True
         short = 0 < last_pass < _SHORT_PASS
         bought = min(ready, last_pass // 3) if last_pass else ready
         return bool(number and not short and number <= max(1, bought))
+
+    def _disturbed(self) -> bool:
+        """Whether others were in the way since steps began to take a multiple: then waiting for the end may be long."""
+        self.slow_since = self.slow_since or self.reading
+        return self.slow_since.taken().disturbs
 
     def over(self) -> Measured:
         """The block as it was measured."""
@@ -107,7 +121,8 @@ class Open:
         self.sync()
         self.seconds += time.perf_counter() - before
         mean = tuple(seconds / self.steps for seconds in self.phases)
-        return Measured(self.began, self.seconds, self.steps, tuple(sorted(self.on)), self.wish.part, mean)
+        taken, on = self.reading.taken(), tuple(sorted(self.on))
+        return Measured(self.began, self.seconds, self.steps, on, self.wish.part, mean, "", taken.share, taken.disturbs)
 
 
 def is_bad(recorder: Recorder) -> bool:

@@ -92,9 +92,9 @@ class Course:
         """The candidates that are switched at such a moment."""
         return {i for i in range(len(self.candidates)) if self.liveness(i) is liveness}
 
-    def saw(self, on: Collection[int], seconds: float, process: int = 0) -> None:
+    def saw(self, on: Collection[int], seconds: float, process: int = 0, disturbed: bool = False) -> None:
         """A block was measured."""
-        self.posterior.add(on, seconds, process)
+        self.posterior.add(on, seconds, process, disturbed)
 
     def saw_validation(self, on: Collection[int], seconds: float, process: int = 0) -> None:
         """A pass of validation took so many seconds a batch."""
@@ -193,8 +193,9 @@ class Course:
     def _fastest(self) -> list[frozenset[int]]:
         """The set of blocks that ran fastest, by more than one block; none of what is off for good in it."""
         paces: dict[frozenset[int], list[float]] = {}
+        disturbed = all(block.disturbed for block in self.posterior.seen)
         for block in self.posterior.seen:
-            if not block.on & (set(self.out) | self._last):
+            if block.disturbed == disturbed and not block.on & (set(self.out) | self._last):
                 paces.setdefault(block.on, []).append(block.pace)
         often = {on: statistics.median(seen) for on, seen in paces.items() if len(seen) > 1}
         return [min(often, key=lambda on: often[on])] if often else []

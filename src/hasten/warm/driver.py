@@ -33,6 +33,7 @@ class Driver:
         complete: Called at the end of the search; it may end the process.
         wishes: Asks for one block after the other.
         record: Where blocks and what else happens are written; None: to the options' file.
+        root: The process that started all of the training, whose CPU time is not others'; None: this one.
     """
 
     def __init__(
@@ -43,17 +44,19 @@ class Driver:
         complete: Callable[[], None],
         wishes: Callable[[Course, WarmOptions, Host], Wishes] = schedule,
         record: Writes | None = None,
+        root: int | None = None,
     ) -> None:
         self._board, self._recorder, self._complete = board, recorder, complete
         self._options = options
         self._record = Record(options.results) if record is None else record
+        self._root = root
         self._pid = os.getpid()
         self._course = Course(
             options.candidates, options.seed, options.careful, options.validation_share, prior=options.prior
         )
         self._course.drop(options.out, "off for good")
-        for on, seconds in options.former:
-            self._course.saw(on, seconds, -1)
+        for on, seconds, disturbed in options.former:
+            self._course.saw(on, seconds, -1, disturbed)
         self._by_pass = self._course.of(Liveness.PASS)
         self._pass_on: frozenset[int] = frozenset()  # candidates that act in the pass that goes on
         self._first_with: frozenset[int] = frozenset()  # of them: in their first pass, where a cache fills
@@ -167,7 +170,7 @@ class Driver:
         self._open.on = self._acting(wish.on)
 
     def _opened(self, wish: Wish) -> Open:
-        return Open(wish, self._acting(wish.on), self._options.block_seconds, synchronize)
+        return Open(wish, self._acting(wish.on), self._options.block_seconds, synchronize, root=self._root)
 
     def _block_over(self, block: Open) -> None:
         measured = block.over()

@@ -60,7 +60,7 @@ class WarmOptions:
         block_seconds: Measured seconds of a block at the least.
         seed: Of the draws of the search; another one asks in another order.
         careful: Add what never ran before one by one: a process before this one crashed.
-        former: Blocks that earlier processes measured, as (indices of what was on, seconds a step).
+        former: Blocks that earlier processes measured, as (indices of what was on, seconds a step, disturbed).
         plan: Indices of the candidates to claim for; None: those that the search chooses.
         total_steps: Steps of the full training, against which compiling is weighed.
         validation_share: Share of an epoch's time that validation takes, from 0 to 1.
@@ -76,7 +76,7 @@ class WarmOptions:
     block_seconds: float = 0.5
     seed: int = 0
     careful: bool = False
-    former: tuple[tuple[tuple[int, ...], float], ...] = ()
+    former: tuple[tuple[tuple[int, ...], float, bool], ...] = ()
     plan: tuple[int, ...] | None = None
     total_steps: int = 10_000
     validation_share: float = 0.0
@@ -88,7 +88,7 @@ class WarmOptions:
     def from_json(cls, data: dict[str, Any]) -> WarmOptions:
         """Read what `dataclasses.asdict` gave, by way of JSON."""
         candidates = tuple(Candidate(**one) for one in data.pop("candidates"))
-        former = tuple((tuple(on), seconds) for on, seconds in data.pop("former"))
+        former = tuple((tuple(on), seconds, disturbed) for on, seconds, disturbed in data.pop("former"))
         plan = data.pop("plan")
         out = tuple(data.pop("out"))
         prior = data.pop("prior")

@@ -2,7 +2,8 @@
 
 log(seconds per step) = level + sum of the effects of what is on + what known pairs do together + noise. The level
 drifts (the machine is shared, the training goes on); effects stay. Everything is normal, so one block is one step of a
-Kalman filter. A block far off what is expected is pulled in, so that a hiccup of the machine decides nothing.
+Kalman filter. A block far off what is expected is pulled in, so that a hiccup of the machine decides nothing. Blocks
+that others disturbed (see `taken.py`) are slower by something that they have in common, and count for a ninth.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from types import MappingProxyType
 _DRIFT = 0.15  # of the noise: how far the level walks between two blocks
 _LEAST_NOISE = 0.01
 _FIRST_NOISE = 0.06
+_ENOUGH = 6  # blocks that tell the noise
 _PULL = 3.0  # standard deviations beyond which a block counts no further
 _RESTART = 0.15  # how much the level may change from one process to the next
+_DISTURBED = (0.2, 0.5)  # how much slower steps are while others take of the CPU: mean and deviation
+_LESS_SURE = 3.0  # times as far as a quiet block may a disturbed one be off
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,12 @@ class CandidateEstimate:
 
 @dataclass(frozen=True)
 class Seen:
-    """A block that was measured: what was on, log(seconds per step), and in which process."""
+    """A block that was measured: what was on, log(seconds per step), its process, and whether others disturbed it."""
 
     on: frozenset[int]
     pace: float
     process: int = 0
+    disturbed: bool = False
 
 
 class Posterior:
@@ -83,11 +88,13 @@ class Posterior:
         self._cov: list[list[float]] = []
         self._fit(self.noise)
 
-    def add(self, on: Collection[int], seconds: float, process: int = 0) -> None:
+    def add(self, on: Collection[int], seconds: float, process: int = 0, disturbed: bool = False) -> None:
         """A block was measured."""
-        self.seen.append(Seen(frozenset(on), math.log(seconds), process))
+        self.seen.append(Seen(frozenset(on), math.log(seconds), process, disturbed))
         residuals = self._fit(self.noise)
-        if len(residuals) >= 6:
+        quiet = [residual for residual, block in zip(residuals, self.seen[1:], strict=True) if not block.disturbed]
+        residuals = quiet if len(quiet) >= _ENOUGH else residuals
+        if len(residuals) >= _ENOUGH:
             # The median is not moved by hiccups; 1.48 times it is a normal distribution's standard deviation.
             self.noise = max(_LEAST_NOISE, 1.48 * statistics.median(map(abs, residuals)))
         self._fit(self.noise)
@@ -118,11 +125,11 @@ class Posterior:
 
     def means(self) -> list[float]:
         """Expected effects of the candidates, then of the pairs."""
-        return self._mean[1:]
+        return self._mean[1:-1]
 
     def covariance(self) -> list[list[float]]:
         """Covariance of the effects of the candidates, then of the pairs."""
-        return [row[1:] for row in self._cov[1:]]
+        return [row[1:-1] for row in self._cov[1:-1]]
 
     @property
     def level(self) -> float:
@@ -133,11 +140,11 @@ class Posterior:
         """Draw the effects of all candidates and pairs at once, as likely as they are."""
         factor = _cholesky(self._cov)
         normal = [lot.gauss(0.0, 1.0) for _ in self._mean]
-        return [self._mean[i] + sum(factor[i][j] * normal[j] for j in range(i + 1)) for i in range(1, len(self._mean))]
+        return [self._mean[i] + sum(factor[i][j] * normal[j] for j in range(i + 1)) for i in range(1, len(factor) - 1)]
 
     def _fit(self, noise: float) -> list[float]:
         """Run the filter over all blocks; what it did not expect of each, in units of log(seconds)."""
-        priors = [(self.seen[0].pace if self.seen else 0.0, 1.0), *self.priors, *self.pairs.values()]
+        priors = [(self.seen[0].pace if self.seen else 0.0, 1.0), *self.priors, *self.pairs.values(), _DISTURBED]
         self._mean = [mean for mean, _ in priors]
         self._cov = [[0.0] * len(priors) for _ in priors]
         for i, (_, spread) in enumerate(priors):
@@ -170,10 +177,11 @@ class Posterior:
 
     def _step(self, block: Seen, noise: float) -> float:
         """One block: move what is known towards it; what was not expected of it."""
-        on = self._rows(block.on)
         mean, cov, size = self._mean, self._cov, len(self._mean)
+        on = [*self._rows(block.on), *([size - 1] if block.disturbed else [])]
         towards = [sum(row[j] for j in on) for row in cov]
-        variance = sum(towards[j] for j in on) + noise * noise
+        own = noise * (_LESS_SURE if block.disturbed else 1.0)
+        variance = sum(towards[j] for j in on) + own * own
         unexpected = block.pace - sum(mean[j] for j in on)
         limit = _PULL * math.sqrt(variance)
         pulled = max(-limit, min(limit, unexpected))

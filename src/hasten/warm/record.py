@@ -22,6 +22,8 @@ class Measured:
         part: "baseline", "all on", "search", "compile", "plain" or "plan" (the two sides of the claim).
         phases: Mean seconds of each phase of a step.
         trouble: Why it does not count; "" for a good one.
+        taken: Share of the CPU that others took meanwhile, from 0 to 1; None where that cannot be seen.
+        disturbed: Whether its pace may be due to that: see `hasten.warm.taken`.
     """
 
     began: float
@@ -31,6 +33,8 @@ class Measured:
     part: str
     phases: tuple[float, ...] = ()
     trouble: str = ""
+    taken: float | None = None
+    disturbed: bool = False
 
     @property
     def step_seconds(self) -> float:

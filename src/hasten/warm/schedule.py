@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
 from hasten.techniques import Liveness
@@ -28,6 +28,7 @@ _ROUNDS = 3
 _STEPS = 6  # that a block takes at the least, with those behind the switch that do not count
 _LATE = 5.0  # seconds that the last round may take longer
 _LEAST_PAIRS, _MOST_PAIRS = 3, 8
+_MOST_TURNS = 3 * _MOST_PAIRS  # with the pairs that others disturbed
 
 
 class Host(Protocol):
@@ -85,7 +86,7 @@ def play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
     finalists = course.finalists()
     if not finalists:
         return
-    paces: dict[frozenset[int], list[float]] = {on: [] for on in finalists}
+    blocks: dict[frozenset[int], list[Measured]] = {on: [] for on in finalists}
     each = (_STEPS * math.exp(course.posterior.level) + options.block_seconds) * len(finalists)
     rounds = min(_ROUNDS, int((options.search_until + _LATE - time.monotonic()) / each))
     for turn in range(rounds if rounds > 1 else 0):
@@ -93,9 +94,9 @@ def play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
             if len(finalists) < 2 or time.monotonic() > options.search_until + _LATE:
                 break
             measured = yield Wish(on, "play-off", exact=bool(on & host.by_pass))
-            if not measured.trouble:
-                course.saw(measured.on, measured.step_seconds)
-                paces[on].append(math.log(measured.step_seconds))
+            if _saw(course, measured):
+                blocks[on].append(measured)
+    paces = _comparable(blocks)
     # Time may end within a round: as many of each are compared as all have that were measured.
     rounds = min((len(seen) for seen in paces.values() if seen), default=0)
     known = {on: statistics.fmean(seen[:rounds]) for on, seen in paces.items() if seen}
@@ -115,10 +116,24 @@ def _settle(on: frozenset[int], course: Course, host: Host) -> None:
     host.note(Event("settled", tuple(sorted(on))))
 
 
+def _comparable(blocks: Mapping[frozenset[int], Sequence[Measured]]) -> dict[frozenset[int], list[float]]:
+    """log(seconds per step) of the blocks that nobody disturbed, where each set has such; else of all."""
+    quiet = all(any(not one.disturbed for one in seen) for seen in blocks.values() if seen)
+    return {
+        on: [math.log(one.step_seconds) for one in seen if not (quiet and one.disturbed)] for on, seen in blocks.items()
+    }
+
+
 def ask(course: Course, wish: Wish) -> Wishes:
-    measured = yield wish
+    """Ask for a block, and take it in."""
+    _saw(course, (yield wish))
+
+
+def _saw(course: Course, measured: Measured) -> bool:
+    """Take a block in; whether it counts."""
     if not measured.trouble:
-        course.saw(measured.on, measured.step_seconds)
+        course.saw(measured.on, measured.step_seconds, disturbed=measured.disturbed)
+    return not measured.trouble
 
 
 def _may_pay(course: Course, options: WarmOptions) -> bool:
@@ -142,19 +157,19 @@ def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
             continue
         chosen = course.chosen()
         expected = math.exp(course.posterior.level + course.posterior.gain(chosen)[0])
-        paces: dict[frozenset[int], list[float]] = {chosen: [], chosen | {index}: []}
+        blocks: dict[frozenset[int], list[Measured]] = {chosen: [], chosen | {index}: []}
         for turn in range(_COMPILE_BLOCKS):
             measured = yield Wish(chosen | {index}, "compile", skip=3, expected=expected)
             if not turn:
                 cost = max(0.0, host.compiling - 3 * expected)
-            _note(measured, course, paces)
-            _note((yield Wish(chosen, "compile")), course, paces)
+            _note(measured, course, blocks)
+            _note((yield Wish(chosen, "compile")), course, blocks)
             if time.monotonic() > options.search_until + _COMPILE_SECONDS:
                 break
         host.note(Event("compiled", (index,), cost))
-        if not all(paces.values()):  # one of the two never ran well: nothing is known of what compiling brings
+        if not all(blocks.values()):  # one of the two never ran well: nothing is known of what compiling brings
             continue
-        plain, compiled = (statistics.median(seen) for seen in paces.values())
+        plain, compiled = (statistics.median(seen) for seen in _comparable(blocks).values())
         saved = max(0.0, math.exp(plain) - math.exp(compiled)) * options.total_steps
         again = max(_AGAIN * cost, min(cost, _AGAIN_SECONDS))
         if saved < again:
@@ -165,24 +180,28 @@ def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
             _settle(chosen | {index}, course, host)  # measured in turn just now
 
 
-def _note(measured: Measured, course: Course, paces: dict[frozenset[int], list[float]]) -> None:
+def _note(measured: Measured, course: Course, blocks: dict[frozenset[int], list[Measured]]) -> None:
     """A block of compiling counts for the set that was asked for, unless that did not act."""
-    if not measured.trouble:
-        course.saw(measured.on, measured.step_seconds)
-        paces.get(frozenset(measured.on), []).append(math.log(measured.step_seconds))
+    if _saw(course, measured):
+        blocks.get(frozenset(measured.on), []).append(measured)
 
 
 def _claim(plan: frozenset[int], course: Course, options: WarmOptions, host: Host) -> Wishes:
-    """Baseline and plan in turn, A B B A; how many pairs is settled by the time there is, before the first."""
+    """Baseline and plan in turn, A B B A; how many pairs is settled by the time there is, behind the first.
+
+    A pair that others disturbed is measured again, as long as there is time.
+    """
     exact = bool(plan & host.by_pass)
     plain: frozenset[int] = frozenset()
-    pairs, turn = _MOST_PAIRS, 0
-    while turn < pairs:
-        began = time.monotonic()
+    pairs, turn, quiet, each = _MOST_PAIRS, 0, 0, 0.0
+    while turn < pairs or (quiet < pairs and turn < _MOST_TURNS and time.monotonic() + each < options.claim_until):
+        began, disturbed = time.monotonic(), False
         for on, part in ((plain, "plain"), (plan, "plan"))[:: -1 if turn % 2 else 1]:
             expected = math.exp(course.posterior.level + course.posterior.gain(on)[0]) if course.posterior.seen else 0.0
-            yield Wish(on, part, exact=exact, expected=expected)
+            measured = yield Wish(on, part, exact=exact, expected=expected)
+            disturbed = disturbed or measured.disturbed
         if not turn:
             each = max(1e-3, time.monotonic() - began)
             pairs = max(_LEAST_PAIRS, min(_MOST_PAIRS, 1 + int((options.claim_until - time.monotonic()) / each)))
         turn += 1
+        quiet += not disturbed
