@@ -14,7 +14,7 @@ from hasten.evidence import PHASES
 from hasten.report import charts, course
 from hasten.report.drawing import Scale
 from hasten.report.technique_words import Row
-from hasten.tuner.proof import Block, Curves, Pair, ParityCheck
+from hasten.tuner.proof import Block, Curves, Pair, ParityCheck, Ratio
 from tests.report import conftest
 
 BAR = re.compile(r'<rect class="(\S+?)" x="(\S+?)%" y="\S+" width="(\S+?)%"')
@@ -144,6 +144,26 @@ def test_a_block_that_failed_is_marked_and_has_no_pace():
     assert "not counted: RuntimeError: &lt;stack&gt;" in drawing
     assert "1 of them not counted" in drawing
     assert "2000x" not in drawing
+
+
+def test_the_claim_is_a_band_beside_rough_paces():
+    blocks = [Block(1.0, 1.0, 9, 0.2, (), "search"), Block(3.0, 1.0, 9, 0.05, ("compile",), "search")]
+    drawing = course_of(*blocks, speedup=Ratio(2.0, 1.5, 2.5), used_seconds=10.0)
+    band = re.search(r'<rect class="claimed" x="0.000%" y="(\S+?)" width="100.000%" height="(\S+?)"', drawing)
+    assert band
+    assert "claimed 2.00x" in drawing
+    heights = [float(y) for y in re.findall(r'class="part-\S+" x="\S+?%" y="(\S+?)"', drawing)]
+    assert heights[1] < float(band[1]) < float(band[1]) + float(band[2]) < heights[0]
+    assert "claimed" not in course_of(*blocks, techniques=())
+
+
+def test_blocks_that_others_disturbed_are_pale_and_say_so():
+    quiet, slow = Block(1.0, 1.0, 9, 0.2, (), "search"), Block(2.0, 1.0, 9, 0.8, (), "search", "", 0.45, True)
+    drawing = course_of(quiet, slow, slow, slow, Block(5.0, 1.0, 9, 0.1, ("compile",), "search"))
+    assert drawing.count('class="part-search disturbed"') == 3
+    assert "disturbed: while others took 45 % of the CPU" in drawing
+    assert "3 disturbed by others" in drawing
+    assert "2.00x (compile)" in drawing, "the script as it was is the quiet one"
 
 
 def test_without_a_block_of_the_script_as_it_was_there_is_no_pace_to_draw():

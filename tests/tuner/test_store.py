@@ -100,6 +100,21 @@ def test_the_next_tune_knows_at_once_what_the_last_one_found(folder: Path) -> No
     assert course.chosen() == found.chosen
 
 
+def test_what_was_learned_beside_others_counts_for_less(folder: Path) -> None:
+    """The report says to tune again when nothing else runs: what was true only beside others must not prevail."""
+    beside = tuned(candidates=CANDIDATES)
+    remember(folder, key(), beside, build(disturbed=0.45))
+    recalled, course = again(folder)
+    assert recalled is not None
+    assert "while others took 45 % of the CPU: it counts for less" in recalled.said
+    assert not recalled.same
+    assert [one.known for one in course.candidates] == [None] * 4
+    less = [spread for _, spread in beside_the_plan(course, beside.chosen)]
+    remember(folder, key(), beside, build())
+    _, course = again(folder)
+    assert all(wide > spread for wide, (_, spread) in zip(less, beside_the_plan(course, beside.chosen), strict=True))
+
+
 def test_known_as_a_sum_only_stays_known_as_a_sum(folder: Path) -> None:
     """Two techniques that were never on without each other: neither is known alone, both together are."""
     candidates = (Candidate("precision", "bf16-mixed", -0.1, 0.3), Candidate("allocator", "glibc", -0.1, 0.3))

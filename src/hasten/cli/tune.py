@@ -20,8 +20,9 @@ from hasten.plan import DEFAULT_NAME, Plan, did_you_mean
 from hasten.techniques import CATALOGUE
 
 if TYPE_CHECKING:
+    from hasten.tuner.found import Claimed
     from hasten.tuner.proof import Block, Proof
-    from hasten.tuner.tune import Tuned
+    from hasten.tuner.tune import OnBlock, Tuned
 
 _UNITS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 
@@ -116,7 +117,7 @@ def tune(
         raise typer.Exit(130)
 
 
-def _shown(budget: float, tuned: Callable[[Callable[[str], None], Callable[[Block], None]], Tuned]) -> Tuned:
+def _shown(budget: float, tuned: Callable[[Callable[[str], None], OnBlock], Tuned]) -> Tuned:
     """Tune, with its progress on the terminal."""
     from rich.console import Console
 
@@ -126,9 +127,9 @@ def _shown(budget: float, tuned: Callable[[Callable[[str], None], Callable[[Bloc
     blocks: list[Block] = []
     with TuneProgress(Console(stderr=True), budget) as progress:
 
-        def on_block(block: Block) -> None:
+        def on_block(block: Block, claimed: Claimed | None) -> None:
             blocks.append(block)
-            progress.block(block, plain_step(blocks))
+            progress.block(block, plain_step(blocks), claimed)
 
         return tuned(progress.say, on_block)
 

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from hasten.report import words
 from hasten.report.drawing import Scale, columns, rect, svg, text
-from hasten.tuner.proof import Block, Proof
+from hasten.tuner.proof import Block, Proof, beside_others
 
 PARTS = ("all on", "search", "compile", "claim")
 _PLOT = 220.0
@@ -17,13 +17,20 @@ _STRIP = 30
 
 
 def plain_step(blocks: Iterable[Block]) -> float | None:
-    """Seconds per step of the script as it was: the median of the blocks in which nothing was on."""
-    plain = [block.step_seconds for block in blocks if not block.on and _good(block)]
-    return statistics.median(plain) if plain else None
+    """Seconds per step of the script as it was: the median of the blocks in which nothing was on.
+
+    Of those that nobody disturbed, where there are such.
+    """
+    plain = [block for block in blocks if not block.on and _good(block)]
+    quiet = [block for block in plain if not block.disturbed]
+    return statistics.median(block.step_seconds for block in quiet or plain) if plain else None
 
 
 def pace(block: Block, plain: float | None) -> float | None:
-    """How many times faster a block ran than the script as it was; None where that is not known."""
+    """How many times faster a block ran than the script as it was, roughly; None where that is not known.
+
+    The claim compares blocks that ran one after the other: it may be lower than the best of these.
+    """
     return plain / block.step_seconds if plain and _good(block) else None
 
 
@@ -46,8 +53,9 @@ def course_chart(proof: Proof) -> Markup:
     if not paces:
         return Markup()
     across = Scale(0.0, max(proof.used_seconds, *(block.at + block.seconds for block in blocks)))
-    up = Scale(min(0.9, *paces), max(1.1, *paces), log=True, near=93, far=7)
-    parts = [*_grid(up), *_blocks(blocks, plain, across, up)]
+    claim = _claimed(proof)
+    up = Scale(min(0.9, *paces, *claim), max(1.1, *paces, *claim), log=True, near=93, far=7)
+    parts = [*_grid(up), *_claim(claim, up), *_blocks(blocks, plain, across, up)]
     height = _PLOT
     for name, spans in _spans(proof, blocks).items():
         parts += _strip(name, spans, across, height)
@@ -70,6 +78,23 @@ def _grid(up: Scale) -> list[Markup]:
     return lines
 
 
+def _claimed(proof: Proof) -> tuple[float, ...]:
+    """The claim with the ends of its interval; nothing where nothing is claimed."""
+    ratio = proof.speedup
+    known = all(words.known(end) and end > 0 for end in (ratio.low, ratio.ratio, ratio.high))
+    return (ratio.low, ratio.ratio, ratio.high) if proof.techniques and known else ()
+
+
+def _claim(claim: Sequence[float], up: Scale) -> list[Markup]:
+    """The interval of the claim as a band over the whole time, so that one sees which paces it bears out."""
+    if not claim:
+        return []
+    low, middle, high = (up(end) * _PLOT / 100 for end in claim)
+    told = f"claimed: {words.times(claim[1])}, {words.interval(claim[0], claim[2])}"
+    band = rect("claimed", (0, 100), min(low, high), max(2.0, abs(low - high)), told)
+    return [band, text("tick halo", 100, middle - 4, f"claimed {words.times(claim[1])}", "end")]
+
+
 def _blocks(blocks: Sequence[Block], plain: float | None, across: Scale, up: Scale) -> list[Markup]:
     parts = []
     for block in blocks:
@@ -83,7 +108,10 @@ def _blocks(blocks: Sequence[Block], plain: float | None, across: Scale, up: Sca
             ]
             continue
         told = f"{_when(block)}, {words.clean(block.part)}: {words.times(ratio)} ({_on(block)})"
-        parts.append(rect(part_class(block.part), ends, up(ratio) * _PLOT / 100 - 4, 8, told))
+        kind = part_class(block.part)
+        if block.disturbed:
+            told, kind = f"{told}, disturbed:{beside_others(block.taken)}", f"{kind} disturbed"
+        parts.append(rect(kind, ends, up(ratio) * _PLOT / 100 - 4, 8, told))
     return parts
 
 
@@ -128,7 +156,9 @@ def _on(block: Block) -> str:
 def _told(blocks: Sequence[Block], paces: Sequence[float]) -> str:
     counts = [f"{words.clean(part)} {sum(block.part == part for block in blocks)}" for part in parts_of(blocks)]
     failed = sum(not _good(block) for block in blocks)
+    disturbed = sum(block.disturbed for block in blocks)
+    others = f", {disturbed} disturbed by others" if disturbed else ""
     return (
-        f"{words.count(len(blocks), 'block')} ({', '.join(counts)}), {failed} of them not counted; the script as it "
-        f"was is 1x, the slowest block ran at {words.times(min(paces))}, the fastest at {words.times(max(paces))}"
+        f"{words.count(len(blocks), 'block')} ({', '.join(counts)}), {failed} of them not counted{others}; the script "
+        f"as it was is 1x, the slowest block ran at {words.times(min(paces))}, the fastest at {words.times(max(paces))}"
     )

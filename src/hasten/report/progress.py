@@ -15,6 +15,7 @@ from rich.console import Console
 from hasten import messages
 from hasten.report import course, words
 from hasten.report.screen import Screen
+from hasten.tuner.found import Claimed
 from hasten.tuner.proof import Block
 
 _BETTER = 1.03  # a pace that is worth a line of its own
@@ -27,8 +28,9 @@ class TuneProgress:
     """Show the progress of a tune: lines that are said, and the pace of its blocks. To be closed, or used in a `with`.
 
     On a terminal one line at the bottom tells time, part, blocks and the pace beside the script as it was. Elsewhere
-    (a file, a pipe, a dumb terminal) a line is said when the best pace has risen by 3 % or more. What the stream
-    cannot take is dropped: a closed terminal does not end a tune.
+    (a file, a pipe, a dumb terminal) a line is said when the best pace has risen by 3 % or more. Until plan and script
+    are measured in turn that pace is rough, and called so: the best of many looks better than it is. From then on the
+    line tells what is claimed. What the stream cannot take is dropped: a closed terminal does not end a tune.
 
     Args:
         console: Where to; stderr, so that stdout stays the result's.
@@ -41,7 +43,8 @@ class TuneProgress:
         self._screen = Screen(console)
         self._budget = budget
         self._start = time.monotonic()
-        self._paces: dict[tuple[str, ...], list[float]] = {}
+        self._paces: dict[bool, dict[tuple[str, ...], list[float]]] = {False: {}, True: {}}  # disturbed -> on -> paces
+        self._claimed: Claimed | None = None
         self._said = 1.0
         self._last: Block | None = None
         self._now: float | None = None
@@ -60,29 +63,37 @@ class TuneProgress:
             self._write(f"hasten {self._elapsed():5.0f}s  {words.clean(line)}\n")
             self._draw()
 
-    def block(self, block: Block, baseline_step: float | None) -> None:
+    def block(self, block: Block, baseline_step: float | None, claimed: Claimed | None = None) -> None:
         """Take in a block that has ended.
 
         Args:
             block: What was measured.
             baseline_step: Seconds per step of the script as it was; None where that is not known yet.
+            claimed: What would be claimed now; None before plan and script were measured in turn.
         """
         with self._lock:
             self._blocks += 1
             self._failed += bool(block.trouble)
             self._last, self._now = block, course.pace(block, baseline_step)
+            self._claimed = claimed
             if self._now is not None and block.on:
-                self._paces.setdefault(block.on, []).append(self._now)
-            if self._ticking is None:
+                self._paces[block.disturbed].setdefault(block.on, []).append(self._now)
+            if self._ticking is None and claimed is None:
                 self._tell_better()
             self._draw()
 
     @property
     def best(self) -> tuple[float, tuple[str, ...]] | None:
-        """The best pace so far, and what was on: the median of at least two blocks, since a single one may be luck."""
-        medians = {on: statistics.median(paces) for on, paces in self._paces.items() if len(paces) > 1}
-        on = max(medians, key=medians.__getitem__, default=None)
-        return None if on is None else (medians[on], on)
+        """The best pace so far, and what was on: the median of at least two blocks, since a single one may be luck.
+
+        Of blocks that nobody disturbed, where there are such.
+        """
+        for disturbed in (False, True):
+            paces = self._paces[disturbed]
+            medians = {on: statistics.median(seen) for on, seen in paces.items() if len(seen) > 1}
+            if (on := max(medians, key=medians.__getitem__, default=None)) is not None:
+                return medians[on], on
+        return None
 
     def close(self) -> None:
         """Take the updating line away. Harmless when called twice."""
@@ -125,7 +136,7 @@ class TuneProgress:
         self._said = best[0]
         after = words.count(self._blocks, "block")
         self.say(
-            f"best so far {words.times(best[0])} the pace of the script as it was, after {after}: {_names(best[1])}"
+            f"best so far roughly {words.times(best[0])} (not measured in turn yet), after {after}: {_names(best[1])}"
         )
 
     def _draw(self) -> None:
@@ -138,12 +149,17 @@ class TuneProgress:
         """What the line holds, the most important first."""
         best = self.best
         parts = [f"{self._elapsed():.0f}/{self._budget:.0f}s"]
-        if best is not None:
-            parts.append(f"best {words.times(best[0])}")
+        if self._claimed is not None:
+            speedup = self._claimed.speedup
+            parts.append(f"in turn {words.times(speedup.ratio)} ({words.interval(speedup.low, speedup.high)})")
+        elif best is not None:
+            parts.append(f"best roughly {words.times(best[0])}")
         if self._last is None:
             return parts
         parts.append("not counted" if self._last.trouble else f"now {words.times(self._now)}" if self._now else "")
         failed = f", {self._failed} failed" if self._failed else ""
+        if self._last.disturbed:
+            parts.append(f"others take {words.percent(self._last.taken or 0.0)} of the CPU")
         parts += [words.clean(self._last.part), f"{words.count(self._blocks, 'block')}{failed}"]
         parts.append(f"on: {_names(self._last.on)}")
         return [part for part in parts if part]

@@ -8,10 +8,14 @@ from hasten.check import words as check_words
 from hasten.evidence import PHASES
 from hasten.report import words
 from hasten.report.parity_words import parity
-from hasten.tuner.proof import Answer, Proof, Ratio
+from hasten.tuner.proof import Answer, Proof, Ratio, beside_others
 
 _BUSY = 0.05  # of all cores: less is what any machine does beside the training
 _STOLEN = 0.02
+_DOUBT = (
+    "A quiet machine may not bear it out: threads that wait for each other lose several times what is taken from one "
+    "core, so that a side with fewer threads looks faster than it is."
+)
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,16 @@ def verdict(proof: Proof) -> TuneVerdict:
         return _nothing(proof)
     claim = "; ".join(part for part in (_interval(proof.speedup), words.clean(proof.speedup_how)) if part) + "."
     ratio, missing = words.times(proof.speedup.ratio), _missing(proof)
-    if proof.speedup.high < 1:
+    if proof.speedup.high < 1 and proof.disturbed is None:
         return TuneVerdict("refuted", f"The plan is slower: {ratio}", f"{claim} Train without it.")
     if proof.proven is Answer.DOES_NOT:
         advice = "Do not train with this plan: take techniques out of it one by one, those that are not exact first."
         return TuneVerdict("refuted", f"{ratio} as fast, but the result is not the same", f"{claim} {advice}")
+    if proof.disturbed is not None:
+        title = f"{ratio}{beside_others(proof.disturbed)}: not proven"
+        return TuneVerdict("unproven", title, f"{claim} {_DOUBT} Tune again when nothing else runs.")
     if not proof.speedup.low > 1:
-        why = f"Not proven: {_faster(proof.speedup).detail}."
+        why = f"Not proven: {_faster(proof).detail}."
         return TuneVerdict("unclear", f"No speed-up shown: {ratio}, not proven", f"{claim} {why}")
     if proof.full_run is not None and proof.full_run.ratio < 1:
         why = "Over the full run the longer start-up costs more than the faster steps win."
@@ -86,7 +93,12 @@ def _nothing(proof: Proof) -> TuneVerdict:
         return TuneVerdict(
             "nothing", "Nothing could be kept", f"{tried} tried, none came to a figure: run the training as before."
         )
-    return TuneVerdict("nothing", "Nothing helped here", f"{tried} tried, none kept: run the training as before.")
+    beside = ""
+    if 2 * sum(block.disturbed for block in proof.blocks) > len(proof.blocks):
+        beside = " Others disturbed most blocks, so something may help all the same: tune again when nothing else runs."
+    return TuneVerdict(
+        "nothing", "Nothing helped here", f"{tried} tried, none kept: run the training as before.{beside}"
+    )
 
 
 def promises(proof: Proof) -> list[Promise]:
@@ -95,15 +107,17 @@ def promises(proof: Proof) -> list[Promise]:
         return []
     same = parity(proof)
     return [
-        _faster(proof.speedup),
+        _faster(proof),
         _checked(proof),
         Promise("same losses", proof.parity.answer, same.detail),
         _fresh(proof),
     ]
 
 
-def _faster(speedup: Ratio) -> Promise:
-    what = "faster"
+def _faster(proof: Proof) -> Promise:
+    what, speedup = "faster", proof.speedup
+    if proof.disturbed is not None:
+        return Promise(what, Answer.NOT_KNOWN, f"measured{beside_others(proof.disturbed)}")
     if speedup.high < 1:
         return Promise(what, Answer.DOES_NOT, "the whole interval lies below 1x")
     if speedup.low > 1:
@@ -138,16 +152,17 @@ def _missing(proof: Proof) -> str:
 
 def speed(proof: Proof) -> list[LabelledFigure]:
     """The speed-up of steady steps, of whole epochs and of the full run."""
-    lines = [LabelledFigure("steps", words.times(proof.speedup.ratio), _interval(proof.speedup))]
+    interval = f"{_interval(proof.speedup)}{beside_others(proof.disturbed)}"
+    lines = [LabelledFigure("steps", words.times(proof.speedup.ratio), interval)]
+    beside = beside_others(max((pair.disturbed for pair in proof.pairs if pair.disturbed is not None), default=None))
     if proof.epoch_speedup is not None:
-        lines.append(
-            LabelledFigure("whole epochs", words.times(proof.epoch_speedup.ratio), _interval(proof.epoch_speedup))
-        )
+        interval = f"{_interval(proof.epoch_speedup)}{beside}"
+        lines.append(LabelledFigure("whole epochs", words.times(proof.epoch_speedup.ratio), interval))
     else:
         lines.append(LabelledFigure("whole epochs", "not measured", "no process came to the end of an epoch"))
     if (run := proof.full_run) is not None:
         before, after = words.duration(run.baseline_seconds), words.duration(run.plan_seconds)
-        about = f"{before} -> {after} for {words.count(run.epochs, 'epoch')}, estimated"
+        about = f"{before} -> {after} for {words.count(run.epochs, 'epoch')}, estimated{beside}"
         lines.append(
             LabelledFigure("full run", words.times(run.ratio), f"{about} ({words.clean(run.epochs_known_from)})")
         )
@@ -241,7 +256,7 @@ def noise(proof: Proof) -> list[str]:
         lines.append(f"The hypervisor gave {words.percent(seen.steal)} of the CPU time to others.")
     if words.known(seen.scatter):
         lines.append(f"The pace of a block scattered by {words.percent(seen.scatter)} around what was expected of it.")
-    return [*lines, *_meaning(proof)]
+    return [*lines, *_disturbed_blocks(proof), *_meaning(proof)]
 
 
 def noisy(proof: Proof) -> str:
@@ -254,7 +269,7 @@ def noisy(proof: Proof) -> str:
         took.append(f"others kept {busy:.1f} of {words.count(proof.machine.cores, 'core')} busy")
     if (proof.noise.steal or 0.0) >= _STOLEN:
         took.append(f"the hypervisor gave {words.percent(proof.noise.steal)} of the CPU time to others")
-    return f"Noisy machine: {' and '.join(took)}, so the interval is wider than on a quiet one."
+    return f"Noisy machine: {' and '.join(took)}; {_claim_is_of(proof)}."
 
 
 def is_noisy(proof: Proof) -> bool:
@@ -263,14 +278,31 @@ def is_noisy(proof: Proof) -> bool:
     return seen is not None and ((seen.others or 0.0) >= _BUSY or (seen.steal or 0.0) >= _STOLEN)
 
 
+def _disturbed_blocks(proof: Proof) -> list[str]:
+    """How many blocks others disturbed, and what became of them."""
+    disturbed = sum(block.disturbed for block in proof.blocks)
+    if not disturbed:
+        return []
+    blocks = words.count(len(proof.blocks), "block")
+    return [f"They disturbed {disturbed} of {blocks}: in the search these counted for a ninth of a quiet one."]
+
+
+def _claim_is_of(proof: Proof) -> str:
+    """What a noisy machine means for the claim."""
+    if proof.disturbed is not None:
+        return "the claim is of blocks that this disturbed, and not proven"
+    if any(block.disturbed for block in proof.blocks):
+        return "the claim is of blocks that nobody disturbed"
+    return "the interval is wider than on a quiet machine"
+
+
 def _meaning(proof: Proof) -> list[str]:
     seen = proof.noise
     if is_noisy(proof):
         claim = ""
         if proof.techniques and words.known(proof.speedup.low):
             claim = f" ({words.interval(proof.speedup.low, proof.speedup.high)})"
-        wider = f"So the interval{claim} is wider than on a quiet machine."
-        return [f"{wider} Plain and plan ran in turn beside that load; with all cores free the ratio may be another."]
+        return [f"So {_claim_is_of(proof)}{claim}.", *([_DOUBT] if proof.disturbed is not None else [])]
     if seen is not None and words.known(seen.others):
         return ["So the machine was quiet: the interval is what the training's own steps give."]
     return []

@@ -61,8 +61,9 @@ def _saw(found: Found, trial: Trial, on: frozenset[int], part: str, on_block: Ca
     else:
         cost = trial.timing.cost
         steps = len(trial.evidence.step_phases) if trial.evidence is not None else 1
-        block = Measured(began, cost * steps, steps, tuple(sorted(on)), part)
-        found.course.saw(on, cost)
+        taken, disturbed = trial.taken, trial.disturbed
+        block = Measured(began, cost * steps, steps, tuple(sorted(on)), part, taken=taken, disturbed=disturbed)
+        found.course.saw(on, cost, disturbed=trial.disturbed)
     found.blocks.append(block)
     on_block(block)
     return trial.timing is not None

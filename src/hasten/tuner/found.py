@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hasten.evidence.interval import middle_of
 from hasten.plan import Setting
 from hasten.tuner.proof import Ratio
+from hasten.tuner.trial import Trial
 from hasten.warm.course import Course
 from hasten.warm.record import Measured
 
 _APART = 15.0  # seconds between two sides of a pair, beyond which the machine may be another
+_LEAST_PAIRS = 3  # that nobody disturbed, or a claim is of disturbed ones too, and says so
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """What can be claimed of a plan.
+
+    Attributes:
+        speedup: How many times faster it is.
+        how: How that was measured, in words.
+        disturbed: Share of the CPU that others took meanwhile, from 0 to 1; None where they disturbed nothing.
+    """
+
+    speedup: Ratio
+    how: str
+    disturbed: float | None = None
 
 
 @dataclass
@@ -66,17 +84,60 @@ class Found:
             waits = None
         return pairs
 
+    def counted(self) -> list[tuple[Measured, Measured]]:
+        """The pairs that the claim is of: those that nobody disturbed.
+
+        Where these are fewer than three, those of which both sides were disturbed, or neither; where these are fewer
+        than two, all.
+        """
+        pairs = self.sides()
+        quiet = [pair for pair in pairs if not (pair[0].disturbed or pair[1].disturbed)]
+        if len(quiet) >= _LEAST_PAIRS:
+            return quiet
+        alike = [pair for pair in pairs if pair[0].disturbed == pair[1].disturbed]
+        return alike if len(alike) > 1 else pairs
+
+    def disturbed(self) -> float | None:
+        """Share of the CPU that others took in the claim's blocks, from 0 to 1; None where nobody disturbed them."""
+        return taken_of([side for pair in self.counted() for side in pair])
+
     def claim(self) -> Ratio | None:
-        """How many times faster a step is under the plan, with its interval; None where that was not measured."""
-        logs = [math.log(plain.step_seconds / plan.step_seconds) for plain, plan in self.sides()]
+        """How many times faster a step is under the plan, with its interval; None where that was not measured.
+
+        The interval of a claim of disturbed blocks holds each of its pairs: what they have in common may be due to
+        others, so that their number makes nothing surer.
+        """
+        logs = [math.log(plain.step_seconds / plan.step_seconds) for plain, plan in self.counted()]
         found = middle_of(logs)
-        return None if found is None else Ratio(*map(math.exp, found))
+        if found is None:
+            return None
+        middle, low, high = found
+        if self.disturbed() is not None:
+            low, high = min(low, *logs), max(high, *logs)
+        return Ratio(*map(math.exp, (middle, low, high)))
+
+    def claimed(self) -> Claimed | None:
+        """The claim, how it was measured and what others took meanwhile; None where it was not measured."""
+        if (speedup := self.claim()) is None:
+            return None
+        counted = len(self.counted())
+        how = f"{counted} pairs of blocks in one process, the script as it is and the plan in turn"
+        if left := len(self.sides()) - counted:
+            how += f"; {left} more left out, which others disturbed"
+        return Claimed(speedup, how, self.disturbed())
 
     def phases(self) -> dict[str, tuple[float, ...]]:
         """Seconds of each phase of a step in the claim's typical block, on both sides."""
         found = {}
         for number, side in enumerate(("baseline", "plan")):
-            blocks = [pair[number] for pair in self.sides()]
+            blocks = [pair[number] for pair in self.counted()]
             if blocks:
                 found[side] = sorted(blocks, key=lambda one: one.step_seconds)[len(blocks) // 2].phases
         return found
+
+
+def taken_of(measured: Sequence[Measured | Trial]) -> float | None:
+    """Mean share of the CPU that others took, from 0 to 1; None where nothing of this was disturbed by that."""
+    if not any(one.disturbed for one in measured):
+        return None
+    return statistics.fmean(one.taken or 0.0 for one in measured)

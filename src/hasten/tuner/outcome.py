@@ -14,7 +14,7 @@ from hasten.evidence import PHASES, Phase, this_machine
 from hasten.plan import Plan
 from hasten.techniques import CATALOGUE, Effect
 from hasten.tuner.baseline import Baseline
-from hasten.tuner.found import Found
+from hasten.tuner.found import Claimed, Found, taken_of
 from hasten.tuner.length import Length, full_seconds
 from hasten.tuner.parity import agreement_of, parity_of
 from hasten.tuner.places import shorten
@@ -32,6 +32,8 @@ from hasten.tuner.proof import (
     Ratio,
     TrialRow,
     Tried,
+    beside_others,
+    in_words,
 )
 from hasten.tuner.stats import ratio_of
 from hasten.tuner.timing import Timing
@@ -81,7 +83,7 @@ def proof_of(all_: Measurements) -> Proof:
     pairs = [(a, b) for a, b in all_.pairs if a.timing and b.timing]
     timings = timings_of(pairs)
     whole = bool(timings) and all(side.epoch is not None for pair in timings for side in pair)
-    speedup, how = _speedup(all_, timings)
+    claimed = _claimed(found, pairs)
     machine = this_machine()
     return Proof(
         created=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -89,16 +91,19 @@ def proof_of(all_: Measurements) -> Proof:
         command=all_.trials.command,
         machine=machine,
         versions={"python": machine.python, "torch": baseline.evidence.flags.torch, "hasten": hasten.__version__},
-        speedup=speedup,
-        speedup_how=how,
+        speedup=claimed.speedup,
+        speedup_how=claimed.how,
+        disturbed=claimed.disturbed,
         epoch_speedup=ratio_of(timings, lambda timing, step: timing.epoch_of(step)) if whole else None,
         full_run=full_run(timings, all_.length),
         parity=_parity(all_),
         memory=_memory([a for a, _ in pairs] or [baseline.trial], [b for _, b in pairs] or [baseline.trial]),
         phases=_phases(found, baseline, timings),
         curves=_curves(all_.pairs),
-        pairs=tuple(Pair(a.seed, a.timing.step, b.timing.step) for a, b in pairs if a.timing and b.timing),
-        techniques=tuple(_kept(all_, index, speedup) for index in sorted(found.chosen)),
+        pairs=tuple(
+            Pair(a.seed, a.timing.step, b.timing.step, taken_of((a, b))) for a, b in pairs if a.timing and b.timing
+        ),
+        techniques=tuple(_kept(all_, index, claimed.speedup) for index in sorted(found.chosen)),
         tried=_tried(found),
         skipped=all_.asked.skipped,
         trials=tuple(map(_row, all_.trials.done)),
@@ -126,7 +131,7 @@ def plan_of(proof: Proof) -> Plan:
             "created": proof.created,
             "hasten": proof.hasten,
             "torch": proof.versions["torch"],
-            "speedup": f"{proof.speedup.ratio:.2f}x [{proof.speedup.low:.2f}, {proof.speedup.high:.2f}]",
+            "speedup": f"{in_words(proof.speedup)}{beside_others(proof.disturbed)}",
             "proven": str(proof.proven),
             "check": {True: "holds", False: "does not hold", None: "not known"}[
                 proof.check.ok if proof.check else None
@@ -141,7 +146,10 @@ def block_of(block: Measured, found: Found, start: float) -> Block:
     """A block as the report has it: with names, and times from the tune's start."""
     part = {"baseline": "as it is", "plain": "claim", "plan": "claim"}.get(block.part, block.part)
     names = tuple(found.course.candidates[i].called for i in block.on)
-    return Block(block.began - start, block.seconds, block.steps, block.step_seconds, names, part, block.trouble)
+    return Block(
+        block.began - start, block.seconds, block.steps, block.step_seconds, names, part, block.trouble,
+        block.taken, block.disturbed,
+    )  # fmt: skip
 
 
 def timings_of(pairs: Sequence[tuple[Trial, Trial]]) -> list[tuple[Timing, Timing]]:
@@ -154,19 +162,22 @@ def effects_of(found: Found) -> set[Effect]:
     return {CATALOGUE[name].effect_of(setting) for name, setting in found.plan().items()}
 
 
-def _speedup(all_: Measurements, timings: list[tuple[Timing, Timing]]) -> tuple[Ratio, str]:
-    """The claim and how it was measured: blocks in turn, else fresh processes in turn, else the search itself."""
-    found = all_.found
+def _claimed(found: Found, pairs: list[tuple[Trial, Trial]]) -> Claimed:
+    """Return the claim, of blocks in turn; else of fresh processes in turn, else what the search itself expects."""
     if not found.chosen:
-        return Ratio(1.0, 1.0, 1.0), "nothing is changed"
-    if (claim := found.claim()) is not None:
-        return claim, f"{len(found.sides())} pairs of blocks in one process, the script as it is and the plan in turn"
-    if timings:
+        return Claimed(Ratio(1.0, 1.0, 1.0), "nothing is changed")
+    if (claimed := found.claimed()) is not None:
+        return claimed
+    if timings := timings_of(pairs):
         how = f"steady steps of {len(timings)} pair{'s' * (len(timings) > 1)} of fresh processes, in turn"
-        return ratio_of(timings, lambda _, step: step), how
+        speedup = ratio_of(timings, lambda _, step: step)
+        return Claimed(speedup, how, taken_of([side for pair in pairs for side in pair]))
     mean, spread = found.course.posterior.gain(found.chosen)
     ratio = CandidateEstimate(mean, max(spread, 1e-6), 1, 1).ratio
-    return Ratio(*ratio), "estimated from the blocks of the search, not measured in turn"
+    searched = [block for block in found.blocks if not block.trouble]
+    quiet = 2 * sum(not block.disturbed for block in searched) > len(searched)
+    how = "estimated from the blocks of the search, not measured in turn"
+    return Claimed(Ratio(*ratio), how, None if quiet else taken_of(searched))
 
 
 def _parity(all_: Measurements) -> Parity:

@@ -19,11 +19,22 @@ from hasten import files
 from hasten.check.checked import Checked
 from hasten.errors import HastenError
 from hasten.evidence import Machine
+from hasten.evidence.figures import percent
 from hasten.plan import Setting
 from hasten.tuner.places import without_paths
 from hasten.warm.candidates import Skipped
 
 SCHEMA = "hasten-report/2"
+
+
+def in_words(ratio: Ratio) -> str:
+    """A ratio with its interval in short: "1.83x [1.75, 1.90]"."""
+    return f"{ratio.ratio:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def beside_others(disturbed: float | None) -> str:
+    """What makes a figure doubtful that others disturbed: " while others took 45 % of the CPU"; "" for a quiet one."""
+    return "" if disturbed is None else f" while others took {percent(disturbed)} of the CPU"
 
 
 class Answer(StrEnum):
@@ -194,6 +205,9 @@ class Block:
             script as it was.
         part: "all on", "search", "compile" or "claim".
         trouble: Why it was not counted; "" for a good block.
+        taken: Share of the CPU that others (other processes, the hypervisor) took meanwhile, from 0 to 1; None where
+            that could not be seen.
+        disturbed: Whether its pace may be due to that.
     """
 
     at: float
@@ -203,6 +217,8 @@ class Block:
     on: tuple[str, ...]
     part: str
     trouble: str = ""
+    taken: float | None = None
+    disturbed: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,11 +239,15 @@ class MachineNoise:
 
 @dataclass(frozen=True)
 class Pair:
-    """Seconds per steady step of one baseline process and the plan's process beside it, same seed."""
+    """Seconds per steady step of one baseline process and the plan's process beside it, same seed.
+
+    `disturbed` is the share of the CPU that others took of them, from 0 to 1; None where nobody disturbed them.
+    """
 
     seed: int
     baseline: float
     plan: float
+    disturbed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -261,6 +281,8 @@ class Proof:
     Attributes:
         speedup: The claim: baseline and plan in turn, A B B A, on blocks measured after the plan was chosen.
         speedup_how: How that was measured, in a sentence.
+        disturbed: Share of the CPU that others took while the claim was measured, from 0 to 1: then it is not proven;
+            None where it was measured on a quiet machine, or that could not be seen.
         epoch_speedup: The same with validation and the starts of passes, from pairs of fresh processes.
         phases: Mean seconds of each phase of a step, "baseline" and "plan", from the blocks of the claim: their
             sums have the ratio of `speedup`, or the page says that they have not.
@@ -298,13 +320,18 @@ class Proof:
     notes: tuple[str, ...] = ()
     taps_skipped: tuple[str, ...] = ()
     check: Checked | None = None
+    disturbed: float | None = None
     schema: str = field(default=SCHEMA)
 
     @property
     def proven(self) -> Answer:
         """Whether the plan is faster and trains alike: both shown, one of them refuted, or something not looked at."""
         checked = self.check.ok if self.check is not None else None
-        if checked is False or self.parity.answer is Answer.DOES_NOT or self.speedup.high < 1:
+        if checked is False or self.parity.answer is Answer.DOES_NOT:
+            return Answer.DOES_NOT
+        if self.disturbed is not None:
+            return Answer.NOT_KNOWN
+        if self.speedup.high < 1:
             return Answer.DOES_NOT
         if checked and self.parity.answer is Answer.HOLDS and self.speedup.low > 1 and (self.fresh or 0) > 1:
             return Answer.HOLDS

@@ -20,7 +20,7 @@ from hasten.evidence.plain import read_plain
 from hasten.plan import Setting
 from hasten.tuner.found import Found
 from hasten.tuner.key import Key, changes, without_paths
-from hasten.tuner.proof import Proof
+from hasten.tuner.proof import Proof, beside_others
 from hasten.warm.course import Course
 from hasten.warm.options import Candidate
 from hasten.warm.prior import Prior
@@ -72,6 +72,8 @@ class Stored:
         proven: The answer to whether that is proven.
         learned: Of each setting that was measured, or is off for good.
         prior: All effects together, for the next tune's search.
+        disturbed: Share of the CPU that others took while the claim was measured, from 0 to 1; None where they
+            disturbed nothing.
     """
 
     key: Key
@@ -81,6 +83,7 @@ class Stored:
     proven: str
     learned: tuple[Learned, ...]
     prior: Prior
+    disturbed: float | None = None
     schema: str = SCHEMA
 
 
@@ -92,7 +95,7 @@ class Recalled:
         said: A line for the person: what it is, or what changed.
         learned: By `Candidate.key`; empty where what was known is not used.
         prior: The search's expectation: what was known, widened so that new blocks can overturn it.
-        same: Nothing changed: what was measured counts as such.
+        same: Nothing changed, and others disturbed nothing: what was measured counts as such.
     """
 
     said: str
@@ -129,6 +132,7 @@ def remember(folder: Path, key: Key, found: Found, proof: Proof) -> str:
         proven=str(proof.proven),
         learned=learned,
         prior=prior.rounded(),
+        disturbed=proof.disturbed,
     )
     try:
         folder.mkdir(exist_ok=True)
@@ -183,7 +187,9 @@ def _best(known: Sequence[tuple[Path, Stored]], key: Key) -> Recalled | None:
     for path, stored in known:
         if stored.key == key:
             said = f"goes on from what the tune of {_day(stored)} learned ({path.parent.name}/{path.name})"
-            return _recalled(stored, said, same=True)
+            if stored.disturbed is not None:  # on a quiet machine it may all be otherwise
+                said += f"{beside_others(stored.disturbed)}: it counts for less"
+            return _recalled(stored, said, same=stored.disturbed is None)
     for _, stored in known:
         if stored.key.place == key.place:
             said = f"{changes(stored.key, key)}: what the tune of {_day(stored)} learned counts for less"

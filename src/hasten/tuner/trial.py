@@ -23,6 +23,7 @@ from hasten.messages import is_terminal
 from hasten.plan import Setting
 from hasten.taps.config import RunConfig, TrialOptions, environment
 from hasten.tuner.timing import Timing, timing_of
+from hasten.warm.taken import Reading
 
 _POLL = 0.25
 _LAST_LINES = 12
@@ -38,6 +39,8 @@ class Trial:
         outcome: ok, crashed, timeout, out of memory, nan, or no training.
         reason: What went wrong, in one line.
         log: The last lines that the script printed.
+        taken: Share of the CPU that others took meanwhile, from 0 to 1; None where that cannot be seen.
+        disturbed: Whether its times may be due to that.
     """
 
     plan: dict[str, Setting]
@@ -49,6 +52,8 @@ class Trial:
     timing: Timing | None = None
     peak_memory: int = 0
     log: str = ""
+    taken: float | None = None
+    disturbed: bool = False
 
     @property
     def ok(self) -> bool:
@@ -94,7 +99,7 @@ class Trials:
         return trial
 
     def _run(self, config: RunConfig, folder: Path, timeout: float) -> Trial:
-        start = time.monotonic()
+        start, reading = time.monotonic(), Reading()
         with (folder / "log").open("wb") as log:
             child = self.start(config, log)
             watch = _MemoryWatch(child.pid)
@@ -103,9 +108,10 @@ class Trials:
             finally:
                 seconds = time.monotonic() - start
                 child.end()
-                peak = watch.stop()
+                peak, taken = watch.stop(), reading.taken()
         said = (folder / "log").read_text(errors="replace").strip()
-        return self._judge(config, folder, code, seconds, peak, said)
+        trial = self._judge(config, folder, code, seconds, peak, said)
+        return replace(trial, taken=taken.share, disturbed=taken.disturbs)
 
     def start(self, config: RunConfig, log: IO[bytes]) -> Child:
         """Start the training's process; what it prints goes to `log`."""

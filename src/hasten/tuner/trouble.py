@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hasten.techniques import CATALOGUE, Effect
-from hasten.tuner.found import Found
+from hasten.tuner.found import Found, taken_of
 from hasten.tuner.length import Length
 from hasten.tuner.outcome import effects_of, full_run, timings_of
 from hasten.tuner.parity import parity_of
-from hasten.tuner.proof import Answer
+from hasten.tuner.proof import Answer, beside_others
 from hasten.tuner.stats import ratio_of
 from hasten.tuner.trial import Trial
 
@@ -32,7 +32,8 @@ def trouble_of(found: Found, pairs: list[tuple[Trial, Trial]], length: Length) -
     whole = tuple(plan)
     claim = found.claim()
     if claim is not None and claim.ratio < 1.0:
-        return Trouble(f"measured in turn it was not faster: {claim.ratio:.2f}x", whole)
+        beside = beside_others(found.disturbed())
+        return Trouble(f"measured in turn{beside} it was not faster: {claim.ratio:.2f}x", whole)
     if not pairs:
         return None
     broken = next((trial for _, trial in pairs if not trial.ok and trial.outcome != "nan"), None)
@@ -40,7 +41,8 @@ def trouble_of(found: Found, pairs: list[tuple[Trial, Trial]], length: Length) -
         return Trouble(f"the whole plan failed in a fresh process: {broken.outcome}: {broken.reason}", whole)
     timings = timings_of(pairs)
     if timings and (speed := ratio_of(timings)).ratio < 1.0:
-        return Trouble(f"fresh processes did not confirm it: {speed.ratio:.2f}x", whole)
+        beside = beside_others(taken_of([side for pair in pairs for side in pair]))
+        return Trouble(f"fresh processes did not confirm it: {speed.ratio:.2f}x{beside}", whole)
     if (run := full_run(timings, length)) is not None and run.ratio < 1.0:
         epochs = f"{run.epochs} epoch{'s' * (run.epochs != 1)}"
         reason = (

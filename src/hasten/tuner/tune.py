@@ -17,11 +17,11 @@ from hasten.taps.config import TrialOptions
 from hasten.tuner.apart import search_apart
 from hasten.tuner.baseline import Baseline, run_baseline
 from hasten.tuner.check import CheckOptions, check
-from hasten.tuner.found import Found
+from hasten.tuner.found import Claimed, Found
 from hasten.tuner.key import Key, key_of
 from hasten.tuner.length import Length, length_of, seconds_per_epoch
 from hasten.tuner.outcome import Measurements, block_of, plan_of, proof_of
-from hasten.tuner.proof import Block, Proof
+from hasten.tuner.proof import Block, Proof, beside_others, in_words
 from hasten.tuner.quiet import Quiet
 from hasten.tuner.store import Recalled, applied, drop_again, recall, remember
 from hasten.tuner.timing import Timing
@@ -45,7 +45,7 @@ _LATEST = 1.1  # of the budget: what goes on then is ended, and not held against
 _LEAST_FOR_BASELINE = 60.0  # seconds
 
 Say = Callable[[str], None]
-OnBlock = Callable[[Block], None]
+OnBlock = Callable[[Block, Claimed | None], None]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ def tune(
         command: The training's own command line.
         options: Budget and choices.
         say: Receives progress, a line each.
-        on_block: Receives each block of the search as it is measured.
+        on_block: Receives each block of the search as it is measured, and what can be claimed by then: None before
+            the plan and the script as it is were measured in turn.
 
     Raises:
         HastenError: The training fails by itself, does not train, or the budget is too short for it.
@@ -194,6 +195,8 @@ class _Tune:
             self.found.blocks = blocks
             self._search_apart("it came to its end, or trained elsewhere, before it could be measured")
         self.say(f"chosen: {', '.join(self.found.plan()) or 'nothing'}")
+        if (claimed := self.found.claimed()) is not None:
+            self.say(f"measured in turn: {in_words(claimed.speedup)}{beside_others(claimed.disturbed)}")
 
     def _search_apart(self, why: str) -> None:
         self.notes.append(f"each question took a process of its own, not a block of one that runs: {why}")
@@ -221,7 +224,7 @@ class _Tune:
 
     def _told(self, block: Measured) -> None:
         if self.on_block is not None:
-            self.on_block(block_of(block, self.found, self.start))
+            self.on_block(block_of(block, self.found, self.start), self.found.claimed())
 
     def _search_end(self) -> float:
         """When the search must end, so that check and proof still fit; where not all does, the search goes first."""

@@ -115,7 +115,9 @@ class Warm:
             # The same draws in each process would ask the same sets again where a process ends after a few blocks.
             seed=self._options.seed + 1000 * (self._processes - 1),
             careful=self._careful,
-            former=tuple((block.on, block.step_seconds) for block in self._found.blocks if _counts(block)),
+            former=tuple(
+                (block.on, block.step_seconds, block.disturbed) for block in self._found.blocks if _counts(block)
+            ),
             out=tuple(self._found.course.out),
             early_ends=0 if self._ran else self._options.early_ends,
         )
@@ -231,7 +233,7 @@ class _Process:
         found = self._found
         found.blocks.append(block)
         if _counts(block) and block.part not in ("plain", "plan"):
-            found.course.saw(block.on, block.step_seconds)
+            found.course.saw(block.on, block.step_seconds, disturbed=block.disturbed)
         if block.trouble == FILLING:
             self.filled |= {i for i in block.on if found.course.candidates[i].name in FILLS}
         self._on_block(block)
