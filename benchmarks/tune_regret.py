@@ -1,151 +1,164 @@
 """How near the plan of a short `hasten tune` comes to the best plan known, and how much chance decides.
 
-    python benchmarks/tune_regret.py --best                   # first: look for the best plan of each script, long
-    python benchmarks/tune_regret.py                          # then: budgets of 60, 120 and 300 s against it
-    python benchmarks/tune_regret.py image mnist --budgets 120 --orders 0 1 2 --pairs 5
+    python benchmarks/tune_regret.py                              # goes on where the last run stopped; an hour of it
+    python benchmarks/tune_regret.py --minutes 600                # all scripts from the start: a night
+    python benchmarks/tune_regret.py --scripts image mlp --budgets 60 --orders 0 --pairs 2 --minutes 20
+    python benchmarks/tune_regret.py --again --scripts image      # forget what is kept of it
 
-Scripts are the four of tune_vs_hand.py, and public ones where they are fetched (benchmarks/public/run.py says how).
+Scripts are those of tune_vs_hand.py, and public ones where they are fetched (benchmarks/public/run.py says how).
 Each is tuned at each budget, and at one of them (`--orders-at`) with several seeds of the search (`--order`); no tune
-knows of another. Then plain Python, the best plan known and all plans found run in turn, in fresh processes, forwards
-and backwards. `of the best` is pace of plan / pace of best: 1 is as fast, less is what a short search leaves behind.
-Pace is that of the script's own lines (epochs, progress), the first ones left out, and not hasten's clock.
+knows of another. What is known of a script as its best plan is the fastest of: every plan that any tune of it found
+(also that of tune_vs_hand.py), a plan by hand (bf16, fused optimizer, channels_last), and the fastest of these with one
+technique left out at a time. All of them run in fresh processes, in turn, forwards and backwards, `--pairs` rounds,
+and each round has plain Python in it.
 
-`--best` tunes with several orders and a long budget each, runs each plan found (also those of earlier runs and the
-best so far) once, and the fastest three again in turn; the fastest is kept in results/tune_regret_best.json.
+`of the best` is pace of a tune's plan / pace of the best plan known: 1 is as fast, less is what a short search left
+behind. It is no more than that: a plan that nobody tried may be faster still, and the fastest of many is a little
+lucky, so that shares are rather too low. Pace is that of the script's own lines (epochs, progress), the first ones left
+out, and not hasten's clock. A round that others disturbed is kept, and said.
+
+After each tune and each round the script's row is written to results/tune_regret.json. When `--minutes` are over, or
+after Ctrl-C, the same command goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from hand_tuned import BENCHMARKS, CASES, machine, result_of
-from public.run import Script, Workplace, execute, load_scripts
+from hand_tuned import BENCHMARKS, machine
+from regret_scripts import OWN, PUBLIC, Failed, Training, trainings, tuned
 
+from hasten.files import write_whole
 from hasten.plan import Plan
 from hasten.tuner.key import without_paths
+from hasten.warm.taken import Reading
 
 Techniques = dict[str, Any]
+Row = dict[str, Any]  # what is kept of a script
 
-OWN = ("image", "lstm", "mlp", "gpt")
-PUBLIC = (
-    "mnist", "vae", "mnist_rnn", "imagenet_dummy", "dcgan_fake", "super_resolution", "word_language_model_lstm",
-    "word_language_model_transformer", "nanogpt", "mingpt_adder", "timm_train", "yunjey_feedforward",
-    "hf_trainer_run_clm", "accelerate_image_classification",
-)  # fmt: skip
+HAND: Techniques = {"precision": "bf16-mixed", "fused_optimizer": True, "channels_last": True}
 RESULTS = BENCHMARKS / "results"
-FINAL = 3  # plans that run against each other for the best
 
 
-class Failed(Exception):
-    """A script, or a tune of it, did not come to its end."""
+# --- what is still to do ---
 
 
-class Training(Protocol):
-    """A script that is tuned and run."""
+@dataclass(frozen=True)
+class Step:
+    """Something that is measured in one go.
 
-    def tune(self, options: Sequence[str], folder: Path) -> Path:
-        """Tune it; where plan and report lie."""
+    Attributes:
+        what: In words.
+        seconds: How long it takes, roughly.
+        do: Does it, and adds to the row.
+    """
 
-    def seconds(self, plan: Path | None) -> float:
-        """Run it in plain Python, or under a plan: seconds a step, an epoch, or a progress line."""
-
-
-class Own:
-    """One of the four of tune_vs_hand.py."""
-
-    def __init__(self, name: str, epochs: int) -> None:
-        case = CASES[name]
-        self.script = str(BENCHMARKS / "scripts" / f"{case.script}.py")
-        self.arguments, self.epochs = shlex.split(case.arguments), epochs
-
-    def tune(self, options: Sequence[str], folder: Path) -> Path:
-        command = [sys.executable, "-m", "hasten", "tune", *options, self.script, "--epochs", "90", *self.arguments]
-        done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        return checked(done.returncode, done.stdout, folder)
-
-    def seconds(self, plan: Path | None) -> float:
-        under = ["-m", "hasten", "run", "--quiet", "--plan", str(plan)] if plan else []
-        command = [sys.executable, *under, self.script, "--epochs", str(self.epochs), *self.arguments]
-        try:
-            return result_of(command, self.epochs).epoch
-        except SystemExit as error:
-            raise Failed(str(error)) from None
+    what: str
+    seconds: float
+    do: Callable[[], None]
 
 
-class Public:
-    """One of benchmarks/public/scripts.toml."""
-
-    def __init__(self, script: Script, workplace: Workplace) -> None:
-        self.script, self.workplace = script, workplace
-
-    def tune(self, options: Sequence[str], folder: Path) -> Path:
-        cwd = self.workplace.fresh(self.script, "tune")
-        command = [str(self.workplace.hasten), "tune", *options, *self.script.command]
-        patient = replace(self.script, progress=None, stop_after=None, seconds=360)
-        done = execute(command, cwd, self.workplace.environment(self.script), patient)
-        return checked(done.code, done.tail, cwd)
-
-    def seconds(self, plan: Path | None) -> float:
-        done = self.workplace.run(self.script, "regret", plan)
-        if not done.ok:
-            raise Failed(f"{done.said}: {done.tail}")
-        return done.pace or done.seconds
-
-
-def checked(code: int, said: str, folder: Path) -> Path:
-    if code or not (folder / "hasten-report.json").is_file():
-        raise Failed(f"tune: exit code {code}: {' '.join(said.split())[-300:]}")
-    return folder
+def next_step(name: str, training: Training, row: Row, args: argparse.Namespace) -> Step | None:
+    """What is to do next for a script; None where its row is whole."""
+    for budget, order in wanted(args):
+        if not any((one["budget"], one["order"]) == (budget, order) for one in row["tunes"]):
+            what = f"tune at {budget:g} s, order {order}"
+            return Step(what, 1.2 * budget + 10, partial(tune_once, training, row, budget, order))
+    for plan in (HAND, *found_before(name)):
+        known(row, plan)
+    if step := next_round(training, row, args):
+        return step
+    if row["thinned"] is None and (best := best_of(row, args.pairs)) is not None:
+        # Once: techniques of the fastest plan are left out one by one.
+        row["thinned"] = best
+        plan = row["plans"][best]["plan"]
+        for left in plan if len(plan) > 1 else ():
+            known(row, {technique: setting for technique, setting in plan.items() if technique != left})
+        return next_round(training, row, args)
+    return None
 
 
-# --- tuning ---
+def wanted(args: argparse.Namespace) -> list[tuple[float, int]]:
+    """Budget and order of each tune: each budget once, and each order at one of them."""
+    first = [(budget, args.orders[0]) for budget in args.budgets]
+    orders = args.orders if len(args.orders) > 1 else []
+    return list(dict.fromkeys([*first, *((args.orders_at, order) for order in orders)]))
 
 
-def tuned(training: Training, budget: float, order: int) -> dict[str, Any]:
-    """Tune once, knowing nothing of other tunes; the plan and what its report says."""
-    with tempfile.TemporaryDirectory() as scratch:
-        options = ["--budget", f"{budget:g}s", "--order", str(order), "--no-memory"]
-        start = time.perf_counter()
-        try:
-            folder = training.tune(options, Path(scratch))
-        except Failed as error:
-            return {"budget": budget, "order": order, "plan": {}, "failed": without_paths(str(error))}
-        report = json.loads((folder / "hasten-report.json").read_text(encoding="utf-8"))
-        return {
-            "budget": budget,
-            "order": order,
-            "plan": dict(Plan.read(folder / "hasten.toml").techniques),
-            "claimed": report["speedup"],
-            "parity": report["parity"]["answer"],
-            "warm": report["warm"],
-            "blocks": len(report["blocks"]),
-            "seconds": time.perf_counter() - start,
-        }
+def tune_once(training: Training, row: Row, budget: float, order: int) -> None:
+    one = tuned(training, budget, order)
+    known(row, one["plan"])
+    row["tunes"].append(one)
+
+
+def found_before(name: str) -> list[Techniques]:
+    """The plan that tune_vs_hand.py found."""
+    path = RESULTS / "reports" / f"{name}.json"
+    if not path.exists():
+        return []
+    report = json.loads(path.read_text(encoding="utf-8"))
+    return [{one["name"]: one["setting"] for one in report["techniques"]}]
+
+
+def known(row: Row, plan: Techniques) -> int:
+    """The number of a plan; the empty one, 0, is plain Python."""
+    plans = row["plans"]
+    number = next((at for at, one in enumerate(plans) if one["plan"] == plan), len(plans))
+    if number == len(plans):
+        plans.append({"plan": plan, "failed": ""})
+    return number
+
+
+def new_row() -> Row:
+    return {"plans": [{"plan": {}, "failed": ""}], "tunes": [], "rounds": [], "thinned": None, "done": False}
 
 
 # --- running plans in turn ---
 
 
-def in_turn(training: Training, plans: Sequence[Techniques], rounds: int) -> list[list[float]]:
-    """Run each plan (the empty one is plain Python) once a round, every other round backwards; seconds of each."""
-    seconds: list[list[float]] = [[] for _ in plans]
+def next_round(training: Training, row: Row, args: argparse.Namespace) -> Step | None:
+    """A round of plain Python, the best so far, and every plan that ran too rarely; None where all ran often enough."""
+    few = [at for at, one in enumerate(row["plans"]) if not one["failed"] and len(paces(row, at)) < args.pairs]
+    if not few:
+        return None
+    numbers = sorted({0, *few, *([best] if (best := best_of(row, 1)) is not None else [])})
+    took = [one["took"] / len(one["seconds"]) for one in row["rounds"]]
+    each = statistics.median(took) if took else training.takes
+    what = f"round {len(row['rounds']) + 1} of {len(numbers)} plans"
+    return Step(what, each * len(numbers), partial(run_round, training, row, numbers))
+
+
+def run_round(training: Training, row: Row, numbers: Sequence[int]) -> None:
+    """Run these plans one after the other, every other round backwards."""
+    seconds: dict[str, float] = {}
+    start, reading = time.perf_counter(), Reading()
     with tempfile.TemporaryDirectory() as scratch:
-        files = [written(plan, Path(scratch) / f"{number}.toml") for number, plan in enumerate(plans)]
-        for turn in range(rounds):
-            for number in list(range(len(plans)))[:: -1 if turn % 2 else 1]:
-                seconds[number].append(training.seconds(files[number]))
-    return seconds
+        for at in numbers[:: -1 if len(row["rounds"]) % 2 else 1]:
+            plan = row["plans"][at]
+            try:
+                seconds[str(at)] = training.seconds(written(plan["plan"], Path(scratch) / f"{at}.toml"))
+            except Failed as error:
+                if at == 0:
+                    raise
+                plan["failed"] = without_paths(str(error))[-300:]
+    taken = reading.taken()
+    row["rounds"].append(
+        {
+            "seconds": seconds,
+            "took": time.perf_counter() - start,
+            "taken": taken.share,
+            "disturbed": taken.disturbs,
+        }
+    )
 
 
 def written(plan: Techniques, path: Path) -> Path | None:
@@ -155,82 +168,45 @@ def written(plan: Techniques, path: Path) -> Path | None:
     return path
 
 
-def distinct(plans: Sequence[Techniques]) -> list[Techniques]:
-    return [plan for number, plan in enumerate(plans) if plan not in plans[:number]]
+def paces(row: Row, at: int) -> list[float]:
+    """How many times faster than plain Python a plan ran, in each round that has both."""
+    rounds = [one["seconds"] for one in row["rounds"]]
+    return [one["0"] / one[str(at)] for one in rounds if "0" in one and str(at) in one]
 
 
-def faster(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """How many times faster, as the median of the rounds."""
-    return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
+def pace(row: Row, at: int) -> float | None:
+    seen = paces(row, at)
+    return statistics.median(seen) if seen else None
 
 
-def named(plan: Mapping[str, Any]) -> str:
-    return ", ".join(plan) or "nothing"
+def best_of(row: Row, least: int) -> int | None:
+    """The number of the fastest plan that ran so many times."""
+    ran = [at for at, one in enumerate(row["plans"]) if not one["failed"] and len(paces(row, at)) >= least]
+    return max(ran, key=lambda at: pace(row, at) or 0.0, default=None)
 
 
-# --- the two things this does ---
+# --- what it says ---
 
 
-def find_best(
-    name: str, training: Training, args: argparse.Namespace, kept: dict[str, Any], old: dict[str, Any]
-) -> dict[str, Any]:
-    """Look long for the best plan; what was known as the best runs against what is found."""
-    tunes = [tuned(training, args.best_budget, order) for order in args.orders]
-    earlier = [one["plan"] for one in old.get(name, {}).get("tunes", [])]
-    plans = distinct([kept.get(name, {}).get("plan", {}), {}, *(one["plan"] for one in tunes), *earlier])
-    once = [seconds[0] for seconds in in_turn(training, plans, 1)]
-    first = sorted(range(len(plans)), key=lambda number: once[number])[:FINAL]
-    final = distinct([{}, *(plans[number] for number in first)])
-    seconds = in_turn(training, final, args.pairs)
-    best = min(range(len(final)), key=lambda number: statistics.median(seconds[number]))
-    speedup = faster(seconds[0], seconds[best])
-    print(f"{name:34} best {speedup:5.2f}x of plain   {named(final[best])}   (of {len(plans)} plans)", flush=True)
-    return {
-        "plan": final[best],
-        "speedup": speedup,
-        "plans_tried": len(plans),
-        "tuned": f"{len(tunes)} x {args.best_budget:g} s",
-        "date": time.strftime("%Y-%m-%d"),
-        "finalists": [{"plan": plan, "seconds": each} for plan, each in zip(final, seconds, strict=True)],
-    }
+def judge(row: Row, pairs: int) -> None:
+    """Say of each tune how near to the best plan its own is, as far as that was measured."""
+    best = best_of(row, pairs)
+    fastest = None if best is None else pace(row, best)
+    row["best"], row["speedup"] = (None, None) if best is None else (row["plans"][best]["plan"], fastest)
+    for one in row["tunes"]:
+        mine = pace(row, known(row, one["plan"]))
+        one["of_plain"] = mine
+        one["of_best"] = mine / fastest if mine and fastest else None
 
 
-def regret(name: str, training: Training, args: argparse.Namespace, kept: dict[str, Any]) -> dict[str, Any]:
-    """Tune at each budget, and with each order at one of them; run all that was found beside plain and the best."""
-    wanted = [(budget, args.orders[0]) for budget in args.budgets]
-    wanted += [(args.orders_at, order) for order in args.orders[1:]]
-    tunes = [tuned(training, budget, order) for budget, order in wanted]
-    best = kept.get(name, {}).get("plan")
-    plans = distinct([{}, *([best] if best is not None else []), *(one["plan"] for one in tunes)])
-    seconds = in_turn(training, plans, args.pairs)
-    plain = seconds[0]
-    for one in tunes:
-        mine = seconds[plans.index(one["plan"])]
-        one["of_plain"] = faster(plain, mine)
-        one["of_best"] = faster(seconds[plans.index(best)], mine) if best is not None else None
-        share = f"{one['of_best']:.2f}" if one["of_best"] else "not known"
-        trouble = f"   {one['failed']}" if "failed" in one else ""
-        print(
-            f"{name:34} {one['budget']:4g} s, order {one['order']}: {one['of_plain']:5.2f}x of plain, "
-            f"of the best {share}   {named(one['plan'])}{trouble}",
-            flush=True,
-        )
-        if one["of_best"] and one["of_best"] > 1.03:
-            print(f"{'':34} faster than the best known: run --best again, which takes it in", flush=True)
-    return {
-        "best": best,
-        "tunes": tunes,
-        "runs": [{"plan": p, "seconds": s} for p, s in zip(plans, seconds, strict=True)],
-    }
-
-
-def summary(scripts: Mapping[str, Any], budgets: Sequence[float], orders_at: float) -> dict[str, Any]:
-    """Median and worst share of the best at each budget, and how far orders part."""
+def summary(scripts: Mapping[str, Row], args: argparse.Namespace) -> dict[str, Any]:
+    """Median and worst share of the best at each budget, and how far orders are apart; of scripts that are done."""
+    done = {name: row for name, row in scripts.items() if row["done"]}
     at: dict[str, Any] = {}
-    for budget in budgets:
+    for budget in args.budgets:
         shares = {
             name: one["of_best"]
-            for name, row in scripts.items()
+            for name, row in done.items()
             for one in row["tunes"][::-1]  # of several orders the first counts
             if one["budget"] == budget and one["of_best"]
         }
@@ -239,11 +215,29 @@ def summary(scripts: Mapping[str, Any], budgets: Sequence[float], orders_at: flo
             median = statistics.median(shares.values())
             at[f"{budget:g}"] = {"scripts": len(shares), "median": median, "worst": shares[worst], "where": worst}
     orders: dict[str, Any] = {}
-    for name, row in scripts.items():
-        paces = [one["of_plain"] for one in row["tunes"] if one["budget"] == orders_at]
-        if len(paces) > 1:
-            orders[name] = {"of_plain": paces, "apart": max(paces) / min(paces) - 1}
-    return {"budgets": at, "orders_at": orders_at, "orders": orders}
+    for name, row in done.items():
+        found = [one["of_plain"] for one in row["tunes"] if one["budget"] == args.orders_at and one["of_plain"]]
+        if len(found) > 1:
+            orders[name] = {"of_plain": found, "apart": max(found) / min(found) - 1}
+    return {"budgets": at, "orders_at": args.orders_at, "orders": orders}
+
+
+def show_row(name: str, row: Row) -> None:
+    """Print a script's row, as far as it is measured."""
+    if row["best"] is None:
+        return
+    disturbed = sum(one["disturbed"] for one in row["rounds"])
+    noisy = f"; others disturbed {disturbed} of {len(row['rounds'])} rounds" if disturbed else ""
+    plans = f"of {len(row['plans'])} plans{'' if row.get('done') else ', so far'}{noisy}"
+    print(f"{name:34} best {row['speedup']:5.2f}x of plain   {named(row['best'])}   ({plans})")
+    for one in row["tunes"]:
+        share = f"{one['of_best']:.2f}" if one["of_best"] else "not known"
+        mine = f"{one['of_plain']:.2f}x" if one["of_plain"] else "not run"
+        trouble = f"   {one['failed']}" if "failed" in one else ""
+        print(
+            f"{'':34} {one['budget']:4g} s, order {one['order']}: {mine} of plain, of the best {share}   "
+            f"{named(one['plan'])}{trouble}"
+        )
 
 
 def show(said: Mapping[str, Any]) -> None:
@@ -253,67 +247,72 @@ def show(said: Mapping[str, Any]) -> None:
             f"({one['where']}), {one['scripts']} scripts"
         )
     for name, one in said["orders"].items():
-        paces = one["of_plain"]
+        found = one["of_plain"]
         print(
-            f"{name:34} {len(paces)} orders at {said['orders_at']:g} s: {min(paces):.2f}x to {max(paces):.2f}x "
+            f"{name:34} {len(found)} orders at {said['orders_at']:g} s: {min(found):.2f}x to {max(found):.2f}x "
             f"of plain, {one['apart']:.0%} apart"
         )
 
 
-# --- which scripts ---
+def named(plan: Mapping[str, Any]) -> str:
+    return ", ".join(plan) or "nothing"
 
 
-def trainings(args: argparse.Namespace) -> dict[str, Training]:
-    """Those that were asked for, as far as they are here."""
-    found: dict[str, Training] = {name: Own(name, args.epochs) for name in args.scripts or OWN if name in CASES}
-    if "image" in found:
-        subprocess.run([sys.executable, str(BENCHMARKS / "scripts" / "unpack_cifar.py")], check=True)
-    public = [name for name in args.scripts or PUBLIC if name not in CASES]
-    workplace = Workplace(args.work)
-    for script in load_scripts(public) if public else []:
-        if workplace.hasten.exists() and (args.work / "src" / script.source).is_dir():
-            found[script.name] = Public(script, workplace)
-        else:
-            print(f"{script.name:34} is not fetched: see benchmarks/public/run.py", flush=True)
-    return found
-
-
-def read(path: Path, part: str) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))[part]) if path.exists() else {}
-
-
-def write(path: Path, **parts: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), **parts}, indent=1) + "\n", encoding="utf-8")
+def measure(name: str, training: Training, row: Row, args: argparse.Namespace, keep: Callable[[], None]) -> bool:
+    """Do what is to do for a script; whether its row is whole."""
+    while (step := next_step(name, training, row, args)) is not None:
+        if time.monotonic() + step.seconds > args.until:
+            print(f"{name:34} {args.minutes:g} minutes are over before: {step.what}", flush=True)
+            return False
+        print(f"{name:34} {step.what} (about {step.seconds:.0f} s)", flush=True)
+        step.do()
+        keep()
+    return True
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scripts", nargs="*", help=f"default: {', '.join((*OWN, *PUBLIC))}")
-    parser.add_argument("--best", action="store_true", help="look for the best plans instead, and keep them")
-    parser.add_argument("--best-budget", type=float, default=600, help="seconds for each order (default %(default)s)")
+    parser.add_argument("--scripts", nargs="+", default=[], help=f"default: {', '.join((*OWN, *PUBLIC))}")
+    parser.add_argument("--minutes", type=float, default=60, help="of this run at the most (default %(default)s)")
     parser.add_argument("--budgets", type=float, nargs="+", default=[60, 120, 300], help="seconds of a tune")
     parser.add_argument("--orders", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="seeds of the search")
     parser.add_argument("--orders-at", type=float, default=120, help="budget at which all orders run")
-    parser.add_argument("--pairs", type=int, default=3, help="rounds in which all plans run (default %(default)s)")
-    parser.add_argument("--epochs", type=int, default=4, help="of a run of the four; the first is not counted")
+    parser.add_argument("--pairs", type=int, default=3, help="rounds that each plan runs in (default %(default)s)")
+    parser.add_argument("--epochs", type=int, default=4, help="of a run of our own scripts; the first is not counted")
     parser.add_argument("--work", type=Path, default=Path("build/public"), help="work folder of the public scripts")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS / "tune_regret.json")
+    parser.add_argument("--again", action="store_true", help="forget what is kept of these scripts, and begin again")
     args = parser.parse_args()
-    best_file, file = args.results / "tune_regret_best.json", args.results / "tune_regret.json"
-    kept, scripts = read(best_file, "scripts"), read(file, "scripts")
-    for name, training in trainings(args).items():
-        try:
-            if args.best:
-                kept[name] = find_best(name, training, args, kept, scripts)
-                write(best_file, scripts=kept)
-            else:
-                scripts[name] = regret(name, training, args, kept)
-                write(file, summary=summary(scripts, args.budgets, args.orders_at), scripts=scripts)
-        except Failed as error:
-            print(f"{name:34} failed: {without_paths(str(error))[-300:]}", flush=True)
-    if not args.best and scripts:
-        show(summary(scripts, args.budgets, args.orders_at))
+    if args.pairs < 1 or args.epochs < 2:
+        parser.error("at least 1 round, and 2 epochs (the first is not counted)")
+    args.until = time.monotonic() + 60 * args.minutes
+    path: Path = args.results
+    scripts: dict[str, Row] = json.loads(path.read_text(encoding="utf-8"))["scripts"] if path.exists() else {}
+    chosen = trainings(args)
+    scripts = {name: row for name, row in scripts.items() if not (args.again and name in chosen)}
+
+    def keep() -> None:
+        for row in scripts.values():
+            judge(row, args.pairs)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"machine": machine(), "summary": summary(scripts, args), "scripts": scripts}
+        write_whole(path, json.dumps(record, indent=1) + "\n")
+
+    try:
+        for name, training in chosen.items():
+            row = scripts.setdefault(name, new_row())
+            row["done"] = False  # more budgets may be asked of it now
+            try:
+                row["done"] = measure(name, training, row, args, keep)
+            except Failed as error:
+                print(f"{name:34} failed: {without_paths(str(error))[-300:]}", flush=True)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here")
+    keep()
+    for name in chosen:
+        if name in scripts:
+            show_row(name, scripts[name])
+    show(summary(scripts, args))
 
 
 if __name__ == "__main__":
