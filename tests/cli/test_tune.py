@@ -19,7 +19,6 @@ from hasten.techniques import CATALOGUE
 from hasten.tuner.proof import Answer, Proof
 from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, write
 from tests.warm import planted
-from tests.warm.neighbours import neighbours
 
 pytestmark = pytest.mark.timeout(600)  # many processes each, on a machine that others may load
 
@@ -194,24 +193,6 @@ def test_it_finds_what_helps_and_leaves_what_harms(tuning: Tuning) -> None:
     assert "Traceback" not in done.err
     assert "<script src" not in tuning.page()
     tuning.leaves_nothing()
-
-
-@pytest.mark.slow  # a whole tune, beside processes that keep all cores busy
-def test_a_claim_beside_busy_neighbours_is_not_called_proven(tuning: Tuning, tmp_path: Path) -> None:
-    with neighbours(tmp_path / "busy"):
-        done = tuning.tune(WAITS + "train(1000)", "--budget", "40s", "--seeds", "1", *only("helps"))
-    assert done.code == 0, done.err
-    is_consistent(tuning, done.out)
-    proof = tuning.proof()
-    assert tuning.plan().techniques == {"helps": True}
-    assert proof.disturbed is not None
-    assert proof.disturbed > 0.2
-    assert proof.proven is Answer.NOT_KNOWN
-    assert all(block.disturbed for block in proof.blocks)
-    for said in (done.out, tuning.page(), tuning.plan().made["speedup"]):
-        assert "while others took" in said
-    assert "of the CPU: not proven" in done.out
-    assert "faster, proven" not in done.out
 
 
 @pytest.mark.slow  # a whole tune
