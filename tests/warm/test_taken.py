@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hasten.warm import taken as module
 from hasten.warm.taken import Reading, Room, Taken
+from tests.evidence.test_cgroup import group
 from tests.warm.neighbours import neighbours
 
 SHARE = st.floats(0.0, 1.0)
@@ -76,21 +77,6 @@ def test_where_the_kernel_tells_nothing_nothing_is_said(monkeypatch: pytest.Monk
     assert Taken().share is None
 
 
-def test_the_nearest_limit_of_a_cgroup_is_found(tmp_path: Path) -> None:
-    groups, mine = tmp_path / "cgroup", tmp_path / "mine"
-    inner = groups / "pod" / "job"
-    inner.mkdir(parents=True)
-    mine.write_text("3:cpuset:/elsewhere\n0::/pod/job\n")
-    (inner / "cpu.max").write_text("max 100000\n")
-    assert module._group(groups, mine) is None
-    (groups / "pod" / "cpu.max").write_text("150000 100000\n")
-    (groups / "pod" / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 2000000\n")
-    module._limited.cache_clear()
-    assert module._group(groups, mine) == (2.5, 1.5)
-    module._limited.cache_clear()
-    assert module._group(groups, tmp_path / "none") is None
-
-
 BURNS = """
 import sys, time
 from hasten.warm.taken import Reading
@@ -109,6 +95,40 @@ def test_busy_neighbours_disturb(tmp_path: Path) -> None:
     others, disturbs = done.stdout.split()
     assert disturbs == "True"
     assert float(others) > 0.3
+
+
+IN_GROUPS = """
+import os
+for folder in FOLDERS:
+    open(folder + "/cgroup.procs", "w").write(str(os.getpid()))
+"""
+TELLS = """
+after = Reading()
+print(after.group[0] - before.group[0], after.ours - before.ours, after.group[1])
+"""
+
+
+def test_who_uses_the_same_limit_disturbs(tmp_path: Path) -> None:
+    """A real group of half a CPU: alone in it, what it used is the process's own; beside another it is not."""
+    with group("cpu") as limited, group("cpuacct") as counted:
+        (limited / "cpu.cfs_quota_us").write_text("50000")
+        enter = IN_GROUPS.replace("FOLDERS", repr([str(limited), str(counted)]))
+
+        def told() -> tuple[bool, float, float]:
+            code = enter + BURNS + TELLS
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stderr
+            _, disturbs, used, ours, quota = done.stdout.split()
+            assert float(quota) == 0.5
+            return disturbs == "True", float(used), float(ours)
+
+        _, used, ours = told()
+        assert used == pytest.approx(ours, abs=0.02)
+        with subprocess.Popen([sys.executable, "-c", enter + "while True: pass"]) as neighbour:
+            disturbs, used, ours = told()
+            neighbour.kill()
+    assert disturbs
+    assert used > 1.3 * ours
 
 
 WORKS = """

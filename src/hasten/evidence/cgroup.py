@@ -33,15 +33,24 @@ def cpu_quota(process: Path = _SELF) -> float | None:
     Args:
         process: Its folder in /proc.
     """
-    quotas = []
-    for folder in _folders("cpu", process):
-        both = _words(folder / "cpu.max") or [
-            *_words(folder / "cpu.cfs_quota_us"),
-            *_words(folder / "cpu.cfs_period_us"),
-        ]
-        if len(both) == 2 and both[0].isdecimal() and int(both[1]) > 0:  # else "max", or -1
-            quotas.append(int(both[0]) / int(both[1]))
-    return min(quotas, default=None)
+    return min((quota for quota, _ in _quotas(process)), default=None)
+
+
+def cpu_used(process: Path = _SELF) -> float | None:
+    """Return the CPU seconds that all processes of the group with the least quota have used; None without a limit.
+
+    Args:
+        process: Its folder in /proc.
+    """
+    limited = min(_quotas(process), default=None)
+    if limited is None:
+        return None
+    stat = dict(line.split() for line in _read(limited[1] / "cpu.stat").splitlines())
+    if "usage_usec" in stat:
+        return int(stat["usage_usec"]) / 1e6
+    # v1 counts in a controller of its own, which mostly lies in the same folder.
+    used = (_number(folder / "cpuacct.usage") for folder in (limited[1], *_folders("cpuacct", process)))
+    return next((nanoseconds / 1e9 for nanoseconds in used if nanoseconds is not None), None)
 
 
 def memory_limit(process: Path = _SELF) -> int | None:
@@ -61,6 +70,19 @@ def memory_left(process: Path = _SELF) -> int | None:
             stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
             left.append(max(0, limit - used + int(stat.get(names.reclaimable, 0))))
     return min(left, default=None)
+
+
+def _quotas(process: Path) -> list[tuple[float, Path]]:
+    """CPUs that each group around this process may use, and its folder; those without a limit left out."""
+    quotas = []
+    for folder in _folders("cpu", process):
+        both = _words(folder / "cpu.max") or [
+            *_words(folder / "cpu.cfs_quota_us"),
+            *_words(folder / "cpu.cfs_period_us"),
+        ]
+        if len(both) == 2 and both[0].isdecimal() and int(both[1]) > 0:  # else "max", or -1
+            quotas.append((int(both[0]) / int(both[1]), folder))
+    return quotas
 
 
 def _limited(process: Path) -> list[tuple[int, Path, _Names]]:

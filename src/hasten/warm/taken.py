@@ -16,6 +16,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
+from hasten.evidence import cgroup
+
 Figure = TypeVar("Figure")
 
 _DISTURBS = 0.05  # of the CPU
@@ -23,7 +25,6 @@ _LEAST_SECONDS = 0.03  # of CPU time: what a short block cannot tell from the ti
 _ROOM = 0.25  # of the CPU: with so much idle, and a whole core, others need not be in the way
 _WAITED = 0.1  # seconds in a second that threads were ready and had no core: then they are in the way all the same
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
-_GROUPS, _MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -136,32 +137,16 @@ def _cores() -> tuple[int, float, float] | None:
     return len(rows), idle * _TICK, steal * _TICK
 
 
-def _group(groups: Path = _GROUPS, mine: Path = _MINE) -> tuple[float, float] | None:
+def _group() -> tuple[float, float] | None:
     """CPU seconds that this process's cgroup has used, and how many cores it may use; None where it has no limit."""
-    folder = _limited(groups, mine)
-    if folder is None:
-        return None
-    used = dict(line.split() for line in (folder / "cpu.stat").read_text().splitlines())
-    quota, period = (folder / "cpu.max").read_text().split()
-    return None if quota == "max" else (int(used["usage_usec"]) / 1e6, int(quota) / int(period))
+    quota = _quota()
+    used = cgroup.cpu_used() if quota is not None else None
+    return None if quota is None or used is None else (used, quota)
 
 
 @cache
-def _limited(groups: Path, mine: Path) -> Path | None:
-    """The nearest cgroup (of version 2) of this process that has a limit of CPU time."""
-    with suppress(OSError):
-        lines = mine.read_text().splitlines()
-        own = next((line[3:].strip("/") for line in lines if line.startswith("0::")), None)
-        if own is None:
-            return None
-        folder = groups / own
-        for each in (folder, *folder.parents):
-            if not each.is_relative_to(groups):
-                break
-            limit = each / "cpu.max"
-            if limit.is_file() and not limit.read_text().startswith("max"):
-                return each
-    return None
+def _quota() -> float | None:
+    return cgroup.cpu_quota()
 
 
 def _waited() -> float | None:
