@@ -20,6 +20,8 @@ FOREVER = """
     import signal
     if "stubborn" in sys.argv:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if "float64" in sys.argv:  # of which doctor tries float32 when the script is over
+        torch.set_default_dtype(torch.float64)
     def then(done):
         time.sleep(0.02)
         if done == 20:
@@ -28,11 +30,17 @@ FOREVER = """
 """
 
 
-def _stopped(folder: Path, how: Callable[[subprocess.Popen[str]], None], *arguments: str) -> tuple[int, str, Diagnosis]:
+def _stopped(
+    folder: Path,
+    how: Callable[[subprocess.Popen[str]], None],
+    *arguments: str,
+    options: tuple[str, ...] = ("--whole",),
+    until: str = "now\n",
+) -> tuple[int, str, Diagnosis]:
     write(folder, "training.py", TRAIN)
     write(folder, "train.py", FOREVER)
     with subprocess.Popen(
-        [HASTEN, "doctor", "--whole", "--json", "d.json", "train.py", *arguments],
+        [HASTEN, "doctor", *options, "--json", "d.json", "train.py", *arguments],
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -44,7 +52,7 @@ def _stopped(folder: Path, how: Callable[[subprocess.Popen[str]], None], *argume
         try:
             assert process.stdout is not None
             said = ""
-            while "now\n" not in said:
+            while until not in said:
                 said += process.stdout.readline() or pytest.fail(said)
             how(process)
             said += process.stdout.read()
@@ -64,6 +72,21 @@ def test_ctrl_c_stops_the_script_and_says_what_was_seen(tmp_path: Path) -> None:
     assert diagnosis.ended == "stopped"
     assert diagnosis.error == ""
     assert diagnosis.verdict.resource != "untrained"
+
+
+def test_ctrl_c_while_changes_are_tried_on_the_spot_is_no_success(tmp_path: Path) -> None:
+    """The script is over by then, and doctor's own exit code was 0."""
+    code, said, diagnosis = _stopped(
+        tmp_path,
+        lambda process: os.killpg(process.pid, signal.SIGINT),
+        "float64",
+        options=("--steps", "60"),
+        until="changes on its own sizes\n",
+    )
+    assert code == 130
+    assert "Traceback" not in said
+    assert diagnosis.steps >= 50
+    assert diagnosis.ended != "stopped"
 
 
 @pytest.mark.slow  # waits for a script's own end

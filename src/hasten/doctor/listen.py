@@ -106,6 +106,9 @@ def _try_changes(heard: Heard, say: Callable[[str], None]) -> Heard:
         if wanted := jobs(heard.evidence):
             say(f"the script is over; trying {len(wanted)} changes on its own sizes")
         measured = measure(heard.evidence)
+    except KeyboardInterrupt:  # before the first of them began
+        unseen = "what changes would bring: interrupted"
+        return dataclasses.replace(heard, stopped=int(signal.SIGINT), unseen=(*heard.unseen, unseen))
     except Exception as error:  # what was heard stands by itself
         return dataclasses.replace(heard, unseen=(*heard.unseen, f"what changes would bring: {error!r}"))
     # Ctrl-C here ends the trying, not the page; the exit code says that it came.
