@@ -250,7 +250,7 @@ def _trainers(quick: bool) -> list[trainer_rows.TrainerRow]:
     if not quick:
         with_compile = {pair for pair in pairs_of(list(trainer_rows.TECHNIQUES)) if "compile" in pair}
         chosen += trainer_rows.covering(list(trainer_rows.TECHNIQUES), among=with_compile)
-    return chosen
+    return [*chosen, *trainer_rows.more()]
 
 
 def _check_trainer(row: trainer_rows.TrainerRow) -> Checked:

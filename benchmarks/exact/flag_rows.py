@@ -14,7 +14,7 @@ import torch
 import hasten
 from benchmarks.exact.cover import cover
 from benchmarks.exact.step_rows import Half, largest_gap
-from benchmarks.exact.trainer_rows import MODULES, OF_GRADIENTS, OPTIMIZERS, TrainerRow, callbacks_of
+from benchmarks.exact.trainer_rows import MODULES, OF_GRADIENTS, OPTIMIZERS, TrainerRow, callbacks_of, more
 from hasten.trainer.checkpoint import read
 
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -127,8 +127,14 @@ class FlagRow:
 
 
 def rows() -> list[FlagRow]:
-    """Return rows in which each pair of values of flags, modules and optimizers that can meet does."""
-    return cover(_throw)
+    """Return rows in which each pair of values of flags, modules and optimizers that can meet does.
+
+    The last two: modules of other kinds, each under what it takes.
+    """
+    by_hand = [
+        FlagRow(row.module, row.optimizer, row.flags | ({"plan": row.plan} if row.plan else {})) for row in more()
+    ]
+    return [*cover(_throw), *by_hand]
 
 
 def _throw(draw: random.Random) -> FlagRow:

@@ -155,6 +155,9 @@ plain and resumed under the plan, saved under the plan and resumed plain.
 
 On {cores} cores of {cpu}, torch {torch}, Python {python}. No GPU was at hand.
 Rows were last checked: {checked}.
+
+What a row cannot show (data edited while it trains, gradients set by hand, memory that processes share) is in
+[what hasten guards](guarantees.md), each with its test.
 """
 
 _NOT_RUN = """## Not run
@@ -163,7 +166,7 @@ There was no time for {left_out} of {all} rows. What follows says nothing of the
 
 _TRAINER = """`Trainer.check` on modules with dense layers, with convolutions and BatchNorm, with attention and tied
 weights, and with two optimizers by hand. In these rows every flag meets every other, every technique and every
-module."""
+module; the last two are of recurrence and of sparse embeddings, under what they take."""
 
 _APART = """`microbatch` computes a batch in parts, and `optimizer_in_backward` steps parameters within the backward:
 flags of the Trainer, not of its plan. Here each is held against the same Trainer without it, in double precision
@@ -174,7 +177,8 @@ behind the first epoch."""
 
 _FLAGS = """Two epochs under several flags, against the second of them gone on with from the checkpoint that the first
 left: weights, buffers, optimizers, schedules, averages and counts at the end must be equal to the bit. Every value
-below meets every other, every module and every optimizer, where both can be on together."""
+below meets every other, every module and every optimizer, where both can be on together; the last two rows are of
+recurrence and of sparse embeddings."""
 
 _TRAJECTORY = """These change the optimisation path on purpose (effect `trajectory`), so there is nothing to be equal
 to: `hasten check` leaves them out and says so, and `hasten tune` takes them only with a quality target, which whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +76,8 @@ class _Trained(hasten.Module):
     def configure_optimizers(self) -> Any:
         if self.optimizer == "lbfgs":
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.05)
         if self.optimizer == "sgd with a schedule":
             sgd = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
             return [sgd], [torch.optim.lr_scheduler.StepLR(sgd, 1)]
@@ -113,6 +115,33 @@ class Text(_Trained):
         self.net = nn.Sequential(embed, *blocks, head)
 
 
+class Recurrent(nn.Module):
+    """An LSTM that gives its outputs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 24, 2, batch_first=True, dropout=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.lstm(x)[0])
+
+
+class Recurrence(_Trained):
+    """Embeddings, recurrence and dropout."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.net = nn.Sequential(nn.Embedding(40, 16), Recurrent(), nn.Linear(24, 40))
+
+
+class Sparse(_Trained):
+    """Embeddings whose gradients are sparse."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.net = nn.Sequential(nn.Embedding(40, 16, sparse=True), nn.Tanh(), nn.Linear(16, 40))
+
+
 class Game(_Trained):
     """Two networks and two optimizers, by hand."""
 
@@ -138,6 +167,8 @@ class Game(_Trained):
 
 
 MODULES = {"table": Table, "images": Images, "text": Text, "game": Game}
+OTHERS = {"recurrence": Recurrence, "sparse": Sparse}
+"""Modules of rows that are written by hand (`more`)."""
 OPTIMIZERS = ("adamw", "sgd with a schedule", "lbfgs")
 
 
@@ -168,13 +199,13 @@ class TrainerRow:
     def fit(self, samples: int = 96) -> tuple[Any, Any, Any]:
         """Make the module and its loaders."""
         torch.manual_seed(3)
-        if self.module == "text":
+        if self.module in ("text", *OTHERS):
             x = torch.randint(0, 40, (samples, 8))
             data = TensorDataset(x, x.roll(-1, 1))
         else:
             x = torch.randn(samples, 3, 10, 10) if self.module == "images" else torch.randn(samples, 20)
             data = TensorDataset(x, torch.randint(0, 5, (samples,)))
-        return MODULES[self.module](self.optimizer), DataLoader(data, 8, shuffle=True), DataLoader(data, 16)
+        return (MODULES | OTHERS)[self.module](self.optimizer), DataLoader(data, 8, shuffle=True), DataLoader(data, 16)
 
 
 def callbacks_of(flags: Mapping[str, Any]) -> list[Any]:
@@ -188,6 +219,18 @@ def covering(
     """Return rows in which every pair of techniques, flags, modules and optimizers that can meet does."""
     chosen, others = list(techniques), list(flags)
     return cover(lambda draw: _throw(draw, chosen, others), among=among)
+
+
+def more() -> list[TrainerRow]:
+    """Return rows for modules of other kinds, under what they take."""
+    common = ("accumulate_grad_batches", "callbacks", "detect_anomaly", "seed", "val_check_interval")
+    flags = {name: FLAGS[name] for name in common}
+    flags |= {name: TECHNIQUES[name] for name in ("precision", "fused_optimizer", "matmul_precision", "batched_fetch")}
+    clipped = {name: FLAGS[name] for name in ("gradient_clip_val", "checkpoint_format")}
+    return [
+        TrainerRow("recurrence", "adamw", flags | clipped, {"loader_workers": 2}),
+        TrainerRow("sparse", "sgd", flags | {"deterministic": True}, {}),  # torch has no norm of sparse gradients
+    ]
 
 
 def _acts(technique: str, module: str, optimizer: str) -> bool:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hasten
 from benchmarks.exact.cover import pairs_of
-from benchmarks.exact.trainer_rows import FLAGS, TECHNIQUES, Table, TrainerRow, covering
+from benchmarks.exact.trainer_rows import FLAGS, TECHNIQUES, Table, TrainerRow, covering, more
 from hasten.data import rng
 
 EAGER = [name for name in TECHNIQUES if name != "compile"]
@@ -36,7 +36,7 @@ def test_each_pair_of_techniques_keeps_its_word(row: TrainerRow, tmp_path: Path)
 
 @pytest.mark.slow  # a check for each row of the covering array
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("row", covering(EAGER), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*covering(EAGER), *more()], ids=lambda row: row.name)
 def test_each_pair_of_flags_keeps_its_word(row: TrainerRow, tmp_path: Path) -> None:
     keeps_its_word(row, tmp_path)
 
