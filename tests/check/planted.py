@@ -105,10 +105,104 @@ class DrawsOnce(_Planted):
         def drawing(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             count[0] += 1
             if count[0] == 3:
-                random.random()
+                self.draw()
             return call(module, args, kwargs)
 
         return drawing
+
+    def draw(self) -> None:
+        """Take a number."""
+        random.random()
+
+
+class DrawsOnceFromNumPy(DrawsOnce):
+    """NumPy's random numbers are drawn once, in the third forward."""
+
+    name = "draws_once_from_numpy"
+
+    def draw(self) -> None:
+        import numpy as np
+
+        np.random.rand()  # noqa: NPY002 - the global one
+
+
+class DrawsOnceFromTorch(DrawsOnce):
+    """torch's random numbers are drawn once, in the third forward."""
+
+    name = "draws_once_from_torch"
+
+    def draw(self) -> None:
+        import torch
+
+        torch.rand(())
+
+
+class AddsToTheLoss(_Planted):
+    """The loss is larger by one, and every gradient what it was."""
+
+    name = "adds_to_the_loss"
+    effect = Effect.EXACT
+
+    def process(self) -> None:
+        from torch.nn import functional
+
+        plain = functional.cross_entropy
+        functional.cross_entropy = lambda *args, **kwargs: plain(*args, **kwargs) + 1.0
+
+
+class SpoilsAMoment(_Planted):
+    """A second moment that the optimizer keeps is two units in the last place off, behind the second step."""
+
+    name = "spoils_a_moment"
+    effect = Effect.EXACT
+
+    def optimizer(self, optimizer: Any) -> None:
+        count = [0]
+
+        def spoil(this: Any, *_: Any) -> None:
+            count[0] += 1
+            if count[0] == 2:
+                next(iter(this.state.values()))["exp_avg_sq"].mul_(1 + 2.0**-22)
+
+        optimizer.register_step_post_hook(spoil)
+
+
+class TurnsTheRate(_Planted):
+    """The learning rate is another behind the second step."""
+
+    name = "turns_the_rate"
+    effect = Effect.EXACT
+
+    def optimizer(self, optimizer: Any) -> None:
+        count = [0]
+
+        def turn(this: Any, *_: Any) -> None:
+            count[0] += 1
+            if count[0] == 2:
+                this.param_groups[0]["lr"] *= 1.001
+
+        optimizer.register_step_post_hook(turn)
+
+
+class ValidatesOtherwise(_Planted):
+    """What a model gives in eval mode is twice what it should be."""
+
+    name = "validates_otherwise"
+    effect = Effect.EXACT
+
+    def forward(self, call: Call) -> Call:
+        return lambda module, args, kwargs: call(module, args, kwargs) * (1.0 if module.training else 2.0)
+
+
+class LeavesAFile(_Planted):
+    """A file is written that the script does not write."""
+
+    name = "leaves_a_file"
+    effect = Effect.EXACT
+
+    def optimizer(self, optimizer: Any) -> None:
+        with open("more.txt", "w") as file:
+            file.write("x")
 
 
 class FreezesBuffers(_Planted):
@@ -223,6 +317,13 @@ TECHNIQUES = (
     NarrowWeights,
     RoundsDown,
     DrawsOnce,
+    DrawsOnceFromNumPy,
+    DrawsOnceFromTorch,
+    AddsToTheLoss,
+    SpoilsAMoment,
+    TurnsTheRate,
+    ValidatesOtherwise,
+    LeavesAFile,
     FreezesBuffers,
     StepsTwice,
     OnlyTogether,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -134,3 +136,19 @@ def test_a_folder_and_a_missing_folder_are_said(tmp_path: Path):
         files.check_target(tmp_path, "the plan", None)
     with pytest.raises(HastenError, match="no such folder"):
         files.check_target(tmp_path / "no" / "plan", "the plan", None)
+
+
+REPLACES = r"os\.(replace|renames?)|.*\.rename|(tempfile\.)?(mkstemp|mktemp|NamedTemporaryFile)|shutil\.move"
+
+
+def test_no_other_code_puts_a_file_in_anothers_place():
+    """One writer has the names that nobody can guess, the locks and the checks."""
+    source = Path(files.__file__).parent
+    replacing = {
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and re.fullmatch(REPLACES, ast.unparse(node.func))
+    }
+    # The second: a checkpoint, which is made under a name of the first and read back before it takes the place.
+    assert replacing == {"files.py", "trainer/checkpoint/writing.py"}

@@ -107,6 +107,32 @@ def test_a_cache_variable_that_covers_the_working_folder_gives_nothing_of_it_awa
     assert state(home) == before
 
 
+def test_nor_does_one_to_other_programs(home: Path) -> None:
+    """The kernel's guard has the same folders free as the one in Python."""
+    (home.parent / "link").symlink_to(home)
+    write(
+        home,
+        "train.py",
+        """
+        import subprocess
+        from hasten.taps import sandbox
+        print(sandbox.unguarded)
+        tried = "echo > notes.txt", "rm helper.py", "rm -r runs", "mv data d", "touch notes.txt", "chmod 600 helper.py"
+        for command in tried:
+            print(subprocess.run(["sh", "-c", command], stderr=subprocess.DEVNULL).returncode != 0)
+        """,
+    )
+    before = state(home)
+    variables = {name: value.format(work=home, parent=home.parent) for name, value in CACHES_THAT_ARE_NONE.items()}
+    done = in_a_trial(home, home.parent / "scratch", "train.py", **variables)
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    if lines[0]:
+        pytest.skip(lines[0])
+    assert state(home) == before
+    assert lines[1:6] == ["True"] * 5  # a change of modes is passed over
+
+
 def test_torch_numpy_and_sqlite(home: Path) -> None:
     same_as_outside(
         home,

@@ -259,6 +259,31 @@ def _strides(left: dict[str, Any]) -> list[Any]:
     return [tensor.stride() for tensor in (*left["model"].values(), *states) if torch.is_tensor(tensor)]
 
 
+def test_processes_go_on_training_the_weights_that_they_share(train: Train) -> None:
+    """Hogwild, one process after the other: beside each other, which of them comes first would be chance."""
+    script = """
+        import multiprocessing
+        import torch
+        from torch import nn
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 1)).share_memory()
+        images = torch.randn(4, 3, 8, 8)
+        def work():
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+            for _ in range(3):
+                optimizer.zero_grad(); model(images).pow(2).mean().backward(); optimizer.step()
+        codes = []
+        for _ in range(2):
+            process = multiprocessing.get_context("fork").Process(target=work)
+            process.start(); process.join(); codes.append(process.exitcode)
+        torch.save({"model": model.state_dict(), "codes": codes}, "left.pt")
+    """
+    plain, changed = train(script), train(script, channels_last=True, fused_optimizer=True)
+    assert plain.code == changed.code == 0, changed.err
+    assert plain.left.pop("codes") == changed.left.pop("codes") == [0, 0]
+    assert close(plain.left["model"], changed.left["model"], 1e-4)
+
+
 @pytest.mark.parametrize("own", ["model.to(memory_format=torch.channels_last)", "last = torch.channels_last"])
 def test_a_script_that_lays_out_its_images_itself_is_left_alone(train: Train, own: str) -> None:
     script = textwrap.dedent(LOOP).replace("SETUP", own).replace("run(torch.randn(4, 3, 8, 8))", "run(x)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -148,6 +149,24 @@ def test_the_diff_is_what_patch_takes_and_what_write_writes(tmp_path: Path) -> N
     again = command(tmp_path / "two", "fix", ".")
     assert (again.code, again.out) == (0, "")
     assert "nothing to mend" in again.err
+
+
+def test_what_belongs_to_a_file_is_as_it_was_behind_a_fix(tmp_path: Path) -> None:
+    path, other = tmp_path / "train.py", tmp_path / "elsewhere.txt"
+    path.write_text(ILL)
+    os.link(path, other)
+    with contextlib.suppress(OSError):  # a file system without attributes
+        os.setxattr(path, "user.note", b"mine")
+    with contextlib.suppress(PermissionError):  # who is not root gives no file away
+        os.chown(path, 1234, 1234)
+    attributes, before = os.listxattr(path), path.stat()
+    done = command(tmp_path, "fix", "train.py", "--write")
+    assert done.code == 0, done.err
+    after = path.stat()
+    for name in ("st_ino", "st_uid", "st_gid", "st_nlink", "st_mode"):
+        assert getattr(after, name) == getattr(before, name), name
+    assert os.listxattr(path) == attributes
+    assert other.read_text() == path.read_text() != ILL
 
 
 def test_fix_of_some_rules_only(tmp_path: Path) -> None:

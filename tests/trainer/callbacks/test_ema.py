@@ -121,10 +121,15 @@ def test_testing_the_best_tests_what_validation_saw(tmp_path):
     assert same(validated.weights["test"], first.weights)
 
 
-def test_half_precision_is_averaged_in_float32(tmp_path):
-    ema = EMA(0.999)
-    trained(tmp_path, [ema], Regression().bfloat16(), precision="bf16-true", validate=False)
-    assert {tensor.dtype for tensor in ema._average.values()} == {torch.float32}
+@pytest.mark.parametrize(("precision", "wide"), [("bf16-true", torch.float32), ("64-true", torch.float64)])
+def test_a_converted_model_is_averaged_in_a_type_that_holds_small_changes(tmp_path, precision, wide):
+    path, ema = Path(), EMA(0.99)
+    trained(tmp_path, [path, ema], Regression(), epochs=2, precision=precision, validate=False)
+    first, *later = [{name: weight.to(wide) for name, weight in seen.items()} for seen in path.seen]
+    for now in later:
+        first = {name: torch.lerp(first[name], now[name], 1 - 0.99) for name in now}
+    assert {one.dtype for one in ema._average.values()} == {wide}
+    assert close(ema._average, first)
 
 
 def test_arguments_and_modules_that_do_not_fit():
