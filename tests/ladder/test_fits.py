@@ -81,6 +81,23 @@ WIDE = """
 """
 
 
+# Blocks of two widths: a wide one holds four times as much as a narrow one.
+UNEVEN = (
+    DEEP.replace("Block() for _ in range(6)", "Block(kind) for kind in (16, 64, 16, 64, 16, 64)")
+    .replace(
+        """        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+""",
+        """        def __init__(self, wide):
+            super().__init__()
+            self.up, self.down = nn.Linear(16, wide), nn.Linear(wide, 16)
+""",
+    )
+    .replace("rows = 589824", "rows = 294912")
+)
+
+
 def limited(data: int, *command: str, cwd: Path, timeout: float = 300) -> Done:
     """What a command does under `ulimit -d`."""
 
@@ -109,6 +126,10 @@ def test_an_attempt_sets_its_own_bounds_and_an_allocation_beyond_them_is_its_res
     assert under.outcome == "ok", under.reason
     assert under.evidence is not None
     assert under.evidence.installed["activation_checkpointing"] == "6 x block"
+    assert [one.path for one in under.blocks] == [f"blocks.{place}" for place in range(6)]
+    assert {one.bytes for one in under.blocks} == {589824 * 16 * 4}  # what tanh returns; the rest are inputs
+    assert all(one.seconds > 0 for one in under.blocks)
+    assert plain.blocks == ()
 
 
 SWALLOWS = """
@@ -171,6 +192,29 @@ def test_a_script_that_runs_out_of_memory_trains_under_the_plan_that_tune_finds_
     assert ran.code == 0, ran.err
     assert ran.out == plain.out
     assert weights(tmp_path) == reference
+
+
+@pytest.mark.slow  # about eight trials, each a process that imports torch
+@pytest.mark.timeout(600)
+def test_of_uneven_blocks_those_are_computed_again_that_the_knapsack_names(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", UNEVEN)
+    plain = execute(sys.executable, "train.py", cwd=tmp_path)
+    assert plain.code == 0, plain.err
+    reference = weights(tmp_path)
+    line = ["--budget", "4m", "--only", "activation_checkpointing", "train.py"]
+    ran = execute(HASTEN, "tune", "--memory", "8GiB", *line, cwd=tmp_path, timeout=300)
+    assert "as it is" in ran.out
+    whole = json.loads((tmp_path / "hasten-memory.json").read_text())["peak_bytes"]
+    line = ["--memory", str(int((whole - 142 * MB) / 0.95)), *line]
+    ran = execute(HASTEN, "tune", *line, cwd=tmp_path, timeout=300)
+    assert ran.code == 0, ran.err
+    figures = json.loads((tmp_path / "hasten-memory.json").read_text())
+    assert figures["peak_bytes"] <= whole - 142 * MB
+    named = Plan.read(tmp_path / "hasten.toml").techniques["activation_checkpointing"]
+    # A wide one holds 75 MB, a narrow one 19: all three narrow ones and a wide one are 132.
+    assert named == "blocks.1,blocks.3", ran.out
+    again = execute(HASTEN, "run", "train.py", cwd=tmp_path)
+    assert (again.out, weights(tmp_path)) == (plain.out, reference), again.err
 
 
 @pytest.mark.slow  # about eight trials, each a process that imports torch

@@ -22,10 +22,13 @@ from hasten.ladder.search import Climbed, climb, settings_of
 from hasten.ladder.words import as_json, lines, plan_of
 from hasten.plan import Setting
 from hasten.techniques import check
+from hasten.techniques.compute.compile import compiler
+from hasten.techniques.memory.blocks import words_of
+from hasten.techniques.rerun.costs import BlockCost
 from tests.techniques.conftest import CPU, GPU, OLD_CPU, evidence_of
 
 MB = 10**6
-NAMES = [rung.name for rung in rungs_for(CPU)]
+NAMES = [rung.name for rung in rungs_for(CPU) if not rung.instead_of]
 BLOCKS = 12
 NOTED = {"activation_checkpointing": f"{BLOCKS} x block", "optimizer_in_backward": "optimizer", "precision": "model"}
 
@@ -51,7 +54,9 @@ class Law:
     interrupts: int = 1000
 
     def share(self, name: str, setting: Setting) -> float:
-        return setting / BLOCKS if name == "activation_checkpointing" and type(setting) is int else 1.0
+        if isinstance(setting, dict):
+            return 1.1 - float(setting["activation_budget"])
+        return again(setting) / BLOCKS if name == "activation_checkpointing" else 1.0
 
     def run(self, *, plan: Mapping[str, Setting]) -> Attempt:
         self.asked.append(dict(plan))
@@ -65,12 +70,23 @@ class Law:
         for name, share in acts.items():
             seconds *= 1 + share * (self.times.get(name, 1.0) - 1)
         noted = {name: NOTED.get(name, "process") for name in acts}
-        if type(count := plan.get("activation_checkpointing")) is int and "activation_checkpointing" in noted:
+        blocks: tuple[BlockCost, ...] = ()
+        if "activation_checkpointing" in noted:
+            count = again(plan["activation_checkpointing"])
             noted["activation_checkpointing"] = f"{count} x block"
+            held = self.saves.get("activation_checkpointing", 0) // BLOCKS
+            blocks = tuple(BlockCost(f"blocks.{place}", "Block", 1e-3, held, place) for place in range(count))
         evidence = dataclasses.replace(evidence_of(), installed=noted)
         if peak > self.limit:
             return Attempt(0, "out of memory", reason="ended at the limit")
-        return Attempt(0, "ok", peak, 0, seconds, evidence=evidence)
+        return Attempt(0, "ok", peak, 0, seconds, evidence=evidence, blocks=blocks)
+
+
+def again(setting: Setting) -> int:
+    """How many blocks are computed again."""
+    if isinstance(setting, str):
+        return len(words_of(setting))
+    return setting if type(setting) is int else BLOCKS
 
 
 def climbed_on_gpu(room: int, **law: Any) -> tuple[Climbed, Law]:
@@ -100,8 +116,23 @@ def test_blocks_that_cannot_be_computed_again_leave_their_place_to_the_host() ->
     assert found.chosen.plan == {"activation_offload": True}
 
 
+@pytest.mark.skipif(not compiler(), reason="no C++ compiler, without which nothing is compiled")
+def test_a_compiled_model_with_a_budget_comes_last_and_keeps_as_much_as_fits() -> None:
+    saves = {"activation_checkpointing": 300 * MB, "compile": 600 * MB}
+    found, law = climbed(750 * MB, saves=saves)
+    assert list(found.chosen.plan) == ["activation_checkpointing"]
+    assert not any("compile" in plan for plan in law.asked)
+    found, law = climbed(650 * MB, saves=saves)
+    assert found.chosen.plan == {"compile": {"mode": "default", "activation_budget": 0.5}}
+    check(Plan(found.chosen.plan))
+    assert not any({"compile", "activation_checkpointing"} <= plan.keys() for plan in law.asked)
+    found, law = climbed(450 * MB, saves=saves)
+    assert found.chosen.plan == {"compile": {"mode": "default", "activation_budget": 0.1}}
+    assert [rung.instead_of for rung in rungs_for(GPU)][-2:] == ["activation_checkpointing", "activation_offload"]
+
+
 def test_a_cpu_has_no_host_to_move_activations_to() -> None:
-    assert "activation_offload" not in NAMES
+    assert "activation_offload" not in [rung.name for rung in rungs_for(CPU)]
     assert [rung.name for rung in rungs_for(GPU, {"activation_offload"})] == ["activation_offload"]
 
 
@@ -197,8 +228,9 @@ def test_a_script_that_clips_and_does_not_fit_is_told_both() -> None:
     why = "the script looks at a gradient (linalg_vector_norm)"
     with pytest.raises(HastenError) as raised:
         climbed(300 * MB, fails={"optimizer_in_backward": f"HastenError: hasten: optimizer_in_backward: {why}"})
-    first, second = raised.value.message.splitlines()
+    first, second, *rest = raised.value.message.splitlines()
     assert "optimizer_in_backward" not in first
+    assert all("activation_checkpointing was left out: it is not enough" in line for line in rest)
     assert second == f"optimizer_in_backward was left out: {why}"
 
 
@@ -239,8 +271,8 @@ def test_what_a_busy_machine_says_of_times_keeps_nothing_that_is_not_needed() ->
 
 
 def test_bf16_comes_last_where_the_hardware_has_none_and_the_heap_not_on_a_gpu() -> None:
-    assert [rung.name for rung in rungs_for(OLD_CPU)][-1] == "precision"
-    assert [rung.name for rung in rungs_for(CPU)][-1] == "activation_checkpointing"
+    assert [rung.name for rung in rungs_for(OLD_CPU) if not rung.instead_of][-1] == "precision"
+    assert NAMES[-1] == "activation_checkpointing"
     assert "allocator" not in [rung.name for rung in rungs_for(GPU)]
     assert [rung.name for rung in rungs_for(CPU, {"precision"})] == ["precision"]
 

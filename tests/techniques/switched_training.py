@@ -68,6 +68,12 @@ SCRIPT = '''
         x = torch.randn(48, 3, 16, 16, generator=generator)
         dataset = TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    elif KIND == "blocks":
+        block = lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2))
+        model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(*[block() for _ in range(3)]), nn.Linear(16, 2))
+        x = torch.randn(48, 8, generator=generator)
+        dataset = TensorDataset(x, (x.mean(1) > 0).long())
+        optimizer = torch.optim.AdamW(model.parameters(), 0.003)
     elif KIND == "small":
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 2))
         x = torch.randn(48, 8, generator=generator)

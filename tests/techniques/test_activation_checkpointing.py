@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 import hasten
+from hasten.ladder.knapsack import as_setting
 from hasten.run import Run
 from hasten.techniques import CATALOGUE, Refusal, build
 from hasten.techniques.compute.compile import compiler
-from hasten.techniques.memory.activation_checkpointing import Checkpointed
+from hasten.techniques.memory.activation_checkpointing import ActivationCheckpointing, Checkpointed
 from hasten.techniques.memory.pieces import cuts
 from tests.techniques.conftest import Train, evidence_of, identical
 
@@ -117,6 +118,8 @@ CHOSEN: dict[str, tuple[Any, nn.Module, list[str]]] = {
     "two of three": (True, stack(Block(), Net(), Block()), ["stack.0", *BLOCKS, "stack.2"]),
     "outermost": (True, stack(Net(), Net()), ["stack.0", "stack.1"]),
     "by name": ("Block", stack(nn.Identity(), Net(), Block()), [*BLOCKS, "stack.2"]),
+    "by paths": ("stack.0,stack.1.blocks.1-2", stack(Block(), Net(), Block()), ["stack.0", *BLOCKS[1:]]),
+    "by paths under a wrapper": ("stack.1", nn.DataParallel(stack(Block(), Net())), ["module.stack.1"]),
     "by names": ("Net, Linear", stack(Net(), Block(0.0)), ["stack.0", "stack.1.up", "stack.1.down", "head"]),
     "torch's own": (
         True,
@@ -185,9 +188,9 @@ def test_never_tried_by_itself_and_settings_are_checked() -> None:
     answer = technique.settings(evidence_of())
     assert isinstance(answer, Refusal)
     assert "costs time" in answer.reason
-    for right in (True, 1, 5, "sqrt", "Block", "Block,Other", "Block, Other"):
+    for right in (True, 1, 5, "sqrt", "Block", "Block,Other", "Block, Other", "blocks.0", "blocks.0-5, tail.9"):
         assert technique.check(right) == ""
-    for setting in (0, -1, 1.0, "", "a b", "Block,", {"a": 1}):
+    for setting in (0, -1, 1.0, "", "a b", "Block,", {"a": 1}, "blocks.", "blocks.3-1", "blocks.0-x"):
         assert "names of classes" in technique.check(setting)
 
 
@@ -200,6 +203,45 @@ def test_a_number_takes_the_first_blocks(count: int) -> None:
     every = trained(activation_checkpointing=True)[1]
     assert kept_less < kept * (1 - 0.8 * min(count, 3) / 3)
     assert (kept_less == every) is (count >= 3)
+
+
+def test_a_path_that_a_model_does_not_have_is_said() -> None:
+    run = Run(build({"activation_checkpointing": "blocks.1-4"}, CATALOGUE))
+    run.model(Net(), ())
+    run.model(nn.Linear(8, 8), ())  # another model, of which the plan does not speak
+    assert run.left_alone() == ["activation_checkpointing left alone: Net has no blocks.3"]
+    assert run.installed()["activation_checkpointing"].endswith("2 x block")
+
+
+class Uneven(nn.Module):
+    """Blocks of 8 and 2 pairs of layers, called in another order than they are listed, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(*[nn.Linear(8, 8), nn.Tanh()] * count) for count in (8, 2, 2))
+
+    def forward(self, x: Any) -> Any:
+        return self.blocks[0](self.blocks[2](self.blocks[2](self.blocks[1](x))))
+
+
+def test_what_each_block_saves_and_costs_is_measured_where_that_is_asked_for() -> None:
+    torch.manual_seed(0)
+    [technique] = build({"activation_checkpointing": True}, CATALOGUE)
+    assert isinstance(technique, ActivationCheckpointing)
+    technique.measure()
+    model = Uneven()
+    run = Run([technique])
+    run.model(model, ())
+    for _ in range(5):
+        model(torch.randn(ROWS, 8)).sum().backward()
+    large, small, twice = technique.measured()
+    assert [one.path for one in (large, small, twice)] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert small.order < twice.order < large.order
+    one = ROWS * 8 * 4  # bytes: each tanh keeps what it returns, but for the last, which the next block holds
+    assert (large.bytes, small.bytes, twice.bytes) == (7 * one, one, 2 * one)
+    assert large.seconds > 0
+    assert technique.check(as_setting([large, small, twice], {0, 2}, 3)) == ""
+    assert build({"activation_checkpointing": True}, CATALOGUE)[0].measured() == []
 
 
 def layers(depth: int, width: int = 16) -> list[nn.Module]:

@@ -58,6 +58,9 @@ CASES = [
     ("images", "no_grad_validation", True, 0.0),
     ("images", "matmul_precision", "medium", 5e-2),
     ("images", "allocator", "glibc", 0.0),
+    ("images", "activation_checkpointing", "sqrt", 0.0),
+    ("blocks", "activation_checkpointing", True, 0.0),
+    ("blocks", "activation_checkpointing", "1.0,1.2", 0.0),
 ]
 
 
@@ -147,7 +150,7 @@ def test_all_of_them_by_lot(train: Train, tmp_path: Path) -> None:
         *[("cpu_threads", 1), ("cpu_threads", 2), ("attention", "math"), ("allocator", "glibc")],
         *[("precision", "bf16-mixed"), ("precision", "16-mixed"), ("sample_cache", "samples")],
         *[("loader_workers", {"num_workers": 1}), ("loader_workers", {"num_workers": 2})],
-        *[("matmul_precision", "medium"), ("device_prefetch", True)],
+        *[("matmul_precision", "medium"), ("device_prefetch", True), ("activation_checkpointing", True)],
     ]
     schedule = {step: dict(lot.sample(settings, lot.randrange(len(settings)))) for step in range(1, 30, 2)}
     switched, plain = both(train, tmp_path, "images", settings, schedule, passes=10)

@@ -27,6 +27,7 @@ from hasten.plan import Setting
 from hasten.taps.config import DoctorOptions, RunConfig, TrialOptions, environment
 from hasten.techniques.base import FAILED
 from hasten.techniques.memory.allocator import LEAN
+from hasten.techniques.rerun.costs import BlockCost
 from hasten.tuner.command_line import with_argument
 from hasten.tuner.trial import last_lines
 
@@ -52,6 +53,7 @@ class Attempt:
         workers: Greatest memory of processes that it started, in bytes.
         stage: How far it came: "start" (torch was not imported yet), "loading" or "training".
         grows: Bytes by which memory rises with each step, again and again; 0: it does not.
+        blocks: What the blocks cost that activation_checkpointing computed again, in the order of the model.
     """
 
     size: int
@@ -68,6 +70,7 @@ class Attempt:
     workers: int = 0
     stage: str = "training"
     grows: float = 0.0
+    blocks: tuple[BlockCost, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -262,6 +265,7 @@ def _judged(size: int, code: int | None, over: bool, peak: int, workers: int, fo
         evidence=evidence,
         device=figures["device"],
         device_bytes=figures["device_bytes"],
+        blocks=tuple(BlockCost(**one) for one in figures["blocks"]),
     )
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import psutil
 
 from hasten.batch.course import Writer
 from hasten.taps.protocol import Session
+from hasten.techniques.memory.activation_checkpointing import ActivationCheckpointing
 
 VARIABLE = "HASTEN_BATCH"
 _LOOKED_AT = 64  # samples, spread over the dataset, that say whether samples differ in size
@@ -36,6 +38,9 @@ def install(session: Session) -> None:
     on_gpu = bounds.pop("gpu", 0)
     for name, most in bounds.items():
         resource.setrlimit(getattr(resource, name), (most, resource.getrlimit(getattr(resource, name))[1]))
+    for technique in session.run.techniques:
+        if isinstance(technique, ActivationCheckpointing):
+            technique.measure()
     result = Path(asked["result"])
     course = Writer(result.parent)
     watch = _Memory(session, result)
@@ -82,6 +87,7 @@ class _Memory:
         gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         modules = [module for watch in self._session.run.models.values() if (module := watch.module()) is not None]
         optimizers = [one for held, _ in self._session.optimizers.values() if (one := held()) is not None]
+        again = [one for one in self._session.run.techniques if isinstance(one, ActivationCheckpointing)]
         figures = {
             "device": "cuda" if gpu else "cpu",
             "device_bytes": torch.cuda.get_device_properties().total_memory if gpu else 0,
@@ -89,6 +95,7 @@ class _Memory:
             "before": 0 if gpu else self._before,
             **counted(modules, optimizers),
             "optimizers": [type(one).__name__ for one in optimizers],
+            "blocks": [asdict(cost) for one in again for cost in one.measured()],
         }
         self._result.write_text(json.dumps(figures))
         return {}

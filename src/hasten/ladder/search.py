@@ -10,14 +10,15 @@ from typing import Protocol
 from hasten.batch.attempt import Attempt
 from hasten.batch.trouble import below_torch, what_holds_it
 from hasten.errors import HastenError, script_fails
+from hasten.ladder.knapsack import as_setting, bytes_more, computed_again, kept_bytes, largest, seconds_again
 from hasten.ladder.limit import Limit
-from hasten.ladder.rungs import Rung, acting, blocks_in, in_order, left_alone
+from hasten.ladder.rungs import BUDGETS, Rung, acting, blocks_in, in_order, left_alone, within
 from hasten.plan import Setting
 from hasten.techniques import toml_value
 
 _SLOWER = 1.05  # times the step: bf16 that brings more is kept where it is not needed
-_MOST_COUNTS = 5  # numbers of blocks that are tried
-_COARSE = 16  # a sixteenth of the blocks is near enough
+_MOST_TRIALS = 5  # of sets of blocks
+_COARSE = 64  # of what all blocks hold: nearer to the limit is not looked
 
 Techniques = dict[str, Setting]
 
@@ -99,8 +100,8 @@ def climb(
     """Find the cheapest plan under which a training fits.
 
     All rungs together first: where that does not fit nothing does. Then one rung after the other, the cheapest first,
-    until it fits; then without each that may not be needed, and with as few blocks computed again as fit. Every answer
-    is a trial under the limit.
+    until it fits; then without each that may not be needed, and with those blocks computed again that fit at the least
+    time. Every answer is a trial under the limit.
 
     Args:
         plans: Makes the trials.
@@ -156,6 +157,7 @@ class _Climb:
             best = self._lighter(best)
             best = self._other_way(best)
             best = self._fewer_blocks(best)
+            best = self._larger_budget(best)
         except _Late:
             best = self._cheapest()
             left.append("whether a cheaper plan fits, for want of time: give it a longer --budget")
@@ -277,29 +279,51 @@ class _Climb:
         return min(best, tried, key=lambda one: one.attempt.seconds)
 
     def _fewer_blocks(self, best: Try) -> Try:
-        """Compute as few blocks again as fit: halve, then follow the line through two counts that fitted."""
-        name = "activation_checkpointing"
-        most = blocks_in(best.attempt)
-        if name not in best.plan or most < 2:
+        """Compute again only the blocks that the knapsack names.
+
+        How much the others may keep together is what trials say: first all that the backward leaves room for, then,
+        where the forward's end needs more than that (large logits), what is left below the limit with all blocks
+        computed again, then between what fitted and what did not.
+        """
+        name, blocks = "activation_checkpointing", best.attempt.blocks
+        if best.plan.get(name) is not True or len(blocks) < 2:
             return best
-        fitting = {most: best}
-        none = 0  # so many are known not to be enough
-        for _ in range(_MOST_COUNTS):
-            fewest = min(fitting)
-            if fewest - none <= max(1, most // _COARSE):
-                break
-            count, predicted = _next_count(fitting, none, self._limit.room)
-            tried = self._try({**best.plan, name: count}, predicted)
+        count, least, fits = blocks_in(best.attempt), best.peak, frozenset(range(len(blocks)))
+        spare = self._limit.room - least
+        low, high = 0, kept_bytes(blocks, ())  # all kept does not fit, or the plan would not need the technique
+        kept, grain, trials = spare + largest(blocks), max(1, high // _COARSE), 0
+        while trials < _MOST_TRIALS and high - low > grain:
+            kept = min(max(kept, low), high - 1)
+            again = computed_again(blocks, spare, kept)
+            if seconds_again(blocks, again) >= seconds_again(blocks, fits):
+                low, kept = kept, (kept + high) // 2 + 1  # nothing cheaper up to there
+                continue
+            trials += 1
+            predicted = least + bytes_more(blocks, again)
+            tried = self._try({**best.plan, name: as_setting(blocks, again, count)}, predicted)
             if tried.fits:
-                fitting[count] = tried
+                best, fits, low = tried, again, kept_bytes(blocks, again)
+                spare += max(0, predicted - tried.peak)
+                kept = low + self._limit.room - tried.peak
             else:
-                none = count
-        return fitting[min(fitting)]
+                high = kept_bytes(blocks, again)
+                kept = spare if low < spare < high else (low + high) // 2
+        return best
+
+    def _larger_budget(self, best: Try) -> Try:
+        """Have compiled models keep as much of their activations as fits."""
+        if "compile" not in best.plan:
+            return best
+        for budget in reversed(BUDGETS[1:]):  # each is tried: a larger budget may come to a smaller peak
+            tried = self._try({**best.plan, "compile": within(budget)})
+            if tried.fits:
+                return tried
+        return best
 
 
 _BY_CHANGE = (
     "no_grad_validation", "allocator", "chunked_loss", "precision", "activation_offload", "activation_checkpointing",
-    "optimizer_in_backward",
+    "optimizer_in_backward", "compile",
 )  # fmt: skip
 
 
@@ -323,17 +347,6 @@ def cannot_fit(plan: Techniques, tries: Sequence[Try]) -> Try | None:
         if _is_lighter(Try(plan, tried.attempt), tried) and tried.attempt.outcome == "out of memory":
             return tried
     return None
-
-
-def _next_count(fitting: Mapping[int, Try], none: int, room: int) -> tuple[int, int]:
-    """Return a number of blocks to try, between what is too few and what fits, and the peak predicted of it."""
-    fewest, most = min(fitting), max(fitting)
-    if fewest == most:
-        return (none + fewest) // 2, 0
-    each = (fitting[fewest].peak - fitting[most].peak) / (most - fewest)  # bytes that a block kept whole takes
-    wanted = fewest - int((room - fitting[fewest].peak) / each) if each > 0 else none + 1
-    count = max(none + 1, min(fewest - 1, wanted))
-    return count, round(fitting[fewest].peak + each * (fewest - count))
 
 
 def _within(attempt: Attempt, limit: Limit) -> Attempt:

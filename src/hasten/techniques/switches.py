@@ -15,6 +15,10 @@ class Switches:
     def __init__(self) -> None:
         self._changed: list[tuple[Callable[[], Any], Callable[[Any], Any], Any, Any]] = []
 
+    def __bool__(self) -> bool:
+        """Whether any is set."""
+        return bool(self._changed)
+
     def set(self, read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> None:
         """Set one to a value."""
         before = read()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from hasten import messages
 from hasten.evidence import Evidence
 from hasten.plan import Setting
-from hasten.techniques.base import Choices, Effect, Refusal, Resource, Technique
+from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.memory.blocks import named, paths_in, repeated, words_of
 from hasten.techniques.memory.pieces import CheckpointedPieces, long_sequentials
+from hasten.techniques.rerun.costs import BlockCost, Meter
+from hasten.techniques.switches import Switches
 
 SQRT = "sqrt"
 
@@ -22,10 +25,11 @@ class ActivationCheckpointing(Technique):
 
     `true` takes the entries of `nn.ModuleList` and `nn.Sequential` that come at least twice and have layers inside,
     the outermost such ones; a number takes only so many of them, the first ones, whose activations are kept the
-    longest; a string names their classes instead: "Block" or "EncoderLayer,DecoderLayer". "sqrt", and `true` where a
-    model has no such blocks, cuts each `nn.Sequential` of n >= 4 entries into about sqrt(n) pieces instead. Saves
-    memory and costs about a third more computation, in proportion to the blocks, so it pays where it makes room for a
-    bigger batch.
+    longest; a string names their classes instead ("Block" or "EncoderLayer,DecoderLayer") or their paths in the model
+    ("blocks.0-5,blocks.9"). "sqrt", and `true` where a model has no such blocks, cuts each `nn.Sequential` of n >= 4
+    entries into about sqrt(n) pieces instead. Saves memory and costs about a third more computation, in proportion to
+    the blocks, so it pays where it makes room for a bigger batch. `hasten tune --memory SIZE` measures how long each
+    block takes to compute again and how many bytes that saves, and names those that fit the size at the least time.
 
     A block is run again exactly as it was: random states (Python's, NumPy's, torch's, and generators that the block
     keeps), autocast, parameters, buffers, attributes and what its code names of globals are put back, and what its
@@ -42,15 +46,25 @@ class ActivationCheckpointing(Technique):
     relieves = Resource.MEMORY
     sources = ("torch.utils.checkpoint", "Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost")
     acts_on = "repeated blocks in a model"
+    liveness = Liveness.STEP  # the forwards that it replaces look at `active`; graphs that it left are whole
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._switches = Switches()
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # to be wrapped by `on`
+        self._meters: dict[str, Meter] | None = None
 
     @classmethod
     def check(cls, setting: Setting) -> str:
-        """`true`, "sqrt", how many blocks, or names of classes."""
+        """`true`, "sqrt", how many blocks, or names of classes and paths."""
         if type(setting) is int and setting >= 1:
             return ""
-        if setting is True or (isinstance(setting, str) and all(name.isidentifier() for name in _names(setting))):
+        if setting is True or (isinstance(setting, str) and words_of(setting)):
             return ""
-        return 'must be true, "sqrt", a number of blocks, or names of classes ("Block,DecoderLayer")'
+        return (
+            'must be true, "sqrt", a number of blocks, names of classes ("Block,DecoderLayer") or paths of modules'
+            ' ("blocks.0-5")'
+        )
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -63,83 +77,101 @@ class ActivationCheckpointing(Technique):
 
     def prepare(self, model: Any) -> None:
         """Wrap the blocks' forwards, so that the first step needs less memory already."""
+        if self.active:
+            self._wrap(model)
+        else:
+            self._models.add(model)
+
+    def on(self) -> None:
+        """Wrap the models that are known by now; what was wrapped before looks at `active`."""
+        super().on()
+        self._let_statistics_be()
+        for model in list(self._models):
+            self._wrap(model)
+        self._models.clear()
+
+    def off(self) -> None:
+        """Run forwards as they are."""
+        super().off()
+        self._switches.put_back()
+
+    def measure(self) -> None:
+        """Measure, from the first forward on, what each block saves and costs: for `measured`."""
+        self._meters = {}
+
+    def measured(self) -> list[BlockCost]:
+        """Return what the blocks save and cost, in the order of the model; [] where `measure` was not called."""
+        costs = [meter.cost(path) for path, meter in (self._meters or {}).items()]
+        return [cost for cost in costs if cost is not None]
+
+    def _wrap(self, model: Any) -> None:
         import torch
 
         if isinstance(model, torch.jit.ScriptModule):
             self.refused("a scripted model has no blocks to wrap")
             return
-        import torch._dynamo.config as dynamo  # an optimizer's first step imports it anyway
-
-        # When the model is compiled too: BatchNorm's statistics do not stand in the way, nor change twice.
-        knows = hasattr(dynamo, "skip_fwd_side_effects_in_bwd_under_checkpoint")
-        if knows:
-            dynamo.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-        blocks = self._blocks(model)
+        if not self._switches:
+            self._let_statistics_be()
+        paths = paths_in(model)
+        blocks = self._blocks(model, paths)
+        of_modules = {id(module): path for path, module in reversed(paths.items())}
         for block in blocks:
             if not isinstance(vars(block).get("forward"), Checkpointed):
-                whole = not knows and _has_statistics(block)
-                vars(block)["forward"] = Checkpointed(block, whole_when_compiled=whole, told=self._tell)
+                vars(block)["forward"] = Checkpointed(block, self, self._meter(of_modules.get(id(block), ""), block))
                 self.did("block")
 
         if self.setting == SQRT or (self.setting is True and not blocks):
             self._cut(model)
 
-    def _blocks(self, model: Any) -> list[Any]:
+    def _let_statistics_be(self) -> None:
+        """Have compiled blocks change BatchNorm's statistics once, where torch knows how."""
+        import torch._dynamo.config as dynamo  # an optimizer's first step imports it anyway
+
+        if knows_statistics():
+            self._switches.set(
+                lambda: dynamo.skip_fwd_side_effects_in_bwd_under_checkpoint,
+                lambda value: setattr(dynamo, "skip_fwd_side_effects_in_bwd_under_checkpoint", value),
+                True,
+            )
+
+    def _blocks(self, model: Any, paths: dict[str, Any]) -> list[Any]:
         """Return the blocks that the setting names."""
-        if isinstance(self.setting, str):
-            return [] if self.setting == SQRT else named(model, _names(self.setting))
-        return repeated(model)[: self.setting if type(self.setting) is int else None]
+        if not isinstance(self.setting, str):
+            return repeated(model)[: self.setting if type(self.setting) is int else None]
+        words = [] if self.setting == SQRT else words_of(self.setting)
+        at_paths = {word: paths[word] for word in words if word in paths}
+        missing = [word for word in words if "." in word and word not in paths]
+        if at_paths and missing:
+            self.refused(f"{type(model).__name__} has no {missing[0]}")
+        blocks = [*named(model, words), *at_paths.values()]
+        return list({id(block): block for block in blocks}.values())
+
+    def _meter(self, path: str, block: Any) -> Meter | None:
+        return None if self._meters is None else self._meters.setdefault(path, Meter(type(block).__name__))
 
     def _cut(self, model: Any) -> None:
         """Run long Sequentials piece by piece."""
         for owner in long_sequentials(model):
             if not isinstance(vars(owner).get("forward"), CheckpointedPieces):
-                vars(owner)["forward"] = CheckpointedPieces(owner, lambda piece: _repeatable(piece, self._tell))
+                made = functools.partial(_repeatable, told=self.tell)
+                vars(owner)["forward"] = CheckpointedPieces(owner, made, lambda: self.active)
                 self.did("sequence in pieces")
 
-    def _tell(self, reason: str) -> None:
+    def tell(self, reason: str) -> None:
         """Say once why blocks keep their activations after all."""
         if f"left alone: {reason}" not in self.acted:
             messages.tell(f"hasten: activation_checkpointing: activations are kept: {reason}")
             self.refused(reason)
 
 
-def _names(setting: str) -> list[str]:
-    return [name.strip() for name in setting.split(",")]
+def knows_statistics() -> bool:
+    """Whether torch can leave a block's side effects out where compiled code runs it again."""
+    import torch._dynamo.config as dynamo
+
+    return hasattr(dynamo, "skip_fwd_side_effects_in_bwd_under_checkpoint")
 
 
-def repeated(model: Any) -> list[Any]:
-    """The blocks that a model repeats: outermost entries of one class, with layers inside, in one container."""
-    from torch.nn import ModuleList, Sequential
-
-    if isinstance(model, ModuleList | Sequential):
-        entries = list(model._modules.values())
-        often = Counter(type(entry) for entry in entries if _worth_it(entry))
-        blocks = {id(entry): entry for entry in entries if often[type(entry)] >= 2 and _worth_it(entry)}
-    else:
-        blocks = {}
-    for child in model.children():
-        if id(child) not in blocks:
-            blocks |= {id(block): block for block in repeated(child)}
-    return list(blocks.values())
-
-
-def _worth_it(block: Any) -> bool:
-    """Whether a block keeps more than its input: a single layer of torch does not."""
-    single = type(block).__module__.startswith("torch.nn.") and not any(True for _ in block.children())
-    return not single and any(True for _ in block.parameters())
-
-
-def named(model: Any, names: list[str]) -> list[Any]:
-    """The outermost modules inside a model whose class has one of these names."""
-    blocks: dict[int, Any] = {}
-    for child in model.children():
-        found = [child] if type(child).__name__ in names else named(child, names)
-        blocks |= {id(block): block for block in found}
-    return list(blocks.values())
-
-
-def _repeatable(block: Any, told: Callable[[str], None]) -> Any:
+def _repeatable(block: Any, told: Callable[[str], None], meter: Meter | None = None) -> Any:
     from hasten.techniques.rerun.forward import Repeatable
 
     kind = type(block).__name__
@@ -148,7 +180,8 @@ def _repeatable(block: Any, told: Callable[[str], None]) -> Any:
         told(f"{kind}: {reason}")
 
     name = ActivationCheckpointing.name
-    return Repeatable(name, left_alone, asked=lambda: None, or_else=f', or name other blocks ({name} = "Block").')
+    or_else = f', or name other blocks ({name} = "Block").'
+    return Repeatable(name, left_alone, asked=lambda: None, or_else=or_else, meter=meter)
 
 
 class Checkpointed:
@@ -157,21 +190,22 @@ class Checkpointed:
     Copies of the block are checkpointed too; a pickle holds the plain `forward`, and needs no hasten.
     """
 
-    def __init__(self, block: Any, whole_when_compiled: bool, told: Callable[[str], None]) -> None:
+    def __init__(self, block: Any, technique: ActivationCheckpointing, meter: Meter | None = None) -> None:
         self.block = block
-        self.whole_when_compiled = whole_when_compiled
+        # When the model is compiled too: BatchNorm's statistics do not stand in the way, nor change twice.
+        self.whole_when_compiled = not knows_statistics() and _has_statistics(block)
         # Another one may stand there already: accelerate and peft replace forwards as well.
         self.forward = vars(block).get("forward") or functools.partial(type(block).forward, block)
         self.__wrapped__ = self.forward  # whose signature it is
-        self.told = told
-        self.repeatable = _repeatable(block, told)
+        self.technique = technique
+        self.repeatable = _repeatable(block, technique.tell, meter)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, to be run again in the backward."""
         import torch
         from torch.utils.checkpoint import checkpoint
 
-        if not self.block.training or not torch.is_grad_enabled():
+        if not self.technique.active or not self.block.training or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
             return self.repeatable.run(self.block, self.forward, args, kwargs)
@@ -182,7 +216,7 @@ class Checkpointed:
         return checkpoint(forward, *args, use_reentrant=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = Checkpointed(copy.deepcopy(self.block, memo), self.whole_when_compiled, self.told)
+        twin = Checkpointed(copy.deepcopy(self.block, memo), self.technique)
         twin.forward = twin.__wrapped__ = copy.deepcopy(self.forward, memo)
         return twin
 

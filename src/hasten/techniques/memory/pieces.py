@@ -44,10 +44,11 @@ class CheckpointedPieces:
     Args:
         owner: The Sequential.
         repeatable: Makes what runs pieces again, of one of them.
+        is_on: Whether pieces are run again at all now.
     """
 
-    def __init__(self, owner: Any, repeatable: Callable[[Any], Any]) -> None:
-        self.owner, self._repeatable = owner, repeatable
+    def __init__(self, owner: Any, repeatable: Callable[[Any], Any], is_on: Callable[[], bool]) -> None:
+        self.owner, self._repeatable, self._is_on = owner, repeatable, is_on
         self.forward = functools.partial(type(owner).forward, owner)
         self.__wrapped__ = self.forward  # whose signature it is
         self._cut: tuple[Any, ...] = ()
@@ -57,7 +58,9 @@ class CheckpointedPieces:
         """The Sequential's forward, piece by piece."""
         import torch
 
-        if not self.owner.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self._is_on() or not self.owner.training or not torch.is_grad_enabled():
+            return self.forward(input)
+        if torch.compiler.is_compiling():
             return self.forward(input)
         entries = tuple(self.owner)
         if entries != self._cut:  # at first, and where a script has changed them since
@@ -70,7 +73,7 @@ class CheckpointedPieces:
         return input
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = CheckpointedPieces(copy.deepcopy(self.owner, memo), self._repeatable)
+        twin = CheckpointedPieces(copy.deepcopy(self.owner, memo), self._repeatable, self._is_on)
         twin.forward = twin.__wrapped__ = copy.deepcopy(self.forward, memo)
         return twin
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_iter
 
 from hasten import messages
 from hasten.techniques import wide_draws
+from hasten.techniques.rerun.costs import Meter
 from hasten.techniques.rerun.surroundings import CannotRepeatError, Known, Then
 
 _MARKED_ON_GPU = 8  # first forwards of a module whose tensors are compared on a GPU, which waits for it; then 1 of ...
@@ -35,6 +37,7 @@ class Repeatable:
         waits: The first forwards keep all until their end, when it is known whether they can be repeated; behind so
             many, what can be computed again is dropped at once. None: all wait.
         with_hooks: Whether the module's own hooks are a part of the forward.
+        meter: Told what a forward drops and how long it takes to compute that again; None: nobody asks.
     """
 
     def __init__(
@@ -45,8 +48,10 @@ class Repeatable:
         or_else: str = ".",
         waits: int | None = None,
         with_hooks: bool = False,
+        meter: Meter | None = None,
     ) -> None:
         self.with_hooks = with_hooks
+        self.meter = meter
         self.technique, self.or_else, self.waits = technique, or_else, waits
         self.left_alone = left_alone
         self.asked = asked
@@ -121,10 +126,19 @@ class _KeptForward:
             self.spoilt = reason
             self.owner.left_alone(reason)
         else:
+            tensors = [kept.tensor for kept in self.kept] if self.owner.meter is not None else []
             for kept in self.kept:
                 self._drop(kept)
+            if self.owner.meter is not None:
+                self._measure(self.owner.meter, tensors, output)
             self.kept = []
         return output
+
+    def _measure(self, meter: Meter, tensors: list[Any], output: Any) -> None:
+        """Tell how much of what the graph asked for was let go; what the block returns lives on as an input."""
+        gone = [tensor for kept, tensor in zip(self.kept, tensors, strict=True) if kept.tensor is None]
+        plain = (one for one in tree_iter(output) if type(one) is torch.Tensor and one.layout is torch.strided)
+        meter.forward(gone, self.then.storages | {one.untyped_storage().data_ptr() for one in plain})
 
     # -- what autograd calls ----------------------------------------------------------------------------
 
@@ -147,7 +161,11 @@ class _KeptForward:
             _check_version(kept)
             return kept.tensor
         if kept.number not in self.fresh:
-            self._run_again()
+            if self.owner.meter is None:
+                self._run_again()
+            else:
+                with self.owner.meter.again():
+                    self._run_again()
         return self.fresh.pop(kept.number)
 
     # -- dropping, and computing again ------------------------------------------------------------------

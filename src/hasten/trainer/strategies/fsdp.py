@@ -13,7 +13,7 @@ from hasten.errors import HastenError
 from hasten.parallel import World
 from hasten.parallel.fsdp import Buffers, Root, accumulated, begin_again, clip_norm, clip_value, shard, units_in
 from hasten.parallel.sharded import is_sharded, local, share_of, whole
-from hasten.techniques.memory.activation_checkpointing import named, repeated
+from hasten.techniques.memory.blocks import named, repeated
 from hasten.trainer.batches import mapped
 from hasten.trainer.errors import ContradictionError, WrongValueError
 from hasten.trainer.outputs import loss_of
