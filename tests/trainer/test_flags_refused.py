@@ -122,7 +122,7 @@ def test_what_old_flags_are_answered_with_exists():
         "seed": (-1, 2**32, "x", 1.5),
         "fast_dev_run": (-1, 1.5, "yes"),
         "deterministic": ("wran", 3),
-        "compile": ("fastest", 1),
+        "compile": ("fastest", 1, {"activation_budget": 2}),
         "matmul_precision": ("low", True),
         "activation_checkpointing": ("Not a class", 0),
         "activation_offload": ("yes",),

@@ -20,7 +20,7 @@ _current: HandedOver | None = None
 def setup(
     *parts: Any,
     precision: str | int | None = None,
-    compile: bool | str | None = None,
+    compile: bool | str | dict[str, Any] | None = None,
     plan: str | Path | Plan | None = None,
     **techniques: Setting | None,
 ) -> Any:
@@ -36,7 +36,7 @@ def setup(
     Args:
         parts: Modules, optimizers, loaders and schedules, in any order and number.
         precision: "bf16-mixed", "16-mixed" (with loss scaling), "bf16-true", "16-true", "64-true"; default float32.
-        compile: Compile the models; True or a mode of torch.compile.
+        compile: Compile the models; True, a mode of torch.compile, or a table with mode and activation_budget.
         plan: A plan that `hasten tune` wrote (its file, or a Plan): its techniques are installed too.
         techniques: Other techniques of the catalogue (`hasten techniques` lists them), each with its setting.
 

@@ -10,6 +10,7 @@ from hasten.batch.attempt import Attempt
 from hasten.evidence import Machine
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE
+from hasten.techniques.compute.compile import compiler
 
 _MARK = "left alone: "
 
@@ -38,12 +39,20 @@ _HEAP = Rung("allocator", "lean", "freed memory that the C library keeps")
 _BF16 = Rung("precision", "bf16-mixed", "half of most activations")
 _BLOCKS = Rung("activation_checkpointing", True, "activations of repeated blocks")
 _HOST = Rung("activation_offload", True, "activations, which go to the host", instead_of=_BLOCKS.name)
+BUDGETS = (0.1, 0.3, 0.5)
+"""Shares of their activations that compiled models keep, the least first."""
+
+
+def within(budget: float) -> Setting:
+    """Return the setting of compile that keeps a share of the activations."""
+    return {"mode": "default", "activation_budget": budget}
 
 
 def rungs_for(machine: Machine, only: Collection[str] = ()) -> list[Rung]:
     """Return the rungs for a machine, the cheapest first.
 
-    bf16 comes last where the hardware has no instructions for it: it is slower there than computing blocks again.
+    bf16 comes last where the hardware has no instructions for it: it is slower there than computing blocks again. What
+    takes the place of another comes behind all: activations on the host, then a compiled model with a budget.
 
     Args:
         machine: On which it trains.
@@ -51,8 +60,13 @@ def rungs_for(machine: Machine, only: Collection[str] = ()) -> list[Rung]:
     """
     fast = machine.device == "cuda" or not CATALOGUE["precision"].useless("bf16-mixed", machine)
     order = [_GRAPHS, _GRADIENTS, _LOSS, _HEAP, *((_BF16, _BLOCKS) if fast else (_BLOCKS, _BF16)), _HOST]
+    last = order[-1].name
     if machine.device != "cuda":
         order.remove(_HOST)
+        last = _BLOCKS.name
+    if compiler():
+        saves = "activations that compiled code computes again"
+        order.append(Rung("compile", within(BUDGETS[0]), saves, instead_of=last))
     if machine.device == "cuda" or CATALOGUE["allocator"].useless("lean", machine):
         order.remove(_HEAP)
     return [rung for rung in order if not only or rung.name in only]

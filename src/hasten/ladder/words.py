@@ -133,7 +133,7 @@ def _unchecked(found: Climbed) -> list[str]:
     return [
         "By what its techniques promise, the plan trains to the same bits as the script does without a limit."
         if exact
-        else "By what its techniques promise, the plan computes the same mathematics in other rounding (bf16).",
+        else "By what its techniques promise, the plan computes the same mathematics in other rounding.",
         "Not checked here: where the plain run does not fit there is nothing to compare with. `hasten check` compares",
         "the two on a machine where it does.",
     ]

@@ -216,8 +216,11 @@ class Config:
         ' `"auto"`: [find out during `fit`](#tuning-during-fit)',
         values.plan,
     )
-    compile: bool | str | None = _flag(
-        None, SPEED, "True, or a mode of `torch.compile`; technique `compile`", technique="compile"
+    compile: bool | str | dict[str, Any] | None = _flag(
+        None,
+        SPEED,
+        "True, a mode of `torch.compile`, or a mode with an `activation_budget`; technique `compile`",
+        technique="compile",
     )
     channels_last: bool | None = _flag(
         None, SPEED, "memory layout for convolutions; technique `channels_last`", technique="channels_last"
@@ -251,8 +254,8 @@ class Config:
     activation_checkpointing: bool | int | str | None = _flag(
         None,
         SPEED,
-        'True, how many blocks, their class names, or "sqrt": recompute activations in the backward; less memory,'
-        " more time; technique `activation_checkpointing`",
+        'True, how many blocks, their class names or paths, or "sqrt": recompute activations in the backward; less'
+        " memory, more time; technique `activation_checkpointing`",
         technique="activation_checkpointing",
     )
 

@@ -241,14 +241,19 @@ def test_memory_that_is_nearly_full_is_named() -> None:
     """The GPU's by what torch had allocated, the machine's by what the process held."""
     made = evidence(on_gpu=True, use=use(gpus=(gpu_use(),)), peak_gpu_bytes=132 * GIB)
     assert "132.0 of the GPU's 140.0 GiB" in only(MemoryNearlyFull.findings(made), "memory_nearly_full").what
-    assert not only(MemoryNearlyFull.findings(made), "memory_nearly_full").details
+    [activations] = only(MemoryNearlyFull.findings(made), "memory_nearly_full").details
+    assert activations.startswith("about 132.0 GiB of it are neither weights nor gradients")
+    assert "activation_checkpointing" in activations
+    assert "activation_offload" in activations
     heavy = {"parameters": 10**10, "trained_parameters": 10**10}
     made = evidence(on_gpu=True, use=use(gpus=(gpu_use(),)), peak_gpu_bytes=132 * GIB, model=heavy)
     gradients, states = only(MemoryNearlyFull.findings(made), "memory_nearly_full").details
     assert gradients.startswith("gradients are 37.3 GiB of it: the technique optimizer_in_backward")
     assert states.startswith("the optimizer's state is about 74.5 GiB of it")
     full = evidence(use=use(main_rss=15 * GIB))
-    assert "15.0 of the machine's 16.0 GiB" in only(MemoryNearlyFull.findings(full), "memory_nearly_full").what
+    of_the_machine = only(MemoryNearlyFull.findings(full), "memory_nearly_full")
+    assert "15.0 of the machine's 16.0 GiB" in of_the_machine.what
+    assert not of_the_machine.details  # data, as likely as activations
 
 
 def test_shared_pages_counted_twice_are_not_a_full_memory() -> None:

@@ -78,6 +78,8 @@ def technique_of(**flags):
 def test_compile(tmp_path):
     assert technique_of(compile=True) == ("compile", "default")
     assert technique_of(compile="reduce-overhead") == ("compile", "reduce-overhead")
+    budget = {"mode": "default", "activation_budget": 0.5}
+    assert technique_of(compile=budget) == ("compile", budget)
 
 
 def test_channels_last(tmp_path):
@@ -101,6 +103,7 @@ def test_batched_fetch(tmp_path):
 
 def test_activation_checkpointing(tmp_path):
     assert technique_of(activation_checkpointing="Block") == ("activation_checkpointing", "Block")
+    assert technique_of(activation_checkpointing="net.0-2") == ("activation_checkpointing", "net.0-2")
 
 
 def test_activation_offload(tmp_path):

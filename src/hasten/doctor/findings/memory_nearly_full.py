@@ -24,8 +24,9 @@ with torch.autocast("cuda", torch.bfloat16):
 
 ## When the repair is safe
 
-16 bits change results by rounding. Activation checkpointing (the technique `activation_checkpointing`) keeps them.
-`hasten tune --memory SIZE` finds the cheapest plan that leaves room.
+16 bits change results by rounding. What keeps them: the techniques `activation_checkpointing` (blocks are computed
+again in the backward), `activation_offload` (activations wait in the host's memory) and `optimizer_in_backward` (no
+gradient outlives its step). `hasten tune --memory SIZE` finds the cheapest plan that leaves room.
 
 ## Source
 
@@ -74,7 +75,7 @@ class MemoryNearlyFull(Rule):
 
 def _taken(evidence: Evidence, peak: int) -> tuple[str, ...]:
     """Say what gradients and the optimizer's state take, and what takes less, a line each."""
-    gradients = weight_bytes(evidence)[1]
+    weights, gradients = weight_bytes(evidence)
     said = []
     if gradients >= _LARGE * peak:
         said.append(
@@ -89,5 +90,12 @@ def _taken(evidence: Evidence, peak: int) -> tuple[str, ...]:
         said.append(
             f"the optimizer's state is about {states / 2**30:.1f} GiB of it: optimizers with states of 8 bits (torchao,"
             " bitsandbytes) keep a quarter of that, and train to another result"
+        )
+    rest = peak - weights - gradients - states
+    if on_gpu(evidence) and rest >= _LARGE * peak:  # on a CPU it may be the script's data as well
+        said.append(
+            f"about {rest / 2**30:.1f} GiB of it are neither weights nor gradients nor the optimizer's state, so mostly"
+            " activations: the technique activation_checkpointing computes those of repeated blocks again,"
+            " activation_offload keeps them in the host's memory"
         )
     return tuple(said)

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from hasten.evidence import Evidence
 from hasten.evidence.libraries import is_library
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.compute.activation_budget import ActivationBudget
 from hasten.techniques.replaced import Replaced
 from hasten.techniques.switches import Switches
 
@@ -29,10 +31,17 @@ _ON_ALL_MODULES = (
 )
 
 
+MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
+_TABLE = '{mode = "default", activation_budget = 0.5}'
+
+
 class Compile(Technique):
     """Compile outermost modules in place, so names in the state dict and the module's identity stay.
 
-    A setting is a mode of torch.compile. Compilation takes from seconds to minutes at the first step; tune
+    A setting is a mode of torch.compile, or a table with a mode and an `activation_budget` between 0 and 1: what of the
+    activations that a compiled forward keeps its backward may find there; the rest it computes again, the cheapest
+    first, as torch's partitioner chooses. Less memory and more time: `hasten tune --memory SIZE` tries it last. Random
+    numbers are drawn once, and kept. Compilation takes from seconds to minutes at the first step; tune
     reports it apart and weighs it against the length of the full run. A model that cannot be compiled runs on
     uncompiled under `hasten run`; in a trial it counts as a failure. Under the Trainer it compiles the modules that
     the step calls (the module itself where it says `self(x)`), not the step around them. Random numbers are those that
@@ -45,12 +54,16 @@ class Compile(Technique):
     effect = Effect.ROUNDING
     relieves = Resource.COMPUTE
     sources = ("torch.compile tutorial", "Lin, tip 10")
-    values = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
+    values = MODES
     acts_on = "a model"
     liveness = Liveness.LAST
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
+        table = setting if isinstance(setting, dict) else {"mode": setting}
+        self._mode = str(table.get("mode", "default"))
+        budget = float(table.get("activation_budget", 1))
+        self._budget = ActivationBudget(budget, self.refused) if budget < 1 else None
         self._switches = Switches()
         self._gone = False
         self._gradients: list[Replaced] = []
@@ -58,6 +71,28 @@ class Compile(Technique):
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()
         # Compiled, and not called now. It holds its model: one that is dropped meanwhile stays.
         self._aside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def check(cls, setting: Setting) -> str:
+        """A mode, or a table with `activation_budget`."""
+        if not isinstance(setting, dict):
+            wrong = super().check(setting)
+            return f"{wrong}, or a table such as {_TABLE}" if wrong else ""
+        if unknown := [key for key in setting if key not in ("mode", "activation_budget")]:
+            return f"has no option {unknown[0]!r}; it has mode, activation_budget"
+        if setting.get("mode", "default") not in MODES:
+            return f"mode must be one of {', '.join(MODES)}"
+        budget = setting.get("activation_budget")
+        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < 1:
+            return "activation_budget must be a number above 0 and below 1"
+        return ""
+
+    @classmethod
+    def clashes(cls, setting: Setting, plan: Mapping[str, Setting]) -> str:
+        """Two that decide what a backward keeps."""
+        if isinstance(setting, dict) and plan.get("activation_checkpointing", False) is not False:
+            return "its activation_budget and activation_checkpointing both decide what a backward keeps"
+        return ""
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -87,12 +122,16 @@ class Compile(Technique):
     def process(self) -> None:
         """Under `run`, a model that cannot be compiled goes on as it is; a trial must see the failure."""
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernel_cache())  # the Trainer starts no process of its own
+        if self._budget is not None:
+            self._budget.put_in_place(self._set)
         self._configure("suppress_errors", "HASTEN_TRIAL" not in os.environ)
         self._look_for_create_graph()
 
     def restore(self) -> None:
         """Leave compiling as configured, and torch's own ways to differentiate, to what comes later."""
         self._switches.put_back()
+        if self._budget is not None:
+            self._budget.put_back()
         while self._gradients:
             self._gradients.pop().put_back()
 
@@ -130,7 +169,9 @@ class Compile(Technique):
     def _configure(self, name: str, value: bool) -> None:
         import torch._dynamo
 
-        config = torch._dynamo.config
+        self._set(torch._dynamo.config, name, value)
+
+    def _set(self, config: Any, name: str, value: Any) -> None:
         self._switches.set(lambda: getattr(config, name), lambda value: setattr(config, name, value), value)
 
     def model(self, model: Any, args: tuple[Any, ...]) -> None:
@@ -158,7 +199,7 @@ class Compile(Technique):
 
         # Random numbers from torch's own generator, as without compiling: else dropout draws other masks.
         self._look_at_all()
-        mode = {} if self.setting == "default" else torch._inductor.list_mode_options(str(self.setting))
+        mode = {} if self._mode == "default" else torch._inductor.list_mode_options(self._mode)
         options: dict[str, Any] = {"options": {**mode, "fallback_random": True, "cpp.threads": _threads()}}
         if type(model).forward.__module__.startswith("torch."):
             # torch.compile passes over torch's own files: of nn.Sequential, `model.compile()` compiles nothing.
