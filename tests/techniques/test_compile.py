@@ -229,11 +229,9 @@ def test_a_gradient_penalty_is_not_compiled(train: Train, asks: str) -> None:
     plain, changed = train(script), train(script, compile="default")
     assert changed.code == 0, changed.err
     assert "gradients are differentiated again (create_graph" in changed.err
+    assert identical(plain.left, changed.left)
     if asks == "create_graph=True":
         assert "train.py:9" in changed.err
-        assert identical(plain.left, changed.left)
-    else:  # nothing in its source shows it: the first step is lost, with the reason, and the next are not compiled
-        assert changed.left["failed"] == 1
 
 
 def test_a_model_that_cannot_be_compiled_runs_as_it_is(train: Train) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import os
 import shutil
 import sys
@@ -45,9 +46,14 @@ class Compile(Technique):
     reports it apart and weighs it against the length of the full run. A model that cannot be compiled runs on
     uncompiled under `hasten run`; in a trial it counts as a failure. Under the Trainer it compiles the modules that
     the step calls (the module itself where it says `self(x)`), not the step around them. Random numbers are those that
-    the model draws uncompiled: dropout has the same masks. Compiled graphs cannot be differentiated twice: where the
-    script's code says `create_graph=True`, nothing is compiled; nor is a model that may draw from a `random.Random` of
-    its own. Once a hook on all modules is set, models are called as they are.
+    the model draws uncompiled: dropout has the same masks.
+
+    Models are called as they are in their first forward with a graph, under tracers, transforms of torch.func and
+    dispatch modes, and for good where compiled code would give something else: models whose outputs depend on different
+    parameters (what a step leaves out would get gradients of zero in place of none), or that may draw from a
+    `random.Random` of their own, or keep a `deque` of bounded length. So are all models where the script's code says
+    `create_graph=True`, and once a hook on all modules is set, or the gradient of a tensor within a graph is asked for
+    (`retain_grad`, a hook).
     """
 
     name = "compile"
@@ -192,8 +198,8 @@ class Compile(Technique):
             return
         if any(type(layer).__name__ == "OptimizedModule" for layer in model.modules()):
             return
-        if name := _own_random(model):
-            self.refused(f"{name} is a random.Random, of which compiled code would draw the same numbers each time")
+        if why := _not_followed(model):
+            self.refused(why)
             return
         import torch._inductor
 
@@ -208,23 +214,57 @@ class Compile(Technique):
             model._compiled_call_impl = torch.compile(wrap_inline(model._call_impl), **options)
         else:
             model.compile(**options)
+        from hasten.techniques.compute.compiled_call import CompiledCall
+
+        held = weakref.ref(model)
+        standing = CompiledCall(model, model._compiled_call_impl, lambda why: self._leave_alone(held(), why))
+        model._compiled_call_impl = standing
         self._compiled.add(model)
         self.did("model")
 
-    def _look_for_create_graph(self) -> None:
-        """Notice gradients that a library differentiates again: that step may fail, and says why; none after it.
+    def _leave_alone(self, model: Any, why: str) -> None:
+        """Call one model as it is from here on."""
+        self._compiled.discard(model)
+        if vars(model).pop("_compiled_call_impl", None) is not None:
+            self.acted["model"] -= 1
+            if not self.acted["model"]:
+                del self.acted["model"]
+        self.refused(why)
 
-        And hooks on all modules, of which compiled code that is there already runs none.
+    def _look_for_create_graph(self) -> None:
+        """Notice what compiled code cannot do: from then on nothing is compiled. In a first step nothing is yet.
+
+        Gradients that a library differentiates again: a later step that does fails. Gradients at tensors inside a model
+        (`retain_grad`, a hook): compiled code makes none there, or parts of them. And hooks on all modules, of which
+        compiled code that is there already runs none.
         """
         import torch
 
-        def noticing(plain: Any) -> Any:
+        # `place`: where create_graph stands among the arguments; `Tensor.backward` hands it on without its name.
+        def noticing(place: int, plain: Any) -> Any:
             def differentiate(*args: Any, **kwargs: Any) -> Any:
-                if kwargs.get("create_graph"):
+                if kwargs.get("create_graph") or (len(args) > place and args[place]):
                     self._leave("gradients are differentiated again (create_graph)")
+                if plain.__name__ == "grad":
+                    inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+                    for tensor in inputs if isinstance(inputs, list | tuple) else (inputs,):
+                        within(tensor, "torch.autograd.grad")
                 return plain(*args, **kwargs)
 
             return differentiate
+
+        def within(tensor: Any, how: str) -> None:
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and not torch.compiler.is_compiling():
+                self._leave(f"the gradient of a tensor within a graph is asked for ({how})")
+
+        def asking(plain: Any) -> Any:
+            def ask(*args: Any, **kwargs: Any) -> Any:
+                hook = args[-1] if args else None
+                if not str(getattr(hook, "__module__", "")).startswith("hasten."):
+                    within(args[0] if args else None, plain.__name__)
+                return plain(*args, **kwargs)
+
+            return ask
 
         def hooked(plain: Any) -> Any:
             def register(*args: Any, **kwargs: Any) -> Any:
@@ -236,7 +276,9 @@ class Compile(Technique):
 
         if not self._gradients:
             everywhere = torch.nn.modules.module
-            self._gradients = [Replaced(torch.autograd, name, noticing) for name in ("grad", "backward")]
+            self._gradients = [Replaced(torch.autograd, "grad", functools.partial(noticing, 4))]
+            self._gradients.append(Replaced(torch.autograd, "backward", functools.partial(noticing, 3)))
+            self._gradients += [Replaced(torch.Tensor, name, asking) for name in ("register_hook", "retain_grad")]
             self._gradients += [Replaced(everywhere, name, hooked) for name in _ON_ALL_MODULES]
             for function in self._gradients:
                 function.put_in_place()
@@ -244,11 +286,16 @@ class Compile(Technique):
     def _look_at_all(self) -> None:
         """Have compiled code notice what it takes for granted by default.
 
-        Hooks set on layers after it was compiled (they would never run), and NumPy's random numbers (torch's would
-        stand in for them). Only once something is compiled: a script's own torch.compile alone stays as it is.
+        Hooks set on layers after it was compiled (they would never run), NumPy's random numbers (torch's would
+        stand in for them), and a graph that is differentiated again (`retain_graph=True`): its backward would have
+        overwritten what the forward has saved. Only once something is compiled: a script's own torch.compile alone
+        stays as it is.
         """
+        import torch._functorch.config
+
         self._configure("skip_nnmodule_hook_guards", False)
         self._configure("use_numpy_random_stream", True)
+        self._set(torch._functorch.config, "donated_buffer", False)
 
 
 def differentiates_again(home: str) -> str:
@@ -268,11 +315,13 @@ def differentiates_again(home: str) -> str:
     return ""
 
 
-def _own_random(model: Any) -> str:
-    """Name a `random.Random` that a model's forward may draw from; "" if there is none.
+def _not_followed(model: Any) -> str:
+    """Name a state that a model's forward may read and Dynamo does not follow, and say so; "" if there is none.
 
-    Dynamo takes its state once, when it compiles. (Python's own numbers, NumPy's and torch's are drawn as they should.)
+    Of a `random.Random` it takes the state once, when it compiles. (Python's own numbers, NumPy's and torch's are drawn
+    as they should.) A `deque` that is full it leaves as it was when it compiled.
     """
+    import collections
     import random
 
     from hasten.techniques.rerun.names import ModuleCode
@@ -285,7 +334,9 @@ def _own_random(model: Any) -> str:
         plain = not isinstance(value, type | ModuleType) and hasattr(value, "__dict__") and not name.startswith("_")
         within = [*inside, *(vars(value).values() if plain else ())]
         if any(isinstance(one, random.Random) for one in (value, *within)):
-            return name
+            return f"{name} is a random.Random, of which compiled code would draw the same numbers each time"
+        if any(isinstance(one, collections.deque) and one.maxlen is not None for one in (value, *within)):
+            return f"{name} is a deque with a maxlen, whose changes compiled code does not follow"
     return ""
 
 
