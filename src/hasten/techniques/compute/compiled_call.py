@@ -36,9 +36,9 @@ class CompiledCall:
         compiled: See above; None once it is left alone.
     """
 
-    def __init__(self, model: nn.Module, compiled: Callable[..., Any], refuse: Callable[[str], None]) -> None:
+    def __init__(self, model: nn.Module, compiled: Callable[..., Any] | None, refuse: Callable[[str], None]) -> None:
         self._model = model
-        self.compiled: Callable[..., Any] | None = compiled
+        self.compiled = compiled
         self._refuse = refuse
         self._kind: type | None = None  # of the outputs that were looked at
 
@@ -80,9 +80,7 @@ def _seen_otherwise() -> bool:
     A tracer (`torch.jit.trace`, TensorBoard's `add_graph`), transforms of torch.func, forward-mode gradients, dispatch
     modes (`FlopCounterMode`).
     """
-    return (
-        _tracing() is not None or _transforming() or forward_ad._current_level >= 0 or _modes() > 0  # type: ignore[attr-defined]
-    )
+    return _tracing() is not None or _transforming() or forward_ad._current_level >= 0 or _modes() > 0
 
 
 def why_not(model: nn.Module, outputs: Any) -> str:
