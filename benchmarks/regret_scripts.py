@@ -67,7 +67,7 @@ class Own:
         except SystemExit as error:
             raise Failed(str(error)) from None
 
-    takes = 60.0
+    takes = 20.0
 
 
 class Public:

@@ -29,6 +29,7 @@ def test_nothing_that_helped_beside_others_may_help_all_the_same(nothing):
     blocks = tuple(dataclasses.replace(one, taken=0.45, disturbed=True) for one in nothing().blocks)
     assert "tune again when nothing else runs" in verdict.verdict(nothing(blocks=blocks)).detail
     assert "tune again" not in verdict.verdict(nothing()).detail
+    assert verdict.noisy(nothing()).endswith("on a quiet machine what was tried may do otherwise.")
 
 
 def test_blocks_that_were_left_out_are_said(make):

@@ -288,7 +288,9 @@ def _disturbed_blocks(proof: Proof) -> list[str]:
 
 
 def _claim_is_of(proof: Proof) -> str:
-    """What a noisy machine means for the claim."""
+    """What a noisy machine means for the claim, or for what was tried."""
+    if not proof.techniques:
+        return "on a quiet machine what was tried may do otherwise"
     if proof.disturbed is not None:
         return "the claim is of blocks that this disturbed, and not proven"
     if any(block.disturbed for block in proof.blocks):

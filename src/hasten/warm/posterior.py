@@ -152,13 +152,15 @@ class Posterior:
         for (i, j), covariance in self._shared.items():
             self._cov[1 + i][1 + j] = covariance
         residuals = []
+        # Where others disturb all the time, there is nothing better to go by.
+        less_sure = 1.0 if all(block.disturbed for block in self.seen) else _LESS_SURE
         process = self.seen[0].process if self.seen else 0
         for block in self.seen:
             self._cov[0][0] += (_DRIFT * noise) ** 2
             if block.process != process:
                 process = block.process
                 self._cov[0][0] += _RESTART**2
-            residuals.append(self._step(block, noise))
+            residuals.append(self._step(block, noise, less_sure if block.disturbed else 1.0))
         return residuals[1:]
 
     def _rows(self, on: Collection[int]) -> list[int]:
@@ -175,13 +177,12 @@ class Posterior:
             if (one == index and other in beside) or (other == index and one in beside)
         ]
 
-    def _step(self, block: Seen, noise: float) -> float:
-        """One block: move what is known towards it; what was not expected of it."""
+    def _step(self, block: Seen, noise: float, less_sure: float) -> float:
+        """One block, so many times less sure: move what is known towards it; what was not expected of it."""
         mean, cov, size = self._mean, self._cov, len(self._mean)
         on = [*self._rows(block.on), *([size - 1] if block.disturbed else [])]
         towards = [sum(row[j] for j in on) for row in cov]
-        own = noise * (_LESS_SURE if block.disturbed else 1.0)
-        variance = sum(towards[j] for j in on) + own * own
+        variance = sum(towards[j] for j in on) + (less_sure * noise) ** 2
         unexpected = block.pace - sum(mean[j] for j in on)
         limit = _PULL * math.sqrt(variance)
         pulled = max(-limit, min(limit, unexpected))
