@@ -131,7 +131,7 @@ def next_round(training: Training, row: Row, args: argparse.Namespace) -> Step |
     if not few:
         return None
     numbers = sorted({0, *few, *([best] if (best := best_of(row, 1)) is not None else [])})
-    took = [one["took"] / len(one["seconds"]) for one in row["rounds"]]
+    took = [one["took"] / len(one["seconds"]) for one in row["rounds"] if one["seconds"]]
     each = statistics.median(took) if took else training.takes
     what = f"round {len(row['rounds']) + 1} of {len(numbers)} plans"
     return Step(what, each * len(numbers), partial(run_round, training, row, numbers, args.until))
