@@ -283,6 +283,8 @@ def _disturbed_blocks(proof: Proof) -> list[str]:
     disturbed = sum(block.disturbed for block in proof.blocks)
     if not disturbed:
         return []
+    if disturbed == len(proof.blocks):
+        return ["They disturbed all blocks."]
     blocks = words.count(len(proof.blocks), "block")
     return [f"They disturbed {disturbed} of {blocks}: in the search these counted for a ninth of a quiet one."]
 
