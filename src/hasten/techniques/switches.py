@@ -1,4 +1,4 @@
-"""Process-wide settings of torch, changed for a training and put back behind it."""
+"""What is changed for the whole process during a training, and put back behind it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,24 @@ class Switches:
                 write(before)
 
 
-class ProcessWide(Technique):
-    """A technique that only sets process-wide settings, in `process` and through `self._switches`."""
+class Stepwise(Technique):
+    """A technique that is all in what `process` changes and `restore` puts back, between any two steps."""
 
     liveness = Liveness.STEP
+
+    def on(self) -> None:
+        """Change it."""
+        super().on()
+        self.process()
+
+    def off(self) -> None:
+        """Put it back."""
+        super().off()
+        self.restore()
+
+
+class ProcessWide(Stepwise):
+    """A technique that only sets process-wide settings, in `process` and through `self._switches`."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -45,13 +59,3 @@ class ProcessWide(Technique):
     def restore(self) -> None:
         """Put them back."""
         self._switches.put_back()
-
-    def on(self) -> None:
-        """Set them."""
-        super().on()
-        self.process()
-
-    def off(self) -> None:
-        """Put them back."""
-        super().off()
-        self.restore()

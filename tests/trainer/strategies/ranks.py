@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hasten
 from hasten.parallel import spawn
 from hasten.trainer.checkpoint import read
+from tests.trainer.trainings import quiet
 
 SAMPLES = 32
 ROUNDING = {"rtol": 2e-6, "atol": 2e-6}
@@ -155,6 +156,26 @@ def train(
     if devices == 1:
         return _all(cases, folder, devices, strategy, copies)
     return spawn(_all, devices, (cases, folder, devices, strategy, copies), strategy="ddp_fork")
+
+
+def _said(cases: list[tuple[Any, Any, Any]]) -> list[str]:
+    said = []
+    for kind, strategy, data in cases:
+        try:
+            quiet(devices=2, strategy=strategy()).fit(kind(), data())
+            said.append("nothing was wrong")
+        except hasten.HastenError as error:
+            said.append(str(error))
+    return said
+
+
+def refusals(cases: list[tuple[Any, Any, Any]]) -> list[str]:
+    """Return what each training is refused with, tried one behind the other in two ranks.
+
+    Args:
+        cases: Module, strategy and loader of each, as functions that build them in the rank.
+    """
+    return spawn(_said, 2, (cases,), strategy="ddp_fork")
 
 
 def saved(folder: Path, name: str) -> dict[str, Any]:

@@ -6,15 +6,16 @@ import weakref
 from typing import Any
 
 from hasten.evidence import Evidence
-from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
+from hasten.techniques.base import Choices, Effect, Refusal, Resource
 from hasten.techniques.replaced import Replaced, Replacements
+from hasten.techniques.switches import Stepwise
 
 _LEAST = 2**21  # numbers of logits: of fewer there is little to save
 
 _acting: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class ChunkedLoss(Technique):
+class ChunkedLoss(Stepwise):
     """Compute large cross entropies some rows at a time, so that logits have one copy less and one gradient less.
 
     `F.cross_entropy` and `nn.CrossEntropyLoss` keep the log-softmax of all logits, and their backward makes two
@@ -30,7 +31,6 @@ class ChunkedLoss(Technique):
     relieves = Resource.MEMORY
     sources = ("Wolf", "Liger Kernel, arXiv 2410.10989")
     acts_on = "a cross entropy of 2 million logits or more"
-    liveness = Liveness.STEP  # all it does is in the loss; graphs that it left are whole
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -38,7 +38,7 @@ class ChunkedLoss(Technique):
         return Refusal("it saves memory, and hardly any time: `hasten tune --memory SIZE` tries it")
 
     def process(self) -> None:
-        """Put a cross entropy in the place of torch's that computes large ones by rows."""
+        """Put a cross entropy in the place of torch's that computes large ones by rows; its graphs stay whole."""
         _FUNCTIONS.need(self)
         _acting.add(self)
 
@@ -46,16 +46,6 @@ class ChunkedLoss(Technique):
         """Put torch's own back."""
         _acting.discard(self)
         _FUNCTIONS.leave(self)
-
-    def on(self) -> None:
-        """Put it in place."""
-        super().on()
-        self.process()
-
-    def off(self) -> None:
-        """Put torch's own back."""
-        super().off()
-        self.restore()
 
 
 def _functions() -> list[Replaced]:
