@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from hasten.evidence import Evidence, Phase, read_evidence
+from hasten.evidence import Evidence, Phase
+from tests.taps.forks import forked, listened_in_fork
+from tests.taps.scripts import Done
 
 TRAIN = """
 import sys
@@ -38,11 +39,17 @@ def forever():
         yield from loader
 
 
+validating = 0.0
+
+
 def validate():
+    global validating
+    began = time.perf_counter()
     model.eval()
     with torch.no_grad():
         loss_of(model(data.tensors[0]), data.tensors[1])
     model.train()
+    validating += time.perf_counter() - began
 
 
 def step(inputs, targets):
@@ -68,24 +75,44 @@ else:
         if steps % 300 == 0:
             validate()
 print("last loss", float(loss_of(model.eval()(data.tensors[0]), data.tensors[1])))
+with open("validating", "w") as file:
+    file.write(str(validating))
 """
+
+
+@dataclass(frozen=True)
+class Run:
+    """A long run.
+
+    Attributes:
+        kind: What its steps are.
+        evidence: Of the run that was listened to.
+        validating: Seconds of its validations, by its own clock.
+        plain: What it did by Python.
+        heard: What it did while it was listened to.
+    """
+
+    kind: str
+    evidence: Evidence
+    validating: float
+    plain: Done
+    heard: Done
 
 
 # slow: thousands of steps; the first shows the thinning for both
 @pytest.fixture(scope="module", params=["loader", pytest.param("no loader", marks=pytest.mark.slow)])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Evidence, str, str]:
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder: Path = tmp_path_factory.mktemp("long")
     (folder / "train.py").write_text("import torch; torch.manual_seed(0)\n" + TRAIN)
-    command = [sys.executable, "train.py", request.param]
-    plain = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
-    command[1:1] = ["-m", "hasten", "run", "--no-plan", "--evidence", "evidence.json"]
-    heard = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
-    return request.param, read_evidence(folder / "evidence.json"), plain, heard
+    plain = forked(folder, "train.py", request.param)
+    assert plain.code == 0, plain.err
+    heard, evidence = listened_in_fork(folder, "train.py", request.param)
+    return Run(request.param, evidence, float((folder / "validating").read_text()), plain, heard)
 
 
-def test_every_step_is_counted_and_some_are_kept(run: tuple[str, Evidence, str, str]) -> None:
-    kind, evidence, _, _ = run
-    assert evidence.steps == (3400 if kind == "loader" else 3399)  # without one, the first step has no beginning
+def test_every_step_is_counted_and_some_are_kept(run: Run) -> None:
+    evidence = run.evidence
+    assert evidence.steps == (3400 if run.kind == "loader" else 3399)  # without one, the first step has no beginning
     assert evidence.every == 4
     assert len(evidence.step_phases) == len(evidence.step_start) == len(evidence.losses) == len(evidence.numbers)
     assert len(evidence.numbers) - evidence.steps // 4 in (0, 1)  # of the last group, it may be yet to come
@@ -96,16 +123,15 @@ def test_every_step_is_counted_and_some_are_kept(run: tuple[str, Evidence, str, 
     assert None not in later
 
 
-def test_validation_is_seen_in_steps_that_are_not_kept_too(run: tuple[str, Evidence, str, str]) -> None:
-    kind, evidence, _, _ = run
+def test_validation_is_seen_in_steps_that_are_not_kept_too(run: Run) -> None:
+    evidence = run.evidence
     assert len(evidence.validations) == 11 + 1  # the last one after the training
-    assert evidence.mean(Phase.VALIDATION) * evidence.steps == pytest.approx(11 * 0.033, rel=0.35)
-    if kind == "loader":
+    assert evidence.mean(Phase.VALIDATION) * evidence.steps == pytest.approx(run.validating, rel=0.35)
+    if run.kind == "loader":
         assert evidence.aside[Phase.CHECKPOINT] + sum(step[Phase.CHECKPOINT] for step in evidence.step_phases) > 0
         assert [(one.batches, one.trained) for one in evidence.passes] == [(1700, True)] * 2
 
 
-def test_the_training_is_the_same(run: tuple[str, Evidence, str, str]) -> None:
-    _, _, plain, heard = run
-    assert "last loss" in plain
-    assert plain == heard
+def test_the_training_is_the_same(run: Run) -> None:
+    assert "last loss" in run.plain.out
+    assert run.plain == run.heard

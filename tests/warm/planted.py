@@ -182,12 +182,18 @@ def register() -> None:
     CATALOGUE.update({technique.name: technique for technique in TECHNIQUES})
 
 
-def site(folder: Path) -> str:
-    """The PYTHONPATH under which every Python process knows them; what it needs is written into a folder."""
+def site(folder: Path, waiting: bool = False) -> str:
+    """The PYTHONPATH under which every Python process knows them; what it needs is written into a folder.
+
+    Args:
+        folder: Where that is written.
+        waiting: Steps are measured by the clock of `waiting.py`.
+    """
     root = Path(__file__).resolve().parents[2]
+    clock = "from tests.warm import waiting\nwaiting.start()\n" if waiting else ""
     # By its path: a package `tests` may be installed elsewhere, too.
     (folder / "sitecustomize.py").write_text(
-        f"import sys\nsys.path.append({str(root)!r})\nfrom tests.warm import planted\n"
+        f"import sys\nsys.path.append({str(root)!r})\n{clock}from tests.warm import planted\n"
         f"sys.path.remove({str(root)!r})\nplanted.register()\n"
     )
     return str(folder)

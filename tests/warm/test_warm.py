@@ -1,4 +1,4 @@
-"""The search in one process, on real small trainings with planted techniques."""
+"""The search in one process, on real small trainings with planted techniques, measured by the clock of `waiting.py`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from hasten.warm.course import Course
 from hasten.warm.options import Candidate, WarmOptions
 from hasten.warm.record import Measured
 from tests.taps.scripts import PYTHON, write
+from tests.warm import planted
 
 TRAIN = """
-import sys, time
+import sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from tests.warm.waiting import wait
 torch.manual_seed(5)
 class Net(torch.nn.Linear):
     def forward(self, x):
-        time.sleep(max(0.0, sum(getattr(torch, "waits", {"script": 0.012}).values())))
+        wait(sum(getattr(torch, "waits", {"script": 0.012}).values()))
         return super().forward(x)
 model = Net(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -82,6 +84,7 @@ def search(tmp_path: Path, plant: None, monkeypatch: pytest.MonkeyPatch) -> Sear
         write(tmp_path, "work/train.py", text)
         (tmp_path / "scratch").mkdir()
         monkeypatch.chdir(tmp_path / "work")
+        planted.site(tmp_path / "site", waiting=True)
         start = time.monotonic()
         trials = Trials([PYTHON, "train.py"], ("train.py",), tmp_path / "scratch",
                         TrialOptions("", batches=batches), start + 900)  # fmt: skip
@@ -127,7 +130,7 @@ def test_what_helps_is_chosen_what_harms_is_not(search: Search) -> None:
 
 @pytest.mark.slow  # a search to the end of its time
 def test_where_nothing_helps_nothing_is_chosen(search: Search) -> None:
-    done = search(TRAIN + "train(10 ** 6)", ("harms", "rounds_and_harms"))
+    done = search(TRAIN + "train(10 ** 6)", ("harms", "rounds_and_harms"), 30.0)
     assert done.ok
     assert done.names == set()
     assert done.found.claim() is None

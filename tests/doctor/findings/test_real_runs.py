@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+
+from tests.taps.forks import command
 
 SCRIPTS = Path(__file__).with_name("scripts")
 RUN = {
@@ -53,27 +52,19 @@ RUN = {
 }
 
 
-@cache
-def examined(name: str) -> dict[str, dict[str, Any]]:
-    """The findings of a script by name, of those that this room tests and that rest on a run. It is run once."""
+def examine(name: str) -> dict[str, dict[str, Any]]:
+    """The findings of a script by name, of those that this room tests and that rest on a run."""
     with TemporaryDirectory() as folder:
         script = Path(folder, name)
         script.write_text((SCRIPTS / name).read_text())
         out = Path(folder, "out.json")
-        command = [sys.executable, "-m", "hasten", "doctor", "--no-sample", "--steps", "60", "--json", str(out)]
-        env = {key: value for key, value in os.environ.items() if not key.startswith(("HASTEN_", "PYTEST_", "COV_"))}
-        done = subprocess.run(
-            [*command, str(script)],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            cwd=folder,
-            env=env | {"OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-        assert out.is_file(), done.stderr
+        done = command(Path(folder), "doctor", "--no-sample", "--steps", "60", "--json", out, script)
+        assert out.is_file(), done.err
         found = json.loads(out.read_text())["findings"]
     return {one["name"]: one for one in found if one["name"] in RUN and one["how_known"] != "read"}
+
+
+examined = cache(examine)  # a script is run once for several tests
 
 
 def marked(name: str, finding: str) -> int:
@@ -102,8 +93,16 @@ def test_what_is_planted_is_found_at_its_line() -> None:
 
 
 def test_a_healthy_training_has_no_findings() -> None:
-    """The same training with none of them."""
-    assert not examined("healthy.py")
+    """The same training with none of them.
+
+    What other processes take of the machine may look like an illness of it: one that comes back each time is its own.
+    """
+    found = set(examine("healthy.py"))
+    for _ in range(2):
+        if not found:
+            break
+        found &= set(examine("healthy.py"))
+    assert not found
 
 
 @pytest.mark.slow  # a doctor's run, whole
