@@ -18,12 +18,12 @@ from typing import NoReturn
 
 
 def freeze() -> None:
-    """Keep collections in forks of this process, and their end, from what it has imported.
+    """Keep collections in this process and its forks, and their end, from all that there is by now.
 
     At exit torch takes apart each library of operators that it has registered: a fifth of the CPU of a short fork.
     """
-    gc.collect()
     gc.freeze()
+    gc.enable()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined] # there is no public way to all
         finalizer.atexit = False
 

@@ -1,14 +1,18 @@
 """Runs training scripts in forks of one process that has torch imported already, which saves seconds a script."""
 
+# ruff: noqa: E402 - nothing is collected while all this is imported
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import os
 import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+gc.disable()
 
 # Imported for the forks; an optimizer's first step imports torch._dynamo.
 import numpy  # noqa: F401

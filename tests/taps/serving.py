@@ -5,6 +5,7 @@ Reads one job a line from stdin, answers each with the exit code of the process 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ def serve(prepare: Callable[[Job], Callable[[], object]]) -> None:
     Args:
         prepare: Makes the fork what the job says, and returns what runs in it.
     """
+    gc.collect()
     freeze()
     print("ready", flush=True)
     for line in sys.stdin:
@@ -34,11 +36,12 @@ def serve(prepare: Callable[[Job], Callable[[], object]]) -> None:
 
 
 def _become(job: Job) -> None:
-    """Give this process the streams, the folder and the arguments of its own."""
-    for number, name in ((0, os.devnull), (1, job["out"]), (2, job["err"])):
-        opened = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    """Give this process the streams, the folder, the arguments and the environment variables of its own."""
+    for number, name in ((0, job.get("in", os.devnull)), (1, job["out"]), (2, job["err"])):
+        opened = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY, 0o600)
         os.dup2(opened, number)
         os.close(opened)
     sys.stdin = open(0)  # noqa: SIM115
     os.chdir(job["folder"])
     sys.argv = [job["script"], *job["arguments"]]
+    os.environ.update(job.get("variables", {}))

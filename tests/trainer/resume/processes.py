@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":
+    gc.disable()  # while torch and hasten are imported: they stay
 
 import torch
 
@@ -129,6 +133,7 @@ def _serve():
             run({"root": folder, "checkpoints": [{}], "flags": {"max_steps": 2}})
             os.dup2(kept, 1)
             os.dup2(errors, 2)
+    gc.collect()
     freeze()
     for line in sys.stdin:
         question = json.loads(line)
