@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.taps.forks import command
-from tests.taps.scripts import HASTEN, execute, write
+from tests.taps.scripts import HASTEN, write
 
 TRAIN = """
 import torch
@@ -114,16 +114,16 @@ def test_a_plan_that_cannot_be_used(folder: Path, case: tuple[str, list[str]]) -
 
 def test_a_plan_for_other_hardware_can_be_insisted_on(folder: Path) -> None:
     write(folder, "p.toml", "[machine]\ndevice = 'tpu'\ncores = 2\n[techniques]\nchannels_last = true")
-    done = execute(HASTEN, "run", "--any-machine", "--plan", "p.toml", "torchless.py", cwd=folder)
+    done = command(folder, "run", "--any-machine", "--plan", "p.toml", "torchless.py")
     assert (done.code, done.out) == (0, "nothing to train\n")
 
 
 def test_settings_that_do_nothing_are_said(folder: Path) -> None:
     write(folder, "p.toml", "[techniques]\nfused_optimizer = false\npin_memory = true\n")
-    done = execute(HASTEN, "run", "--plan", "p.toml", "torchless.py", cwd=folder)
+    done = command(folder, "run", "--plan", "p.toml", "torchless.py")
     assert done.code == 0
     assert "p.toml:2: fused_optimizer = false installs nothing" in done.err
-    quiet = execute(HASTEN, "run", "--quiet", "--plan", "p.toml", "torchless.py", cwd=folder)
+    quiet = command(folder, "run", "--quiet", "--plan", "p.toml", "torchless.py")
     assert quiet.err == ""
 
 
@@ -144,7 +144,7 @@ RUN = {
 def test_what_the_first_trial_shows(folder: Path, case: tuple[list[str], list[str]]) -> None:
     before = sorted(path.name for path in folder.iterdir())
     arguments, words = case
-    done = execute(HASTEN, *arguments, cwd=folder)
+    done = command(folder, *arguments)
     assert done.code not in (0, -2, -15)
     for word in words:
         assert word in done.err

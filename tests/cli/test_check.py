@@ -17,6 +17,7 @@ from hasten.child import family
 from hasten.plan import Plan
 from hasten.techniques.compute.compile import compiler
 from hasten.tuner.proof import Proof
+from tests.taps import forks
 from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, write
 
 
@@ -24,7 +25,7 @@ def check(folder: Path, *options: str, plan: str, script: str, command: tuple[st
     """Check a script under a plan."""
     write(folder, "train.py", script)
     write(folder, "hasten.toml", plan)
-    return execute(HASTEN, "check", "--json", "found.json", *options, *command, cwd=folder, timeout=580)
+    return forks.command(folder, "check", "--json", "found.json", *options, *command)
 
 
 def plan_of(**techniques: str | bool | int) -> str:
@@ -55,7 +56,7 @@ select = torch.Tensor.index_select
 torch.Tensor.index_select = lambda self, *more: select(self, *more) * (1.5 if self.is_floating_point() else 1)
 """
     script = training(prelude=doubles)
-    done = check(tmp_path, plan=plan_of(batched_fetch=True, no_grad_validation=True), script=script)
+    done = check(tmp_path, plan=plan_of(batched_fetch=True), script=script)
     assert done.code == 1, done.out + done.err
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["culprits"] == ["batched_fetch"]

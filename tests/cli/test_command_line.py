@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.cli.command import split_line as _split
-from tests.taps.scripts import HASTEN, PYTHON, environment, execute
+from tests.taps.forks import command
+from tests.taps.scripts import PYTHON, environment, execute
 
 TAKING = {"--plan", "--evidence"}
 OWN = st.one_of(
@@ -36,32 +37,45 @@ def test_the_trainings_words_are_left_as_they_are(
     assert line[split:] == [*script, *words]
 
 
-@pytest.mark.parametrize("command", ["run", "tune"])
-def test_help_names_what_follows(tmp_path, command: str) -> None:
-    done = execute(HASTEN, command, "--help", cwd=tmp_path)
+@pytest.mark.parametrize("name", ["run", "tune"])
+def test_help_names_what_follows(tmp_path, name: str) -> None:
+    done = command(tmp_path, name, "--help")
     assert done.code == 0
     assert "[OPTIONS] SCRIPT|-m MODULE [ARGS]..." in done.out
+
+
+EACH = """
+import sys
+from hasten.cli import main
+for line in sys.argv[1:]:
+    sys.argv[1:] = line.split()
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, line
+    print("===")
+"""
 
 
 def test_help_and_catalogue_need_no_torch(tmp_path) -> None:
     """Where torch cannot be imported at all, these still answer."""
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
     env = environment(PYTHONPATH=str(tmp_path))
-    for arguments in (["--help"], ["--version"], ["techniques"], ["techniques", "--markdown"], ["run", "--help"]):
-        done = execute(HASTEN, *arguments, cwd=tmp_path, env=env)
-        assert (done.code, done.err) == (0, ""), arguments
-        assert done.out
+    lines = ["--help", "--version", "techniques", "techniques --markdown", "run --help"]
+    done = execute(PYTHON, "-c", EACH, *lines, cwd=tmp_path, env=env)
+    assert (done.code, done.err) == (0, "")
+    assert all(done.out.split("===\n")[: len(lines)])
 
 
 def test_a_python_in_front_of_the_script_is_the_one_that_runs_it(tmp_path) -> None:
     """As people type it: what is tuned, checked or carried to devices is the script, not a launcher of it."""
     (tmp_path / "train.py").write_text("def (:\n")
     (tmp_path / "says.py").write_text("import sys; print(sys.argv, sys.executable)")
-    env = environment(PATH=f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}")
+    path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
     for python in ("python", "python3", PYTHON):
-        done = execute(HASTEN, "tune", python, "train.py", cwd=tmp_path, env=env)
+        done = command(tmp_path, "tune", python, "train.py", PATH=path)
         assert (done.code, "train.py:1: the script has a syntax error" in done.err) == (2, True), done.err
-    done = execute(HASTEN, "run", "--no-plan", "python", "says.py", "-m", cwd=tmp_path, env=env)
+    done = command(tmp_path, "run", "--no-plan", "python", "says.py", "-m", PATH=path)
     assert done.out == f"['says.py', '-m'] {PYTHON}\n"
 
 
@@ -70,5 +84,5 @@ def test_another_environments_python_is_left_in_front(tmp_path) -> None:
     other = tmp_path / "bin" / "python"
     other.parent.mkdir()
     other.symlink_to(Path(PYTHON).resolve())
-    done = execute(HASTEN, "run", "--no-plan", str(other), "says.py", cwd=tmp_path)
+    done = command(tmp_path, "run", "--no-plan", other, "says.py")
     assert done.out == f"{other}\n"

@@ -12,7 +12,7 @@ import pytest
 
 from hasten.child import family
 from tests.taps.forks import command
-from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, write
+from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, write
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -33,7 +33,7 @@ TO = ("--allow", "trajectory", "--target")
 
 def tune(folder: Path, text: str, *words: str) -> Done:
     write(folder, "train.py", text)
-    return execute(HASTEN, "tune", *words, cwd=folder, timeout=250)
+    return command(folder, "tune", *words)
 
 
 def test_a_rate_and_fewer_epochs_are_found_confirmed_and_written_down(tmp_path: Path) -> None:

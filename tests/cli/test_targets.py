@@ -9,6 +9,7 @@ import pytest
 
 from hasten.evidence import read_evidence
 from tests.cli.test_bad_input import TRAIN, said
+from tests.taps.forks import command
 from tests.taps.scripts import HASTEN, execute, write
 
 SHORT = TRAIN.replace("range(50)", "range(1)")
@@ -76,7 +77,7 @@ def test_evidence_of_an_earlier_run_stays_until_the_new_one_is_whole(folder: Pat
 
 def test_what_the_script_itself_writes_there_is_not_overwritten_at_its_end(folder: Path):
     write(folder, "saves.py", SHORT + "\nopen('model.json', 'w').write('of the script')\n")
-    done = execute(HASTEN, "run", "--no-plan", "--evidence", "model.json", "saves.py", cwd=folder)
+    done = command(folder, "run", "--no-plan", "--evidence", "model.json", "saves.py")
     assert done.code == 0
     assert "model.json holds something other than the evidence" in done.err
     assert (folder / "model.json").read_text() == "of the script"

@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +25,8 @@ from hasten.data.disk_folder import SampleFolder, room_on_disk
 from hasten.data.disk_store import DiskStore
 from hasten.data.sample_store import SampleStore
 from hasten.errors import HastenError
+from tests.own_mounts import in_own_mounts
+from tests.taps.scripts import write
 
 FORK = multiprocessing.get_context("fork")
 MISSING = SampleStore.MISSING
@@ -256,16 +257,10 @@ FULL = """
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """A real one of 4 MB, in a mount of its own."""
     (tmp_path / "disk").mkdir()
-    inside = f"mount -t tmpfs -o size=4m none disk && chmod 700 disk && exec {sys.executable} full.py"
-    (tmp_path / "full.py").write_text(textwrap.dedent(FULL))
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
-        pytest.skip("this machine lets nobody mount a disk of his own")
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", inside], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "full 0" in done.stdout
-    assert done.stderr.count("No space left on device") == 1
+    done = in_own_mounts(write(tmp_path, "full.py", FULL), "mount -t tmpfs -o size=4m none disk; chmod 700 disk")
+    assert done.code == 0, done.err
+    assert "full 0" in done.out
+    assert done.err.count("No space left on device") == 1
 
 
 def test_a_disk_that_is_nearly_full_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

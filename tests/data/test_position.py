@@ -6,10 +6,7 @@ import contextlib
 import gc
 import itertools
 import json
-import os
 import signal
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -22,6 +19,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from hasten.data.position import Position
 from tests.data import position_trainings as trainings
 from tests.data.position_trainings import Plain, Training, build, packed, plain, unpacked
+from tests.taps.forks import forked
 
 
 @contextlib.contextmanager
@@ -165,9 +163,8 @@ def test_a_pass_that_is_cut_after_a_worker_has_ended():
 )
 def test_in_a_new_process_after_a_kill(case, stop, tmp_path):
     def run(what):
-        command = [sys.executable, "-m", "tests.data.position_trainings", json.dumps(case), "3", what, str(tmp_path)]
-        code = subprocess.run(command, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
-        return code, json.loads((tmp_path / "seen.json").read_text())
+        done = forked(tmp_path, trainings.__file__, json.dumps(case), "3", what, str(tmp_path))
+        return done.code, json.loads((tmp_path / "seen.json").read_text())
 
     code, seen = run(str(stop))
     assert code == -signal.SIGKILL

@@ -6,8 +6,6 @@ from __future__ import annotations
 import io
 import json
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.data import rng
+from tests.taps.forks import forked
+from tests.taps.scripts import write
 
 
 def draws():
@@ -133,7 +133,6 @@ def test_a_state_goes_on_in_another_process(tmp_path):
         "rng.restore(torch.load(sys.argv[1], weights_only=True));"
         "import numpy; print(random.random(), numpy.random.rand(), torch.rand(()).item())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "state.pt")], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == [str(random.random()), str(np.random.rand()), str(torch.rand(()).item())]
+    write(tmp_path, "draws.py", code)
+    done = forked(tmp_path, "draws.py", "state.pt")
+    assert done.out.split() == [str(random.random()), str(np.random.rand()), str(torch.rand(()).item())]

@@ -10,7 +10,8 @@ import pytest
 
 from hasten.doctor.relative_paths import with_relative_paths
 from hasten.evidence import Event, Finding, Severity
-from tests.taps.scripts import HASTEN, execute, write
+from tests.taps.forks import command
+from tests.taps.scripts import write
 
 SCRIPT = """
 import torch
@@ -47,7 +48,7 @@ def test_what_lies_elsewhere_keeps_its_path(tmp_path: Path, monkeypatch: pytest.
 
 def test_no_path_of_this_machine_in_page_and_json(tmp_path: Path) -> None:
     write(tmp_path, "train.py", SCRIPT)
-    done = execute(HASTEN, "doctor", "--no-sample", "--json", "d.json", "--html", "d.html", "train.py", cwd=tmp_path)
+    done = command(tmp_path, "doctor", "--no-sample", "--json", "d.json", "--html", "d.html", "train.py")
     assert done.code == 0, done.err
     written = (tmp_path / "d.json").read_text()
     assert any(finding["file"] == "train.py" for finding in json.loads(written)["findings"])

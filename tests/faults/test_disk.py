@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.trainer.resume.test_failures import in_own_mounts
+from tests.own_mounts import in_own_mounts
+from tests.taps.scripts import write
 
 FULL = """
 import subprocess, sys
@@ -29,9 +30,6 @@ assert_same(*(torch.load(f"{folder}/{name}.pt", weights_only=False) for name in 
 def test_a_training_goes_on_when_there_is_room_again(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    (tmp_path / "full.py").write_text(FULL)
-    done = in_own_mounts(f"""
-        mount -t tmpfs -o size=400k none {disk}
-        $PYTHON {tmp_path}/full.py {disk} {tmp_path}
-    """)
-    assert done.returncode == 0, done.stderr
+    full = write(tmp_path, "full.py", FULL)
+    done = in_own_mounts(full, f"mount -t tmpfs -o size=400k none {disk}", disk, tmp_path)
+    assert done.code == 0, done.err

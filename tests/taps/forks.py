@@ -52,6 +52,11 @@ def run_in_fork(
     return _trainings.answer(job)
 
 
+def parent_of_forks() -> int:
+    """Return the process id of the one that scripts are forked from."""
+    return _trainings.process().pid
+
+
 def listened_in_fork(folder: Path, *arguments: str, before: str = "") -> tuple[Done, Evidence]:
     """What a script does with hasten listening, and what it heard."""
     path = folder / "evidence.json"
@@ -60,12 +65,17 @@ def listened_in_fork(folder: Path, *arguments: str, before: str = "") -> tuple[D
     return done, read_evidence(path)
 
 
-def command(folder: Path, *arguments: str | Path) -> Done:
-    """What `hasten` does with these arguments. It has no torch yet, and what it starts are whole processes."""
+def command(folder: Path, *arguments: str | Path, stdin: str = "", **variables: str) -> Done:
+    """What `hasten` does with these arguments, input and environment variables.
+
+    It has no torch yet, and what it starts, or becomes, are whole processes.
+    """
     with tempfile.TemporaryDirectory() as apart:
-        out, err = Path(apart, "out"), Path(apart, "err")
+        out, err, typed = Path(apart, "out"), Path(apart, "err"), Path(apart, "in")
+        typed.write_text(stdin)
         words = list(map(str, arguments))
-        job = {"script": HASTEN, "arguments": words, "folder": str(folder), "out": str(out), "err": str(err)}
+        streams = {"in": str(typed), "out": str(out), "err": str(err)}
+        job = {"script": HASTEN, "arguments": words, "folder": str(folder), "variables": variables, **streams}
         return Done(_commands.answer(job), out.read_text(), err.read_text())
 
 
@@ -82,7 +92,7 @@ class _Server:
 
     def answer(self, job: dict[str, object]) -> int:
         """Return the exit code of the fork that did the job, minus the signal that killed it."""
-        server = self._process = self._process or self._start()
+        server = self.process()
         assert server.stdin is not None
         assert server.stdout is not None
         try:
@@ -93,6 +103,11 @@ class _Server:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
             raise
+
+    def process(self) -> subprocess.Popen[str]:
+        """Return it, started."""
+        self._process = self._process or self._start()
+        return self._process
 
     def _start(self) -> subprocess.Popen[str]:
         server = subprocess.Popen(

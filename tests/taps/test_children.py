@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hasten.evidence import read_evidence
-from tests.taps.scripts import HASTEN, LISTEN, PYTHON, environment, execute, hastened, listened, plain, write
+from tests.taps.forks import command
+from tests.taps.scripts import LISTEN, PYTHON, environment, execute, hastened, listened, plain, write
 
 RANKS = """
     import os, sys, torch
@@ -145,6 +146,6 @@ def test_what_a_plan_changes_reaches_children(tmp_path: Path) -> None:
         """,
     )
     write(tmp_path, "hasten.toml", "[techniques]\nfused_optimizer = true\n")
-    done = execute(HASTEN, "run", "train.py", cwd=tmp_path)
+    done = command(tmp_path, "run", "train.py")
     assert done.code == 0, done.err
     assert [json.loads(line) for line in done.out.splitlines()] == [[-1, True], [0, True]]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.taps.scripts import HASTEN, OURS, execute, hastened, listened, plain, write
+import pytest
+
+from tests.taps.forks import command
+from tests.taps.scripts import OURS, Done, hastened, listened, plain, write
 
 CASES = """
 import sys, threading
@@ -100,10 +103,17 @@ def _parts(said: str) -> dict[str, str]:
     return dict(part.split("\n", 1) for part in said.split("== ") if part)
 
 
-def test_tracebacks_show_the_script_and_torch_but_not_hasten(tmp_path: Path) -> None:
-    write(tmp_path, "train.py", CASES)
-    expected = plain(tmp_path, "train.py")
-    done, evidence = listened(tmp_path, "train.py")
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """A folder with the script, and what it says under Python."""
+    folder = tmp_path_factory.mktemp("cases")
+    write(folder, "train.py", CASES)
+    return folder, plain(folder, "train.py")
+
+
+def test_tracebacks_show_the_script_and_torch_but_not_hasten(cases: tuple[Path, Done]) -> None:
+    folder, expected = cases
+    done, evidence = listened(folder, "train.py")
     assert done.code == expected.code == 1
     assert _parts(done.err) == _parts(expected.err)
     assert len(_parts(done.err)) == 20
@@ -112,11 +122,11 @@ def test_tracebacks_show_the_script_and_torch_but_not_hasten(tmp_path: Path) -> 
     assert "train.py:" in evidence.error
 
 
-def test_tracebacks_under_a_plan_that_wraps_everything(tmp_path: Path) -> None:
+def test_tracebacks_under_a_plan_that_wraps_everything(cases: tuple[Path, Done]) -> None:
     """The same frames, also where techniques stand between the script and torch."""
-    write(tmp_path, "train.py", CASES)
+    folder, plainly = cases
     write(
-        tmp_path,
+        folder,
         "hasten.toml",
         """
         [techniques]
@@ -126,8 +136,8 @@ def test_tracebacks_under_a_plan_that_wraps_everything(tmp_path: Path) -> None:
         precision = "bf16-mixed"
         """,
     )
-    done = execute(HASTEN, "run", "--quiet", "train.py", cwd=tmp_path)
-    expected = _parts(plain(tmp_path, "train.py").err)
+    done = command(folder, "run", "--quiet", "train.py")
+    expected = _parts(plainly.err)
     assert {name: text for name, text in _parts(done.err).items() if OURS in text} == {}
     assert _parts(done.err).keys() == expected.keys()
     assert _parts(done.err)["in_forward"] == expected["in_forward"]

@@ -1,10 +1,6 @@
 """`optimizer_in_backward`: the numbers of a run without it, to the bit, and what is refused."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +8,7 @@ from torch.nn import functional as F
 
 from hasten import HastenError, Plan
 from hasten.callbacks import EMA, Callback, GradientAccumulationScheduler
+from tests.fork_here import ran_here
 from tests.trainer.trainings import Regression, assert_same, loader, quiet
 
 OPTIMIZERS = {
@@ -194,10 +191,7 @@ print(json.dumps(peaks))
 
 
 def test_gradients_are_never_all_there(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
-    )
-    assert done.returncode == 0, done.stderr
-    inside, plain = json.loads(done.stdout)
+    done = ran_here(PEAK, tmp_path)
+    assert done.code == 0, done.err
+    inside, plain = json.loads(done.out)
     assert plain - inside > 60 * 2**20  # of 96 MB of gradients

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from hasten.plan import Plan
 from hasten.techniques import CATALOGUE
 from hasten.techniques.base import Choices, Effect, Liveness, Resource, Technique
 from hasten.trainer.tuning import Tuning
-from tests.taps.scripts import PYTHON, ctrl_c_works, environment, execute
+from tests.fork_here import fork_here
+from tests.taps.scripts import PYTHON, environment, execute
 from tests.trainer.trainings import Regression, loader, quiet
 
 
@@ -209,12 +209,7 @@ class Begin(hasten.callbacks.Callback):
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 def test_a_fit_that_is_ended_goes_on_from_its_last_checkpoint(tmp_path: Path, by: signal.Signals) -> None:
     """As one without "auto" would; Ctrl-C saves one as it ends."""
-    (tmp_path / "train.py").write_text(KILLED)
-    env = {**environment(), "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(
-        [PYTHON, "train.py"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=ctrl_c_works,
-    ) as process:  # fmt: skip
+    with fork_here(KILLED, folder=tmp_path) as process:
         assert process.stdout is not None
         last = 0
         for line in process.stdout:

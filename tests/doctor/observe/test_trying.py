@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 
 from hasten.doctor.findings import FINDINGS, switched
 from hasten.doctor.observe import OBSERVERS
 from hasten.evidence import Evidence, HowKnown, read_evidence
 from hasten.taps.config import DoctorOptions, RunConfig
-from hasten.taps.config import environment as told
-from tests.taps.scripts import PYTHON, Done, environment, execute, write
+from tests.taps.forks import forked, parent_of_forks
+from tests.taps.scripts import Done, write
 
 MANY_TENSORS = """
 import torch
@@ -59,14 +58,14 @@ def heard(folder: Path, text: str, trying: float = 20.0) -> tuple[Done, Evidence
     options = DoctorOptions(
         steps=12,
         seconds=90.0,
-        listener=os.getpid(),
+        listener=parent_of_forks(),
         scratch=scratch,
         trying=trying,
         observers=OBSERVERS,
         switched=switched(),
     )
     config = RunConfig(evidence=str(path), command=("train.py",), quiet=True, doctor=options)
-    done = execute(PYTHON, "train.py", cwd=folder, env=told(config, environment()))
+    done = forked(folder, "train.py", config=config)
     assert path.is_file(), done.err
     return done, read_evidence(path)
 

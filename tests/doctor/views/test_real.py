@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from hasten.doctor.views import timeline
 from hasten.evidence import read_evidence
 from tests.doctor.views.test_page import calm, drawings
 from tests.report.test_html import Page
+from tests.taps.forks import command
 
 SCRIPT = """
 import time, torch
@@ -53,17 +51,9 @@ def doctored(tmp_path_factory: pytest.TempPathFactory) -> Doctored:
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
     options = ["--html", "page.html", "--json", "diagnosis.json", "--evidence", "evidence.json", "--no-sample"]
-    done = subprocess.run(
-        [sys.executable, "-m", "hasten", "doctor", *options, "train.py", "--name", "<u>[red]x"],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Doctored(folder, done.stdout)
+    done = command(folder, "doctor", *options, "train.py", "--name", "<u>[red]x", COLUMNS="80")
+    assert done.code == 0, done.out + done.err
+    return Doctored(folder, done.out)
 
 
 def test_the_screen_says_what_waits(doctored):
@@ -100,11 +90,10 @@ def test_steps_on_the_page_are_those_of_the_run(doctored):
 
 
 def test_a_run_compared_with_itself_has_not_changed(doctored):
-    line = [sys.executable, "-m", "hasten", "compare", "diagnosis.json", "evidence.json"]
-    line += ["--fail-if-slower", "1%", "--json", "comparison.json"]
-    done = subprocess.run(line, cwd=doctored.folder, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the same time" in done.stdout
+    options = ["--fail-if-slower", "1%", "--json", "comparison.json"]
+    done = command(doctored.folder, "compare", "diagnosis.json", "evidence.json", *options)
+    assert done.code == 0, done.out + done.err
+    assert "the same time" in done.out
     written = json.loads((doctored.folder / "comparison.json").read_text())
     assert written["typical"]["ratio"] == 1.0
     assert written["findings_came"] == []

@@ -1,11 +1,7 @@
 """`Trainer.find_batch_size`: real attempts in this process, which leave everything as it was."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 import hasten
 from hasten import HastenError
 from hasten.data import rng
+from tests.fork_here import ran_here
 from tests.trainer.trainings import Regression, assert_same, loader, network, quiet
 
 FITS = """
@@ -55,12 +52,9 @@ print(json.dumps({
 
 
 def test_the_largest_that_it_names_ran_within_the_limit(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(
-        [sys.executable, "-c", FITS], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    done = ran_here(FITS, tmp_path)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
     largest = found["largest"]
     assert found["bound"] == "memory"
     assert 512 < largest < 40_000
@@ -70,7 +64,7 @@ def test_the_largest_that_it_names_ran_within_the_limit(tmp_path):
     assert found["split"]["parameters"] == found["split"]["gradients"] == weights
     assert 2 * weights <= found["split"]["optimizer"] <= 2 * weights + 100  # and a count a tensor
     assert found["split"]["activations_and_batches"] > largest * 2048 * 4
-    assert f"largest batch that is safe: {largest}" in done.stderr
+    assert f"largest batch that is safe: {largest}" in done.err
     assert sorted(path.name for path in tmp_path.iterdir()) == []
 
 

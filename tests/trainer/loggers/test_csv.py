@@ -1,14 +1,13 @@
 """CSVLogger through its public face, on real files."""
 
 import csv
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
 
 from hasten import HastenError
 from hasten.trainer.loggers import CSVLogger
+from tests.fork_here import fork_here
 
 
 def rows(path):
@@ -49,8 +48,7 @@ def test_named_version_is_used_as_it_is(tmp_path):
 def test_processes_that_start_at_once_get_versions_of_their_own(tmp_path):
     code = "import sys; from hasten.trainer.loggers.base import claim_version; from pathlib import Path\n"
     code += "sys.stdin.read(); print(*[claim_version(Path(sys.argv[1])) for _ in range(200)])"
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [fork_here(code, tmp_path) for _ in range(2)]
     for process in both:
         process.stdin.close()  # both start now
     claimed = [int(version) for process in both for version in process.stdout.read().split()]

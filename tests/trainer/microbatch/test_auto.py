@@ -1,10 +1,6 @@
 """`microbatch="auto"`: a try that ran out of memory leaves nothing, and what was found is kept."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +10,7 @@ from torch.utils.data import DataLoader
 from hasten import HastenError
 from hasten.strategies import FSDPStrategy
 from hasten.trainer.strategies.fsdp import FSDP
+from tests.fork_here import ran_here
 from tests.trainer.microbatch.trainings import Counted, Net, assert_close, assert_equal, loader, trained, weights
 from tests.trainer.trainings import quiet
 
@@ -225,8 +222,8 @@ for name, flags in {"whole": {}, "forward": auto, "backward": auto, "number": {"
 
 
 def test_ranks_try_again_together(tmp_path):
-    done = subprocess.run([sys.executable, "-c", RANKS], cwd=tmp_path, env=_env(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = ran_here(RANKS, tmp_path)
+    assert done.code == 0, done.err
     kept = {name: torch.load(tmp_path / f"{name}.pt") for name in ("whole", "forward", "backward", "number")}
     assert [one["found"] for one in kept.values()] == [None, 2, 2, None]
     for name in ("forward", "backward", "number"):
@@ -276,17 +273,13 @@ print(json.dumps({"found": trainer.progress.microbatch, "worst": worst}))
 
 
 def test_the_real_allocator_runs_out(tmp_path):
-    done = subprocess.run([sys.executable, "-c", REAL], cwd=tmp_path, env=_env(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    done = ran_here(REAL, tmp_path)
+    assert done.code == 0, done.err
+    found = json.loads(done.out.splitlines()[-1])
     assert found["found"] is not None
     assert found["found"] < 4096
     assert found["worst"] < 1e-12
-    assert "memory ran out" in done.stderr
-
-
-def _env():
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    assert "memory ran out" in done.err
 
 
 STRATEGIES = """
@@ -308,8 +301,8 @@ if __name__ == "__main__":
 
 
 def test_strategies_beside_which_it_cannot_be(tmp_path):
-    done = subprocess.run([sys.executable, "-c", STRATEGIES], cwd=tmp_path, env=_env(), capture_output=True, text=True)
-    assert "microbatch and static_graph=True" in done.stdout
-    assert "exchanges gradients itself" in done.stdout
+    done = ran_here(STRATEGIES, tmp_path)
+    assert "microbatch and static_graph=True" in done.out
+    assert "exchanges gradients itself" in done.out
     with pytest.raises(HastenError, match='microbatch and strategy="fsdp"'):
         FSDP(FSDPStrategy()).exchange(tries=False)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
 import re
-import subprocess
-import sys
 import time
 
 import pytest
@@ -15,7 +14,9 @@ import torch
 
 import hasten
 from hasten.trainer.checkpoint import latest_good, verify
-from tests.trainer.resume.processes import ROOT, assert_same
+from tests.own_mounts import in_own_mounts
+from tests.taps.scripts import write
+from tests.trainer.resume.processes import assert_same
 from tests.trainer.resume.trainings import Net, loaders
 
 STEPS = {"every_n_train_steps": 3}
@@ -125,48 +126,46 @@ def test_loading_runs_no_code(tmp_path, kind):
 # -- disks and folders ---------------------------------------------------------------------------------
 
 
-def in_own_mounts(script):
-    """Run a shell script where it may mount; `python` in it runs a training."""
-    allowed = subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False)
-    if allowed.returncode:
-        pytest.skip(f"no mounts of one's own here: {allowed.stderr.decode().strip()}")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
-    return subprocess.run(
-        ["unshare", "-rm", "sh", "-euc", script], capture_output=True, text=True, env=env, timeout=100, check=False
-    )
+TRAIN = """
+    import json, sys
+    from pathlib import Path
+    from hasten.trainer.checkpoint import verify
+    from tests.trainer.resume.trainings import run
+
+    spec = json.loads(sys.argv[1])
+    try:
+        run(spec)
+    finally:
+        for path in Path(spec["root"]).glob("*.ckpt"):
+            verify(path)
+            print(path)
+"""
 
 
-FROM = "from tests.trainer.resume.trainings import run; from hasten.trainer.checkpoint import verify"
-TRAIN = f"$PYTHON -c 'import json, sys; {FROM}; run(json.loads(sys.argv[1]))'"
-VERIFY = f"$PYTHON -c 'import sys; {FROM}; [verify(path) for path in sys.argv[1:]]'"
+def trained_in_own_mounts(folder, mount, spec):
+    return in_own_mounts(write(folder, "train.py", TRAIN), mount, json.dumps(spec))
 
 
 def test_a_full_disk_is_named_and_the_old_checkpoint_stays(tmp_path):
-    found = in_own_mounts(f"""
-        mount -t tmpfs -o size=400k none {tmp_path}
-        {TRAIN} '{{"root": "{tmp_path}", "checkpoints": [{{"every_n_train_steps": 2}}]}}' && exit 99
-        code=$?
-        ls {tmp_path}/*.ckpt
-        {VERIFY} {tmp_path}/*.ckpt
-        exit $code
-    """)
-    assert found.returncode == 1, found.stderr
-    assert "the disk is full" in found.stderr.splitlines()[-2] + found.stderr.splitlines()[-1]
-    assert ".ckpt" in found.stdout
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    spec = {"root": str(disk), "checkpoints": [{"every_n_train_steps": 2}]}
+    found = trained_in_own_mounts(tmp_path, f"mount -t tmpfs -o size=400k none {disk}", spec)
+    assert found.code == 1, found.err
+    assert "the disk is full" in found.err.splitlines()[-2] + found.err.splitlines()[-1]
+    assert ".ckpt" in found.out
 
 
 def test_a_read_only_folder_is_refused_before_the_first_step(tmp_path):
     marker = tmp_path / "stepped"
     folder = tmp_path / "run"
     folder.mkdir()
-    act = f'{{"what": "say", "hook": "on_train_batch_start", "nth": 1, "file": "{marker}"}}'
-    found = in_own_mounts(f"""
-        mount -t tmpfs -o ro none {folder}
-        {TRAIN} '{{"root": "{folder}", "checkpoints": [{{}}], "acts": [{act}]}}'
-    """)
-    assert found.returncode == 1
-    assert "read-only" in found.stderr
-    assert str(folder) in found.stderr
+    act = {"what": "say", "hook": "on_train_batch_start", "nth": 1, "file": str(marker)}
+    spec = {"root": str(folder), "checkpoints": [{}], "acts": [act]}
+    found = trained_in_own_mounts(tmp_path, f"mount -t tmpfs -o ro none {folder}", spec)
+    assert found.code == 1
+    assert "read-only" in found.err
+    assert str(folder) in found.err
     assert not marker.exists()
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
+
+from tests.taps.forks import forked
+from tests.taps.scripts import write
 
 SCRIPT = """
     import json, sys, torch, hasten
@@ -54,12 +53,8 @@ SCRIPT = """
 
 
 def train(folder, phases, *more):
-    (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "train.py", json.dumps(phases), *more]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env=environment, timeout=110, check=False
-    )
+    write(folder, "train.py", SCRIPT)
+    return forked(folder, "train.py", json.dumps(phases), *more)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +69,7 @@ def train(folder, phases, *more):
 )
 def test_every_sample_of_an_epoch_comes_once_whoever_goes_on(tmp_path, phases):
     done = train(tmp_path, phases)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     lines = [json.loads(line) for path in tmp_path.glob("rank*") for line in path.read_text().splitlines()]
     for epoch in range(2):
         samples = sorted(sample for _, of, _, batch in lines if of == epoch for sample in batch)
@@ -89,5 +84,5 @@ def test_every_sample_of_an_epoch_comes_once_whoever_goes_on(tmp_path, phases):
 @pytest.mark.slow  # two ranks, started twice
 def test_several_loaders_are_refused_within_an_epoch(tmp_path):
     done = train(tmp_path, [(1, 8, 3), (1, 4, -1)], "two")
-    assert done.returncode
-    assert "several training loaders cannot go on within an epoch" in done.stderr
+    assert done.code
+    assert "several training loaders cannot go on within an epoch" in done.err
