@@ -114,7 +114,7 @@ SCRIPTS = {
         """,
 }
 _ASLEEP = ("stuck", "stuck in a step")  # run side by side, as processes of their own: they take no CPU
-OPTIONS = {"stuck": ["--seconds", "6"], "stuck in a step": ["--seconds", "6"], "killed by -9": ["--steps", "1000"]}
+OPTIONS = {"stuck": ["--seconds", "6"], "stuck in a step": ["--seconds", "12"], "killed by -9": ["--steps", "1000"]}
 
 
 @dataclasses.dataclass(frozen=True)
