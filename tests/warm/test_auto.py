@@ -20,6 +20,7 @@ from hasten.warm.switches import read_schedule
 from tests.taps.forks import forked
 from tests.taps.scripts import HASTEN, PYTHON, Done, execute
 from tests.taps.scripts import environment as bare
+from tests.warm.neighbours import neighbours
 
 # A step sleeps, for as long as the techniques that are on have it; nothing else is in the catalogue. `plants.py` in the
 # tests here: a fork has torch already, so that its session looks into the catalogue before the script's first line.
@@ -111,6 +112,15 @@ def test_what_helps_stays_on_and_what_harms_does_not(tmp_path: Path) -> None:
     switched = schedule(tmp_path)
     assert {"helps", "harms"} in switched
     assert switched[-1] == {"helps"}
+
+
+def test_beside_busy_neighbours_the_figure_says_so(tmp_path: Path) -> None:
+    script(tmp_path, "planted('helps', -0.015)")
+    with neighbours(tmp_path / "busy"):
+        done = tuned(tmp_path, 4.0)
+    assert done.code == 0, done.err
+    assert "x as fast as without while others took of the CPU; the plan is in" in done.err
+    assert Plan.read(tmp_path / "hasten-auto.toml").made["speedup"].endswith("x while others took of the CPU")
 
 
 def test_where_nothing_helps_everything_is_off_again(tmp_path: Path) -> None:

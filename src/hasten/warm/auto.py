@@ -22,7 +22,7 @@ from hasten.files import write_own
 from hasten.plan import Setting
 from hasten.techniques import Liveness, toml_value
 from hasten.warm.alone import now_left_alone, seconds_of_step, steps_known, too_large, too_short
-from hasten.warm.auto_plan import gain_of, is_auto_plan, plan_of
+from hasten.warm.auto_plan import beside_others, gain_of, is_auto_plan, plan_of
 from hasten.warm.blocks import Wish
 from hasten.warm.course import Course
 from hasten.warm.driver import Driver
@@ -250,7 +250,8 @@ class Auto:
         first, self._chosen = self._chosen is None, chosen
         plan = plan_of(course, chosen, self._around.command)
         said = ", ".join(f"{name} = {toml_value(setting)}" for name, setting in plan.techniques.items())
-        gain = f"{said}: {gain_of(course, chosen):.2f}x as fast as without" if chosen else "nothing helps here"
+        pace = f"{gain_of(course, chosen):.2f}x as fast as without{beside_others(course)}"
+        gain = f"{said}: {pace}" if chosen else "nothing helps here"
         try:
             write_own(Path(self._options.plan), plan.to_toml(), "the plan", is_auto_plan)
             where = f"; the plan is in {self._options.shown}"

@@ -34,7 +34,7 @@ def plan_of(course: Course, chosen: frozenset[int], command: tuple[str, ...]) ->
             "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "hasten": version("hasten"),
             "torch": torch.__version__,
-            "speedup": f"{gain_of(course, chosen):.2f}x",
+            "speedup": f"{gain_of(course, chosen):.2f}x{beside_others(course)}",
             "proven": "no",
         },
         {"device": machine.device, "cpu": machine.cpu, "cores": machine.cores, "gpus": machine.gpus},
@@ -44,6 +44,12 @@ def plan_of(course: Course, chosen: frozenset[int], command: tuple[str, ...]) ->
 def gain_of(course: Course, chosen: frozenset[int]) -> float:
     """How many times faster a step is with these on, as far as is known."""
     return math.exp(-course.posterior.gain(chosen)[0])
+
+
+def beside_others(course: Course) -> str:
+    """What makes such a figure doubtful: that others disturbed most blocks; "" where they did not."""
+    seen = course.posterior.seen
+    return " while others took of the CPU" if 2 * sum(block.disturbed for block in seen) > len(seen) else ""
 
 
 def is_auto_plan(content: bytes) -> bool:
