@@ -114,6 +114,7 @@ def test_a_copy_of_a_modules_attributes_computes_with_its_own_weights(train: Tra
         "torch.func.jvp(model, (x,), (x,))[1]",
         "dual(x)",
         "flops(x)",
+        "model(x.as_subclass(Own)).as_subclass(torch.Tensor)",
     ],
 )
 def test_what_looks_at_single_operations_sees_them(train: Train, tool: str) -> None:
@@ -121,6 +122,7 @@ def test_what_looks_at_single_operations_sees_them(train: Train, tool: str) -> N
     import torch.autograd.forward_ad as forward
     from torch.utils.flop_counter import FlopCounterMode
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    class Own(torch.Tensor): pass
     def dual(x):
         with forward.dual_level(): return forward.unpack_dual(model(forward.make_dual(x, x))).tangent
     def flops(x):
@@ -224,3 +226,92 @@ def test_a_full_deque_is_followed(train: Train) -> None:
     assert plain.code == changed.code == 0, changed.err
     assert identical(plain.left["weights"], changed.left["weights"])
     assert "left alone: lately is a deque with a maxlen" in changed.installed["compile"]
+
+
+MODEL = (
+    START
+    + """
+    MODEL
+    model, caught = Model(), 0
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    for number in range(5):
+        x = torch.randn(5, 4) * (100 if number % 2 else 1)
+        try: loss = F.cross_entropy(model(x), target)
+        except AssertionError: caught += 1; continue
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+    model.eval()
+    with torch.no_grad(): last = model(torch.ones(5, 4))
+    torch.save({"weights": model.state_dict(), "caught": caught, "last": last}, "left.pt")
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("forward", "why"),
+    [
+        (
+            """try: scale = torch.linalg.cholesky(torch.eye(3) * (5 - x.abs().max()))
+            except torch.linalg.LinAlgError: scale = torch.eye(3)
+            return self.one(torch.tanh(self.body(x))) @ scale""",
+            "its forward catches errors",
+        ),
+        (
+            """assert (x.abs() < 10).all(), "too large"
+            return self.one(torch.tanh(self.body(x)))""",
+            "",
+        ),
+        (
+            """inner = torch.tanh(self.body(x))
+            return self.one(inner if torch.compiler.is_compiling() else F.dropout(inner, 0.5))""",
+            "is_compiling",
+        ),
+        (
+            """from torch.utils.checkpoint import checkpoint
+            return self.one(checkpoint(lambda x: torch.tanh(self.body(x)), x, use_reentrant=True))""",
+            "use_reentrant=True",
+        ),
+    ],
+    ids=["except", "assert", "is_compiling", "reentrant"],
+)
+def test_what_a_forward_does_beside_its_operations(train: Train, forward: str, why: str) -> None:
+    model = "class Model(Two):\n        def forward(self, x):\n            " + forward
+    plain, changed = (train(MODEL.replace("MODEL", model), **plan) for plan in ({}, {"compile": "default"}))
+    assert plain.code == changed.code == 0, changed.err
+    assert plain.left["caught"] == changed.left["caught"]
+    assert close(plain.left["weights"], changed.left["weights"], 1e-5)
+    assert close(plain.left["last"], changed.left["last"], 1e-5)
+    assert why in changed.installed["compile"]
+
+
+def test_padding_that_an_encoder_leaves_out_in_eval_mode_is_left_out(train: Train) -> None:
+    script = f"""{START}
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    model, seen = nn.TransformerEncoder(layer, 1), []
+    padding = torch.arange(4)[None] >= torch.tensor([3, 2, 1])[:, None]
+    for number in range(3):
+        x = torch.randn(3, 4, 4)
+        model.train(); model(x, src_key_padding_mask=padding).sum().backward()
+        model.eval()
+        with torch.no_grad(): seen.append(model(x, src_key_padding_mask=padding))
+    torch.save({{"seen": torch.stack(seen)}}, "left.pt")
+    """
+    plain, changed = train(script), train(script, compile="default")
+    assert plain.code == changed.code == 0, changed.err
+    assert close(plain.left["seen"], changed.left["seen"], 1e-5)
+
+
+def test_parametrizations_that_are_kept_for_a_while_are_kept(train: Train) -> None:
+    script = f"""{START}
+    class Upper(nn.Module):
+        def forward(self, weight): return weight.triu()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    torch.nn.utils.parametrize.register_parametrization(model[0], "weight", Upper())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in range(4):
+        with torch.nn.utils.parametrize.cached():
+            loss = F.cross_entropy(model(torch.randn(5, 4)), target) + model(torch.randn(5, 4)).pow(2).mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+    {END}"""
+    plain, changed = train(script), train(script, compile="default")
+    assert plain.code == changed.code == 0, changed.err
+    assert close(plain.left["weights"], changed.left["weights"], 1e-5)

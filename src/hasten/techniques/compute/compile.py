@@ -11,7 +11,6 @@ import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from hasten.errors import HastenError
@@ -51,9 +50,10 @@ class Compile(Technique):
     Models are called as they are in their first forward with a graph, under tracers, transforms of torch.func and
     dispatch modes, and for good where compiled code would give something else: models whose outputs depend on different
     parameters (what a step leaves out would get gradients of zero in place of none), or that may draw from a
-    `random.Random` of their own, or keep a `deque` of bounded length. So are all models where the script's code says
-    `create_graph=True`, and once a hook on all modules is set, or the gradient of a tensor within a graph is asked for
-    (`retain_grad`, a hook).
+    `random.Random` of their own, keep a `deque` of bounded length, catch errors in their forward (compiled code raises
+    them elsewhere), ask whether they are compiled, or use torch's reentrant checkpoint. So are all models where the
+    script's code says `create_graph=True`, and once a hook on all modules is set, or the gradient of a tensor within a
+    graph is asked for (`retain_grad`, a hook).
     """
 
     name = "compile"
@@ -198,7 +198,9 @@ class Compile(Technique):
             return
         if any(type(layer).__name__ == "OptimizedModule" for layer in model.modules()):
             return
-        if why := _not_followed(model):
+        from hasten.techniques.compute.unfollowed import why_not_followed
+
+        if why := why_not_followed(model):
             self.refused(why)
             return
         import torch._inductor
@@ -287,14 +289,15 @@ class Compile(Technique):
         """Have compiled code notice what it takes for granted by default.
 
         Hooks set on layers after it was compiled (they would never run), NumPy's random numbers (torch's would
-        stand in for them), and a graph that is differentiated again (`retain_graph=True`): its backward would have
-        overwritten what the forward has saved. Only once something is compiled: a script's own torch.compile alone
-        stays as it is.
+        stand in for them), an `assert` about a tensor (it would raise another error), and a graph that is
+        differentiated again (`retain_graph=True`): its backward would have overwritten what the forward has saved. Only
+        once something is compiled: a script's own torch.compile alone stays as it is.
         """
         import torch._functorch.config
 
         self._configure("skip_nnmodule_hook_guards", False)
         self._configure("use_numpy_random_stream", True)
+        self._configure("rewrite_assert_with_torch_assert", False)
         self._set(torch._functorch.config, "donated_buffer", False)
 
 
@@ -312,31 +315,6 @@ def differentiates_again(home: str) -> str:
             continue
         if line := _line_of_create_graph(Path(file)):
             return f"{Path(file).name}:{line}"
-    return ""
-
-
-def _not_followed(model: Any) -> str:
-    """Name a state that a model's forward may read and Dynamo does not follow, and say so; "" if there is none.
-
-    Of a `random.Random` it takes the state once, when it compiles. (Python's own numbers, NumPy's and torch's are drawn
-    as they should.) A `deque` that is full it leaves as it was when it compiled.
-    """
-    import collections
-    import random
-
-    from hasten.techniques.rerun.names import ModuleCode
-
-    named = model.named_modules()
-    held = [(f"{path}.{name}".strip("."), value) for path, part in named for name, value in vars(part).items()]
-    held += [(place.name, place.read()) for place in ModuleCode(model).outside]
-    for name, value in held:
-        inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        plain = not isinstance(value, type | ModuleType) and hasattr(value, "__dict__") and not name.startswith("_")
-        within = [*inside, *(vars(value).values() if plain else ())]
-        if any(isinstance(one, random.Random) for one in (value, *within)):
-            return f"{name} is a random.Random, of which compiled code would draw the same numbers each time"
-        if any(isinstance(one, collections.deque) and one.maxlen is not None for one in (value, *within)):
-            return f"{name} is a deque with a maxlen, whose changes compiled code does not follow"
     return ""
 
 

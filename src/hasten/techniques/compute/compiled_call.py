@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import CheckpointFunction
 
 from hasten.techniques.nested import tensors_in
 
@@ -40,7 +44,10 @@ class CompiledCall:
         self._model = model
         self.compiled = compiled
         self._refuse = refuse
-        self._kind: type | None = None  # of the outputs that were looked at
+        self._looked: set[type] = set()  # kinds of outputs whose graph was looked at
+        self._due = True  # whether the next forward with a graph is one to look at
+        # Without a graph torch packs padded sequences, and gives zeros for padding; compiled code does not.
+        self._keeps_padding = any(isinstance(part, nn.TransformerEncoder) for part in model.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -51,20 +58,24 @@ class CompiledCall:
         if caller is not model and isinstance(caller, nn.Module):
             # A copy of the module's `__dict__` (learn2learn's `clone_module`) has taken this object along.
             return caller._call_impl(*args, **kwargs)
-        if _seen_otherwise():
+        if _seen_otherwise() or any(map(_is_of_another_class, args)) or any(map(_is_of_another_class, kwargs.values())):
             return model._call_impl(*args, **kwargs)
-        if self._kind is None and torch.is_grad_enabled():
+        if self._due and any(parameter.requires_grad for parameter in model.parameters()):
             return self._looked_at(model, args, kwargs)
+        if self._keeps_padding and not model.training and not torch.is_grad_enabled():
+            return model._call_impl(*args, **kwargs)
         outputs = self.compiled(*args, **kwargs)
-        if type(outputs) is not self._kind:
-            self._kind = None  # looked at in the next forward
+        if type(outputs) not in self._looked and torch.is_grad_enabled():
+            self._due = True
         return outputs
 
     def _looked_at(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        outputs = model._call_impl(*args, **kwargs)
+        with _reentrant_checkpoints() as seen:
+            outputs = model._call_impl(*args, **kwargs)
         if any(tensor.requires_grad for tensor in tensors_in(outputs)):
-            self._kind = type(outputs)
-            if why := why_not(model, outputs):
+            self._looked.add(type(outputs))
+            self._due = False
+            if why := _REENTRANT if seen else why_not(model, outputs):
                 self.compiled = None
                 self._refuse(why)
         return outputs
@@ -78,9 +89,50 @@ def _seen_otherwise() -> bool:
     """Whether something looks at a forward's operations one by one, of which compiled code shows it none, or others.
 
     A tracer (`torch.jit.trace`, TensorBoard's `add_graph`), transforms of torch.func, forward-mode gradients, dispatch
-    modes (`FlopCounterMode`).
+    modes (`FlopCounterMode`). And parametrizations that are kept for a while, which compiled code computes again.
     """
-    return _tracing() is not None or _transforming() or forward_ad._current_level >= 0 or _modes() > 0
+    return (
+        _tracing() is not None
+        or _transforming()
+        or forward_ad._current_level >= 0
+        or _modes() > 0
+        or parametrize._cache_enabled > 0
+    )
+
+
+def _is_of_another_class(value: Any) -> bool:
+    """Whether it is a tensor of a subclass that compiled code does not take (torchvision's `tv_tensors.Image`)."""
+    return (
+        isinstance(value, Tensor)
+        and type(value) not in (Tensor, nn.Parameter)
+        and not is_traceable_wrapper_subclass(value)
+    )
+
+
+_REENTRANT = (
+    "parts of it are computed again by torch's checkpoint with use_reentrant=True: compiled code gives gradients where "
+    "that gives none, and updates statistics once where that does twice"
+)
+
+
+@contextlib.contextmanager
+def _reentrant_checkpoints() -> Iterator[list[bool]]:
+    """Note within it whether a forward uses torch's reentrant checkpoint, which need not show in its graph."""
+    seen: list[bool] = []
+    plain: Any = CheckpointFunction.apply
+    own = vars(CheckpointFunction).get("apply")
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        seen.append(True)
+        return plain(*args, **kwargs)
+
+    CheckpointFunction.apply = noting  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        del CheckpointFunction.apply  # what torch's autograd.Function has is found again
+        if own is not None:
+            CheckpointFunction.apply = own  # type: ignore[method-assign]
 
 
 def why_not(model: nn.Module, outputs: Any) -> str:
