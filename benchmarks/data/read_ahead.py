@@ -1,11 +1,13 @@
-"""An unchanged image training plain, read ahead, and by worker processes: seconds an epoch, and whether bits are equal.
+"""An unchanged image training plain, read ahead, and by workers: seconds an epoch, memory, and whether bits are equal.
 
-    python benchmarks/data/read_ahead.py --rounds 5 --out benchmarks/results/read_ahead.json
+    python benchmarks/data/read_ahead.py --rounds 5 --out benchmarks/results/read_ahead.json    # 10 minutes
+    python benchmarks/data/read_ahead.py --rounds 1 --images 96 --epochs 2                      # a minute: a try
 
 Images of 500 x 375 lie in a folder as ImageFolder has them; each is cropped, flipped and turned into a tensor by the
 training. `wait` stands for the step of a device that computes by itself: the CPU is free in it. Sides run in turn, each
 in a process of its own; the first epoch is left out. `same`: every batch's sum and the random states after it are those
-of the plain run.
+of the plain run. `megabytes`: of the training and its workers in the middle of the first epoch, what they share counted
+once (proportional set size), the largest of the rounds; what is above the plain run's is the side's price.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 SCRIPT = """
 import hashlib, json, random, sys, time
-import numpy as np, torch
+import numpy as np, psutil, torch
 from pathlib import Path
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
@@ -58,12 +60,15 @@ loader = DataLoader(Images(sys.argv[1]), 32, shuffle=True)
 seconds, marks = [], []
 for epoch in range(int(sys.argv[3])):
     start = time.perf_counter()
-    for x, y in loader:
+    for number, (x, y) in enumerate(loader):
         time.sleep(float(sys.argv[2]))
+        if epoch == 0 and number == len(loader) // 2:
+            family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+            memory = sum(one.memory_full_info().pss for one in family)
         marks.append([int(x.long().sum()), int(y.sum())])
     seconds.append(time.perf_counter() - start)
 state = hashlib.sha256(repr((random.getstate(), torch.get_rng_state().tolist(), marks)).encode()).hexdigest()
-print(json.dumps({"seconds": seconds, "state": state}))
+print(json.dumps({"seconds": seconds, "state": state, "memory": memory}))
 """
 
 
@@ -111,15 +116,18 @@ def main() -> None:
         for wait in (0.0, 0.05):
             taken: dict[str, list[float]] = {side: [] for side in SIDES}
             states: dict[str, set[str]] = {side: set() for side in SIDES}
+            memory: dict[str, int] = dict.fromkeys(SIDES, 0)
             for _ in range(options.rounds):
                 for side, plan in SIDES.items():
                     result = run(folder, plan, wait, options.epochs)
                     taken[side].append(statistics.mean(result["seconds"][1:]))
                     states[side].add(result["state"])
+                    memory[side] = max(memory[side], result["memory"])
             rows = {
                 side: {
                     "seconds": round(statistics.median(seconds), 3),
                     "over plain": [round(plain / mine, 2) for plain, mine in zip(taken["plain"], seconds, strict=True)],
+                    "megabytes": round(memory[side] / 2**20),
                     "same": states[side] == states["plain"] and len(states["plain"]) == 1,
                 }
                 for side, seconds in taken.items()
@@ -127,7 +135,8 @@ def main() -> None:
             results[f"wait {wait:g} s a batch"] = rows
             for side, row in rows.items():
                 ratio = statistics.median(row["over plain"])
-                print(f"{wait:g} s  {side:14} {row['seconds']:.3f} s  {ratio:.2f}x  same: {row['same']}")
+                words = f"{row['seconds']:.3f} s  {ratio:.2f}x  {row['megabytes']} MB  same: {row['same']}"
+                print(f"{wait:g} s  {side:14} {words}")
     if options.out:
         Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
 
