@@ -231,10 +231,12 @@ FAULTS = (
     ),
     Fault(
         "a rank that raises",
-        "all end; the last line names the rank, with its error",
+        "all end; the last line names the rank, with its error; torchrun's `--max-restarts` starts them again, and "
+        '`ckpt_path="last"` goes on',
         _AGAIN,
         "at once",
         (
+            "tests/parallel/test_elastic.py::test_killed_ranks_start_again",
             "tests/parallel/test_launch.py::test_rank_that_ends_is_named_and_all_end",
             "tests/cli/test_devices.py::test_a_rank_that_fails_is_named_and_all_end",
         ),
@@ -279,10 +281,15 @@ FAULTS = (
     ),
     Fault(
         "node gone",
-        "the others wait for `timeout`, then end; under SLURM, the job is queued again and goes on",
+        "the others wait for `timeout`, then end; under SLURM, the job is queued again and goes on; under torchrun's "
+        "`--nnodes 1:2` the rest goes on",
         _AGAIN,
         "{} with `timeout=5`",
-        (f"{_NETWORK}::test_a_machine_is_gone", f"{_SUBMIT}::test_a_machine_that_dies"),
+        (
+            f"{_NETWORK}::test_a_machine_is_gone",
+            f"{_SUBMIT}::test_a_machine_that_dies",
+            "tests/parallel/test_elastic.py::test_a_lost_machine_lets_the_rest_go_on",
+        ),
         f"{_ROOT}; {_SLURM}",
     ),
     Fault(

@@ -15,7 +15,7 @@ from hasten.parallel.ddp import (
     wrap,
 )
 from hasten.parallel.devices import Devices, choose_devices
-from hasten.parallel.launch import ending, forward, guard, open_world
+from hasten.parallel.launch import ending, forward, guard, open_world, size_of
 from hasten.parallel.place import Place, find_place
 from hasten.parallel.shares import agree_on_batches, distributed_loader, set_epoch
 from hasten.parallel.spawn import spawn
@@ -41,6 +41,7 @@ __all__ = [
     "refuse_unlike",
     "set_epoch",
     "set_sync",
+    "size_of",
     "spawn",
     "sync_batchnorm",
     "wrap",

@@ -76,14 +76,26 @@ def open_world(
         if len(chosen) == 1:
             return World(device=chosen[0])
         start_ranks(len(chosen))
-    elif len(chosen) == 1 and place.launcher == "hasten" and place.size > 1:
-        # A second Trainer(devices=1) in a script of several ranks, to test exactly: each alone, rank 0 writes.
+    elif _stays_alone(place, chosen):
         return World(rank=place.rank, local_rank=place.local_rank, device=chosen[0], launcher="hasten")
     elif place.size > 1:
         chosen = _fits(place, chosen, devices, num_nodes)
     local_rank = place.local_rank if place else 0
     backend = "nccl" if chosen[0].type == "cuda" else "gloo"
     return World.from_environment(backend, chosen[local_rank % len(chosen)], timeout, join_timeout)
+
+
+def size_of(accelerator: str, devices: Devices, num_nodes: int) -> tuple[int, int]:
+    """How many processes, on how many machines, `open_world` with these flags will bring together."""
+    place, chosen = find_place(), choose_devices(accelerator, devices)
+    if place is None:
+        return len(chosen) * num_nodes, num_nodes
+    return (1, 1) if _stays_alone(place, chosen) else (place.size, place.num_nodes)
+
+
+def _stays_alone(place: Place, chosen: list[torch.device]) -> bool:
+    """Whether this is a second Trainer(devices=1) in a script of several ranks, to test exactly: rank 0 writes."""
+    return len(chosen) == 1 and place.launcher == "hasten" and place.size > 1
 
 
 def _fits(place: Place, chosen: list[torch.device], devices: Devices, num_nodes: int) -> list[torch.device]:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+import uuid
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -322,7 +323,7 @@ def _join(
 
 def _meet(place: Place, limit: timedelta) -> Store:
     """The store in which the ranks find each other, once all of them are there; says who is missing if not."""
-    from torch.distributed import DistNetworkError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
     try:
@@ -333,14 +334,36 @@ def _meet(place: Place, limit: timedelta) -> Store:
             store, _, _ = next(rendezvous(url, place.rank, place.size, timeout=limit))
     except DistNetworkError as error:
         raise _not_met(place, str(error)) from error
-    store = PrefixStore(f"hasten/{_joined}", store)
+    return _meet_in(store, place, limit)
+
+
+def _meet_in(store: Store, place: Place, limit: timedelta) -> Store:
+    """The part of a store that belongs to these very ranks, once all of them are there.
+
+    torchrun's agent restarts ranks and by default hands all of them one store, in which those of before have left their
+    keys: read as the present ones', they point to processes that are gone, and the ranks wait for them without end. So
+    each meeting goes by the name that its rank 0 has drawn, and that rank says who is in it.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    store = PrefixStore("hasten", store)
     store.set_timeout(limit)
-    store.set(f"here/{place.rank}", "1")
+    myself = uuid.uuid4().hex
+    if place.rank == 0:
+        store.set("meeting", myself)
     # Waited for here, in Python, where a signal is heard, and not inside of torch.
     end = time.monotonic() + limit.total_seconds()
-    missing = [rank for rank in range(place.size) if rank != place.rank]
-    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+    while True:
+        name = store.get("meeting").decode() if store.check(["meeting"]) else ""
+        if name:
+            store.set(f"{name}/here/{place.rank}", myself)
+        missing = [rank for rank in range(place.size) if not (name and store.check([f"{name}/here/{rank}"]))]
+        if place.rank == 0 and not missing:
+            store.set(f"{name}/all", ",".join(store.get(f"{name}/here/{r}").decode() for r in range(place.size)))
+        if name and store.check([f"{name}/all"]) and myself in store.get(f"{name}/all").decode().split(","):
+            return PrefixStore(name, store)
         if time.monotonic() > end:
+            missing = [rank for rank in missing if rank != place.rank] or [0]
             who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             raise HastenError(
                 f"After {limit.total_seconds():g} s {who} of {place.size} had not joined rank {place.rank} "
@@ -348,7 +371,6 @@ def _meet(place: Place, limit: timedelta) -> Store:
                 "Look at what those ranks wrote: every rank must run the same script up to the Trainer's first call.",
             )
         time.sleep(0.02)
-    return store
 
 
 def _not_met(place: Place, said: str) -> HastenError:

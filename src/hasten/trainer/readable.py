@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten import messages
-from hasten.parallel import find_place
+from hasten.parallel import find_place, size_of
 from hasten.trainer import checks, errors
 from hasten.trainer.adapter import adapter
 from hasten.trainer.attachments import folder_of
@@ -80,17 +80,24 @@ class Readable:
     @property
     def node_rank(self) -> int:
         """Number of this machine."""
-        return self.world.node_rank
+        return self.world.node_rank if self.engine.opened else _before_opening("node_rank")
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
-        return self.world.size
+        """How many processes train together; before the first run, how many will."""
+        return self._sizes()[0]
 
     @property
     def num_devices(self) -> int:
         """Devices per machine."""
-        return max(1, self.world.size // max(1, self.world.num_nodes))
+        size, nodes = self._sizes()
+        return max(1, size // max(1, nodes))
+
+    def _sizes(self) -> tuple[int, int]:
+        """How many processes, and machines."""
+        if self.engine.opened:
+            return self.world.size, self.world.num_nodes
+        return size_of(self.config.accelerator, self.config.devices, self.config.num_nodes)
 
     @property
     def device_ids(self) -> list[int]:

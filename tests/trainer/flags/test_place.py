@@ -28,6 +28,8 @@ def test_devices(tmp_path):
             with sizes.open("a") as file:
                 file.write(f"{self.trainer.world_size}{self.trainer.global_rank} ")
 
+    before = quiet(devices=2, accelerator="cpu", strategy="ddp_fork")  # scripts divide their batch by it
+    assert (before.world_size, before.num_devices, before.node_rank) == (2, 2, 0)
     fitted(Sized(), devices=2, strategy="ddp_fork")
     assert sorted(sizes.read_text().split()) == ["20", "21"]
 

@@ -107,7 +107,7 @@ class Strategy(Part):
         return closure_loss
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
-        if self._trainer.world_size == 1 or not isinstance(tensor, torch.Tensor):
+        if self._trainer.world.size == 1 or not isinstance(tensor, torch.Tensor):
             return tensor
         return self._trainer.world.reduce(tensor, str(reduce_op).lower().replace("avg", "mean"))
 
