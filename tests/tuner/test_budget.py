@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Mapping
@@ -15,8 +16,14 @@ from hasten.errors import HastenError
 from hasten.taps.config import TrialOptions
 from hasten.tuner import tune as module
 from hasten.tuner.check import CheckOptions, check
+from hasten.tuner.found import Found
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.tune import TuneOptions, _Tune
+from hasten.tuner.warm import Warm
+from hasten.warm.candidates import Applicable
+from hasten.warm.course import Course
+from hasten.warm.options import Candidate
+from hasten.warm.record import Measured
 
 
 class Slow(Trials):
@@ -50,6 +57,36 @@ def test_pairs_end_with_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert len(tune.pairs) == pairs
     assert all(trial.ok for pair in tune.pairs for trial in pair), "one that was ended is not held against the plan"
     assert bool(found.would_ask) == (not pairs)
+
+
+@pytest.mark.parametrize(("budget", "times"), [(200.0, 1), (100.0, 0)])
+def test_a_claim_that_others_disturbed_is_measured_once_more_where_there_is_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, budget: float, times: int
+) -> None:
+    """Behind the first pair, 90 s after the start: they may be gone by then. Their going is what is made up here."""
+    clock = SimpleNamespace(now=70.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    trials = Slow((sys.executable,), (), tmp_path, TrialOptions(str(tmp_path)), 1.1 * budget)
+    trials.clock, trials.seconds = clock, 10.0
+    said: list[str] = []
+    tune = _Tune(trials, TuneOptions(budget=budget, seeds=2), said.append, None, 0.0)
+    tune.found = Found(Course((Candidate("fused_optimizer", True),)), chosen=frozenset({0}))
+    tune.asked = Applicable(tuple(tune.found.course.candidates), {}, ())
+    sides = [Measured(float(at), 1.0, 9, (0,) * (at % 2), "plan" if at % 2 else "plain") for at in range(8)]
+    tune.found.blocks += [dataclasses.replace(side, taken=0.5, disturbed=True) for side in sides]
+
+    class Quiet(Warm):
+        def claim(self, until: float) -> None:
+            assert clock.now < until <= budget
+            tune.found.blocks += sides
+
+    monkeypatch.setattr(module, "Warm", Quiet)
+    monkeypatch.setattr(_Tune, "_pair_seconds", lambda self: 20.0)
+    baseline: Any = SimpleNamespace(trial=SimpleNamespace(seconds=10.0))
+    tune.baseline, tune.startup = baseline, 8.0
+    tune._in_turn()
+    assert sum("others disturbed it" in line for line in said) == times
+    assert (tune.found.disturbed() is None) == bool(times)
 
 
 def test_a_check_that_is_ended_says_nothing_of_the_plan(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ class _Tune:
 
     def _prove(self) -> None:
         """Prove the plan in fresh processes; what they do not bear out is taken back."""
-        self._claim_again()
+        self._claim_where_missing()
         if not trouble_of(self.found, self.pairs, self.length):
             self._in_turn()
         if not (trouble := trouble_of(self.found, self.pairs, self.length)):
@@ -303,20 +303,25 @@ class _Tune:
         self._take_back(list(trouble.blamed), trouble.reason)
         self.pairs = []
         self._check()
-        self._claim_again()
+        self._claim_where_missing()
         self._in_turn()
         if again := trouble_of(self.found, self.pairs, self.length):
             self._take_back(list(self.found.plan()), again.reason)
             self.pairs = []
 
-    def _claim_again(self) -> None:
+    def _claim_where_missing(self) -> None:
         """Measure the claim, where parts of the plan were taken back since it was measured."""
+        if not self.found.sides():
+            self._claim_again("without what was taken back")
+
+    def _claim_again(self, why: str) -> None:
+        """Measure the claim in a process of its own, as far as there is time."""
         found = self.found
-        if not found.chosen or not found.warm or found.sides():
+        if not found.chosen or not found.warm:
             return
         seconds = min(20.0, self.end - time.monotonic() - self.startup)
         if seconds > _SHORTEST_SEARCH / 2:
-            self.say(f"measuring {', '.join(found.plan())} once more, without what was taken back")
+            self.say(f"measuring {', '.join(found.plan())} once more, {why}")
             options = WarmOptions(self.asked.candidates, "", 0.0, 0.0)
             warm = Warm(self.trials, found, options, self.startup, self.say, self._told)
             warm.claim(time.monotonic() + self.startup + seconds)
@@ -346,6 +351,8 @@ class _Tune:
             each = time.monotonic() - began
             if a.timing and b.timing:
                 self.say(f"fresh processes: {a.timing.step * 1e3:.1f} ms -> {b.timing.step * 1e3:.1f} ms a step")
+            if not seed and self.found.claim() is not None and self.found.disturbed() is not None:
+                self._claim_again("since others disturbed it: they may be gone by now")
 
     def _take_back(self, names: list[str], reason: str, lasting: bool = False) -> None:
         self.say(f"taken back: {', '.join(names)}: {reason}")
