@@ -81,6 +81,18 @@ def test_beside_others_all_the_time_the_search_still_learns(seed: int) -> None:
     assert course.chosen() == {0}
 
 
+def test_disturbed_blocks_settle_nothing_as_soon_as_quiet_ones() -> None:
+    """Three on either side where one that left no doubt was enough: a tune of 110 s was sure of four, after 31 s."""
+    asked = {}
+    for disturbed in (False, True):
+        course = Course((Candidate("fused_optimizer", True),))
+        while course.doubtful():
+            course.saw({0} if len(course.posterior.seen) % 2 else (), 0.9 if len(course.posterior.seen) % 2 else 1.0,
+                       disturbed=disturbed)  # fmt: skip
+        asked[disturbed] = len(course.posterior.seen)
+    assert asked[False] < 6 <= asked[True] < 40
+
+
 # -- real --------------------------------------------------------------------------------------------------------------
 
 ON, OFF = 1.5, 1.0  # seconds

@@ -280,7 +280,7 @@ class Course:
         return [
             i
             for i, one in enumerate(self.estimates())
-            if not (i in self.out or i in self._last or self._is_as_known(i, one) or _is_settled(one))
+            if not (i in self.out or i in self._last or self._is_as_known(i, one) or self._is_clear(i, one))
         ]
 
     def prior(self) -> Prior:
@@ -292,20 +292,19 @@ class Course:
         whole = Prior(tuple(rows), tuple(self.posterior.means()), tuple(map(tuple, self.posterior.covariance())))
         return whole.only([row for row, wanted in zip(rows, asked, strict=True) if wanted])
 
+    def _is_clear(self, index: int, found: CandidateEstimate) -> bool:
+        """Whether enough is known of a candidate: from two blocks on either side, or from one that left no doubt."""
+        blocks, doubt = self.posterior.asked(index), min(found.helps, 1 - found.helps)
+        if blocks >= _LEAST_BLOCKS:
+            return doubt < 1 - _SETTLED or abs(found.mean) + found.spread < 2 * _WORTH
+        return blocks >= 1 and doubt < _NO_DOUBT
+
     def _is_as_known(self, index: int, now: CandidateEstimate) -> bool:
         """Whether an earlier tune measured it, what was seen since agrees, and that is enough to choose by."""
         known = self.candidates[index].known
         if known is None or abs(now.mean - known[0]) > _AGREES * known[1]:
             return False
         return now.spread < _FINE or now.helps < 1 - _LEAST_SURE[Effect.ROUNDING] or self._is_sure(index, now)
-
-
-def _is_settled(found: CandidateEstimate) -> bool:
-    """Whether enough is known of a candidate: from two blocks on either side, or from one that left no doubt."""
-    blocks, doubt = min(found.blocks, found.without), min(found.helps, 1 - found.helps)
-    if blocks >= _LEAST_BLOCKS:
-        return doubt < 1 - _SETTLED or abs(found.mean) + found.spread < 2 * _WORTH
-    return blocks > 0 and doubt < _NO_DOUBT
 
 
 def _pairs(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[int, int], tuple[float, float]]:

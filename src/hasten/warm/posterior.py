@@ -110,6 +110,11 @@ class Posterior:
             sum(index not in block.on for block in self.seen),
         )
 
+    def asked(self, index: int) -> float:
+        """Blocks in which a candidate was on, or off if these are fewer; three disturbed ones count as one."""
+        weights = [(index in block.on, 1 / _LESS_SURE if block.disturbed else 1.0) for block in self.seen]
+        return min(sum(weight for on, weight in weights if on is side) for side in (True, False))
+
     def gain(self, on: Collection[int]) -> tuple[float, float]:
         """Mean and standard deviation of the change of log(seconds per step) with these on."""
         rows = self._rows(on)[1:]
@@ -152,8 +157,9 @@ class Posterior:
         for (i, j), covariance in self._shared.items():
             self._cov[1 + i][1 + j] = covariance
         residuals = []
-        # Where others disturb all the time, there is nothing better to go by.
-        less_sure = 1.0 if all(block.disturbed for block in self.seen) else _LESS_SURE
+        # Where others disturb all the time, there is nothing better to go by: the noise is that of disturbed blocks.
+        known = len(self.seen) > _ENOUGH and all(block.disturbed for block in self.seen)
+        less_sure = 1.0 if known else _LESS_SURE
         process = self.seen[0].process if self.seen else 0
         for block in self.seen:
             self._cov[0][0] += (_DRIFT * noise) ** 2
