@@ -40,6 +40,17 @@ SCRIPT = """
     torch.save(seen, "left.pt")
 """
 WAYS = {
+    "one label of hundreds": """
+    data = Data()
+    data.samples = [["path", 1] for _ in range(200)]
+    Data.scale = lambda self, index: self.samples[index][1]
+    def change(): data.samples[33][1] = 3
+    """,
+    "one file of many": """
+    for number in range(64): Path(f"{number}.txt").write_text("1")
+    Data.scale, data = lambda self, index: float(Path(f"{index}.txt").read_text()), Data()
+    def change(): Path("33.txt").write_text("3")
+    """,
     "a module named like a library": """
     lines = ["from torch.utils.data import Dataset", "import torch", "level = 1", "class Data(Dataset):"]
     lines += [" def __len__(self): return 64"]
