@@ -21,7 +21,9 @@ class ChannelsLast(Technique):
     gradients, the optimizer's state, inputs and files lie in memory as they do without, and so does what a model gives
     to the script. An activation is laid out as without before its memory is given a second name (`view`, `flatten`,
     `chunk`, `permute`, an index), it is pickled, or random numbers are drawn for it. A script that uses channels last
-    itself is left alone, as is compiled code, which chooses layouts of its own.
+    itself is left alone, as is compiled code, which chooses layouts of its own, and a model whose own code may tell the
+    difference: it asks how tensors lie (`stride`, `is_contiguous`), or calls torch by names of its own (`from torch
+    import rand_like`), `torch.ops`, vmap or TorchScript.
     """
 
     name = "channels_last"
@@ -53,7 +55,7 @@ class ChannelsLast(Technique):
 
     def model(self, model: Any, args: tuple[Any, ...]) -> None:
         """Lay out what this model's convolutions read."""
-        from hasten.techniques.compute.images_last import LAYOUT, lies_last
+        from hasten.techniques.compute.images_last import LAYOUT, lies_last, why_it_shows
 
         if self._gone or not has_2d_convolution(model):
             return
@@ -62,6 +64,9 @@ class ChannelsLast(Technique):
             tensors += tensors_in(args)
         if any(map(lies_last, tensors)):
             self._let_go("the script lays out its images channels last itself")
+            return
+        if why := why_it_shows(model):
+            self.refused(why)
             return
         self._models.add(model)
         self._lay_out(model)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
+from hasten.techniques.compute.unfollowed import codes_of, methods_in, own_functions
 from hasten.techniques.nested import tensors_in
-from hasten.techniques.replaced import Replaced
+from hasten.techniques.replaced import Replaced, plain_of
 
 _LAST = torch.channels_last
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,7 +39,12 @@ _DRAWS_IN_PLACE = (
     "log_normal_",
     "cauchy_",
 )
-_DROPOUTS = ("dropout", "dropout_", "alpha_dropout", "alpha_dropout_")
+_DROPOUTS = ("dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "native_dropout")
+
+# In a forward these show how an activation lies: methods that are called (`self.stride` is a number of a layer's), and
+# names by which operators are reached past the functions that are replaced.
+_SHOWS = frozenset({"stride", "is_contiguous", "untyped_storage", "data_ptr", "set_", "storage"})
+_PAST = frozenset({"aten", "vmap"})
 
 _tracing = torch._C._get_tracing_state
 _transforming = torch._C._are_functorch_transforms_active
@@ -104,6 +111,33 @@ def lies_last(tensor: Any) -> bool:
         and not tensor.is_contiguous()
         and tensor.is_contiguous(memory_format=_LAST)
     )
+
+
+def why_it_shows(model: torch.nn.Module) -> str:
+    """Return why a model's own code would see, or draw by, how its activations lie; "" if it does not.
+
+    Functions that it holds by names of its own (`from torch import rand_like`) are torch's still when others are
+    replaced; TorchScript calls operators by itself.
+    """
+    held = {
+        id(plain_of(getattr(owner, name)))
+        for owners, names, _ in _PLACES[1:]
+        for owner in owners
+        for name in names
+        if hasattr(owner, name)
+    }
+    for function in own_functions(model):
+        for code in codes_of(function.__code__):
+            where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+            if shows := min((methods_in(code) & _SHOWS) | (_PAST & set(code.co_names)), default=""):
+                return f"its forward may tell how tensors lie in memory (`{shows}`, {where})"
+            for name in code.co_names:
+                value = function.__globals__.get(name)
+                if id(value) in held:
+                    return f"its forward calls torch's {name} by a name of its own ({where})"
+                if isinstance(value, torch.jit.ScriptFunction):
+                    return f"its forward calls TorchScript ({name}, {where})"
+    return ""
 
 
 def as_plain(tensor: Any) -> None:
@@ -212,5 +246,5 @@ _PLACES = (  # convolutions first
     ((torch.Tensor, torch), _RENAMES, _renaming),
     ((torch.Tensor,), _RENAMES_OF_TENSORS, _renaming),
     ((torch.Tensor, torch), (*_DRAWS, *_DRAWS_IN_PLACE), _drawing),
-    ((torch._VF,), _DROPOUTS, _drawing),
+    ((torch._VF, torch), _DROPOUTS, _drawing),
 )

@@ -37,8 +37,8 @@ def why_not_followed(model: nn.Module) -> str:
             return f"{name} is a random.Random, of which compiled code would draw the same numbers each time"
         if any(isinstance(one, collections.deque) and one.maxlen is not None for one in (value, *within)):
             return f"{name} is a deque with a maxlen, whose changes compiled code does not follow"
-    for function in _own_functions(model):
-        for code in _codes(function.__code__):
+    for function in own_functions(model):
+        for code in codes_of(function.__code__):
             where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
             if asks := next((name for name in _ASKS if name in code.co_names), ""):
                 return f"its forward does something else where it is compiled ({asks}, {where})"
@@ -47,7 +47,7 @@ def why_not_followed(model: nn.Module) -> str:
     return ""
 
 
-def _own_functions(model: nn.Module) -> Iterator[FunctionType]:
+def own_functions(model: nn.Module) -> Iterator[FunctionType]:
     """Yield functions of the script's own that a forward may run: methods and global functions, by their names."""
     kinds = {kind for part in model.modules() for kind in type(part).__mro__ if kind is not object}
     methods = [
@@ -64,7 +64,7 @@ def _own_functions(model: nn.Module) -> Iterator[FunctionType]:
             continue
         seen.add(function)
         yield function
-        names = {name for code in _codes(function.__code__) for name in code.co_names}
+        names = {name for code in codes_of(function.__code__) for name in code.co_names}
         queue += [method for name, method in methods if name in names]
         called = (function.__globals__.get(name) for name in names)
         queue += [value for value in called if isinstance(value, FunctionType) and _is_own(value)]
@@ -75,9 +75,19 @@ def _is_own(function: FunctionType) -> bool:
     return not (is_library(file) or is_library(os.path.realpath(file)) or function.__module__.startswith("hasten."))
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes_of(code: CodeType) -> Iterator[CodeType]:
     """Yield a function's code, and that of functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from codes_of(constant)
+
+
+def methods_in(code: CodeType) -> set[str]:
+    """Return the names of methods that a function's code calls."""
+    return {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        # From Python 3.12 on it is a LOAD_ATTR with a mark.
+        if instruction.opname == "LOAD_METHOD" or (instruction.opname == "LOAD_ATTR" and "self" in instruction.argrepr)
+    }
