@@ -19,10 +19,11 @@ TRAINING = """
 
     torch.manual_seed(0)
     layouts = []
-    class Look(nn.Module):
-        def forward(self, x):
-            layouts.append(x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous())
-            return x
+    def Look():
+        part = nn.Identity()
+        part.register_forward_hook(lambda _, inputs, x: layouts.append(
+            x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()))
+        return part
     model = MODEL
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     same = [id(p) for p in model.parameters()]

@@ -89,5 +89,6 @@ def methods_in(code: CodeType) -> set[str]:
         instruction.argval
         for instruction in dis.get_instructions(code)
         # From Python 3.12 on it is a LOAD_ATTR with a mark.
-        if instruction.opname == "LOAD_METHOD" or (instruction.opname == "LOAD_ATTR" and "self" in instruction.argrepr)
+        if instruction.opname == "LOAD_METHOD"
+        or (instruction.opname == "LOAD_ATTR" and "NULL|self" in instruction.argrepr)
     }
