@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hasten.evidence import Phase, read_evidence
-from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, plain, write
+from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, plain, quick, write
 
 SLOW = pytest.mark.slow  # each starts a launcher, and most two ranks, that import torch: 4 to 10 s
 
@@ -102,7 +102,7 @@ WAYS = """
 def on(devices: int, folder: Path, *words: str, options: tuple[str, ...] = (), **more: object) -> Done:
     """Run by `hasten run --devices`."""
     wide = (HASTEN, "run", "--devices", str(devices), "--accelerator", "cpu", *options)
-    return execute(*wide, *words, cwd=folder, **more)  # type: ignore[arg-type]
+    return execute(*wide, *words, cwd=folder, env=quick(), **more)  # type: ignore[arg-type]
 
 
 def far(one: Path, other: Path) -> float:
@@ -114,7 +114,7 @@ def far(one: Path, other: Path) -> float:
 
 def test_weights_are_those_of_one_process(tmp_path: Path) -> None:
     write(tmp_path, "train.py", WAYS)
-    alone = plain(tmp_path, "train.py", "alone.pt")
+    alone = plain(tmp_path, "train.py", "alone.pt", env=quick())
     assert alone.code == 0, alone.err
     wide = on(2, tmp_path, "train.py", "wide.pt")
     assert wide.code == 0, wide.err

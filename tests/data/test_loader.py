@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -21,6 +18,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset,
 from hasten.data import DataLoader
 from hasten.errors import HastenError
 from tests.data.loader_trainings import Keyed, Numbers, ranks_loaders, take
+from tests.fork_here import fork_here
 
 
 def rows_of(loader):
@@ -307,14 +305,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_ranks_of_torch_distributed(tmp_path):
-    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANKS, str(rank), str(tmp_path / "meet")],
-            env=environ, stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    ranks = [fork_here(RANKS, str(rank), tmp_path / "meet") for rank in range(2)]
     lines = [process.communicate(timeout=60)[0].strip() for process in ranks]
     whole = [int(row[0]) for row in take(ranks_loaders(Numbers(11), 2, batch_size=2, shuffle=True))]
     shares = [json.loads(line.rpartition(" ")[0]) for line in lines]

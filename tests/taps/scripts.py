@@ -35,6 +35,11 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **changes}
 
 
+def quick() -> dict[str, str]:
+    """The same for scripts whose start nobody looks at: torch is imported as `tests/quick_start` has it."""
+    return environment(PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+
+
 def ctrl_c_works() -> None:
     """Undo what `make` and a shell's `&` do to their children: ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.taps.forks import command
-from tests.taps.scripts import OURS, Done, hastened, listened, plain, write
+from tests.taps.forks import command, forked, listened_in_fork
+from tests.taps.scripts import OURS, Done, listened, plain, quick, write
 
 CASES = """
 import sys, threading
@@ -108,7 +108,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     """A folder with the script, and what it says under Python."""
     folder = tmp_path_factory.mktemp("cases")
     write(folder, "train.py", CASES)
-    return folder, plain(folder, "train.py")
+    return folder, plain(folder, "train.py", env=quick())
 
 
 def test_tracebacks_show_the_script_and_torch_but_not_hasten(cases: tuple[Path, Done]) -> None:
@@ -161,6 +161,6 @@ def test_a_worker_process_that_fails_says_what_it_said(tmp_path: Path) -> None:
             pass
         """,
     )
-    expected, done = plain(tmp_path, "train.py"), hastened(tmp_path, "train.py")
-    assert done == expected
+    done, _ = listened_in_fork(tmp_path, "train.py")
+    assert done == forked(tmp_path, "train.py")
     assert "KeyError" in done.err

@@ -89,6 +89,15 @@ def test_what_hastens_trainer_logs_is_heard(tmp_path: Path) -> None:
     assert not (tmp_path / "logs").exists()
 
 
+PRINTED = """
+import torch
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.AdamW([weight], lr=0.5)
+for step in range(3):
+    (weight * 1).sum().backward()
+    optimizer.step()
+    print("val_loss", weight.item() + step, flush=True)
+"""
 PRINTS = """
 import sys, time
 from pathlib import Path
@@ -131,11 +140,11 @@ def test_a_run_that_dies_has_no_result(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_installed_and_one_that_finds_nothing_to_act_on_is_no_result(tmp_path: Path) -> None:
-    runs = runs_of(tmp_path, LOGS, "val_loss<=2")
-    runs.kind = runs.first()[1].chosen()
-    plain, scaled = (
-        runs.run(Candidate(plan=plan), 1.0, 0, "halving", runs.goal, None).readings for plan in ({}, {"lr_scale": 2.0})
-    )
+    runs = runs_of(tmp_path, PRINTED, "val_loss<=2")
+    _, readings = runs.first()
+    runs.kind = readings.chosen()
+    plain = readings.of_kind(runs.kind)
+    scaled = runs.run(Candidate(plan={"lr_scale": 2.0}), 1.0, 0, "halving", runs.goal, None).readings
     assert [one.value for one in scaled] != [one.value for one in plain]
     idle = runs.run(Candidate(plan={"batch_scale": 4}), 1.0, 0, "halving", runs.goal, None)
     assert (idle.outcome, idle.to_goal) == ("idle", None)

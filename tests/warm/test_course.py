@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.plan import Setting
+from hasten.warm import schedule as schedule_room
 from hasten.warm.course import Course
 from hasten.warm.options import Candidate, WarmOptions
 from hasten.warm.record import Measured
@@ -38,24 +39,32 @@ def fed(course: Course, effects: dict[int, float], blocks: int = 40, noise: floa
 # -- regret ------------------------------------------------------------------------------------------------------------
 
 
-def shares(clock: SimpleNamespace, noise: float, blocks: int, trainings: range) -> list[float]:
-    """The speed that was chosen as a share of the best possible, of each training."""
-    found = []
-    for seed in trainings:
-        training = Training(seed)
-        course, _ = searched(Machine(training, noise, 100 + seed), clock, blocks, seed)
-        found.append(training.best() / training.seconds({NAMES[i] for i in course.chosen()}))
-    return found
+@pytest.fixture(scope="module")
+def noisy() -> list[tuple[Training, Course, list[Measured]]]:
+    """Searches of sixty blocks at 10 % noise, one of each training."""
+    with pytest.MonkeyPatch.context() as patch:
+        clock = SimpleNamespace(now=0.0)
+        patch.setattr(schedule_room, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        trainings = [Training(seed) for seed in range(20)]
+        return [(one, *searched(Machine(one, 0.1, 100 + n), clock, 60, n)) for n, one in enumerate(trainings)]
 
 
-def test_sixty_blocks_find_nearly_the_best(clock: SimpleNamespace) -> None:
-    found = shares(clock, 0.1, 60, range(20))
+def share(training: Training, course: Course) -> float:
+    """The speed that was chosen as a share of the best possible."""
+    return training.best() / training.seconds({NAMES[i] for i in course.chosen()})
+
+
+def test_sixty_blocks_find_nearly_the_best(noisy: list[tuple[Training, Course, list[Measured]]]) -> None:
+    found = [share(training, course) for training, course, _ in noisy]
     assert statistics.fmean(found) >= 0.95, found
     assert min(found) >= 0.8
 
 
 def test_on_a_quiet_machine_thirty_are_enough(clock: SimpleNamespace) -> None:
-    found = shares(clock, 0.03, 30, range(20))
+    found = []
+    for seed in range(20):
+        training = Training(seed)
+        found.append(share(training, searched(Machine(training, 0.03, 100 + seed), clock, 30, seed)[0]))
     assert statistics.fmean(found) >= 0.95, found
 
 
@@ -70,12 +79,12 @@ def test_where_nothing_helps_nothing_is_spoiled(clock: SimpleNamespace) -> None:
     assert min(found) >= 0.9, found
 
 
-def test_searching_itself_is_not_slower_than_the_script(clock: SimpleNamespace) -> None:
+def test_searching_itself_is_not_slower_than_the_script(
+    noisy: list[tuple[Training, Course, list[Measured]]],
+) -> None:
     """The blocks of the search ran at the script's own pace or faster, on average over the trainings."""
     paces = []
-    for seed in range(10):
-        training = Training(seed)
-        _, seen = searched(Machine(training, 0.1, 100 + seed), clock, 60, seed)
+    for training, _, seen in noisy:
         paces += [training.seconds({NAMES[i] for i in block.on}) for block in seen if block.part == "search"]
     assert statistics.fmean(paces) < 0.8
 
