@@ -67,11 +67,23 @@ def test_a_small_shared_memory_ends_no_training(tmp_path: Path) -> None:
     assert changed["seen"] == plain["seen"]
     assert [one[0] for one in changed["own"]] == [False] * 4  # each pass begins with workers
     assert [one[-1] for one in changed["own"]] == [True] * 4
-    assert said.count("the training makes the rest of this pass itself: /dev/shm has no room for a batch (") == 2, said
-    assert (
-        said.count("the training makes the rest of this pass itself: /dev/shm has no room for a batch of 4.0 MB") == 2
-    )
-    assert "2 of 2 workers, with 1 batches ready in each, from this pass on: /dev/shm has 20 MB free" in said
+    none = "the training makes the rest of this pass itself: /dev/shm has no room for a batch"
+    assert said.count(f"{none} (") == said.count(f"{none} of 4.0 MB (") == 1, said  # once for each loader
+    assert "2 of 2 workers, each 1 batch ahead, from this pass on: /dev/shm has 20 MB free" in said
+
+
+def test_no_room_for_a_single_batch_is_said_once(tmp_path: Path) -> None:
+    """3 MB: torch's collate fails in the first batch of the first pass, and later passes start no workers."""
+    (tmp_path / "train.py").write_text(LARGE)
+    (tmp_path / "plan.toml").write_text(PLAN)
+    inside = 'mount -t tmpfs -o size=3m tmpfs /dev/shm && exec "$0" -m hasten run --plan plan.toml train.py'
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("this user may not have a /dev/shm of their own")
+    changed, said = told(["unshare", "-m", "sh", "-c", inside, sys.executable], tmp_path)
+    assert changed["own"] == [[True] * 6] * 4
+    assert all(sorted(index for batch in one for index in batch) == list(range(24)) for one in changed["seen"])
+    assert said.count("the training makes the rest of this pass itself") == 2, said
+    assert said.count("no worker, the training makes this pass itself: /dev/shm has 3.0 MB free") == 2, said
 
 
 HUNGRY = """
@@ -146,7 +158,7 @@ def test_memory_of_a_real_group_bounds_the_workers(train: Train) -> None:
     assert short.left["order"] == roomy.left["order"]
     assert len(short.left["order"][-1]) == 2
     assert short.left["draws"] == roomy.left["draws"]
-    assert "1 of 2 workers, with 2 batches ready in each, from this pass on: " in short.err
+    assert "1 of 2 workers, each 2 batches ahead, from this pass on: " in short.err
     assert "of memory are free, and a worker takes" in short.err
     assert "the training makes the rest of this pass itself" in short.err
 

@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoader
 from hasten.data.carried import why_not_carried
 from hasten.data.deaths import RaisedWhereWaited
 from hasten.data.look import Look, random_states
-from hasten.data.making import no_room, share, shared_bytes
+from hasten.data.making import no_room, share, shared_bytes, shm_free
 from hasten.data.opened import changed_file, mapped_file, opened
 from hasten.data.orders import Positions, batches, batching
 from hasten.data.reach import SAYS, WRITES
@@ -37,7 +37,7 @@ _SHM_HINT = "docker run --shm-size=8g enlarges it"
 class Made:
     """A batch that a worker made, the files it is made of, and what its making changed.
 
-    `size` is what it takes of /dev/shm, in bytes; where that had no room for it, `full` says so, and there is no batch.
+    `size`: what it takes of /dev/shm, in bytes; where that has no room for it, `full` says so, and there is no batch.
     """
 
     __slots__ = ("batch", "changed", "drew", "files", "full", "size")
@@ -88,7 +88,8 @@ class _Maker:
             if not no_room(error):
                 raise
             need = f"a batch of {size / 2**20:.1f} MB" if size else "a batch"
-            return Made(None, "", False, size=size, full=f"/dev/shm has no room for {need} ({_SHM_HINT})")
+            least = size or 1 + (shm_free() or 0)  # torch's collate does not say how large the batch would have been
+            return Made(None, "", False, size=least, full=f"/dev/shm has no room for {need} ({_SHM_HINT})")
         return Made(None if changed else batch, changed, random_states() != before, heard.files, size)
 
 
@@ -141,18 +142,25 @@ class HandedOver:
         self, workers: int, prefetch: int, let_go: Callable[[str], None], fewer: Callable[[str], None] | None = None
     ) -> None:
         self.workers, self.prefetch = workers, prefetch
-        self._let_go, self.fewer = let_go, fewer or _nobody
+        self._let_go, self._fewer = let_go, fewer or _nobody
         self.room = WorkerRoom(workers, prefetch)
-        self._last = workers, prefetch
+        self._said: set[tuple[str, bool]] = set()
 
     def counts(self) -> tuple[int, int]:
         """Return how many workers a pass that begins has room for, and how many batches each may be ahead."""
         workers, prefetch, why = self.room.counts()
-        if why and (workers, prefetch) != self._last:
-            fewer = f"{workers} of {self.workers} workers, with {prefetch} batches ready in each, from this pass on"
-            self.fewer(f"{fewer if workers else 'no worker, the training makes this pass itself'}: {why}")
-        self._last = workers, prefetch
+        if why:
+            ahead = f"{prefetch} batch{'es' * (prefetch > 1)} ahead"
+            fewer = f"{workers} of {self.workers} workers, each {ahead}, from this pass on"
+            self.tell(f"{fewer if workers else 'no worker, the training makes this pass itself'}: {why}")
         return workers, prefetch
+
+    def tell(self, why: str) -> None:
+        """Say what lack of room does, once: figures differ from pass to pass, results do not."""
+        kind = why.partition(":")[0], "/dev/shm" in why
+        if kind not in self._said:
+            self._said.add(kind)
+            self._fewer(why)
 
     def stop(self, why: str) -> None:
         """From here on the training makes this loader's batches."""
@@ -359,7 +367,7 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
         self._hasten_handed.room.measure(self._hasten_pids())
         self._hasten_end_workers()
         self._hasten_alone = True
-        self._hasten_handed.fewer(f"the training makes the rest of this pass itself: {why}")
+        self._hasten_handed.tell(f"the training makes the rest of this pass itself: {why}")
 
     def _hasten_end_workers(self) -> None:
         workers, self._hasten_workers, self._hasten_ahead = self._hasten_workers, None, False
