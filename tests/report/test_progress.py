@@ -178,6 +178,15 @@ def test_the_course_of_a_real_search_shows_no_more_than_is_claimed_of_it(path: P
     assert f"in turn {ratio.ratio:.2f}x ({ratio.low:.2f}x to {ratio.high:.2f}x)" in line
 
 
+def test_a_line_says_that_others_disturbed_what_is_best():
+    file = io.StringIO()
+    with TuneProgress(Console(file=file, width=80), 120.0) as progress:
+        for _ in range(2):
+            progress.block(block(0.01, "cpu_threads", taken=0.86), 0.1)
+    said = "best so far roughly 10.0x while others took 86 % of the CPU (not measured in turn yet), after 2 blocks"
+    assert said in file.getvalue()
+
+
 def test_a_dumb_terminal_gets_lines(terminal: Terminal):
     console = Console(file=terminal.file, force_terminal=True, _environ={"TERM": "dumb"})
     with TuneProgress(console, 60.0) as progress:

@@ -16,7 +16,7 @@ from hasten import messages
 from hasten.report import course, words
 from hasten.report.screen import Screen
 from hasten.tuner.found import Claimed
-from hasten.tuner.proof import Block
+from hasten.tuner.proof import Block, beside_others
 
 _BETTER = 1.03  # a pace that is worth a line of its own
 _TICK = 1.0  # seconds between updates of the clock
@@ -135,9 +135,10 @@ class TuneProgress:
             return
         self._said = best[0]
         after = words.count(self._blocks, "block")
-        self.say(
-            f"best so far roughly {words.times(best[0])} (not measured in turn yet), after {after}: {_names(best[1])}"
-        )
+        last = self._last
+        beside = beside_others(last.taken) if last is not None and last.disturbed else ""
+        pace = f"best so far roughly {words.times(best[0])}{beside} (not measured in turn yet)"
+        self.say(f"{pace}, after {after}: {_names(best[1])}")
 
     def _draw(self) -> None:
         """Write the line at the bottom again."""
