@@ -290,8 +290,9 @@ class Compile(Technique):
 
         Hooks set on layers after it was compiled (they would never run), NumPy's random numbers (torch's would
         stand in for them), an `assert` about a tensor (it would raise another error), and a graph that is
-        differentiated again (`retain_graph=True`): its backward would have overwritten what the forward has saved. Only
-        once something is compiled: a script's own torch.compile alone stays as it is.
+        differentiated again (`retain_graph=True`): its backward would have overwritten what the forward has saved. And
+        it takes two draws that look alike (`torch.randn_like(x)` twice) for one, since torch's list of operators that
+        draw lacks some (2.13). Only once something is compiled: a script's own torch.compile alone stays as it is.
         """
         import torch._functorch.config
 
@@ -299,6 +300,7 @@ class Compile(Technique):
         self._configure("use_numpy_random_stream", True)
         self._configure("rewrite_assert_with_torch_assert", False)
         self._set(torch._functorch.config, "donated_buffer", False)
+        self._set(torch._functorch.config, "cse", False)
 
 
 def differentiates_again(home: str) -> str:
