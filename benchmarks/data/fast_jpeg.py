@@ -1,9 +1,10 @@
 """What simplejpeg would bring a loader function in place of Pillow, and whether the pixels are the same.
 
-    python benchmarks/data/fast_jpeg.py --cifar ../shared/data/cifar10-test.parquet --out results.json
+    python benchmarks/data/fast_jpeg.py --cifar ../shared/data/cifar10-test.parquet --out results.json    # a minute
 
 Both sides give what `Image.open(path).convert("RGB")` gives: a PIL image with its `info`, of which Image.open reads
-the header. "pixels" leaves out all of that: the least that any use of simplejpeg could take.
+the header. "pixels" leaves out all of that: the least that any use of simplejpeg could take. It needs simplejpeg,
+Pillow and, for `--cifar`, pyarrow; without `--cifar`, images are drawn. That pixels are equal is no figure of time.
 """
 
 from __future__ import annotations
