@@ -1,64 +1,64 @@
-"""Peak memory of a training that is compiled, with and without a budget for what its forward keeps.
+"""Peak memory of a compiled training step, with and without a budget for the activations that its forward keeps.
 
-    nice -n 19 python benchmarks/activation_budget.py [--json FILE] [--only NAME]
+    nice -n 19 python benchmarks/activation_budget.py [--budgets 0.5 0.1]
 
-Each plan trains 24 steps in a process of its own, after one that fills the cache of compiled code, so that the
-compiler's own memory is not in the peak. Memory is that of the process that trains, from the first step on, without
-torch's compile workers. Bytes do not depend on what else the machine does; seconds of a step do, so they are not given.
-About five minutes on two cores.
+Four blocks (LayerNorm, Linear 128-512, GELU, Linear 512-128) on 32768 rows. Each plan has a process of its own; the
+peak is that of its third and fourth step above what the process holds before them, so that the compiler's memory is not
+in it. Bytes, not times, so another load on the machine does no harm. A few minutes, most of them the compiler's.
 """
 
 import argparse
 import json
+import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
-from hand_tuned import machine
+from torch import nn
 
-from hasten.batch.attempt import Attempts, free_bytes
-from hasten.plan import Setting
-
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {
-    "gpt_char": ["benchmarks/scripts/gpt_char.py", "--batch-size", "64", "--layers", "8", "--epochs", "2"],
-    "convolutions": ["benchmarks/memory/convolutions.py"],
-}
-Plan = dict[str, Setting]
-PLANS: list[Plan] = [
-    {},
-    {"compile": "default"},
-    *({"compile": {"mode": "default", "activation_budget": budget}} for budget in (0.5, 0.3, 0.1)),
-    {"activation_checkpointing": True},
-]
+from hasten.batch.inside import peak_bytes, reset_peak
+from hasten.run import Run
+from hasten.techniques import CATALOGUE, build
 
 
-def peak(command: list[str], plan: Plan) -> int | str:
-    """Return the peak in bytes, or why there is none."""
-    line = [sys.executable, str(ROOT / command[0]), *command[1:]]
-    with tempfile.TemporaryDirectory() as scratch:
-        attempts = Attempts(line, tuple(command), Path(scratch), free_bytes(), timeout=300)
-        if "compile" in plan:
-            attempts.run(plan=plan)
-        attempt = attempts.run(plan=plan)
-    return attempt.peak - attempt.workers if attempt.outcome == "ok" else attempt.reason or attempt.outcome
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def train(plan: dict[str, object]) -> None:
+    """Print the peak of two steps in bytes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(4)], nn.Linear(128, 1))
+    run = Run(build(plan, CATALOGUE))
+    run.process()
+    run.model(model, ())
+    for step in range(4):
+        if step == 2:
+            reset_peak()
+            before = peak_bytes()
+        model(torch.randn(32768, 128)).square().mean().backward()
+        model.zero_grad()
+    assert not run.skipped, run.skipped
+    print(peak_bytes() - before)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="one of: " + ", ".join(SCRIPTS))
-    parser.add_argument("--json", type=Path, help="where the raw results go")
+    parser.add_argument("--budgets", type=float, nargs="*", default=[0.5, 0.1])
+    parser.add_argument("--plan", type=json.loads, help="train under this plan, in this process")
     args = parser.parse_args()
-    record = {}
-    for name, command in SCRIPTS.items():
-        if args.only not in ("", name):
-            continue
-        rows = record[name] = [{"plan": plan, "peak": peak(command, plan)} for plan in PLANS]
-        print(f"{name}: " + ", ".join(f"{row['plan'] or 'as it is'}: {row['peak']}" for row in rows), flush=True)
-    if args.json:
-        content = {"machine": machine(), "torch": torch.__version__, "rows": record}
-        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if args.plan is not None:
+        train(args.plan)
+        return
+    compiled = [{"compile": {"mode": "default", "activation_budget": budget}} for budget in args.budgets]
+    for plan in ({}, {"compile": "default"}, *compiled, {"activation_checkpointing": True}):
+        line = [sys.executable, __file__, "--plan", json.dumps(plan)]
+        done = subprocess.run(line, capture_output=True, text=True, check=True)
+        print(f"{int(done.stdout) / 1e6:6.0f} MB  {json.dumps(plan) if plan else 'as it is'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -82,19 +82,15 @@ WIDE = """
 
 
 # Blocks of two widths: a wide one holds four times as much as a narrow one.
-UNEVEN = (
-    DEEP.replace("Block() for _ in range(6)", "Block(kind) for kind in (16, 64, 16, 64, 16, 64)")
-    .replace(
-        """        def __init__(self):
+UNEVEN = DEEP.replace("Block() for _ in range(6)", "Block(kind) for kind in (16, 64, 16, 64, 16, 64)").replace(
+    """        def __init__(self):
             super().__init__()
             self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
 """,
-        """        def __init__(self, wide):
+    """        def __init__(self, wide):
             super().__init__()
             self.up, self.down = nn.Linear(16, wide), nn.Linear(wide, 16)
 """,
-    )
-    .replace("rows = 589824", "rows = 294912")
 )
 
 
@@ -205,13 +201,13 @@ def test_of_uneven_blocks_those_are_computed_again_that_the_knapsack_names(tmp_p
     ran = execute(HASTEN, "tune", "--memory", "8GiB", *line, cwd=tmp_path, timeout=300)
     assert "as it is" in ran.out
     whole = json.loads((tmp_path / "hasten-memory.json").read_text())["peak_bytes"]
-    line = ["--memory", str(int((whole - 142 * MB) / 0.95)), *line]
+    line = ["--memory", str(int((whole - 283 * MB) / 0.95)), *line]
     ran = execute(HASTEN, "tune", *line, cwd=tmp_path, timeout=300)
     assert ran.code == 0, ran.err
     figures = json.loads((tmp_path / "hasten-memory.json").read_text())
-    assert figures["peak_bytes"] <= whole - 142 * MB
+    assert figures["peak_bytes"] <= whole - 283 * MB
     named = Plan.read(tmp_path / "hasten.toml").techniques["activation_checkpointing"]
-    # A wide one holds 75 MB, a narrow one 19: all three narrow ones and a wide one are 132.
+    # A wide one holds 151 MB, a narrow one 38: all three narrow ones and a wide one are 264, and the last is free.
     assert named == "blocks.1,blocks.3", ran.out
     again = execute(HASTEN, "run", "train.py", cwd=tmp_path)
     assert (again.out, weights(tmp_path)) == (plain.out, reference), again.err
