@@ -56,8 +56,7 @@ def test_a_row_names_tests_that_are_there(row: str) -> None:
     assert slow == ("*slow*" in row)
 
 
-@pytest.mark.slow  # imports most of the tests
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(300)  # imports many of the tests
 def test_pytest_collects_them() -> None:
     tests = [
         f"tests/{file}::{name}" + f"[{case}]" * bool(case) for row in ROWS for file, name, case in NAMED.findall(row)
