@@ -45,6 +45,20 @@ def both(logits: torch.Tensor, target: torch.Tensor, **options: Any) -> list[tup
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("place", [(2, 1), (2, 3), (2,)], ids=["its target", "another class", "all of a row"])
+def test_what_is_not_finite_spreads_as_in_torchs(
+    technique: ChunkedLoss, reduction: str, value: float, place: tuple[int, ...]
+) -> None:
+    """A training that blows up must not go on with gradients of zero."""
+    logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    logits[place] = value
+    (loss, gradient), (our_loss, our_gradient) = both(logits, torch.tensor([0, 1, 1, 2, 3, 4]), reduction=reduction)
+    assert torch.allclose(loss, our_loss, equal_nan=True)
+    assert torch.allclose(gradient, our_gradient, equal_nan=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @settings(max_examples=15)
 @given(rows=st.integers(1, 40), classes=st.integers(1, 30), ignored=st.integers(0, 40), seed=st.integers(0, 99))

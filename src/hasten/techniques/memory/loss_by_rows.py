@@ -36,6 +36,7 @@ class _ByRows(torch.autograd.Function):
         total = torch.empty(len(logits), dtype=wide, device=logits.device)
         for part in _parts(logits):
             total[part] = logits[part].to(wide).logsumexp(1)
+        total[total == torch.inf] = torch.nan  # as log_softmax makes of a row with an infinite logit
         losses = (total - _picked(logits, index).squeeze(1).to(wide)).where(counts, 0)
         count = counts.sum()
         scale = (1 / count if reduction == "mean" else torch.ones((), device=logits.device)).to(wide)
