@@ -373,3 +373,24 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, number: signal.Signal
     while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in everybody):
         assert time.monotonic() < end, "a rank was left behind"
         time.sleep(0.05)
+
+
+@SLOW
+def test_a_second_ctrl_c_ends_ranks_that_answer_no_signal(tmp_path: Path) -> None:
+    deaf = "import signal; [signal.signal(one, signal.SIG_IGN) for one in (signal.SIGINT, signal.SIGTERM)]"
+    loop(tmp_path, f"{deaf}; print('trains', flush=True)", epochs=1_000_000)
+    words = [HASTEN, "run", "--devices", "2", "--accelerator", "cpu", "train.py"]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=ctrl_c_works,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()
+        everybody = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):  # torch's agent waits half a minute for them
+            process.wait(2)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert not [one for one in everybody if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]

@@ -12,11 +12,13 @@ import sys
 import threading
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -88,7 +90,8 @@ def run(ranks: Ranks) -> int:
         late.daemon = True
         late.start()
         try:
-            launch_agent(config, sys.executable, command)
+            with _second_ctrl_c():
+                launch_agent(config, sys.executable, command)
         except ChildFailedError as error:
             stderr.close()
             return _explain(error, ranks)
@@ -101,6 +104,33 @@ def run(ranks: Ranks) -> int:
         finally:
             late.cancel()
     return 0
+
+
+@contextmanager
+def _second_ctrl_c() -> Iterator[None]:
+    """A second Ctrl-C kills the ranks: at the first, torch's agent waits half a minute for those that do not end.
+
+    Its handlers raise where it waits, and then it waits once more. So signals are heard beside them.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_hear, args=(ours,), name="second Ctrl-C", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        theirs.close()
+
+
+def _hear(signals: socket.socket) -> None:
+    heard = 0
+    with signals:
+        while numbers := signals.recv(64):
+            heard += numbers.count(signal.SIGINT)
+            for child in psutil.Process().children(recursive=True) if heard > 1 else ():
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
 
 
 def _seconds(ranks: Ranks) -> float:
