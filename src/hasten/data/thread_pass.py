@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -19,6 +18,7 @@ from hasten.data.making import IDLE, Collate, Source
 from hasten.data.passes import HUNG, Counted
 from hasten.data.sample_keys import unmoved
 from hasten.errors import HastenError
+from hasten.frames import frame_of
 from hasten.messages import warn
 
 
@@ -143,7 +143,7 @@ class Threads(Counted, _BaseDataLoaderIter):
         if task.worker is None:
             return "no thread has begun the next batch"
         index, since, number, _ = self._beats[task.worker].tolist()
-        frame = sys._current_frames().get(self._threads[task.worker].ident or 0)
+        frame = frame_of(self._threads[task.worker].ident)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (the thread has ended)"
         seconds = time.monotonic() - since / 1e9
         return (

@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.evidence.facts import caller
 from hasten.evidence.open_pass import OpenPass
+from hasten.frames import frame_of
 from hasten.taps.config import DoctorOptions
 from hasten.taps.steps_over import NEVER
 
@@ -212,6 +212,6 @@ def _patience(phases: list[list[float]]) -> float:
 def _place_of(thread: threading.Thread) -> str:
     """`file:line` of the script where a thread is, past libraries."""
     with contextlib.suppress(Exception):
-        frame = sys._current_frames().get(thread.ident or 0)
+        frame = frame_of(thread.ident)
         return caller(frame)
     return ""

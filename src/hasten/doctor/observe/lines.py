@@ -18,6 +18,7 @@ from typing import Any
 from hasten.doctor.observe.log import Whose, whose
 from hasten.evidence import PHASES, Line, Phase
 from hasten.evidence.recorder import Recorder
+from hasten.frames import frame_of
 from hasten.taps import data, modules
 from hasten.taps.protocol import Session
 
@@ -97,7 +98,7 @@ class LineWatch:
         last, looks = perf_counter(), 0
         with self._session.run.guard("looking where the training is"):
             while not self._over.wait(next(apart for until, apart in _APART if looks < until)):
-                frame = sys._current_frames().get(trains)
+                frame = frame_of(trains)
                 if frame is None:
                     return
                 now = perf_counter()
