@@ -119,11 +119,11 @@ def test_neighbours_that_come_and_go(tmp_path: Path, plant: None, monkeypatch: p
         assert block.taken is not None
         assert block.taken > 0.2
     quiet = [pair for pair in found.sides() if not any(side.disturbed for side in pair)]
+    claim = found.claim()
+    assert claim is not None
     if len(quiet) >= 3:
         assert found.counted() == quiet
         assert found.disturbed() is None
-    else:  # where this test shares its machine
+        assert claim.ratio > 1.2
+    else:  # where this test shares its machine, it may come to any figure, and says what that is worth
         assert found.disturbed() is not None
-    claim = found.claim()
-    assert claim is not None
-    assert claim.ratio > 1.2
