@@ -101,7 +101,8 @@ ON, OFF = 1.5, 1.0  # seconds
 @pytest.mark.timeout(300)
 def test_neighbours_that_come_and_go(tmp_path: Path, plant: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 12 ms that become 6: whatever ran beside busy processes is known as such, and is not the claim."""
-    write(tmp_path, "work/train.py", TRAIN + "train(10 ** 6)")
+    sleeping = TRAIN.replace("from tests.warm.waiting import wait", "from time import sleep as wait")
+    write(tmp_path, "work/train.py", sleeping + "train(10 ** 6)")
     (tmp_path / "scratch").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     only = (Candidate("helps", True),)
