@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hasten.errors import HastenError
+from hasten.techniques.compute.draws import draws
 from hasten.techniques.replaced import Replaced
 
 _SETTING, _CHOICE = "activation_memory_budget", "choose_saved_values_set"
@@ -64,7 +65,7 @@ class ActivationBudget:
         def choose(joint_graph: Any, node_info: Any, memory_budget: float = 1) -> Any:
             if memory_budget != self._budget:  # the script's own, for a region, or none
                 return plain(joint_graph, node_info, memory_budget=memory_budget)
-            drawn = [node for node in joint_graph.nodes if _draws(node) and "recompute" not in node.meta]
+            drawn = [node for node in joint_graph.nodes if draws(node.target) and "recompute" not in node.meta]
             for node in drawn:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             try:
@@ -80,13 +81,6 @@ class ActivationBudget:
         return choose
 
 
-def _draws(node: Any) -> bool:
-    """Whether a node of a graph draws random numbers."""
-    import torch
-
-    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
 def _drawn_again(node_info: Any, saved: list[Any]) -> str:
     """Name a random operator of the forward that the backward would run again; "" for none."""
     kept, seen = set(saved), set()
@@ -96,7 +90,7 @@ def _drawn_again(node_info: Any, saved: list[Any]) -> str:
         if node in seen or node in kept:
             continue
         seen.add(node)
-        if _draws(node) and node_info.is_required_fw(node):
+        if draws(node.target) and node_info.is_required_fw(node):
             return str(node.target)
         ahead += node.all_input_nodes
     return ""

@@ -290,17 +290,22 @@ class Compile(Technique):
 
         Hooks set on layers after it was compiled (they would never run), NumPy's random numbers (torch's would
         stand in for them), an `assert` about a tensor (it would raise another error), and a graph that is
-        differentiated again (`retain_graph=True`): its backward would have overwritten what the forward has saved. And
-        it takes two draws that look alike (`torch.randn_like(x)` twice) for one, since torch's list of operators that
-        draw lacks some (2.13). Only once something is compiled: a script's own torch.compile alone stays as it is.
+        differentiated again (`retain_graph=True`): its backward would have overwritten what the forward has saved. Two
+        draws that look alike (`torch.randn_like(x)` twice) it takes for one, since torch's list of operators that draw
+        lacks some (2.13); they get a list of all (without its search for what is computed twice, a GPT's step took 15 %
+        longer). Only once something is compiled: a script's own torch.compile alone stays as it is.
         """
+        import torch._functorch.compile_utils
         import torch._functorch.config
+
+        from hasten.techniques.compute.draws import Draws
 
         self._configure("skip_nnmodule_hook_guards", False)
         self._configure("use_numpy_random_stream", True)
         self._configure("rewrite_assert_with_torch_assert", False)
         self._set(torch._functorch.config, "donated_buffer", False)
-        self._set(torch._functorch.config, "cse", False)
+        if not isinstance(listed := torch._functorch.compile_utils.rand_ops, Draws):
+            self._set(torch._functorch.compile_utils, "rand_ops", Draws(listed))
 
 
 def differentiates_again(home: str) -> str:
