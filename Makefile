@@ -3,7 +3,8 @@
 #
 #   make demo    tune a slow image training while it runs, three minutes in all, then run it under the plan
 #                (make demo BUDGET=1m: shorter)
-#   make test    lint, types, import contract, fast tests     (make test TESTS=tests/test_plan.py MARK=slow)
+#   make test    lint, types, import contract, fast tests     (make test TESTS=tests/check MARK=slow)
+#                (make test MARK=slow PART=2/8: the second of eight parts of the slow ones, which are hours in all)
 #   make fuzz    the property tests on fresh examples (make test draws the same ones each time)
 #   make lint    ruff only
 #   make bench   measure against hand-tuned twins
@@ -18,6 +19,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 TESTS  ?= tests
 MARK   ?= not slow
+PART   ?= 1/1
 JOBS   ?= 3
 BUDGET ?= 3m
 
@@ -80,7 +82,7 @@ imports: $(STAMP)
 test: lint types imports compiler
 	@echo "pytest: $(TESTS) ($(MARK))"
 	@$(BIN)/python -m compileall -q src  # once, not in each of the hundreds of processes that tests start
-	@$(BIN)/pytest -q -n $(JOBS) -m "$(MARK)" $(TESTS)
+	@$(BIN)/pytest -q -n $(JOBS) -m "$(MARK)" --part $(PART) $(TESTS)
 
 demo: $(STAMP) compiler
 	@mkdir -p $(DEMO)

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.exact import flag_rows, step_rows, trainer_rows
 from benchmarks.exact.cover import pairs_of
 from benchmarks.exact.page import page
-from benchmarks.exact.rows import ELSEWHERE, SETTINGS, Row, alone, covering, for_memory, on_files
+from benchmarks.exact.rows import ELSEWHERE, SETTINGS, Row, alone, covering, for_memory, on_files, with_compile
 from hasten.check.checked import Checked
 from hasten.check.options import WitnessOptions
 from hasten.check.run import check_plan
@@ -135,11 +135,7 @@ def rows(quick: bool) -> list[tuple[str, Row]]:
     chosen += [("pairs", row) for row in covering(eager, among=among)]
     chosen += [("on files", row) for row in on_files(eager if quick else SETTINGS)]
     chosen += [("for memory", row) for row in for_memory(eager if quick else SETTINGS)]
-    with_compile = {pair for pair in pairs_of(list(SETTINGS)) if "compile" in pair}
-    if not quick:
-        every = {pair for row in covering(list(SETTINGS), seed=1) for pair in pairs_of(row.features())}
-        with_compile |= {pair for pair in every if "compile" in pair}
-    return [*chosen, *(("pairs with compile", row) for row in covering(list(SETTINGS), among=with_compile))]
+    return [*chosen, *(("pairs with compile", row) for row in with_compile(kinds=not quick))]
 
 
 Key = tuple[str, str, frozenset[str]]
@@ -248,8 +244,7 @@ def _trainers(quick: bool) -> list[trainer_rows.TrainerRow]:
     eager = [name for name in trainer_rows.TECHNIQUES if name != "compile"]
     chosen = trainer_rows.covering(eager, among=pairs_of(eager) if quick else None)
     if not quick:
-        with_compile = {pair for pair in pairs_of(list(trainer_rows.TECHNIQUES)) if "compile" in pair}
-        chosen += trainer_rows.covering(list(trainer_rows.TECHNIQUES), among=with_compile)
+        chosen += trainer_rows.with_compile()
     return [*chosen, *trainer_rows.more()]
 
 

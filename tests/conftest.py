@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import sys
@@ -41,8 +42,31 @@ WAITING = (
 )
 
 
-@pytest.hookimpl(trylast=True)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take `--part`: the slow tests are hours, more than a person can let run at once."""
+    help = "of N parts of the chosen tests, run the K-th: `-m slow --part 2/8`"
+    parser.addoption("--part", metavar="K/N", type=_part, help=help)
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part, such as 2/8")
+    return int(number), int(of)
+
+
+@pytest.hookimpl(trylast=True)  # behind `-m` and `-k`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not of this part, and deal the rest."""
+    if part := config.getoption("part"):
+        number, of = part
+        kept = items[number - 1 :: of]  # neighbours are much alike: each part gets some of them
+        config.hook.pytest_deselected(items=[item for place, item in enumerate(items) if place % of != number - 1])
+        items[:] = kept
+    _deal(config, items)
+
+
+def _deal(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let each process of pytest-xdist begin with a part of what waits.
 
     At the end, where their names would put most of them, nothing would run beside the last; and what they measure is

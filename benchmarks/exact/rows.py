@@ -129,6 +129,19 @@ def covering(
     return cover(lambda draw: _throw(draw, chosen, kinds), seed, among)
 
 
+def with_compile(kinds: bool = True) -> list[Row]:
+    """Return rows in which `compile` meets every technique that it can.
+
+    Args:
+        kinds: Every kind of model, optimizer, data set and loop as well.
+    """
+    names = list(SETTINGS)
+    among = pairs_of(names)
+    if kinds:  # all that can meet: found by a covering of everything
+        among |= {pair for row in covering(names, seed=1) for pair in pairs_of(row.features())}
+    return covering(names, among={pair for pair in among if "compile" in pair})
+
+
 def on_files(techniques: Iterable[str]) -> list[Row]:
     """Return rows on folders of files, in which what acts on them alone meets everything else that it can.
 

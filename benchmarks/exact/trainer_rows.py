@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten
-from benchmarks.exact.cover import Pair, cover
+from benchmarks.exact.cover import Pair, cover, pairs_of
 
 TECHNIQUES: dict[str, Any] = {
     "precision": "bf16-mixed",
@@ -219,6 +219,12 @@ def covering(
     """Return rows in which every pair of techniques, flags, modules and optimizers that can meet does."""
     chosen, others = list(techniques), list(flags)
     return cover(lambda draw: _throw(draw, chosen, others), among=among)
+
+
+def with_compile() -> list[TrainerRow]:
+    """Return rows in which `compile` meets every other technique that it can."""
+    names = list(TECHNIQUES)
+    return covering(names, among={pair for pair in pairs_of(names) if "compile" in pair})
 
 
 def more() -> list[TrainerRow]:

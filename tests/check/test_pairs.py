@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from benchmarks.exact.cover import pairs_of
-from benchmarks.exact.rows import ON_FILES, SETTINGS, Row, alone, covering, for_memory, on_files
-from benchmarks.exact.trainings import EXTRAS, FILES, MANY_CLASSES
+from benchmarks.exact.rows import ON_FILES, SETTINGS, Row, alone, covering, for_memory, on_files, with_compile
+from benchmarks.exact.trainings import EXTRAS, FILES, MANY_CLASSES, MODELS
 from tests.check.conftest import Check
 from tests.check.test_check import said
 
 EAGER = [name for name in SETTINGS if name != "compile"]
 QUICK = [name for name in EAGER if name != "set_to_none"]  # acts on a million numbers and more: slow to compare
-FEW = covering(QUICK, among=pairs_of(QUICK))
-WITH_COMPILE = covering(list(SETTINGS), among={pair for pair in pairs_of(list(SETTINGS)) if "compile" in pair})
+# The fast suite has each of these kinds of training at least once, beside a technique that acts in all of them.
+NAMED = [model for model in MODELS if model != "mlp"]
+KINDS = Row.features_of(NAMED, ["two", "closure"], [], ["accumulation", "clipping"])
+FEW = covering(QUICK, among=pairs_of(QUICK) | {pair for kind in KINDS for pair in pairs_of([kind, "loader_workers"])})
+OF_FILES = list(alone(ON_FILES, FILES))
+OF_MANY_CLASSES = next(alone(["chunked_loss"], extras=[*EXTRAS, MANY_CLASSES]))
+IN_BACKWARD = next(alone(["optimizer_in_backward"]))
+ALL = [*covering(EAGER), *with_compile()]
+APART = [*on_files(EAGER), *for_memory(EAGER)]
 
 
 def keeps_its_word(check: Check, row: Row) -> None:
@@ -31,22 +36,26 @@ def test_each_pair_of_techniques_keeps_its_word(check: Check, row: Row) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("row", list(alone(ON_FILES, FILES)), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", OF_FILES, ids=lambda row: row.name)
 def test_what_acts_on_folders_of_files_keeps_its_word(check: Check, row: Row) -> None:
     keeps_its_word(check, row)
 
 
 @pytest.mark.timeout(300)
 def test_a_loss_over_many_classes_keeps_its_word(check: Check) -> None:
-    keeps_its_word(check, next(alone(["chunked_loss"], extras=[*EXTRAS, MANY_CLASSES])))
+    keeps_its_word(check, OF_MANY_CLASSES)
 
 
-@pytest.mark.slow  # a check for each row; which they are takes seconds to find, so not when tests are collected
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("rows", [on_files, for_memory], ids=lambda rows: rows.__name__)
-def test_these_do_beside_every_other_technique(check: Check, rows: Callable[[list[str]], list[Row]]) -> None:
-    for row in rows(EAGER):
-        keeps_its_word(check, row)
+@pytest.mark.timeout(300)
+def test_updates_during_the_backward_keep_their_word(check: Check) -> None:
+    keeps_its_word(check, IN_BACKWARD)
+
+
+@pytest.mark.slow  # a check for each row
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("row", APART, ids=lambda row: row.name)
+def test_these_do_beside_every_other_technique(check: Check, row: Row) -> None:
+    keeps_its_word(check, row)
 
 
 @pytest.mark.slow  # a check for each technique and training
@@ -58,6 +67,6 @@ def test_each_technique_alone_keeps_its_word(check: Check, row: Row) -> None:
 
 @pytest.mark.slow  # a check for each row of the covering array
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("row", [*covering(EAGER), *WITH_COMPILE], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ALL, ids=lambda row: row.name)
 def test_each_pair_with_each_kind_of_training_keeps_its_word(check: Check, row: Row) -> None:
     keeps_its_word(check, row)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hasten
 from benchmarks.exact.cover import pairs_of
-from benchmarks.exact.trainer_rows import FLAGS, TECHNIQUES, Table, TrainerRow, covering, more
+from benchmarks.exact.trainer_rows import FLAGS, TECHNIQUES, Table, TrainerRow, covering, more, with_compile
 from hasten.data import rng
 
 EAGER = [name for name in TECHNIQUES if name != "compile"]
@@ -41,12 +41,11 @@ def test_each_pair_of_flags_keeps_its_word(row: TrainerRow, tmp_path: Path) -> N
     keeps_its_word(row, tmp_path)
 
 
-@pytest.mark.slow  # compiles C++ for each technique
+@pytest.mark.slow  # compiles C++
 @pytest.mark.timeout(900)
-def test_compile_beside_each_technique_keeps_its_word(tmp_path: Path) -> None:
-    pairs = {pair for pair in pairs_of(list(TECHNIQUES)) if "compile" in pair}
-    for row in covering(list(TECHNIQUES), among=pairs):
-        keeps_its_word(row, tmp_path)
+@pytest.mark.parametrize("row", with_compile(), ids=lambda row: row.name)
+def test_compile_beside_each_technique_keeps_its_word(row: TrainerRow, tmp_path: Path) -> None:
+    keeps_its_word(row, tmp_path)
 
 
 def test_every_flag_of_the_rows_is_one_of_the_trainer() -> None:
