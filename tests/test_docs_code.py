@@ -42,6 +42,7 @@ def script(page: str, before: dict[int, str]) -> str:
     ("page", "before"),
     [
         pytest.param("docs/batch.md", {}, id="batch"),
+        pytest.param("docs/embeddings.md", {}, id="embeddings"),
         # slow: they compile models, or tune while they train
         pytest.param("docs/setup.md", {1: TWO_MODELS}, id="setup", marks=pytest.mark.slow),
         pytest.param("README.md", {0: DATA}, id="readme", marks=pytest.mark.slow),

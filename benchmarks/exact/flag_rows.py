@@ -74,6 +74,8 @@ IN_NO_ROW = {
     "compile": "compiles for minutes: in the rows of techniques above",
     "device_prefetch": "needs a GPU",
     "activation_offload": "needs a GPU",
+    "host_embeddings": "needs a GPU",
+    "fp8": "needs a GPU and torchao",
     "chunked_loss": "acts on millions of logits: in the rows for memory above",
 }
 """The flags that meet no other here, and why."""

@@ -37,6 +37,8 @@ ELSEWHERE = {
     "pin_memory": "needs a GPU",
     "device_prefetch": "needs a GPU",
     "cudnn_benchmark": "needs a GPU",
+    "fp8": "needs a GPU and torchao; emulated on a CPU: see `tests/techniques/test_fp8.py`",
+    "host_embeddings": "needs a GPU; its paths on a CPU: see `tests/techniques/test_host_embeddings.py`",
     "activation_offload": "needs a GPU; its copies on a CPU: see `tests/techniques/test_activation_offload.py`",
 }
 TRAJECTORY = {

@@ -126,6 +126,8 @@ def test_what_old_flags_are_answered_with_exists():
         "matmul_precision": ("low", True),
         "activation_checkpointing": ("Not a class", 0),
         "activation_offload": ("yes",),
+        "fp8": (True, "e4m3"),
+        "host_embeddings": ("yes", 0, 2.5),
         "chunked_loss": ("yes",),
         "channels_last": ("yes", 1),
         "fused_optimizer": ("yes",),

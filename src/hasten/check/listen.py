@@ -90,10 +90,10 @@ def _forwards(witness: Witness, noise: Any) -> None:
 
 def _met(witness: Witness, model: torch.nn.Module) -> None:
     if witness.names.meet(model):
-        parameter = next(model.parameters())
-        witness.computes_in(parameter.dtype)
-        if torch.is_autocast_enabled(parameter.device.type):
-            witness.computes_in(torch.get_autocast_dtype(parameter.device.type))
+        witness.computes_in(next(model.parameters()).dtype)
+        for kind in {parameter.device.type for parameter in model.parameters()}:  # several, under `host_embeddings`
+            if torch.is_autocast_enabled(kind):
+                witness.computes_in(torch.get_autocast_dtype(kind))
 
 
 def _backwards(witness: Witness, noise: Any, tells: bool) -> None:

@@ -144,6 +144,7 @@ class ModelWatch:
                 backward_through_eval=self.backward_through_eval,
             )
         parameters = [p for p in module.parameters() if not is_lazy(p)]  # a lazy one has no size yet
+        devices = [p.device.type for p in parameters]  # the first may be a table's that `host_embeddings` keeps
         layers = Counter(type(layer).__name__ for layer in module.modules() if not any(True for _ in layer.children()))
         compiled = type(module).__name__ == "OptimizedModule" or any(
             _is_compiled(layer) or type(layer).__name__ == "OptimizedModule" for layer in module.modules()
@@ -154,7 +155,7 @@ class ModelWatch:
             trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
             layers=dict(layers),
             dtype=str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
-            device=parameters[0].device.type if parameters else "",
+            device="cuda" if "cuda" in devices else next(iter(devices), ""),
             compiled=compiled,
             autocast=self.autocast,
             train_calls=self.train_calls,

@@ -24,6 +24,7 @@ from hasten.techniques.compute.compile import Compile
 from hasten.techniques.compute.cpu_threads import CpuThreads
 from hasten.techniques.compute.cudnn_benchmark import CudnnBenchmark
 from hasten.techniques.compute.debug_off import DebugOff
+from hasten.techniques.compute.fp8 import Fp8
 from hasten.techniques.compute.fused_optimizer import FusedOptimizer
 from hasten.techniques.compute.matmul_precision import MatmulPrecision
 from hasten.techniques.compute.precision import Precision
@@ -38,6 +39,7 @@ from hasten.techniques.memory.activation_checkpointing import ActivationCheckpoi
 from hasten.techniques.memory.activation_offload import ActivationOffload
 from hasten.techniques.memory.allocator import Allocator
 from hasten.techniques.memory.chunked_loss import ChunkedLoss
+from hasten.techniques.memory.host_embeddings import HostEmbeddings
 from hasten.techniques.memory.no_grad_validation import NoGradValidation
 from hasten.techniques.memory.optimizer_in_backward import OptimizerInBackward
 from hasten.techniques.memory.set_to_none import SetToNone
@@ -62,10 +64,12 @@ CATALOGUE: dict[str, type[Technique]] = {
         FusedOptimizer,
         SetToNone,
         Precision,
+        Fp8,
         ChannelsLast,
         Attention,
         ActivationCheckpointing,
         ActivationOffload,
+        HostEmbeddings,
         ChunkedLoss,
         BatchScale,
         LrScale,

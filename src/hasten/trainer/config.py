@@ -54,10 +54,7 @@ class Config:
         "auto", WHERE, '`"cpu"`, `"gpu"` or `"cuda"`; auto: GPUs if there are any', values.accelerator
     )
     devices: Any = _flag(
-        "auto",
-        WHERE,
-        "a number, or a list of GPU numbers; auto: all GPUs, or one CPU process",
-        values.devices,
+        "auto", WHERE, "a number, or a list of GPU numbers; auto: all GPUs, or one CPU process", values.devices
     )
     strategy: Any = _flag(
         "auto",
@@ -90,10 +87,7 @@ class Config:
     )
     min_steps: int | None = _flag(None, HOW_LONG, "let nothing stop the training earlier", values.whole(0))
     max_time: Duration | None = _flag(
-        None,
-        HOW_LONG,
-        'stop after this long: a timedelta, `"DD:HH:MM:SS"` or `{"hours": 2}`',
-        values.duration,
+        None, HOW_LONG, 'stop after this long: a timedelta, `"DD:HH:MM:SS"` or `{"hours": 2}`', values.duration
     )
     limit_train_batches: int | float | None = _flag(
         None, HOW_LONG, "batches an epoch: an int counts them, a float is a share. None: all", values.share_or_count
@@ -104,10 +98,7 @@ class Config:
     limit_test_batches: int | float | None = _flag(None, HOW_LONG, "the same for test", values.share_or_count)
     limit_predict_batches: int | float | None = _flag(None, HOW_LONG, "the same for predict", values.share_or_count)
     overfit_batches: int | float = _flag(
-        0.0,
-        HOW_LONG,
-        "train and validate on so many training batches, the same in each epoch",
-        values.share_or_count,
+        0.0, HOW_LONG, "train and validate on so many training batches, the same in each epoch", values.share_or_count
     )
     fast_dev_run: int | bool = _flag(
         False, HOW_LONG, "run so many batches of everything (True: 1), without logs and checkpoints", values.to_try
@@ -165,9 +156,7 @@ class Config:
     )
 
     logger: Any = _flag(
-        None,
-        FILES,
-        "a logger, several, or False. None: CSV files (beside another framework's modules: as that does)",
+        None, FILES, "a logger, several, or False. None: CSV files (beside another framework's modules: as that does)"
     )
     callbacks: Any = _flag(None, FILES, "one callback or a list of them; see [callbacks](#callbacks)")
     log_every_n_steps: Any = _flag(
@@ -195,10 +184,7 @@ class Config:
     background_saves: bool = _flag(True, FILES, "write checkpoints while training goes on", values.switch)
 
     seed: int | None = _flag(
-        None,
-        MISTAKES,
-        "seed Python, NumPy and torch before anything is drawn; None: they are left alone",
-        values.seed,
+        None, MISTAKES, "seed Python, NumPy and torch before anything is drawn; None: they are left alone", values.seed
     )
     deterministic: bool | str | None = _flag(
         None, MISTAKES, 'deterministic kernels only (True); `"warn"`: where there are any', values.deterministic
@@ -234,6 +220,13 @@ class Config:
         '`"high"` (TF32) or `"medium"` (bf16) inside float32 matrix products; technique `matmul_precision`',
         technique="matmul_precision",
     )
+    fp8: str | None = _flag(
+        None,
+        SPEED,
+        'linear layers in float8 by torchao, on GPUs of compute capability 8.9 or newer: `"tensorwise"`, `"rowwise"` or'
+        ' `"rowwise_with_gw_hp"`; technique `fp8`',
+        technique="fp8",
+    )
     benchmark: bool | None = _flag(
         None, SPEED, "let cuDNN try its algorithms; technique `cudnn_benchmark`", values.switch, "cudnn_benchmark"
     )
@@ -266,6 +259,14 @@ class Config:
         " technique `activation_offload`",
         values.switch,
         technique="activation_offload",
+    )
+    host_embeddings: bool | int | None = _flag(
+        None,
+        SPEED,
+        "keep embedding tables of 64 MiB or more (a number: of so many MiB) on the host, with their gradient and the"
+        " optimizer's state, and move a batch's rows (CUDA); see [embeddings](embeddings.md); technique"
+        " `host_embeddings`",
+        technique="host_embeddings",
     )
     chunked_loss: bool | None = _flag(
         None,

@@ -18,7 +18,7 @@ from hasten.doctor.findings.memory_underused import MemoryUnderused
 from hasten.doctor.findings.retained_graph import RetainedGraph
 from hasten.doctor.findings.validation_graphs import ValidationGraphs
 from hasten.doctor.findings.zeroed_gradients import ZeroedGradients
-from hasten.evidence import Event, Evidence, HowKnown, Inputs, MemoryPoint, Severity, Surroundings
+from hasten.evidence import Event, Evidence, HowKnown, Inputs, Layer, MemoryPoint, Severity, Surroundings
 from tests.doctor.findings.made import GIB, OPTIMIZER, event, evidence, gpu_use, only, use
 
 MIB = 1 << 20
@@ -250,6 +250,11 @@ def test_memory_that_is_nearly_full_is_named() -> None:
     gradients, states = only(MemoryNearlyFull.findings(made), "memory_nearly_full").details
     assert gradients.startswith("gradients are 37.3 GiB of it: the technique optimizer_in_backward")
     assert states.startswith("the optimizer's state is about 74.5 GiB of it")
+    table = Layer("items", "Embedding", {"num_embeddings": 100_000_000, "embedding_dim": 64})
+    full_of_rows = dataclasses.replace(made, layers=(table,))
+    *_, tables = only(MemoryNearlyFull.findings(full_of_rows), "memory_nearly_full").details
+    assert tables.startswith("embedding tables, with gradients and the optimizer's state, are about 95.4 GiB of it")
+    assert "host_embeddings" in tables
     full = evidence(use=use(main_rss=15 * GIB))
     of_the_machine = only(MemoryNearlyFull.findings(full), "memory_nearly_full")
     assert "15.0 of the machine's 16.0 GiB" in of_the_machine.what

@@ -6,6 +6,7 @@ import torch
 import hasten
 from hasten import Plan
 from hasten.callbacks import GradientAccumulationScheduler
+from hasten.techniques.memory.host_embeddings import HostEmbeddings
 from tests.trainer.flags.trained import Counting, fitted
 from tests.trainer.trainings import Regression, loader, quiet
 
@@ -110,6 +111,36 @@ def test_activation_offload(tmp_path):
     assert technique_of(activation_offload=True) == ("activation_offload", True)
     with pytest.raises(hasten.HastenError, match="activation_checkpointing does not keep what it would move"):
         quiet(activation_offload=True, activation_checkpointing=True)
+
+
+def test_host_embeddings(tmp_path, monkeypatch):
+    class Words(hasten.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(torch.nn.Embedding(4200, 64, padding_idx=0), torch.nn.Linear(64, 1))
+
+        def training_step(self, batch, batch_idx):
+            return self.net((batch[0].abs() * 30).long()).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    monkeypatch.setattr(HostEmbeddings, "device", "cpu")  # in the place of a GPU, so that rows take their way
+    left = []
+    for size in (None, 1):
+        trainer = quiet(host_embeddings=size, max_epochs=2, gradient_clip_val=0.1, accumulate_grad_batches=2)
+        trainer.fit(Words(), loader())
+        trainer.save_checkpoint(tmp_path / f"{size}.ckpt")
+        left.append(trainer.model.state_dict())
+    assert trainer.run.installed() == {"host_embeddings": "table"}
+    assert all(torch.equal(left[0][name], left[1][name]) for name in left[0])
+    for size, other in ((None, 1), (1, None)):  # each goes on from the other's checkpoint
+        trainer = quiet(host_embeddings=size, max_epochs=3)
+        trainer.fit(Words(), loader(), ckpt_path=tmp_path / f"{other}.ckpt")
+        left.append(trainer.model.state_dict())
+    assert all(torch.equal(left[2][name], left[3][name]) for name in left[2])
+    assert not all(torch.equal(left[0][name], left[2][name]) for name in left[0])
 
 
 def test_chunked_loss(tmp_path):

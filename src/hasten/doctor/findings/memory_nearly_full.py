@@ -26,7 +26,8 @@ with torch.autocast("cuda", torch.bfloat16):
 
 16 bits change results by rounding. What keeps them: the techniques `activation_checkpointing` (blocks are computed
 again in the backward), `activation_offload` (activations wait in the host's memory) and `optimizer_in_backward` (no
-gradient outlives its step). `hasten tune --memory SIZE` finds the cheapest plan that leaves room.
+gradient outlives its step). `hasten tune --memory SIZE` finds the cheapest plan that leaves room. `host_embeddings`
+keeps tables, their gradients and the optimizer's state in the host's memory: results change by rounding.
 
 ## Source
 
@@ -39,7 +40,7 @@ from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
 from hasten.errors import HastenError
-from hasten.evidence import Evidence, Finding, Severity
+from hasten.evidence import Evidence, Finding, Layer, Severity
 from hasten.evidence.weigh import on_gpu, weight_bytes
 from hasten.planner.job import numbers_kept
 
@@ -83,13 +84,20 @@ def _taken(evidence: Evidence, peak: int) -> tuple[str, ...]:
             " as its parameter is stepped"
         )
     try:
-        states = max((numbers_kept(one) for one in evidence.optimizers if one.steps), default=0) * gradients
+        kept = max((numbers_kept(one) for one in evidence.optimizers if one.steps), default=0)
     except HastenError:  # an optimizer that nobody knows
-        states = 0
+        kept = 0
+    states = kept * gradients
     if states >= _LARGE * peak:
         said.append(
             f"the optimizer's state is about {states / 2**30:.1f} GiB of it: optimizers with states of 8 bits (torchao,"
             " bitsandbytes) keep a quarter of that, and train to another result"
+        )
+    tables = (2 + kept) * sum(map(_table_bytes, evidence.layers))  # with gradients
+    if on_gpu(evidence) and tables >= _LARGE * peak:
+        said.append(
+            f"embedding tables, with gradients and the optimizer's state, are about {tables / 2**30:.1f} GiB of it: the"
+            " technique host_embeddings keeps them in the host's memory"
         )
     rest = peak - weights - gradients - states
     if on_gpu(evidence) and rest >= _LARGE * peak:  # on a CPU it may be the script's data as well
@@ -99,3 +107,8 @@ def _taken(evidence: Evidence, peak: int) -> tuple[str, ...]:
             " activation_offload keeps them in the host's memory"
         )
     return tuple(said)
+
+
+def _table_bytes(layer: Layer) -> int:
+    """Return the bytes of an embedding's weight in float32; 0 for other layers."""
+    return 4 * layer.sizes.get("num_embeddings", 0) * layer.sizes.get("embedding_dim", 0)

@@ -333,5 +333,7 @@ def _first_device(args: tuple[Any, ...]) -> str:
 def device_to_cast(module: Any, torch: Any) -> str:
     """Where a module computes in float32: "cpu", "cuda", or "" when none of its parameters is float32."""
     devices = [parameter.device.type for parameter in module.parameters() if parameter.dtype is torch.float32]
+    if "cuda" in devices:
+        return "cuda"  # a table that `host_embeddings` keeps on the CPU may come first
     # Other stages' layers of a pipeline are on "meta" here.
     return next((str(one) for one in devices if one != "meta"), str(devices[0]) if devices else "")

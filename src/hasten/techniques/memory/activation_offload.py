@@ -82,8 +82,9 @@ class ActivationOffload(CudaOnly):
 
         if isinstance(module, torch._dynamo.OptimizedModule):
             return "the model is compiled, and decides by itself what its backward keeps"
-        first = next(module.parameters(), None)
-        if first is None or first.device.type != self.device:
+        # Not just the first: `host_embeddings` keeps tables on the host.
+        first = next((one for one in module.parameters() if one.device.type == self.device), None)
+        if first is None:
             return "CUDA only: the model is not on a GPU"
         if type(first) is not torch.nn.Parameter or type(first.data) is not torch.Tensor:
             return f"its parameters are no plain tensors ({type(first.data).__name__})"
