@@ -48,8 +48,9 @@ class ParquetDataset(Dataset[dict[str, Any]]):
     `window` row groups at a time, each once, and rows of all of them are mixed; workers are threads unless asked.
 
     Args:
-        paths: A file, a folder of `*.parquet`, a pattern, or a list of them; read in sorted order. Also URLs
-            (https, s3, gs and what else fsspec reads; a folder there ends in "/").
+        paths: A file, a folder of `*.parquet`, a pattern, or a list of them; read in sorted order. Folders `key=value`
+            in a folder, as Spark writes them, are read too, `key` as a column. Also URLs (https, s3, gs and what
+            else fsspec reads; a folder there ends in "/").
         columns: Which ones; None: all.
         images: Columns of encoded images (bytes, or Hugging Face's {bytes, path}) that are decoded.
         stack: New name -> columns of one type that become one 2-D tensor.
@@ -88,7 +89,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         self._files, self._reader = files_of(paths, remote)
         self.files: list[Path | str] = [file.place for file in self._files]
         self.transform = transform
-        schema = self._files[0].metadata.schema.to_arrow_schema()
+        schema = self._files[0].schema
         self.columns = list(schema.names if columns is None else columns)
         self._check_types(schema, [*self.columns, *images, *(name for names in stack.values() for name in names)])
         wanted = dict.fromkeys([*self.columns, *images, *(name for names in stack.values() for name in names)])
@@ -231,8 +232,8 @@ class ParquetDataset(Dataset[dict[str, Any]]):
 
     def _check_types(self, schema: Any, names: list[str]) -> None:
         """Raise where a file lacks a column, or has it with another type than the first file."""
-        for number, file in enumerate(self._files):
-            own = schema if number == 0 else file.metadata.schema.to_arrow_schema()
+        for file in self._files:
+            own = file.schema
             for name in names:
                 if name not in own.names:
                     raise HastenError(f"{file} has no column {name!r}", f"it has {', '.join(map(repr, own.names))}")
@@ -265,9 +266,11 @@ class ParquetDataset(Dataset[dict[str, Any]]):
             for number, file in enumerate(self._files):
                 footer = pa.BufferOutputStream()
                 file.metadata.write_metadata_file(footer)  # statistics are all that is needed to leave out row groups
-                fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(footer.getvalue()))
-                for part in fragment.split_by_row_group(filter=condition):
-                    names = [name for name in part.physical_schema.names if name in str(condition)]
+                fragment = ds.ParquetFileFormat().make_fragment(
+                    pa.BufferReader(footer.getvalue()), partition_expression=file.guarantee()
+                )
+                for part in fragment.split_by_row_group(filter=condition, schema=file.schema):
+                    names = [name for name in file.schema.names if name in str(condition)]
                     possible.append((number, part.row_groups[0].id, names))
             return [group for group in together(kept, possible, _FILTERING) if group.rows]
         except (pa.ArrowException, ValueError, TypeError) as error:

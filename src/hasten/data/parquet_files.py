@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from hasten.data.parquet_groups import read_group
+from hasten.data.parquet_partitions import Partitions, files_in, values_in
 from hasten.data.remote.files import Reader, RemoteFile
 from hasten.data.remote.options import Remote
 from hasten.data.remote.pool import Pool
@@ -24,23 +26,27 @@ class LocalFile:
 
     Args:
         path: Of the file.
+        values: What the folders `key=value` around it say.
 
     Raises:
         HastenError: It cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, values: dict[str, str | None]) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         self.path = self.place = path
-        self.name = path.name
+        self.name = "/".join([*path.parts[-len(values) - 1 : -1], path.name]) if values else path.name
+        self.values = values
+        self.partitions: Partitions | None = None
         try:
             self.metadata = pq.read_metadata(path)
         except (OSError, pa.ArrowException) as error:
             raise HastenError(
                 f"cannot read {path} as Parquet: {error}", "check the file, and that you may read it"
             ) from None
+        self.schema = self.metadata.schema.to_arrow_schema()
         self._stamp = self._look()
         self.size = self._stamp[0]
 
@@ -54,26 +60,39 @@ class LocalFile:
             raise HastenError(f"{self.path} cannot be read any more: {error.strerror}") from None
         return found.st_size, found.st_mtime_ns
 
+    def lies_in(self, partitions: Partitions) -> None:
+        """Give it the columns that its folders stand for.
+
+        Raises:
+            HastenError: It has one of these columns itself.
+        """
+        import pyarrow as pa
+
+        for key, kind in partitions.types.items():
+            if key in self.schema.names:
+                raise HastenError(f"{self} has a column {key!r}, and lies in a folder {key}=...", "rename one of them")
+            self.schema = self.schema.append(pa.field(key, kind))
+        self.partitions = partitions
+
     def read(self, group: int, columns: list[str]) -> Any:
         """Return a row group's columns as a pyarrow Table.
 
         Raises:
             HastenError: It cannot be read, was changed, or is damaged.
         """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         if self._look() != self._stamp:
             raise HastenError(
                 f"{self.path} was changed or replaced while it is read", "begin again with the files as they are"
             )
-        try:
-            with pq.ParquetFile(self.path, metadata=self.metadata) as opened:
-                return opened.read_row_group(group, columns=columns, use_threads=False)
-        except (OSError, pa.ArrowException) as error:
-            raise HastenError(
-                f"cannot read {self.path}, row group {group}: {error}", "the file may be damaged; write it again"
-            ) from error
+        own = [name for name in columns if name not in self.values]
+        table = read_group(lambda: self.path, self.metadata, group, own, str(self))
+        if self.partitions is None:
+            return table
+        return self.partitions.added(table, self.values, self.metadata.row_group(group).num_rows)
+
+    def guarantee(self) -> Any:
+        """Return what its folders say of all of its rows, as an expression of pyarrow's; None: nothing."""
+        return None if self.partitions is None else self.partitions.expression(self.values)
 
 
 def files_of(paths: Any, remote: Remote | None) -> tuple[list[LocalFile | RemoteFile], Reader | None]:
@@ -97,7 +116,7 @@ def files_of(paths: Any, remote: Remote | None) -> tuple[list[LocalFile | Remote
             f"remote={remote!r} must be a hasten.data.Remote", "remote=Remote(cache_dir=..., timeout=...)"
         )
     reader: Reader | None = None
-    found: list[Path | str] = []
+    found: list[LocalFile | str] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         text = os.fspath(path)
         if text.startswith("file://"):
@@ -109,12 +128,17 @@ def files_of(paths: Any, remote: Remote | None) -> tuple[list[LocalFile | Remote
             found += _afar(text, reader)
     if not found:
         raise HastenError("ParquetDataset was given no path")
+    here = [file for file in found if isinstance(file, LocalFile)]
+    if any(file.values for file in here):
+        partitions = Partitions((file.path, file.values) for file in here)
+        for file in here:
+            file.lies_in(partitions)
     if reader is None:
-        return [LocalFile(Path(one)) for one in found], None
+        return list(here), None
     known = reader
 
-    def opened(one: Path | str) -> LocalFile | RemoteFile:
-        return RemoteFile(one, known) if isinstance(one, str) else LocalFile(one)
+    def opened(one: LocalFile | str) -> LocalFile | RemoteFile:
+        return RemoteFile(one, known) if isinstance(one, str) else one
 
     return together(opened, found, reader.remote.connections), reader
 
@@ -131,14 +155,15 @@ def together(call: Callable[[Any], Any], items: Iterable[Any], threads: int) -> 
         raise
 
 
-def _local(text: str) -> list[Path]:
-    if Path(text).is_dir():
-        here = sorted(Path(text).glob("*.parquet"))
+def _local(text: str) -> list[LocalFile]:
+    if Path(text).exists():
+        given = [Path(text)]
     else:
-        here = [Path(text)] if Path(text).exists() else sorted(map(Path, glob.glob(text, recursive=True)))  # noqa: PTH207
+        given = sorted(map(Path, glob.glob(text, recursive=True)))  # noqa: PTH207
+    here = {path: folder for folder in given for path in (files_in(folder) if folder.is_dir() else [folder])}
     if not here:
         raise HastenError(f"no Parquet file at {text}", _WHAT)
-    return here
+    return [LocalFile(path, values_in(path, folder)) for path, folder in here.items()]
 
 
 def _afar(url: str, reader: Reader) -> list[str]:

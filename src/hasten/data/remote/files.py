@@ -9,13 +9,13 @@ from concurrent.futures import Future, wait
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from hasten.data.parquet_groups import read_group
 from hasten.data.remote.cache import RangeCache, cache_for
 from hasten.data.remote.options import Remote, RemoteError
 from hasten.data.remote.pool import Pool
 from hasten.data.remote.ranges import Span, merged, requests, spans_of
 from hasten.data.remote.stores import TAIL, Stamp, Store, protocol_of, shown
 from hasten.data.remote.web import WebStore
-from hasten.errors import HastenError
 
 _END = 8  # bytes behind the footer: its length, and the mark
 _WEB = ("http", "https")
@@ -140,6 +140,7 @@ class RemoteFile:
         self.stamp, tail = reader.store(url).opened(url)
         self.size = self.stamp.size
         self.metadata = self._footer(tail)
+        self.schema = self.metadata.schema.to_arrow_schema()
 
     def __str__(self) -> str:
         return shown(self.url)
@@ -159,17 +160,12 @@ class RemoteFile:
         Raises:
             HastenError: It cannot be read, was changed, or is damaged.
         """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         parts = (coming or self.begin(group, columns)).parts()
-        try:
-            with pq.ParquetFile(_Parts(self, parts), metadata=self.metadata) as opened:
-                return opened.read_row_group(group, columns=columns, use_threads=False)
-        except (OSError, pa.ArrowException) as error:
-            raise HastenError(
-                f"cannot read {self}, row group {group}: {error}", "the file may be damaged; write it again"
-            ) from error
+        return read_group(lambda: _Parts(self, parts), self.metadata, group, list(columns), str(self))
+
+    def guarantee(self) -> Any:
+        """Return None: of files from afar, folders say nothing."""
+        return None
 
     def _footer(self, tail: bytes) -> Any:
         import pyarrow as pa

@@ -1,0 +1,107 @@
+"""Folders as Spark and Hive lay them out: part files in folders `key=value`, whose values are columns."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from hasten.errors import HastenError
+
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+_WHOLE = re.compile(r"0|-?[1-9]\d{0,17}")
+_NUMBER = re.compile(r"-?(0|[1-9]\d{0,14})(\.\d+)?([eE][+-]?\d+)?|NaN|-?Infinity")  # a longer one would be rounded
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return the Parquet files of a folder and of the folders `key=value` in it, sorted; hidden ones are left out.
+
+    Raises:
+        HastenError: It cannot be listed, or a folder in it is a table of its own.
+    """
+    found: list[Path] = []
+    try:
+        inside = sorted(folder.iterdir())
+    except OSError as error:
+        raise HastenError(f"cannot list {folder}: {error.strerror}", "check that you may read it") from None
+    for path in inside:
+        if path.name.startswith(".") or (path.name.startswith("_") and "=" not in path.name):
+            continue  # _SUCCESS, _metadata, _temporary, .part-0.parquet.crc
+        if not path.is_dir():
+            found += [path] * path.name.endswith(".parquet")
+        elif "=" in path.name:
+            found += files_in(path)
+        elif path.name.endswith(".parquet"):
+            raise HastenError(f"{path} is a folder, not a file", "give the folders that you mean as a list")
+    return found
+
+
+def values_in(path: Path, folder: Path) -> dict[str, str | None]:
+    """Return what the folders `key=value` between a folder and a file in it say; None for a value that is missing."""
+    pairs = (part.split("=", 1) for part in path.relative_to(folder).parts[:-1] if "=" in part)
+    return {unquote(key): None if value == _NULL else unquote(value) for key, value in pairs}
+
+
+class Partitions:
+    """The columns that folders `key=value` stand for, with one type each in all files.
+
+    Values are 64-bit whole numbers or numbers where those of all files are, else text: `zip=00501` stays text.
+
+    Args:
+        values: Of each file.
+
+    Raises:
+        HastenError: Files lie in folders of other keys.
+    """
+
+    def __init__(self, values: Iterable[tuple[Path, dict[str, str | None]]]) -> None:
+        import pyarrow as pa
+
+        known = list(values)
+        self.types: dict[str, Any] = {}
+        first, keys = known[0][0], list(known[0][1])
+        for path, own in known:
+            if list(own) != keys:
+                says = "in folders " + ", ".join(f"{key}=..." for key in own) if own else "in no folder key=value"
+                others = ", ".join(f"{key}=..." for key in keys) or "none"
+                raise HastenError(
+                    f"{path} lies {says}, and {first} in {others}", "give the files of one layout at a time"
+                )
+        for key in keys:
+            texts = [own[key] for _, own in known if own[key] is not None]
+            whole = all(_WHOLE.fullmatch(text) for text in texts if text is not None)
+            number = all(_NUMBER.fullmatch(text) for text in texts if text is not None)
+            self.types[key] = pa.int64() if whole and texts else pa.float64() if number and texts else pa.string()
+
+    def added(self, table: Any, values: dict[str, str | None], rows: int) -> Any:
+        """Return a table with the columns of these values behind its own.
+
+        Args:
+            table: Of some columns, or of none.
+            values: Of its file.
+            rows: How many it has.
+        """
+        import pyarrow as pa
+
+        columns = {name: table.column(name) for name in table.column_names}
+        own = {key: pa.repeat(self._scalar(key, text), rows) for key, text in values.items()}
+        return pa.table(columns | own)
+
+    def expression(self, values: dict[str, str | None]) -> Any:
+        """Return what these values say of a file's rows, by which pyarrow leaves out whole files."""
+        import pyarrow.dataset as ds
+
+        said = [ds.field(key) == self._scalar(key, text) for key, text in values.items() if text is not None]
+        return functools.reduce(operator.and_, said) if said else None
+
+    def _scalar(self, key: str, text: str | None) -> Any:
+        import pyarrow as pa
+
+        kind = self.types[key]
+        if text is None or kind == pa.string():
+            return pa.scalar(text, kind)
+        return pa.scalar(int(text) if kind == pa.int64() else float(text), kind)
