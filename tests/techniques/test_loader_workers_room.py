@@ -95,7 +95,9 @@ HUNGRY = """
     def used():
         lines = open(os.path.join(GROUP, "memory.stat")).read().splitlines()
         taken = int(open(os.path.join(GROUP, "memory.usage_in_bytes")).read())
-        return taken - int(dict(line.split() for line in lines)["total_inactive_file"])
+        stat = {name: int(size) for name, size in map(str.split, lines)}
+        read = max(0, stat["total_active_file"] - stat["total_mapped_file"])
+        return taken - stat["total_inactive_file"] - read
     def limit(size):
         if LIMITED: open(os.path.join(GROUP, "memory.limit_in_bytes"), "w").write(str(int(size)))
     open(os.path.join(GROUP, "cgroup.procs"), "w").write(str(os.getpid()))
@@ -185,15 +187,16 @@ def test_any_number_of_workers_draws_the_same(train: Train) -> None:
 SIZES = st.integers(0, 1 << 40)
 
 
-@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 64), SIZES, SIZES, SIZES, SIZES, SIZES)
-def test_what_is_counted_fits(workers, prefetch, cores, shm, free, total, batch, private):  # type: ignore[no-untyped-def]
-    """Whatever the machine: never more than planned, and batches and workers fit into what is free."""
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 64), SIZES, SIZES, SIZES, SIZES, SIZES, st.integers(1, 8))
+def test_what_is_counted_fits(workers, prefetch, cores, shm, free, total, batch, private, ranks):  # type: ignore[no-untyped-def]
+    """Whatever the machine: never more than planned, and batches and workers of all its ranks fit into what is free."""
     with pytest.MonkeyPatch.context() as patch:  # machines that are not here
         patch.setattr(worker_room, "usable_cores", lambda: cores)
         patch.setattr(worker_room, "shm_free", lambda: shm)
         patch.setattr(worker_room, "memory_free", lambda: free)
         patch.setattr(worker_room, "memory_limit", lambda: total)
         patch.setattr(worker_room, "_unique", lambda pid: private)
+        patch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         room = WorkerRoom(workers, prefetch)
         room.holds(batch)
         room.measure([os.getpid()])
@@ -202,5 +205,42 @@ def test_what_is_counted_fits(workers, prefetch, cores, shm, free, total, batch,
     assert 1 <= ahead <= prefetch
     assert (why == "") == ((count, ahead) == (workers, prefetch))
     if count:
-        assert not batch or (count * ahead + 2) * batch <= shm
-        assert count * (private + ahead * batch) <= free - min(total // 32, 1 << 30)
+        assert not batch or ranks * (count * ahead + 2) * batch <= shm
+        assert ranks * count * (private + ahead * batch) <= free - min(total // 32, 1 << 30)
+    assert f"for {ranks} ranks" in why or ranks == 1 or "free" not in why
+
+
+SEVERAL = """
+    import os, random
+    from torch.utils.data import DataLoader, Dataset
+    class Draws(Dataset):
+        def __init__(self, name): self.name = name
+        def __len__(self): return 12
+        def __getitem__(self, index): return self.name, index, random.random(), os.getpid()
+    torch.manual_seed(1); random.seed(1)
+    first, second = DataLoader(Draws("a"), 2, shuffle=True), DataLoader(Draws("b"), 3, shuffle=True)
+    seen, elsewhere = [], []
+    def note(batch):
+        seen.append([batch[0], batch[1].tolist(), batch[2].tolist()])
+        elsewhere.append(int(batch[3][0]) != os.getpid())
+    for both in zip(first, second):  # two passes at a time
+        for batch in both: note(batch)
+    for batch in first:
+        note(batch)
+        first.num_workers, first.prefetch_factor = 1, 2  # the script's own, from its next pass on
+    for batch in first: note(batch)
+    first.num_workers, first.prefetch_factor = 0, None
+    for outer in first:
+        note(outer)
+        for inner in second: note(inner)
+        break
+    torch.save({"seen": seen, "elsewhere": elsewhere, "last": random.random()}, "left.pt")
+"""
+
+
+def test_several_loaders_and_one_whose_workers_the_script_changes(train: Train) -> None:
+    """Each pass is what one worker makes of it, whoever else is under way; torch's own workers stay torch's."""
+    one, three = (train(SEVERAL, loader_workers=number) for number in (1, 3))
+    assert one.code == three.code == 0, one.err + three.err
+    assert all(three.left["elsewhere"])
+    assert one.left == three.left

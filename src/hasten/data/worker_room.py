@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 
@@ -21,7 +22,9 @@ class WorkerRoom:
     """The room for one loader's workers. Asked as a pass begins, and while it runs.
 
     Memory of a worker is what it has for itself (its unique set size), measured in passes before: what it shares with
-    the training is not counted. Batches ready in /dev/shm count as memory, too, as the kernel counts them.
+    the training is not counted. Batches ready in /dev/shm count as memory, too, as the kernel counts them. Ranks on
+    one machine (LOCAL_WORLD_SIZE) begin their passes together, before any has workers: each takes its part of what is
+    free.
 
     Args:
         workers: As planned; never more.
@@ -39,18 +42,21 @@ class WorkerRoom:
         if workers > 2 * (cores := usable_cores()):
             workers = 2 * cores
             reasons.append(f"this process may use {cores} cores")
-        room = shm_free()
+        ranks = _ranks()
+        among = f" for {ranks} ranks" if ranks > 1 else ""
+        shm = shm_free()
+        room = None if shm is None else shm // ranks
         if self._batch and room is not None and (workers * prefetch + _IN_USE) * self._batch > room:
             ready = max(0, room // self._batch - _IN_USE)
             workers = min(workers, ready)
             prefetch = min(prefetch, ready // max(1, workers)) or 1
-            reasons.append(f"/dev/shm has {_mb(room)} free, and a batch takes {_mb(self._batch)} of it")
+            reasons.append(f"/dev/shm has {_mb(shm or 0)} free{among}, and a batch takes {_mb(self._batch)} of it")
         free, own = memory_free(), max(_LEAST, self._private)
-        if workers * (own + prefetch * self._batch) > (room := max(0, free - _spare())):
+        if workers * (own + prefetch * self._batch) > (room := max(0, free - _spare()) // ranks):
             prefetch = min(prefetch, max(1, (room - own) // max(1, self._batch)))  # as many as one worker has room for
             each = own + prefetch * self._batch
             workers = min(workers, room // each)
-            reasons.append(f"{_mb(free)} of memory are free, and a worker takes {_mb(each)}")
+            reasons.append(f"{_mb(free)} of memory are free{among}, and a worker takes {_mb(each)}")
         self._looked = time.monotonic()
         return workers, prefetch, "; ".join(reasons)
 
@@ -85,8 +91,14 @@ class WorkerRoom:
             return 0
         self._measured = time.monotonic()
         sizes = [_unique(pid) for pid in workers]
-        self._private = max(sizes, default=0)
+        self._private = max(sizes, default=0) or self._private  # all have ended: what the last ones took
         return sum(sizes)
+
+
+def _ranks() -> int:
+    """Return how many ranks share this machine, as torchrun and others say."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdecimal() else 1
 
 
 def _unique(pid: int) -> int:

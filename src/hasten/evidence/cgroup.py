@@ -6,25 +6,35 @@ of all of them counts. A machine without any limit, and one that is not Linux, a
 
 from __future__ import annotations
 
+import os.path
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 _NONE = 1 << 60  # bytes: where nothing is set, v1 writes a number near 2**63
 _SELF = Path("/proc/self")
+_OCTAL = re.compile(r"\\([0-7]{3})")  # how mountinfo writes a blank: \040
 
 
 @dataclass(frozen=True)
 class _Names:
-    """Files of one version: a memory limit, what is used, and the part of that which the kernel can take back."""
+    """Files of one version: memory limits, and what is used; in memory.stat: pages of files, and what else can go."""
 
     limits: tuple[str, ...]
     used: str
-    reclaimable: str
+    inactive: str
+    active: str
+    mapped: str
+    slab: str = ""
 
 
 # memory.high ends nothing, but above it the kernel makes all processes of the group wait.
-_V2 = _Names(("memory.max", "memory.high"), "memory.current", "inactive_file")
-_V1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Names(
+    ("memory.max", "memory.high"), "memory.current", "inactive_file", "active_file", "file_mapped", "slab_reclaimable"
+)
+_V1 = _Names(
+    ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file", "total_active_file", "total_mapped_file"
+)
 
 
 def cpu_quota(process: Path = _SELF) -> float | None:
@@ -45,9 +55,9 @@ def cpu_used(process: Path = _SELF) -> float | None:
     limited = min(_quotas(process), default=None)
     if limited is None:
         return None
-    stat = dict(line.split() for line in _read(limited[1] / "cpu.stat").splitlines())
+    stat = _table(limited[1] / "cpu.stat")
     if "usage_usec" in stat:
-        return int(stat["usage_usec"]) / 1e6
+        return stat["usage_usec"] / 1e6
     # v1 counts in a controller of its own, which mostly lies in the same folder.
     used = (_number(folder / "cpuacct.usage") for folder in (limited[1], *_folders("cpuacct", process)))
     return next((nanoseconds / 1e9 for nanoseconds in used if nanoseconds is not None), None)
@@ -61,14 +71,16 @@ def memory_limit(process: Path = _SELF) -> int | None:
 def memory_left(process: Path = _SELF) -> int | None:
     """Return the bytes of memory that are left to this process's groups; None without a limit.
 
-    Pages of files that were read and can be dropped count as left; /dev/shm counts as used.
+    Pages of files that were read and can be dropped count as left; /dev/shm counts as used. So do mapped files: the
+    libraries that run are read again at once.
     """
     left = []
     for limit, folder, names in _limited(process):
         used = _number(folder / names.used)
-        if used is not None:
-            stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
-            left.append(max(0, limit - used + int(stat.get(names.reclaimable, 0))))
+        stat = _table(folder / "memory.stat")
+        # A data set that is read each epoch comes to lie in the active list, which the kernel takes back as well.
+        read = stat.get(names.inactive, 0) + max(0, stat.get(names.active, 0) - stat.get(names.mapped, 0))
+        left.append(limit if used is None else max(0, limit - max(0, used - read - stat.get(names.slab, 0))))
     return min(left, default=None)
 
 
@@ -80,7 +92,7 @@ def _quotas(process: Path) -> list[tuple[float, Path]]:
             *_words(folder / "cpu.cfs_quota_us"),
             *_words(folder / "cpu.cfs_period_us"),
         ]
-        if len(both) == 2 and both[0].isdecimal() and int(both[1]) > 0:  # else "max", or -1
+        if len(both) == 2 and both[0].isdecimal() and both[1].isdecimal() and int(both[1]):  # else "max", or -1
             quotas.append((int(both[0]) / int(both[1]), folder))
     return quotas
 
@@ -89,8 +101,11 @@ def _limited(process: Path) -> list[tuple[int, Path, _Names]]:
     """The groups with a memory limit."""
     found = []
     for folder in _folders("memory", process):
-        names = _V1 if (folder / _V1.used).is_file() else _V2
-        limits = [limit for name in names.limits if (limit := _number(folder / name)) is not None]
+        names = _V1 if os.path.isfile(folder / _V1.used) else _V2  # noqa: PTH113 - False where it may not be asked
+        # v1 says the least of the groups around it also to a container that does not see those.
+        around = _table(folder / "memory.stat").get("hierarchical_memory_limit")
+        known = (*(_number(folder / name) for name in names.limits), around)
+        limits = [limit for limit in known if limit is not None]
         if limits and min(limits) < _NONE:
             found.append((min(limits), folder, names))
     return found
@@ -106,7 +121,7 @@ def _folders(controller: str, process: Path) -> tuple[Path, ...]:
     for line in _read(process / "mountinfo").splitlines():
         # 35 31 0:32 /docker/1f2e /sys/fs/cgroup/memory rw,nosuid - cgroup cgroup rw,memory
         mount, _, kind = line.partition(" - ")
-        root, place = (part.replace("\\040", " ") for part in mount.split()[3:5])
+        root, place = (_OCTAL.sub(lambda code: chr(int(code[1], 8)), part) for part in mount.split()[3:5])
         if kind.startswith("cgroup ") and controller in kind.split()[-1].split(",") and controller in paths:
             found += _upwards(Path(place), root, paths[controller])
         elif kind.startswith("cgroup2 ") and "" in paths:
@@ -119,14 +134,20 @@ def _upwards(place: Path, root: str, path: str) -> list[Path]:
     own = place
     if Path(path).is_relative_to(root) and ".." not in Path(path).parts:
         own = place / Path(path).relative_to(root)
-    if not own.is_dir():  # a container that sees its own group as the root, and the host's name for it
-        own = place
+    if not os.path.isdir(own):  # noqa: PTH112 - False where it may not be asked
+        own = place  # a container that sees its own group as the root, and the host's name for it
     return [own, *(folder for folder in own.parents if folder.is_relative_to(place))]
 
 
 def _number(file: Path) -> int | None:
     words = _words(file)
     return int(words[0]) if words and words[0].isdecimal() else None
+
+
+def _table(file: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    lines = (line.split() for line in _read(file).splitlines())
+    return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
 
 
 def _words(file: Path) -> list[str]:
@@ -136,6 +157,6 @@ def _words(file: Path) -> list[str]:
 def _read(file: Path) -> str:
     """A file's text; "" where there is none, or it may not be read: then nothing is known of a limit."""
     try:
-        return file.read_text()
+        return file.read_text("utf-8", "surrogateescape")  # a mount may have a name that is no UTF-8
     except OSError:
         return ""
