@@ -209,6 +209,7 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
         self._hasten_positions = Positions(loader, self._sampler_iter)
         self._sampler_iter = self._hasten_positions.order
         self._hasten_counts = 0, 0
+        self._hasten_pids: list[int] = []
         self._hasten_handed, self._hasten_let_go = handed, handed.stop
         self._hasten_workers: _Workers | None = None
         self._hasten_look: Look | None = None
@@ -279,6 +280,7 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
 
         self._hasten_ahead = True
         self._hasten_workers = _Workers(within, task)
+        self._hasten_pids = [worker.pid for worker in self._hasten_workers._workers]  # none is ever replaced
 
     def _hasten_task(self) -> Any:
         try:
@@ -308,7 +310,7 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
         if why:
             self._hasten_dismiss(f"{why} changed during a pass")
             return None
-        if self._hasten_drawn and (short := self._hasten_handed.room.short(self._hasten_pids())):
+        if self._hasten_drawn and (short := self._hasten_handed.room.short(self._hasten_pids)):
             self._hasten_pause(short)
             return None
         try:
@@ -340,7 +342,7 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
         assert self._hasten_look is not None
         found = self._hasten_look.changed_at_all()
         reports = [workers.hasten_next() for _ in range(self._hasten_counts[0])]
-        self._hasten_handed.room.measure(self._hasten_pids())
+        self._hasten_handed.room.measure(self._hasten_pids)
         self._hasten_workers = None
         workers.hasten_end()
         if said := found or next((report.changed for report in reports if report.changed), ""):
@@ -349,9 +351,6 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
                 "would have been"
             )
         raise StopIteration
-
-    def _hasten_pids(self) -> list[int]:
-        return [] if self._hasten_workers is None else [worker.pid for worker in self._hasten_workers._workers]
 
     def _hasten_dismiss(self, why: str) -> None:
         """Have the training make this pass's other batches, and those of all later passes."""
@@ -364,7 +363,7 @@ class HandedOverIterator(_SingleProcessDataLoaderIter):
         if changed := self._hasten_look.changed_at_all():  # nobody looks at this pass's end
             self._hasten_dismiss(f"{changed} changed during a pass")
             return
-        self._hasten_handed.room.measure(self._hasten_pids())
+        self._hasten_handed.room.measure(self._hasten_pids)
         self._hasten_end_workers()
         self._hasten_alone = True
         self._hasten_handed.tell(f"the training makes the rest of this pass itself: {why}")
