@@ -25,7 +25,7 @@ TAKEN = """
     ahead.ReadFunction._may_give = counted
     def take(self, key, plain=ahead.ReadFunction._take):
         kept = self._ready.get(key)
-        if kept: self._feed(), time.sleep(0.002)  # let a thread begin: it is not luck then
+        if kept: self._feed(kept[0][1]), time.sleep(0.002)  # let a thread begin: it is not luck then
         return plain(self, key)
     ahead.ReadFunction._take = take
 """
@@ -279,6 +279,29 @@ def test_a_copy_of_the_dataset_has_its_own_function_and_threads_end_with_it(trai
     torch.save(left, "left.pt")
     """
     compared(train, script)
+
+
+def test_images_in_memory_are_bounded_and_let_go_with_their_sample(train: Train) -> None:
+    """A budget of five images: no more were made before their turn. When the step runs, none of its batch is left."""
+    script = """
+    import gc
+    from PIL import Image as Images_
+    try:
+        import hasten.data.ahead as ahead
+        ahead._MOST_BYTES = 5 * 6 * 6 * 4
+    except ImportError: pass  # plain
+    def images(): return sum(isinstance(one, Images_.Image) for one in gc.get_objects())
+    whole, seen, most = Images("more"), [], []
+    for epoch in range(3):
+        for x, y in DataLoader(whole, 8, shuffle=True):
+            time.sleep(0.02)  # threads make what they have room for
+            most.append(images())
+            seen.append([x.tolist(), y.tolist()])
+    assert max(most) <= 5 + 2, most  # each thread may hold the file that it is opening, too
+    torch.save({"seen": seen}, "left.pt")
+    """
+    taken, said = compared(train, script)
+    assert taken > 30, said
 
 
 PROBE = {"loader_function": "default_loader", "loader_repeatable": True, "loader_seconds": 1e-3}

@@ -18,19 +18,20 @@ from typing import Any
 
 from hasten.data import default_type
 from hasten.data.carried import why_not_carried
+from hasten.data.depth import Depth
 from hasten.data.foresight import Foresight
 from hasten.data.look import Look, ambient, random_states
 from hasten.data.opened import changed_file, hear_again, opened
 from hasten.data.orders import batches
-from hasten.data.reading_threads import Task, Threads
+from hasten.data.reading_threads import Task, Threads, bytes_of
 from hasten.data.repeats import why_not_apart
 from hasten.data.sample_store import pack
 from hasten.evidence.machine import memory_free
 
 _CHECKED, _WHOLE_LOOKS = 16, 2  # first calls, made by the training and looked over; after so many, whole looks
 _AUDITED, _LOT = 8, 200  # images that are made again and compared: the first, and one in so many by lot
-_BATCHES = 2  # that are read ahead
-_MOST_BYTES = 1 << 30
+_BATCHES = 2  # whose indices are drawn ahead; how many of their samples are read is Depth's
+_MOST_BYTES, _SHARE = 256 << 20, 8  # of samples read ahead: so many, and one in so many of what is free
 _IN_VAIN = 2  # batches that ask for nothing that was read: then the pass is read no further (a cache has it all)
 _MOST_HEARD = 10_000  # of a batch, or where the script asks for samples itself
 _lot = random.Random()  # of its own: the training's numbers stay. No attribute, else states of the dataset hold it
@@ -54,9 +55,8 @@ class ReadFunction:
         self._let_go, self._count = let_go, threads
         self._pid = os.getpid()
         self._pool: Threads | None = None
-        self._ready: dict[Any, deque[Task]] = {}
-        self._waiting: deque[Task] = deque()  # not given to a thread yet
-        self._under_way = 0
+        self._depth: Depth | None = None  # of the pass that began last
+        self._ready: dict[Any, deque[tuple[Task, Depth]]] = {}
         self._checked = self._taken = 0
         self._size = 1
         self._lock = threading.RLock()  # two passes may be read by two threads of the script's
@@ -79,7 +79,7 @@ class ReadFunction:
         if self._taken <= _AUDITED or _lot.random() * _LOT < 1:
             return self._audited(task)
         hear_again(task.files.items())
-        return task.value
+        return task.take()
 
     def __reduce__(self) -> Any:
         return _plain, (self.function,)  # a copy has the dataset's own function
@@ -92,7 +92,7 @@ class ReadFunction:
     def look_again(self) -> None:
         """Look at all that the function depends on; called between passes, in which it may change."""
         self._look = Look({"loader": self.function})
-        self._bytes = min(_MOST_BYTES, memory_free() // 8)
+        self._budget = min(_MOST_BYTES, memory_free() // _SHARE)
         if why := why_not_apart(self._look):
             self.end(why)
 
@@ -100,16 +100,21 @@ class ReadFunction:
         """Read nothing ahead from here on."""
         if not self.over:
             self.over = True
-            self.drop(list(itertools.chain.from_iterable(self._ready.values())))
+            self.drop([task for kept in self._ready.values() for task, _ in kept])
             self._let_go(why)
 
-    def want(self, key: Any) -> Task:
-        """Have what a key stands for made soon."""
+    def depth(self) -> Depth:
+        """Return what says how far a pass that begins is read ahead."""
+        self._depth = Depth(self._count, self._budget, self._size, self._depth.room if self._depth else 0)
+        return self._depth
+
+    def want(self, key: Any, depth: Depth) -> Task:
+        """Have what a key stands for made as soon as its pass has room for it."""
         task = Task(key)
         with self._lock:
-            self._ready.setdefault(key, deque()).append(task)
-            self._waiting.append(task)
-            self._feed()
+            self._ready.setdefault(key, deque()).append((task, depth))
+            depth.waiting.append(task)
+            self._feed(depth)
         return task
 
     def drop(self, tasks: list[Task]) -> int:
@@ -117,42 +122,42 @@ class ReadFunction:
         left = 0
         with self._lock:
             for task in reversed(tasks):  # those first that no thread has yet
-                if task in self._ready.get(task.key, ()):
+                if (depth := self._depth_of(task)) is not None:
                     left += 1
                     task.claim()
-                    self._forget(task)
+                    self._forget(task, depth)
         return left
+
+    def _depth_of(self, task: Task) -> Depth | None:
+        """Its pass's depth; None where it was taken, or dropped."""
+        return next((depth for other, depth in self._ready.get(task.key, ()) if other is task), None)
 
     def _take(self, key: Any) -> Task | None:
         with self._lock:
             kept = self._ready.get(key)
             if not kept:
                 return None
-            task = kept[0]
-            self._forget(task)
+            task, depth = kept[0]
+            self._forget(task, depth)
         if task.claim():  # no thread has begun it
+            depth.made_itself()
             return None
-        task.wait()
+        depth.took(task, task.wait())
         return task
 
-    def _forget(self, task: Task) -> None:
+    def _forget(self, task: Task, depth: Depth) -> None:
         kept = self._ready[task.key]
-        kept.remove(task)
+        kept.remove((task, depth))
         if not kept:
             del self._ready[task.key]
-        if task in self._waiting:
-            self._waiting.remove(task)
-        else:
-            self._under_way -= 1
-        self._feed()
+        depth.forget(task)
+        self._feed(depth)
 
-    def _feed(self) -> None:
-        room = max(2 * self._count, self._bytes // self._size)
-        while self._waiting and self._under_way < room and not self.over:
+    def _feed(self, depth: Depth) -> None:
+        while not self.over and (task := depth.next()) is not None:
             if self._pool is None:
                 self._pool = Threads(self._count, self.function)
-            self._under_way += 1
-            self._pool.put(self._waiting.popleft())
+            self._pool.put(task)
 
     def _may_give(self, task: Task) -> bool:
         """Whether what a thread made is what the training would make now."""
@@ -169,7 +174,7 @@ class ReadFunction:
         made = self.function(task.key)
         if random_states() != before:
             self.end("its function draws random numbers")
-        elif pack(made) != pack(task.value):
+        elif pack(made) != pack(task.take()):
             self.end("a file gave another sample than before")
         return made
 
@@ -188,7 +193,7 @@ class ReadFunction:
         elif why := why_not_carried(made):
             self.end(f"what its function gives {why}")
         else:
-            self._size = max(self._size, len(pack(made)) if whole else 1)
+            self._size = max(self._size, bytes_of(made) or (len(pack(made)) if whole else 1))
         return made
 
 
@@ -215,6 +220,7 @@ class Ahead:
         self._sampler = getattr(sampler, "hasten_whole", sampler)  # a trial cuts it
         self._size = self._sampler.batch_size
         self._function, self._foresight = function, foresight
+        self._depth = function.depth()
         self._drawn: deque[tuple[list[int], list[Task]]] = deque()
         self._given: tuple[list[int], list[Task]] = ([], [])
         self._in_vain = 0
@@ -248,12 +254,13 @@ class Ahead:
                 self._left = 0
                 return
             keys = [key for index in batch for key in self._foresight.keys(index)]
-            self._drawn.append((batch, [self._function.want(key) for key in keys]))
+            self._drawn.append((batch, [self._function.want(key, self._depth) for key in keys]))
 
     def _end_of_batch(self) -> None:
         """Learn from the batch that was made, and drop what it did not ask for."""
         batch, tasks = self._given
         function = self._function
+        self._depth.turn()
         if batch and not self._foresight.knows:
             self._foresight.learn(batch, function.heard)
         function.heard.clear()

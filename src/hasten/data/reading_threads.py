@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import Any
 
 from hasten.data import default_type
+from hasten.data.carried import is_plain_array
 from hasten.data.opened import opened
 
 _pools: weakref.WeakSet[Threads] = weakref.WeakSet()
 _hooked = False
+_FEW = 8  # parts of a sample that are looked at for its size
 _PATIENCE = 10.0  # seconds that a fork waits for a thread
 
 
@@ -29,12 +33,19 @@ class Task:
         doing: What else its making did: "writes x.txt".
         settled: Whether a later change of those files will show.
         sets: How often torch's default type had been set before it was asked for.
+        size: Bytes that `value` takes in memory; 0: not made, or not known.
+        seconds: How long a thread took to make it.
+        made_at: When it was made (perf_counter); 0.0 before.
     """
 
-    __slots__ = ("_claim", "_done", "doing", "failed", "files", "key", "sets", "settled", "value")
+    __slots__ = (
+        *("_claim", "_done", "doing", "failed", "files", "key", "made_at", "seconds", "sets"),
+        *("settled", "size", "value"),
+    )
 
     def __init__(self, key: Any) -> None:
         self.key = key
+        self.size, self.seconds, self.made_at = 0, 0.0, 0.0
         self.sets = default_type.sets()
         self._claim, self._done = threading.Lock(), threading.Event()
         self.value: Any = None
@@ -46,22 +57,47 @@ class Task:
         """Whether the caller is the first, and makes it."""
         return self._claim.acquire(blocking=False)
 
-    def wait(self) -> None:
-        """Until the thread that claimed it has made it."""
+    def wait(self) -> float:
+        """Wait until the thread that claimed it has made it; return for how many seconds."""
+        if self._done.is_set():
+            return 0.0
+        began = time.perf_counter()
         self._done.wait()
+        return time.perf_counter() - began
+
+    def take(self) -> Any:
+        """Return what was made, and hold it no longer: the training may be done with it long before its batch."""
+        value, self.value = self.value, None
+        return value
 
     def run(self, function: Callable[[Any], Any], context: Context) -> None:
         """Make it on this thread, unless somebody has claimed it."""
         if not self.claim():
             return
+        began = time.perf_counter()
         try:
             with opened() as heard:
                 self.value = context.run(function, self.key)
             self.files, self.doing, self.settled = heard.files, heard.doing, heard.settled()
+            self.size = bytes_of(self.value)
         except BaseException:  # whatever it is: made once more by the training, it is raised there
             self.failed = True
         finally:
+            self.made_at = time.perf_counter()
+            self.seconds = self.made_at - began
             self._done.set()
+
+
+def bytes_of(sample: Any) -> int:
+    """Return the bytes that a sample takes in memory; 0 where its kind is not known."""
+    kind = type(sample)
+    if kind is tuple and len(sample) <= _FEW:
+        return sum(map(bytes_of, sample))
+    if kind.__module__.startswith("PIL."):  # Pillow keeps a pixel of RGB in four bytes
+        return int(sample.width * sample.height * (1 if sample.mode in ("1", "L", "P") else 4))
+    if kind in (bytes, str):
+        return sys.getsizeof(sample)
+    return int(getattr(sample, "nbytes", 0)) if is_plain_array(sample) else 0
 
 
 class Threads:
