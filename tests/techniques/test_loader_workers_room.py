@@ -212,6 +212,7 @@ def test_what_is_counted_fits(workers, prefetch, cores, shm, free, total, batch,
 
 SEVERAL = """
     import os, random
+    import torch
     from torch.utils.data import DataLoader, Dataset
     class Draws(Dataset):
         def __init__(self, name): self.name = name
