@@ -27,7 +27,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_QUICK, os.environ.get(
 
 gc.disable()  # while tests are collected: all of it stays
 
-settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("same", deadline=None, derandomize=True, max_examples=60)  # `make fuzz` draws more
 settings.register_profile("fuzz", deadline=None)
 settings.load_profile("same")
 
@@ -40,6 +40,24 @@ WAITING = (
     "trainer/test_tuning.py",
     "cli/test_bench_loader.py",
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Let each process of pytest-xdist import the tests from another room on.
+
+    In a fresh clone pytest rewrites each file of tests when it is imported, which is most of the CPU of collecting, and
+    keeps what it has rewritten: so each process finds what the others have done, and none does it all.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    here = Path(__file__).parent
+    if worker is None or [Path(session.config.invocation_params.dir, one) for one in session.config.args] != [here]:
+        return
+    rooms = sorted(path for path in here.iterdir() if path.is_dir() or path.match("test_*.py"))
+    files = [len(list(room.rglob("test_*.py"))) if room.is_dir() else 1 for room in rooms]
+    number, workers = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    first = next(at for at in range(len(rooms)) if sum(files[: at + 1]) * workers > number * sum(files))
+    session.config.args = [str(room) for room in rooms[first:] + rooms[:first] if files[rooms.index(room)]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,9 +73,12 @@ def _part(text: str) -> tuple[int, int]:
     return int(number), int(of)
 
 
-@pytest.hookimpl(trylast=True)  # behind `-m` and `-k`
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Leave out what is not of this part, and deal the rest."""
+    if hasattr(config, "workerinput"):  # the same order in each process, whichever room it began with
+        items.sort(key=lambda item: item.path)
+    yield  # to `-m` and `-k`
     if part := config.getoption("part"):
         number, of = part
         kept = items[number - 1 :: of]  # neighbours are much alike: each part gets some of them

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_bad_input import TRAIN, said
-from tests.taps.forks import command
-from tests.taps.scripts import plain, write
+from tests.taps.forks import launched
+from tests.taps.scripts import HASTEN, PYTHON, write
 
 ENDS = (
     TRAIN.replace("range(50)", "range(1)")
@@ -33,11 +33,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_short_run_ends_as_under_python_and_leaves_no_more_behind(folder: Path) -> None:
-    expected = plain(folder, "train.py", "--epochs", "1")
-    found = command(folder, "run", "--auto", "train.py", "--epochs", "1")
+    expected = launched(folder, PYTHON, "train.py", "--epochs", "1")
+    found = launched(folder, HASTEN, "run", "--auto", "train.py", "--epochs", "1")
     assert (found.code, found.out) == (7, expected.out)
     assert found.err == "hasten: auto: the run is left alone: only 0 s of training are left\n"
-    assert command(folder, "run", "--auto", "--quiet", "train.py", "--epochs", "1").err == ""
+    assert launched(folder, HASTEN, "run", "--auto", "--quiet", "train.py", "--epochs", "1").err == ""
 
 
 BAD = {

@@ -18,7 +18,7 @@ import pytest
 from hasten.doctor import flame
 from hasten.doctor.verdict.diagnosis import SCHEMA
 from tests.report.test_html import Page, drawings
-from tests.taps.forks import command
+from tests.taps.forks import command, launched
 from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, write
 from tests.tuner.evidence import evidence
 
@@ -115,8 +115,8 @@ if __name__ == "__main__":
 """
 
 
-def bench(folder: Path, *arguments: str, seconds: int = 2, **more: object) -> Done:
-    return execute(HASTEN, "bench-loader", "--seconds", str(seconds), *arguments, cwd=folder, **more)  # type: ignore[arg-type]
+def bench(folder: Path, *arguments: str, seconds: int = 2) -> Done:
+    return launched(folder, HASTEN, "bench-loader", "--seconds", str(seconds), *arguments)
 
 
 def benched(folder: Path) -> dict:
@@ -140,9 +140,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Benched:
     phases = (0.006, *(0.0,) * 7, 0.004)  # it waited for data for 60 % of steps of 10 ms
     heard = evidence([[0.01] * 60])
     dataclasses.replace(heard, step_phases=(phases,) * 60).write(folder / "e.json")
-    done = bench(
-        folder, "--evidence", "e.json", "--json", "b.json", "--html", "b.html", "train.py", seconds=6
-    )  # fmt: skip
+    line = ("--evidence", "e.json", "--json", "b.json", "--html", "b.html", "train.py")
+    done = execute(HASTEN, "bench-loader", "--seconds", "6", *line, cwd=folder)
     assert done.code == 0, done.err
     return Benched(folder, done, json.loads((folder / "b.json").read_text()), (folder / "b.html").read_text())
 

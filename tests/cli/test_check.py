@@ -17,15 +17,15 @@ from hasten.child import family
 from hasten.plan import Plan
 from hasten.techniques.compute.compile import compiler
 from hasten.tuner.proof import Proof
-from tests.taps import forks
+from tests.taps.forks import command, launched
 from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, write
 
 
-def check(folder: Path, *options: str, plan: str, script: str, command: tuple[str, ...] = ("train.py",)) -> Done:
+def check(folder: Path, *options: str, plan: str, script: str, words: tuple[str, ...] = ("train.py",)) -> Done:
     """Check a script under a plan."""
     write(folder, "train.py", script)
     write(folder, "hasten.toml", plan)
-    return forks.command(folder, "check", "--json", "found.json", *options, *command)
+    return launched(folder, HASTEN, "check", "--json", "found.json", *options, *words)
 
 
 def plan_of(**techniques: str | bool | int) -> str:
@@ -77,7 +77,9 @@ def test_a_script_that_does_not_repeat_itself_is_not_known(tmp_path: Path) -> No
     [("raise SystemExit('no data here')", "no data here"), ("print('nothing to train')", "no training was found")],
 )
 def test_a_script_that_fails_or_trains_nothing(tmp_path: Path, script: str, words: str) -> None:
-    done = check(tmp_path, plan=plan_of(batched_fetch=True), script=script)
+    write(tmp_path, "train.py", script)
+    write(tmp_path, "hasten.toml", plan_of(batched_fetch=True))
+    done = command(tmp_path, "check", "--json", "found.json", "train.py")
     assert done.code == 2
     assert words in done.err
     assert not (tmp_path / "found.json").exists()
@@ -175,8 +177,8 @@ dist.destroy_process_group()
 def test_each_rank_is_compared_with_its_twin(tmp_path: Path, spoilt: int | None) -> None:
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     script = RANKS.replace("SPOILT", str(spoilt))
-    launched = (torchrun, "--nproc-per-node", "2", "train.py")
-    done = check(tmp_path, plan=plan_of(precision="bf16-mixed"), script=script, command=launched)
+    words = (torchrun, "--nproc-per-node", "2", "train.py")
+    done = check(tmp_path, plan=plan_of(precision="bf16-mixed"), script=script, words=words)
     assert done.code == (0 if spoilt is None else 1), done.out + done.err
 
 

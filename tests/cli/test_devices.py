@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hasten.evidence import Phase, read_evidence
+from tests.taps.forks import forked, launched
 from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, plain, quick, write
 
 SLOW = pytest.mark.slow  # each starts a launcher, and most two ranks, that import torch: 4 to 10 s
@@ -102,6 +103,8 @@ WAYS = """
 def on(devices: int, folder: Path, *words: str, options: tuple[str, ...] = (), **more: object) -> Done:
     """Run by `hasten run --devices`."""
     wide = (HASTEN, "run", "--devices", str(devices), "--accelerator", "cpu", *options)
+    if more.get("forks"):  # its processes, in place of new Pythons
+        return launched(folder, *wide, *words)
     return execute(*wide, *words, cwd=folder, env=quick(), **more)  # type: ignore[arg-type]
 
 
@@ -114,9 +117,9 @@ def far(one: Path, other: Path) -> float:
 
 def test_weights_are_those_of_one_process(tmp_path: Path) -> None:
     write(tmp_path, "train.py", WAYS)
-    alone = plain(tmp_path, "train.py", "alone.pt", env=quick())
+    alone = forked(tmp_path, "train.py", "alone.pt")
     assert alone.code == 0, alone.err
-    wide = on(2, tmp_path, "train.py", "wide.pt")
+    wide = on(2, tmp_path, "train.py", "wide.pt", forks=True)
     assert wide.code == 0, wide.err
     assert far(tmp_path / "alone.pt", tmp_path / "wide.pt") < 2e-6
     assert wide.out == alone.out  # accuracy on all of the held samples, lengths of loaders; and by one rank only
@@ -235,7 +238,7 @@ print([p.double().sum().item() for p in model.parameters()], file=sys.stderr)
 
 def test_files_are_written_once_and_checkpoints_are_read_back(tmp_path: Path) -> None:
     loop(tmp_path, after=SAVES.strip().replace("\n", "\n    "))
-    done = on(2, tmp_path, "train.py", options=("--quiet",), timeout=40)
+    done = on(2, tmp_path, "train.py", options=("--quiet",), forks=True)
     assert done.code == 0, done.err
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["0.pt", "last.pt", "log.txt", "runs", "train.py"]
     assert (tmp_path / "log.txt").read_text() == "end\n"

@@ -9,8 +9,8 @@ import pytest
 
 from hasten.planner.cluster import SCHEMA
 from hasten.planner.strategies import STRATEGIES
-from tests.taps.forks import command
-from tests.taps.scripts import LISTEN, Done, execute, write
+from tests.taps.forks import command, launched
+from tests.taps.scripts import LISTEN, Done, write
 
 TRAIN = """
 import torch
@@ -38,7 +38,7 @@ TRAINED = 16 * 64 + 64 + 3 * (64 * 64 + 64) + 65
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("plan")
     write(made, "train.py", TRAIN)
-    assert execute(*LISTEN, "train.py", cwd=made).code == 0
+    assert launched(made, *LISTEN, "train.py").code == 0
     (made / "bad.json").write_text("{")
     (made / "other.json").write_text('{"schema": "hasten-comparison/1"}')
     return made

@@ -9,8 +9,8 @@ import pytest
 
 from hasten.evidence import read_evidence
 from tests.cli.test_bad_input import TRAIN, said
-from tests.taps.forks import command
-from tests.taps.scripts import HASTEN, execute, write
+from tests.taps.forks import launched
+from tests.taps.scripts import HASTEN, write
 
 SHORT = TRAIN.replace("range(50)", "range(1)")
 TRAINING = ("train.py",)
@@ -63,21 +63,21 @@ def test_tune_looks_at_all_that_it_would_write(folder: Path):
 
 def test_evidence_of_an_earlier_run_stays_until_the_new_one_is_whole(folder: Path):
     listen = (HASTEN, "run", "--no-plan", "--evidence", "evidence.json")
-    assert execute(*listen, "train.py", cwd=folder).code == 0
+    assert launched(folder, *listen, "train.py").code == 0
     first = (folder / "evidence.json").read_bytes()
     seen = "import os, sys; print(os.path.getsize('evidence.json')); exec(open('train.py').read())"
     write(folder, "looks.py", seen)
-    assert execute(*listen, "looks.py", cwd=folder).out == f"{len(first)}\n"
+    assert launched(folder, *listen, "looks.py").out == f"{len(first)}\n"
     assert read_evidence(folder / "evidence.json").command == ("looks.py",)
     # A script that trains nothing leaves evidence of that, not that of the run before.
     write(folder, "idle.py", "import torch")
-    assert execute(*listen, "idle.py", cwd=folder).code == 0
+    assert launched(folder, *listen, "idle.py").code == 0
     assert json.loads((folder / "evidence.json").read_text())["command"] == ["idle.py"]
 
 
 def test_what_the_script_itself_writes_there_is_not_overwritten_at_its_end(folder: Path):
     write(folder, "saves.py", SHORT + "\nopen('model.json', 'w').write('of the script')\n")
-    done = command(folder, "run", "--no-plan", "--evidence", "model.json", "saves.py")
+    done = launched(folder, HASTEN, "run", "--no-plan", "--evidence", "model.json", "saves.py")
     assert done.code == 0
     assert "model.json holds something other than the evidence" in done.err
     assert (folder / "model.json").read_text() == "of the script"

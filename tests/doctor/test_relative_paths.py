@@ -10,8 +10,8 @@ import pytest
 
 from hasten.doctor.relative_paths import with_relative_paths
 from hasten.evidence import Event, Finding, Severity
-from tests.taps.forks import command
-from tests.taps.scripts import write
+from tests.taps.forks import launched
+from tests.taps.scripts import HASTEN, write
 
 SCRIPT = """
 import torch
@@ -48,7 +48,7 @@ def test_what_lies_elsewhere_keeps_its_path(tmp_path: Path, monkeypatch: pytest.
 
 def test_no_path_of_this_machine_in_page_and_json(tmp_path: Path) -> None:
     write(tmp_path, "train.py", SCRIPT)
-    done = command(tmp_path, "doctor", "--no-sample", "--json", "d.json", "--html", "d.html", "train.py")
+    done = launched(tmp_path, HASTEN, "doctor", "--no-sample", "--json", "d.json", "--html", "d.html", "train.py")
     assert done.code == 0, done.err
     written = (tmp_path / "d.json").read_text()
     assert any(finding["file"] == "train.py" for finding in json.loads(written)["findings"])

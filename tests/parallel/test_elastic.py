@@ -15,6 +15,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+PLACES = os.pathsep.join(map(str, (ROOT / "tests" / "quick_start", ROOT / "src")))
 # 48 samples, 8 a step whatever the number of ranks, and a checkpoint after each step.
 SCRIPT = """
 import sys, time
@@ -60,7 +61,7 @@ def agent(folder, *options, slow="0", log="log"):
     with (folder / log).open("w") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *map(str, options), "train.py", slow],
-            cwd=folder, env={**env, "PYTHONPATH": str(ROOT / "src")}, stdout=file, stderr=file, start_new_session=True,
+            cwd=folder, env={**env, "PYTHONPATH": PLACES}, stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
 
 

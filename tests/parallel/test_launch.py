@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.taps.forks import launched
 from tests.taps.scripts import ctrl_c_works
 
 SCRIPT = """
@@ -107,9 +108,9 @@ def test_start_folder_and_threads_a_person_has_set_are_kept(folder: Path) -> Non
     ],
 )
 def test_rank_that_ends_is_named_and_all_end(folder: Path, how: str, size: int, said: str) -> None:
-    done = run(folder, "train.py", how, str(size))
-    assert done.returncode == 1, done.stderr
-    error = done.stderr[done.stderr.rindex("HastenError:") :]
+    done = launched(folder, sys.executable, "train.py", how, str(size))
+    assert done.code == 1, done.err
+    error = done.err[done.err.rindex("HastenError:") :]
     assert said in error
     assert f"Rank {size - 1} of {size}" in error
     assert nobody_left(folder)
@@ -119,10 +120,10 @@ def test_rank_that_fails_before_it_joins_is_named(folder: Path) -> None:
     (folder / "train.py").write_text(
         "import os\nif 'RANK' in os.environ: raise ImportError('no such thing')\n" + SCRIPT
     )
-    done = run(folder, "train.py", "end", "2")
-    assert done.returncode == 1
-    assert "Rank 1 of 2 ended with exit code 1" in done.stderr
-    assert "ImportError: no such thing" in done.stderr[done.stderr.rindex("HastenError:") :]
+    done = launched(folder, sys.executable, "train.py", "end", "2")
+    assert done.code == 1
+    assert "Rank 1 of 2 ended with exit code 1" in done.err
+    assert "ImportError: no such thing" in done.err[done.err.rindex("HastenError:") :]
 
 
 def test_other_ranks_die_with_the_main_process(folder: Path) -> None:

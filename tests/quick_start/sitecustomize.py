@@ -6,6 +6,7 @@ PYTHONPATH; what is to start as a person's Python does has an environment withou
 
 import gc
 import sys
+import weakref
 
 
 class _Torch:
@@ -33,6 +34,9 @@ def _quickly(execute, freezes):
                 gc.enable()
         if freezes:  # what torch._dynamo brings comes late: by then there are objects that collections must reach
             gc.freeze()
+            for finalizer, info in list(weakref.finalize._registry.items()):
+                if info.func.__module__ == "torch.library":  # takes apart each library of operators
+                    finalizer.atexit = False
 
     return exec_module
 

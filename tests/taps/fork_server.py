@@ -23,7 +23,11 @@ import hasten.taps.session  # noqa: F401
 from hasten.doctor.observe import OBSERVERS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from hasten.cli import main
+from hasten.techniques import CATALOGUE
 from tests.check import planted
+from tests.taps.forked_pythons import forked_pythons, run
+from tests.taps.scripts import HASTEN
 from tests.taps.serving import Job, serve
 
 planted.register()
@@ -31,8 +35,12 @@ PIL.Image.preinit()  # its formats
 # What hasten imports only where it is needed: 0.05 s in each fork, of which there are a thousand.
 for name in (
     "hasten.check.witness",
+    "hasten.cli.app",
+    "hasten.cli.launch",
     "hasten.data.handed_over",
     *OBSERVERS,
+    "hasten.doctor.listen",
+    "hasten.parallel.agent",
     "hasten.taps.boot",
     "hasten.taps.data",
     "hasten.taps.modules",
@@ -42,17 +50,21 @@ for name in (
     "hasten.taps.unseen",
     "hasten.techniques.compute.fused_update",
     "hasten.techniques.rerun.forward",
+    "hasten.tuner.check",
     "multiprocessing.popen_fork",
     "multiprocessing.queues",
     "multiprocessing.synchronize",
     "psutil",
+    "torch.distributed.run",
     "torch.utils.serialization",
 ):
     importlib.import_module(name)
 
 
 def _prepare(job: Job) -> Callable[[], object]:
-    """Turn this process into one that Python, or `hasten run`, started for the script."""
+    """Turn this process into one that Python, or `hasten run`, started for the script; or a person, for a command."""
+    if "words" in job:
+        return functools.partial(_start, job["words"])
     sys.path[0] = job["folder"]
     exec(job["before"], {})
     if job["hasten"]:
@@ -61,6 +73,17 @@ def _prepare(job: Job) -> Callable[[], object]:
 
         boot()
     return functools.partial(runpy.run_path, job["script"], run_name="__main__")
+
+
+def _start(words: list[str]) -> None:
+    """Do what a command line does that a person typed; what it starts are forks of this process."""
+    for technique in planted.TECHNIQUES:
+        del CATALOGUE[technique.name]
+    with forked_pythons():
+        if words[0] == HASTEN:
+            sys.argv = words
+            main()
+        run(words[1:], os.environ)
 
 
 if __name__ == "__main__":

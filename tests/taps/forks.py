@@ -79,6 +79,18 @@ def command(folder: Path, *arguments: str | Path, stdin: str = "", **variables: 
         return Done(_commands.answer(job), out.read_text(), err.read_text())
 
 
+def launched(folder: Path, *words: str | Path, **variables: str) -> Done:
+    """What a command does whose trainings are forks, too: `launched(folder, HASTEN, "check", "train.py")`, or torchrun.
+
+    It has torch imported already, as have the Pythons that it starts for a script or a module; see `forked_pythons`.
+    """
+    with tempfile.TemporaryDirectory() as apart:
+        out, err = Path(apart, "out"), Path(apart, "err")
+        streams = {"out": str(out), "err": str(err)}
+        job = {"words": list(map(str, words)), "folder": str(folder), "variables": variables, **streams}
+        return Done(_trainings.answer(job), out.read_text(), err.read_text())
+
+
 class _Server:
     """A process that forks, started when it is first asked; it ends with this one.
 

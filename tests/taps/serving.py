@@ -10,14 +10,14 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.quick_end import freeze, run_and_exit
 
 Job = dict[str, Any]
 
 
-def serve(prepare: Callable[[Job], Callable[[], object]]) -> None:
+def serve(prepare: Callable[[Job], Callable[[], object]]) -> NoReturn:
     """Serve until stdin ends.
 
     Args:
@@ -33,6 +33,7 @@ def serve(prepare: Callable[[Job], Callable[[], object]]) -> None:
             _become(job)
             run_and_exit(prepare(job))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    os._exit(0)  # without taking torch apart
 
 
 def _become(job: Job) -> None:
@@ -43,5 +44,5 @@ def _become(job: Job) -> None:
         os.close(opened)
     sys.stdin = open(0)  # noqa: SIM115
     os.chdir(job["folder"])
-    sys.argv = [job["script"], *job["arguments"]]
+    sys.argv = job["words"] if "words" in job else [job["script"], *job["arguments"]]
     os.environ.update(job.get("variables", {}))

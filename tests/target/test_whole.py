@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,18 @@ import pytest
 from hasten.target.goal import parse_goal
 from hasten.target.readings import LOGGED, Tail
 from hasten.target.whole import Candidate, WholeRuns
+from tests.taps.forked_pythons import forked_pythons
 from tests.taps.scripts import write
 
 pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def forks() -> Iterator[None]:
+    """The runs are forks of this process, which has torch imported."""
+    with forked_pythons():
+        yield
+
 
 LOGS = """
 import argparse

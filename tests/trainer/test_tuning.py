@@ -21,7 +21,8 @@ from hasten.techniques import CATALOGUE
 from hasten.techniques.base import Choices, Effect, Liveness, Resource, Technique
 from hasten.trainer.tuning import Tuning
 from tests.fork_here import fork_here
-from tests.taps.scripts import PYTHON, environment, execute
+from tests.taps.forks import launched
+from tests.taps.scripts import PYTHON
 from tests.trainer.trainings import Regression, loader, quiet
 
 
@@ -248,9 +249,8 @@ Path(f"rank{os.environ['RANK']}").write_text(hashlib.sha256(kept).hexdigest())
 
 def test_ranks_of_a_fit_are_switched_together(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKS)
-    env = environment(PYTHONPATH=str(Path(__file__).parents[2]), GLOO_SOCKET_IFNAME="lo")
     launch = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
-    done = execute(*launch, cwd=tmp_path, env=env)
+    done = launched(tmp_path, *launch, PYTHONPATH=str(Path(__file__).parents[2]), GLOO_SOCKET_IFNAME="lo")
     assert done.code == 0, done.err
     assert "left alone" not in done.err
     assert any(len(one["on"]) > 2 for one in switched(tmp_path))

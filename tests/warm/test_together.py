@@ -15,8 +15,8 @@ import torch.distributed as dist
 from hasten.taps.config import RunConfig, environment
 from hasten.techniques import Effect, Liveness, Resource, Technique
 from hasten.warm.together import Following, LeadingBoard, Slots
-from tests.taps.scripts import PYTHON, Done, execute
-from tests.taps.scripts import environment as bare
+from tests.taps.forks import launched
+from tests.taps.scripts import PYTHON, Done
 from tests.warm.test_auto import PLANTED, options
 
 TRAIN = """
@@ -60,10 +60,12 @@ dist.destroy_process_group()
 def tuned(folder: Path, *planted: str, wrapped: str = "DistributedDataParallel", most: int = 10_000) -> Done:
     """Train in two ranks, as `hasten run --auto torchrun` has them started."""
     train = TRAIN.replace("WRAPPED", wrapped).replace("MOST", str(most))
-    (folder / "train.py").write_text("\n".join([PLANTED, *planted, train]))
+    (folder / "plants.py").write_text("\n".join([PLANTED, *planted]))
+    (folder / "sitecustomize.py").write_text("import plants")
+    (folder / "train.py").write_text("\n".join(["from plants import changes, os, time", train]))
     config = RunConfig(command=("train.py",), auto=options(folder))
     launch = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
-    return execute(*launch, cwd=folder, env=environment(config, bare(GLOO_SOCKET_IFNAME="lo")))
+    return launched(folder, *launch, **environment(config, {"PYTHONPATH": str(folder), "GLOO_SOCKET_IFNAME": "lo"}))
 
 
 def seen(folder: Path) -> list[list[list[str]]]:

@@ -13,7 +13,8 @@ from hasten.doctor.views import timeline
 from hasten.evidence import read_evidence
 from tests.doctor.views.test_page import calm, drawings
 from tests.report.test_html import Page
-from tests.taps.forks import command
+from tests.taps.forks import command, launched
+from tests.taps.scripts import HASTEN
 
 SCRIPT = """
 import time, torch
@@ -51,7 +52,7 @@ def doctored(tmp_path_factory: pytest.TempPathFactory) -> Doctored:
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
     options = ["--html", "page.html", "--json", "diagnosis.json", "--evidence", "evidence.json", "--no-sample"]
-    done = command(folder, "doctor", *options, "train.py", "--name", "<u>[red]x", COLUMNS="80")
+    done = launched(folder, HASTEN, "doctor", *options, "train.py", "--name", "<u>[red]x", COLUMNS="80")
     assert done.code == 0, done.out + done.err
     return Doctored(folder, done.out)
 

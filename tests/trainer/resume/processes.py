@@ -154,6 +154,7 @@ def _serve():
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 run_and_exit(functools.partial(run, question["start"]))
         print(json.dumps(answer), flush=True)
+    os._exit(0)  # without taking torch apart
 
 
 if __name__ == "__main__":
