@@ -9,6 +9,7 @@ from types import TracebackType
 from hasten import messages
 from hasten.taps.after_import import after_import, import_without_collections
 from hasten.taps.config import VARIABLE, RunConfig
+from hasten.taps.late_dynamo import optimizers_without_dynamo
 from hasten.taps.tracebacks import describe, hide_our_frames
 
 
@@ -35,6 +36,7 @@ def boot() -> None:
 
         config = begin(config, config.ranks)
     import_without_collections()
+    optimizers_without_dynamo()
 
     def start() -> None:
         from hasten.taps.session import ProcessSession
