@@ -25,6 +25,15 @@ TRAINING = """
     class Meter:
         __slots__ = ("n",)
     meter = Meter(); meter.n = 0
+    class Stats:
+        total, seen, long = 0, [], [0] * 600
+        @classmethod
+        def add(cls, x): cls.total += 1; return x * cls.total
+        def say(self, number): print(number)
+    settings, stats = types.ModuleType("settings"), Stats()  # settings as another file of the script's
+    settings.count = 0
+    def scaled(x, noted=[0]): noted[0] += 1; scaled.calls += 1; return x * noted[0] * scaled.calls
+    scaled.calls = 0
 
     class Block(nn.Module):
         total = 0
@@ -62,7 +71,8 @@ TRAINING = """
     left = {"losses": losses, "model": model.state_dict(), "noted": noted, "count": [count, Block.total],
             "random": [random.random(), np.random.rand(), torch.rand(1), numbers.random(), lucky.random()],
             "blocks": [[b.calls, len(b.aux), b.scale, b.state["n"]["m"]] for b in model.blocks],
-            "seen": len(config.seen), "log": log, "table": table.tolist(), "meter": meter.n}
+            "seen": len(config.seen), "log": log, "table": table.tolist(), "meter": meter.n,
+            "others": [Stats.total, Stats.seen, settings.count, scaled.calls, scaled.__defaults__, Stats.long[7]]}
     torch.save(left, "left.pt")
 """
 LOSS = "loss = forward(x)"
@@ -101,6 +111,21 @@ THE_SAME = {
         LOSS + " + sum(b.aux[-1] for b in model.blocks)",
     ),
     "notes of a function of its own": ("h = h * note(h); meter.n += 1", LOSS),
+    "counts of another class": ("h = Stats.add(h); Stats.total += 1; Stats.seen.append(1)", LOSS),
+    "counts of another file": ("settings.count += 1; h = h * settings.count", LOSS),
+    "counts of a function": ("h = scaled(h)", LOSS),
+    "a forward replaced in its class": (
+        "h = h.sin()",
+        """if step == 3: Block.forward = lambda self, x, cache=None: x + self.down(self.up(x).cos())
+        loss = forward(x)""",
+    ),
+    "a mode that sees each operation": (
+        "h = h.sin()",
+        """class Twice(torch.overrides.TorchFunctionMode):
+            def __torch_function__(self, function, types, args=(), kwargs=None):
+                return function(*args, **(kwargs or {})) * (2 if function is torch.Tensor.sin else 1)
+        with Twice(): loss = forward(x)""",
+    ),
     "state from before": ("h = h + self.before.mean(); self.before = h.detach()", LOSS),
     "statistics": ("self.mean.mul_(0.9).add_(x.detach().mean(0)); h = h + self.mean.mean()", LOSS),
     "statistics late": ("self.mean.add_(1) if len(losses) > 3 else 0; h = h + self.mean.mean()", LOSS),
@@ -151,6 +176,9 @@ def script_of(body: str, step: str) -> str:
 KEPT = {
     "print": ("print(self.number)", "print"),
     "a function that prints": ("say(self.number)", "print"),
+    "an object that prints": ("stats.say(self.number)", "print"),
+    "an entry of a long list": ("Stats.long[7] += 1; h = h * Stats.long[7]", "list of 600 entries"),
+    "a queue": ("q.put(1); h = h * q.qsize()", "SimpleQueue"),
     "a file": ("out.write(str(self.number))", "write"),
     "an iterator": ("h = h * next(numbered)", "is a count"),
     "a logger": ("logger.warning(self.number)", "logger"),
@@ -163,6 +191,8 @@ def test_what_would_happen_twice_keeps_its_activations(train: Train, case: str) 
     script = script_of(body, LOSS).replace(
         "    class Block(nn",
         """    import io, itertools, logging
+    import queue
+    q = queue.SimpleQueue()
     out, numbered, logger = io.StringIO(), itertools.count(), logging.getLogger("mine")
     def say(number): print(number)
     class Block(nn""", 1).replace('"log": log', '"log": out.getvalue()')  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.evidence.interval import Estimate, mean_of
-from hasten.tuner.stats import mean_of_course, mean_of_pairs, ratio_of
+from hasten.tuner.stats import mean_of_course, mean_of_pairs, ratio_of, steps_of
 from hasten.tuner.timing import Timing
 
 seconds = st.floats(1e-6, 1e3)
@@ -79,6 +79,21 @@ def test_two_alike_are_seldom_called_different() -> None:
     draw = random.Random(12)
     wins = sum(ratio_of([(simulated(draw, 1.0), simulated(draw, 1.0)) for _ in range(5)]).low > 1.0 for _ in range(30))
     assert wins <= 5
+
+
+@pytest.mark.parametrize(("pairs", "most"), [(1, 0), (2, 2), (3, 2)])
+def test_processes_alike_are_seldom_called_different_however_few_there_are(pairs: int, most: int) -> None:
+    """Of 30, in which the blocks of single pairs alone have 11."""
+    draw = random.Random(13)
+    claims = [steps_of([(simulated(draw, 1.0), simulated(draw, 1.0)) for _ in range(pairs)]) for _ in range(30)]
+    assert sum(claim.low > 1.0 for claim in claims) <= most
+    assert all(claim.low <= claim.ratio <= claim.high for claim in claims)
+
+
+def test_pairs_of_processes_that_agree_show_what_is_faster() -> None:
+    draw = random.Random(14)
+    claim = steps_of([(simulated(draw, 1.5), simulated(draw, 1.0)) for _ in range(3)])
+    assert 1.0 < claim.low <= 1.5 <= claim.high
 
 
 def course(draw: random.Random, steps: int, phi: float) -> list[float]:

@@ -152,6 +152,26 @@ def test_work_of_its_own_processes_is_not_others(tmp_path: Path) -> None:
     assert ended >= lives
 
 
+NAMED = """
+import sys
+open("/proc/self/comm", "wb").write("Umr\u00e4umer f\u00fcr\u00dcberwachung".encode()[:15])
+print(open("/proc/self/comm", "rb").read(), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_process_whose_name_is_cut_within_a_letter_is_read_as_any_other() -> None:
+    """Else nothing would be known of what others take, and a claim beside them be taken for a quiet one."""
+    child = subprocess.Popen([sys.executable, "-c", NAMED], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert b"\\xc3" in child.stdout.readline()
+    try:
+        assert Reading().ours is not None
+        assert Reading().taken().others is not None
+    finally:
+        child.communicate(b"\n")
+
+
 def test_a_root_that_is_gone_is_no_error() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -14,7 +15,8 @@ import torch.distributed as dist
 
 from hasten.taps.config import RunConfig, environment
 from hasten.techniques import Effect, Liveness, Resource, Technique
-from hasten.warm.together import Following, LeadingBoard, Slots
+from hasten.warm import together
+from hasten.warm.together import Following, Leading, LeadingBoard, Slots
 from tests.taps.forks import launched
 from tests.taps.scripts import PYTHON, Done
 from tests.warm.test_auto import PLANTED, options
@@ -110,6 +112,18 @@ class Counting:
     may_rest = True
 
 
+class Deciding:
+    """Stands for rank 0's search, which has nothing to say yet."""
+
+    why = ""
+
+    def on_step(self, steps: int) -> int | None:
+        return None
+
+    def abandon(self, why: str) -> None:
+        self.why = why
+
+
 @pytest.fixture
 def ranks() -> tuple[LeadingBoard, LeadingBoard, Following]:
     """Rank 0's board and rank 1's, which share a store and wait for each other for a second."""
@@ -200,3 +214,23 @@ def test_a_switch_is_made_in_all_ranks(ranks: Any) -> None:
     other.join()
     assert (leads.on, follows.on, leads.lost) == ({"planted": True}, {"planted": True}, "")
     assert following.on_step(3) == 7, "it need not ask before"
+
+
+def test_ranks_that_were_started_again_take_no_commands_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun hands them the same store: rank 1 would switch as the killed rank 0 said, and rank 0 would not."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - a backend without anybody on the other side
+
+    store = dist.HashStore()
+    for generation in ("first", "second"):
+        for rank in (0, 1):
+            monkeypatch.setattr(together, "_SEARCHES", itertools.count())
+            dist.init_process_group("fake", store=store, rank=rank, world_size=2)
+            try:
+                board, auto = LeadingBoard([Planted(True)]), Deciding()
+                if rank == 0:
+                    Leading(auto, board).on_step(1)  # type: ignore[arg-type]
+                    assert (board.slots is None, bool(auto.why)) == ((generation == "second",) * 2)
+                else:
+                    assert (together.slots() is None) == (generation == "second")
+            finally:
+                dist.destroy_process_group()

@@ -91,12 +91,11 @@ def names_of(function: FunctionType) -> frozenset[str]:
     return frozenset(name for code in _codes(function.__code__) for name in code.co_names)
 
 
-def stores(function: FunctionType) -> bool:
-    """Whether a function's code sets attributes or globals."""
+def stores(function: FunctionType, elements: bool = False) -> bool:
+    """Whether a function's code sets attributes or globals; with `elements`, entries of containers as well."""
+    names = ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR", *("STORE_SUBSCR", "DELETE_SUBSCR") * elements)
     return any(
-        instruction.opname in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR")
-        for code in _codes(function.__code__)
-        for instruction in dis.get_instructions(code)
+        instruction.opname in names for code in _codes(function.__code__) for instruction in dis.get_instructions(code)
     )
 
 

@@ -35,7 +35,7 @@ from hasten.tuner.proof import (
     beside_others,
     in_words,
 )
-from hasten.tuner.stats import ratio_of
+from hasten.tuner.stats import ratio_of, steps_of
 from hasten.tuner.timing import Timing
 from hasten.tuner.trial import Trial, Trials
 from hasten.warm.candidates import Applicable
@@ -170,8 +170,9 @@ def _claimed(found: Found, pairs: list[tuple[Trial, Trial]]) -> Claimed:
         return claimed
     if timings := timings_of(pairs):
         how = f"steady steps of {len(timings)} pair{'s' * (len(timings) > 1)} of fresh processes, in turn"
-        speedup = ratio_of(timings, lambda _, step: step)
-        return Claimed(speedup, how, taken_of([side for pair in pairs for side in pair]))
+        if len(timings) == 1:
+            how += ": how far two processes of one script lie apart is not known"
+        return Claimed(steps_of(timings), how, taken_of([side for pair in pairs for side in pair]))
     mean, spread = found.course.posterior.gain(found.chosen)
     ratio = CandidateEstimate(mean, max(spread, 1e-6), 1, 1).ratio
     searched = [block for block in found.blocks if not block.trouble]

@@ -7,7 +7,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 
-from hasten.evidence.interval import Estimate, mean_of
+from hasten.evidence.interval import Estimate, mean_of, middle_of
 from hasten.tuner.proof import Ratio
 from hasten.tuner.timing import Timing
 
@@ -47,6 +47,19 @@ def ratio_of(
     tail = (1 - confidence) / 2
     low, high = means[int(tail * _RESAMPLES)], means[min(_RESAMPLES - 1, int((1 - tail) * _RESAMPLES))]
     return Ratio(math.exp(centre), math.exp(min(low, centre)), math.exp(max(high, centre)), confidence)
+
+
+def steps_of(pairs: Sequence[tuple[Timing, Timing]]) -> Ratio:
+    """How many times less a steady step of the second of each pair takes, as far as so many processes can tell.
+
+    Blocks of one process lie closer together than two processes of one script do, and the bootstrap of few pairs is too
+    narrow: of two processes alike it called one faster in 38 of 100 single pairs, and in 15 of 100 times three. So the
+    interval is Student's over the pairs where that is wider; that of a single pair, which tells nothing of it, holds 1.
+    """
+    found = ratio_of(pairs, lambda _, step: step)
+    between = middle_of([math.log(one.step / other.step) for one, other in pairs])
+    low, high = (1.0, 1.0) if between is None else (math.exp(between[1]), math.exp(between[2]))
+    return Ratio(found.ratio, min(low, found.low), max(high, found.high), found.confidence)
 
 
 def mean_of_course(values: Sequence[float]) -> Estimate | None:

@@ -199,6 +199,6 @@ def _lists_children() -> bool:
 def _text(path: Path) -> str:
     """What a file of /proc holds; "" where its process has just ended, or the kernel has no such file."""
     try:
-        return path.read_text()
+        return path.read_text("utf-8", "replace")  # a process's name is cut behind 15 bytes, within a letter too
     except (FileNotFoundError, ProcessLookupError):
         return ""

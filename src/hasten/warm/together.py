@@ -214,7 +214,11 @@ class Leading:
     def on_step(self, steps: int) -> int | None:
         """A step is over."""
         if not self._until:
-            self._board.lead(slots(), _ranks())
+            commands = slots()
+            self._board.lead(commands, _ranks())
+            if commands is None and _ranks() > 1:
+                self._auto.abandon("the ranks were started again, over the store of those before")
+                self._until = _NEVER
         if steps < self._until:
             return self._until
         again = self._auto.on_step(steps)
@@ -311,14 +315,18 @@ class Following:
 
 
 def slots() -> Slots | None:
-    """Return the commands of this process's group; None where it has none."""
+    """Return the commands of this process's group; None where it has none, or where earlier ranks have left theirs.
+
+    torchrun hands ranks that it starts again the store of those before: their commands would be taken for rank 0's.
+    """
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return None
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-    return Slots(PrefixStore(f"hasten switches {next(_SEARCHES)}", _get_default_store()))
+    store = PrefixStore(f"hasten switches {next(_SEARCHES)} of {dist.get_world_size()}", _get_default_store())
+    return Slots(store) if store.add(f"here {dist.get_rank()}", 1) == 1 else None
 
 
 def _ranks() -> int:

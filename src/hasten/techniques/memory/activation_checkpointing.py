@@ -195,10 +195,19 @@ class Checkpointed:
         # When the model is compiled too: BatchNorm's statistics do not stand in the way, nor change twice.
         self.whole_when_compiled = not knows_statistics() and _has_statistics(block)
         # Another one may stand there already: accelerate and peft replace forwards as well.
-        self.forward = vars(block).get("forward") or functools.partial(type(block).forward, block)
-        self.__wrapped__ = self.forward  # whose signature it is
+        self.own = vars(block).get("forward")
         self.technique = technique
         self.repeatable = _repeatable(block, technique.tell, meter)
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The forward in whose place this stands: the class's as it is by now, which a script may replace."""
+        return self.own or functools.partial(type(self.block).forward, self.block)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Whose signature it is."""
+        return self.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, to be run again in the backward."""
@@ -217,7 +226,7 @@ class Checkpointed:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = Checkpointed(copy.deepcopy(self.block, memo), self.technique)
-        twin.forward = twin.__wrapped__ = copy.deepcopy(self.forward, memo)
+        twin.own = copy.deepcopy(self.own, memo)
         return twin
 
     def __reduce__(self) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_iter
 
 from hasten import messages
@@ -64,6 +65,8 @@ class Repeatable:
             return forward(*args, **kwargs)  # somebody else decides what is kept
         if torch._C._are_functorch_transforms_active():
             return forward(*args, **kwargs)  # tensors without memory, of a graph that is none of autograd's
+        if torch._C._len_torch_dispatch_stack() or _sees_functions():
+            return forward(*args, **kwargs)  # a mode of the script's sees, or changes, each operation
         try:
             if self.known is None:
                 self.known = Known(module, self.with_hooks)
@@ -241,6 +244,12 @@ class _KeptForward:
         )
         messages.tell(message)  # a script that skips batches by their errors would hide it
         return RuntimeError(message)
+
+
+def _sees_functions() -> bool:
+    """Whether a function mode is on, but for that of `torch.set_default_device`."""
+    count = torch._C._len_torch_function_stack()
+    return any(type(torch._C._get_function_stack_at(place)) is not DeviceContext for place in range(count))
 
 
 def _give(tensor: Any) -> Any:

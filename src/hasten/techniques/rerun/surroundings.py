@@ -23,6 +23,10 @@ _LARGEST = 1 << 24  # bytes of an array that is copied
 _MOST = 3000  # objects that are followed
 # Objects of these are not entered: loggers, locks, arrays.
 _LIBRARIES = frozenset(sys.stdlib_module_names | {"torch", "numpy", "hasten"}) - {"types", "argparse", "collections"}
+# Modules of those that hold something that a forward may change.
+_NOT_ENTERED = frozenset(
+    {"array", "queue", "_queue", "weakref", "_contextvars", "multiprocessing.sharedctypes", "multiprocessing.managers"}
+)
 # Holds nothing that a forward could change.
 _STILL = (str, bytes, int, float, complex, bool, type(None), type, FunctionType, MethodType, BuiltinFunctionType,
           ModuleType, torch.dtype, torch.device, torch.Size, range, slice)  # fmt: skip
@@ -51,6 +55,7 @@ class Known:
         )
         self.outside = code.outside  # what its code reads of globals, closures and classes
         self.reached = code.reached
+        self.changes = code.changes
         # ids of modules whose buffers a forward changes; None: not known yet, so all are copied.
         self.changing: set[int] | None = None
 
@@ -167,9 +172,19 @@ class Then:
             self._note_array(value, name)
         elif hasattr(type(value), "__next__") and name.removeprefix(OuterName.MARK) in self._known.reached:
             raise CannotRepeatError(f"{name} is a {type(value).__name__}, which nobody can set back")
-        elif id(value) not in self._seen and depth <= _DEPTH and len(self._seen) < _MOST:
-            self._seen.add(id(value))
-            self._note_object(value, depth, name)
+        elif id(value) not in self._seen:
+            beyond = depth > _DEPTH or len(self._seen) >= _MOST
+            if beyond or not _is_put_back(value):
+                self._refuse_to_change(name, value)
+            if not beyond:
+                self._seen.add(id(value))
+                self._note_object(value, depth, name)
+
+    def _refuse_to_change(self, name: str, value: Any) -> None:
+        """Leave a module alone whose code names what is not put back, and changes things."""
+        if self._first and self._known.changes and name.removeprefix(OuterName.MARK) in self._known.reached:
+            kind, entries = type(value).__name__, f" of {len(value)} entries" if hasattr(value, "__len__") else ""
+            raise CannotRepeatError(f"{name} is or holds a {kind}{entries}, which it may change and nobody puts back")
 
     def _note_array(self, array: Any, name: str) -> None:
         """Copy a NumPy array: that a forward writes to it leaves no other trace."""
@@ -287,6 +302,14 @@ class Then:
     def moved_unseen(self) -> bool:
         """Return whether a generator moved whose state was not copied."""
         return self._states.moved()
+
+
+def _is_put_back(value: Any) -> bool:
+    """Whether what a container or an object holds is put back: not of a long one, nor of some kinds of libraries."""
+    kind = type(value)
+    if isinstance(value, dict | list | deque | set) and len(value) > _LONGEST:
+        return False
+    return kind.__module__ not in _NOT_ENTERED and kind.__name__ not in ("_local", "bytearray")
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
