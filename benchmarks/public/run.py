@@ -124,6 +124,12 @@ class Workplace:
         self.python = folder / "venv" / "bin" / "python"
         self.hasten = folder / "venv" / "bin" / "hasten"
 
+    def imports(self) -> Path | None:
+        """The folder that its Python imports hasten from: figures of another checkout are not this one's."""
+        ask = "import hasten; print(hasten.__path__[0])"
+        said = subprocess.run([self.python, "-c", ask], cwd=self.folder, capture_output=True, text=True)
+        return Path(said.stdout.strip()).resolve() if said.returncode == 0 else None
+
     def fresh(self, script: Script, side: str) -> Path:
         """A copy of the script's source with its data in place; returns the folder to run it in."""
         root = self.folder / "scratch" / script.name / side
@@ -370,8 +376,9 @@ def main() -> int:
     workplace = Workplace(args.work)
     if args.plain:
         return 0 if run_plain(workplace, scripts) else 1
-    if not workplace.hasten.exists():
-        raise SystemExit(f"no {workplace.hasten}: {workplace.python} -m pip install --no-deps -e {REPOSITORY}")
+    if (found := workplace.imports()) != REPOSITORY / "src" / "hasten":
+        hint = f"{workplace.python} -m pip install --no-deps -e {REPOSITORY}"
+        raise SystemExit(f"{workplace.python} imports hasten from {found or 'nowhere'}, not from this checkout: {hint}")
     rows: list[dict[str, Any]] = []
     for script in scripts:
         print(f"--- {script.name}", flush=True)

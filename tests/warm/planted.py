@@ -68,6 +68,13 @@ class RoundsAndHarms(Harms):
     effect = Effect.ROUNDING
 
 
+class Compiles(Helps):
+    """Saves half of the wait, and is tried last, on top of what won."""
+
+    name = "compiles"
+    liveness = Liveness.LAST
+
+
 class CannotBeSwitchedOn(_Planted):
     """Fails when it is switched on."""
 
@@ -157,6 +164,7 @@ TECHNIQUES = (
     HelpsLittle,
     Harms,
     RoundsAndHarms,
+    Compiles,
     CannotBeSwitchedOn,
     FailsInAPass,
     LeavesAlone,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -80,7 +81,9 @@ Search = Callable[..., Searched]
 def search(tmp_path: Path, plant: None, monkeypatch: pytest.MonkeyPatch) -> Search:
     """Search in a script: `search(script, names of techniques)`; it ends once nothing is doubtful any more."""
 
-    def run(text: str, names: tuple[str, ...], seconds: float = 150.0, batches: int = 50) -> Searched:
+    def run(
+        text: str, names: tuple[str, ...], seconds: float = 150.0, batches: int = 50, validation_share: float = 0.0
+    ) -> Searched:
         write(tmp_path, "work/train.py", text)
         (tmp_path / "scratch").mkdir()
         monkeypatch.chdir(tmp_path / "work")
@@ -89,8 +92,9 @@ def search(tmp_path: Path, plant: None, monkeypatch: pytest.MonkeyPatch) -> Sear
         trials = Trials([PYTHON, "train.py"], ("train.py",), tmp_path / "scratch",
                         TrialOptions("", batches=batches), start + 900)  # fmt: skip
         candidates = tuple(Candidate(name, True) for name in names)
-        options = WarmOptions(candidates, "", start + seconds, start + seconds + 2, block_seconds=0.1)
-        found, said, told = Found(Course(candidates)), [], []
+        options = WarmOptions(candidates, "", start + seconds, start + seconds + 2, block_seconds=0.1,
+                              validation_share=validation_share, total_steps=10**6)  # fmt: skip
+        found, said, told = Found(Course(candidates, validation_share=validation_share)), [], []
         ok = Warm(trials, found, options, STARTUP, said.append, told.append).search()
         assert list((tmp_path / "scratch").iterdir()) == []
         children = psutil.Process().children(recursive=True)
@@ -260,6 +264,32 @@ thread.start()
 thread.join()
 """,
 }
+
+
+SLOW_TO_VALIDATE = """
+held_out = DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=4)
+compiled = False
+def validate(epoch):
+    global compiled
+    model.eval()
+    with torch.no_grad():
+        for (x,) in held_out:
+            model(x)
+            if not compiled and "compiles" in getattr(torch, "waits", ()):
+                wait(0.5)
+    compiled = compiled or "compiles" in getattr(torch, "waits", ())
+    model.train()
+train(10 ** 6, DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=4), validate)
+"""
+
+
+def test_a_validation_that_compiles_says_nothing_of_the_technique(search: Search) -> None:
+    """Its kernels are compiled once: the first pass of validation takes a hundred times as long, and no other."""
+    done = search(TRAIN + SLOW_TO_VALIDATE, ("compiles",), seconds=60.0, validation_share=0.4)
+    assert done.names == {"compiles"}
+    paces = [block.pace for block in done.found.course.validation.seen if block.on]
+    assert paces
+    assert max(paces) < math.log(0.1)
 
 
 @pytest.mark.parametrize("script", [

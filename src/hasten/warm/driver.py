@@ -61,6 +61,7 @@ class Driver:
         self._pass_on: frozenset[int] = frozenset()  # candidates that act in the pass that goes on
         self._first_with: frozenset[int] = frozenset()  # of them: in their first pass, where a cache fills
         self._ever: set[int] = set()
+        self._validated: set[int] = set()  # candidates slow at first that a validation had on
         self._last_pass = 0
         self._begun_at = 0  # batches of the script's pass before those of the one that goes on
         self._passes = self._early = 0
@@ -92,13 +93,20 @@ class Driver:
         if began:
             return
         if not opened.trained:
-            if opened.batches > 1:
-                seconds = (self._recorder.now() - opened.first) / (opened.batches - 1)
-                self._course.saw_validation(self._on(), seconds)
-                self._record.write(Event("validated", tuple(sorted(self._on())), seconds))
+            self._validation_over(opened)
             return
         self._pass_over(opened.batches - self._begun_at)
         self._begun_at = 0
+
+    def _validation_over(self, opened: OpenPass) -> None:
+        """Take in what a batch of validation took, unless it compiled kernels or filled a cache."""
+        on, last = self._on(), self._course.of(Liveness.LAST)
+        slow_at_first = {i for i in on if i in last or self._options.candidates[i].name in FILLS}
+        if opened.batches > 1 and slow_at_first <= self._validated:
+            seconds = (self._recorder.now() - opened.first) / (opened.batches - 1)
+            self._course.saw_validation(on, seconds)
+            self._record.write(Event("validated", tuple(sorted(on)), seconds))
+        self._validated |= slow_at_first
 
     def goes_on(self, opened: OpenPass, whole: int) -> bool:
         """A shortened pass has given its last batch: whether it begins once more, unseen by the script.
