@@ -40,6 +40,7 @@ def test_layers_of_torchs_own_class_whose_sizes_fit_are_taken_but_the_last() -> 
     assert linear_layers(model) == [model[6]]
     model[6].forward = lambda x: x
     assert linear_layers(model) == []
+    assert linear_layers(network().double()) == []
     twice = nn.Linear(16, 16)
     assert linear_layers(nn.Sequential(twice, twice, nn.Linear(16, 4))) == [twice]
 

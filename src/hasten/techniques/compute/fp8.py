@@ -123,5 +123,6 @@ def linear_layers(model: Any) -> list[Any]:
         if type(layer) is nn.Linear
         and "forward" not in vars(layer)  # some technique's, or the script's own
         and type(layer.weight) is nn.Parameter
+        and layer.weight.element_size() <= 4  # float8 products come out in float32 at most
         and layer.in_features % 16 == layer.out_features % 16 == 0
     ]
