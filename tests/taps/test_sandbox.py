@@ -98,11 +98,13 @@ CACHES_THAT_ARE_NONE = {
 @pytest.mark.parametrize("name", CACHES_THAT_ARE_NONE)
 def test_a_cache_variable_that_covers_the_working_folder_gives_nothing_of_it_away(home: Path, name: str) -> None:
     (home.parent / "link").symlink_to(home)
-    text = "import os, shutil; open('notes.txt', 'w').write('x'); os.remove('helper.py'); shutil.rmtree('runs')"
+    value = CACHES_THAT_ARE_NONE[name].format(work=home, parent=home.parent)
+    here = value if "link" in value else "."  # a link is one only for what is written by way of it
+    text = "import os, shutil, sys; here = sys.argv[1]\n"
+    text += "open(f'{here}/notes.txt', 'w').write('x'); os.remove(f'{here}/helper.py'); shutil.rmtree(f'{here}/runs')"
     write(home, "train.py", text)
     before = state(home)
-    value = CACHES_THAT_ARE_NONE[name].format(work=home, parent=home.parent)
-    done = in_a_trial(home, home.parent / "scratch", "train.py", **{name: value})
+    done = in_a_trial(home, home.parent / "scratch", "train.py", here, **{name: value})
     assert done.code == 0, done.err
     assert state(home) == before
 
