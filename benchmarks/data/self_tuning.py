@@ -1,7 +1,7 @@
 """What `hasten tune` chooses for an image script within a minute, against the best of a grid of loader settings.
 
     python benchmarks/data/self_tuning.py --json benchmarks/results/self_tuning.json             # half an hour
-    python benchmarks/data/self_tuning.py --rounds 1 --tunes 1 --images 96 --epochs 2 --waits 0  # two minutes: a try
+    python benchmarks/data/self_tuning.py --rounds 1 --tunes 1 --images 256 --epochs 2 --waits 0 # two minutes: a try
 
 The grid is what a person would try by hand: `DataLoader(num_workers=0)` plain and with `read_ahead` of 1 and 2 threads,
 and torch's own 1 and 2 workers with a `prefetch_factor` of 2 and 4. (Workers leave nothing to `read_ahead`, and without

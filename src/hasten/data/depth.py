@@ -15,9 +15,9 @@ _WEIGHT = 1 / 8  # of the newest sample in the means of time and size
 class Depth:
     """The tasks of one pass in order, and how many of them may be made, or be in the making, before their turn.
 
-    Threads without room have nothing to do while the training computes. Where the training waits for samples
-    afterwards, there is room for as many more as they could have made in that time. So where reading is the slower part
-    anyway, and where the step is short, few samples lie in memory.
+    Threads without room have nothing to do while the training computes. Where the training then waits for samples, in
+    two batches one after the other, there is room for as many more as they could have made. So where reading is the
+    slower part anyway, and where the step is short, few samples lie in memory.
 
     Args:
         threads: How many make samples.
@@ -34,6 +34,7 @@ class Depth:
         self.room = max(self._least, room)
         self._size, self._seconds = float(size), 0.0  # means of samples
         self._idle = self._waited = 0.0  # seconds: of the threads before this batch, of the training in it
+        self._could = 0.0  # samples that there was no room for before the last batch: one alone may be chance
         self._turned = time.perf_counter()
         self._calm = 0
 
@@ -73,14 +74,15 @@ class Depth:
         now = time.perf_counter()
         worth = self._waited > _WORTH * (now - self._turned)
         could = min(self._idle, self._waited) / self._seconds * self._threads if worth and self._seconds else 0.0
+        more, self._could = round(min(could, self._could)), could
         self._calm += 1
-        if more := round(could):
+        if more:
             self.room = min(self.room + more, max(self._least, len(self.under_way) + len(self.waiting)))
             self._calm = 0
         elif self._calm == _CALM:
             self.room = max(self._least, self.room - max(1, self.room // 8))
             self._calm = 0
         ends = [task.made_at for task in self.under_way]
-        # The room that was made now was not there while the threads had nothing to do: the next batch shows nothing.
+        # The room that is made now was not there while the threads had nothing to do: the next batch shows nothing.
         self._idle = now - max(ends) if ends and all(ends) and not more else 0.0
         self._waited, self._turned = 0.0, now
