@@ -21,13 +21,9 @@ class HastenError(Exception):
 
 
 OUT_OF_MEMORY = (
-    "OutOfMemoryError",
-    "MemoryError",
-    "out of memory",
-    "annot allocate memory",
-    "can't allocate memory",
+    "OutOfMemoryError", "MemoryError", "out of memory", "annot allocate memory", "can't allocate memory",
     "_STATUS_ALLOC_FAILED",
-)
+)  # fmt: skip
 """What errors say when memory has run out: torch's allocators for GPUs and CPUs, Python, cuBLAS and cuDNN."""
 
 

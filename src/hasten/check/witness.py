@@ -313,10 +313,7 @@ class Witness:
 
 
 def far(
-    mine: torch.Tensor,
-    plain: torch.Tensor,
-    my_start: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
+    mine: torch.Tensor, plain: torch.Tensor, my_start: torch.Tensor | None = None, start: torch.Tensor | None = None
 ) -> tuple[float, float, float, float]:
     """Return how far two tensors are apart.
 

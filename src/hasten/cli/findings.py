@@ -10,9 +10,7 @@ if TYPE_CHECKING:
     from hasten.doctor.rule import Rule
 
 
-def findings(
-    markdown: bool = typer.Option(False, "--markdown", help="As the page docs/findings.md."),
-) -> None:
+def findings(markdown: bool = typer.Option(False, "--markdown", help="As the page docs/findings.md.")) -> None:
     """List all that `hasten doctor` can find, in runs and in code."""
     from hasten.doctor.findings import FINDINGS
 

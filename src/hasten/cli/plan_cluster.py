@@ -102,8 +102,7 @@ def _devices(text: str) -> list[int]:
     for word in words:
         if not re.fullmatch(r"[1-9]\d{0,6}", word) or int(word) > _MOST:
             raise HastenError(
-                f"--devices {text}: {word!r} is not a number of devices",
-                f"write 8, or 8,64,512 (1 to {_MOST:,})",
+                f"--devices {text}: {word!r} is not a number of devices", f"write 8, or 8,64,512 (1 to {_MOST:,})"
             )
     return [int(word) for word in words]
 

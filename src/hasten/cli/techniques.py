@@ -9,9 +9,7 @@ import typer
 from hasten.techniques import CATALOGUE, Liveness, Technique, toml_value
 
 
-def techniques(
-    markdown: bool = typer.Option(False, "--markdown", help="As the page docs/catalogue.md."),
-) -> None:
+def techniques(markdown: bool = typer.Option(False, "--markdown", help="As the page docs/catalogue.md.")) -> None:
     """List the techniques, what each may do to the result, and its settings."""
     if markdown:
         typer.echo(catalogue_page(), nl=False)

@@ -9,15 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from hasten.doctor.rule import Rule
 from hasten.evidence import Event, Evidence, Finding, HowKnown, Layer, LoaderFacts, Severity, Stages
-from hasten.evidence.waiting import (
-    EpochStart,
-    data_share,
-    in_ms,
-    ordinary_seconds,
-    per_step,
-    stages_of,
-    worth_of_waits,
-)
+from hasten.evidence.waiting import EpochStart, data_share, in_ms, ordinary_seconds, per_step, stages_of, worth_of_waits
 from hasten.evidence.weigh import LEAST, share_of, steady_steps
 
 BOUND = 0.10  # share of the step from which a training counts as bound by its data

@@ -16,14 +16,7 @@ if TYPE_CHECKING:
     from hasten.doctor.source.problem import Problem
     from hasten.plan import Setting
 
-SECTIONS = (
-    "Why it is slow",
-    "How it is known",
-    "Example",
-    "Use instead",
-    "When the repair is safe",
-    "Source",
-)
+SECTIONS = ("Why it is slow", "How it is known", "Example", "Use instead", "When the repair is safe", "Source")
 """Of a finding's page, in this order; "How it is known" may be missing where the code alone shows it."""
 
 

@@ -15,14 +15,7 @@ Kind = TypeVar("Kind")
 _LONG = 2000  # characters of a message; pydantic names every value that does not fit
 
 
-def read_plain(
-    kind: type[Kind],
-    path: Path,
-    schema: str,
-    what: str,
-    advice: str,
-    missing: str = "",
-) -> Kind:
+def read_plain(kind: type[Kind], path: Path, schema: str, what: str, advice: str, missing: str = "") -> Kind:
     """Read a dataclass from a JSON file; null where a float should be is NaN, as `finite` wrote it.
 
     Args:

@@ -15,17 +15,9 @@ from hasten.errors import HastenError
 
 # What a rank says when it is another one that has gone or does not answer.
 _SYMPTOMS = (
-    "gloo/transport",
-    "ProcessGroupNCCL",
-    "ProcessGroupGloo",
-    "ncclRemoteError",
-    "ncclSystemError",
-    "DistBackendError",
-    "DistNetworkError",
-    "DistStoreError",
-    "Connection closed by peer",
-    "Connection reset by peer",
-)
+    "gloo/transport", "ProcessGroupNCCL", "ProcessGroupGloo", "ncclRemoteError", "ncclSystemError", "DistBackendError",
+    "DistNetworkError", "DistStoreError", "Connection closed by peer", "Connection reset by peer",
+)  # fmt: skip
 
 
 class RankProcess(Protocol):

@@ -166,12 +166,7 @@ class _FunctionChild:
             self._words = said
 
 
-def _run(
-    report: Connection,
-    parent: int,
-    env: dict[str, str],
-    job: Apart,
-) -> None:
+def _run(report: Connection, parent: int, env: dict[str, str], job: Apart) -> None:
     """A rank's whole life."""
     function, args, kwargs = job.value
     follow(parent)

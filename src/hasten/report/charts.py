@@ -49,10 +49,7 @@ def phase_chart(proof: Proof) -> Markup:
     parts = []
     for row, (side, bars) in enumerate(sides.items()):
         top = row * 66
-        parts += [
-            text("label", 0, top + 15, side),
-            text("value", 100, top + 15, words.alike(bars[-1].end, longest)),
-        ]
+        parts += [text("label", 0, top + 15, side), text("value", 100, top + 15, words.alike(bars[-1].end, longest))]
         for bar in bars:
             told = f"{side}, {bar.label}: {words.alike(bar.end - bar.start, longest)}"
             parts.append(rect(bar.kind, (scale(bar.start), scale(bar.end)), top + 23, 30, told))
@@ -103,10 +100,7 @@ def curve_chart(curves: Curves) -> Markup:
         return [(across(step), down(loss)) for step, loss in losses]
 
     low, mean, high = _band(baseline)
-    drawn = [
-        area("band", place([*high, *reversed(low)])),
-        line("line-baseline", place(mean), "baseline, mean"),
-    ]
+    drawn = [area("band", place([*high, *reversed(low)])), line("line-baseline", place(mean), "baseline, mean")]
     drawn += [line("line-plan", place(losses), f"plan, seed {n}") for n, losses in enumerate(plan, 1)]
     height = 260.0
     parts = rows(down, height, lambda loss: f"{loss:g}")
@@ -131,10 +125,7 @@ def pair_chart(pairs: Sequence[Pair]) -> Markup:
         parts.append(text("label halo", 0, y - 11, f"pair {row + 1}, seed {pair.seed}"))
         parts.append(text("value halo", 100, y - 11, ratio))
         parts.append(rect("join", (scale(pair.baseline), scale(pair.plan)), y - 1, 2, told))
-        parts += [
-            dot("dot-baseline", scale(pair.baseline), y, told),
-            dot("dot-plan", scale(pair.plan), y, told),
-        ]
+        parts += [dot("dot-baseline", scale(pair.baseline), y, told), dot("dot-plan", scale(pair.plan), y, told)]
     return svg("Seconds per step, pair by pair", words.count(len(pairs), "pair"), height + 22, parts)
 
 

@@ -106,12 +106,7 @@ def promises(proof: Proof) -> list[Promise]:
     if not proof.techniques:
         return []
     same = parity(proof)
-    return [
-        _faster(proof),
-        _checked(proof),
-        Promise("same losses", proof.parity.answer, same.detail),
-        _fresh(proof),
-    ]
+    return [_faster(proof), _checked(proof), Promise("same losses", proof.parity.answer, same.detail), _fresh(proof)]
 
 
 def _faster(proof: Proof) -> Promise:

@@ -50,11 +50,7 @@ def confine(scratch: str, also: tuple[str, ...] = ()) -> None:
     tempfile.tempdir = temporary
     after_import("torch._inductor.codecache", _keep_headers)
     _keep_sockets_short(temporary)
-    caches = [
-        os.environ["TORCHINDUCTOR_CACHE_DIR"],
-        os.environ.get("XDG_CACHE_HOME", f"{home}/.cache"),
-        f"{home}/.nv",
-    ]
+    caches = [os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ.get("XDG_CACHE_HOME", f"{home}/.cache"), f"{home}/.nv"]
     caches += [os.environ[name] for name in _CACHES if os.environ.get(name)]
     # A cache that holds the working folder, the script or the home is no cache: `HF_HOME=.`, `NUMBA_CACHE_DIR=/ws/`.
     theirs = [os.getcwd(), home, *(os.path.dirname(word) or "." for word in sys.argv[:1])]

@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.trainer.adapter import adapter
-from hasten.trainer.callbacks import (
-    GradientAccumulationScheduler,
-    ModelCheckpoint,
-    ModelSummary,
-    Progress,
-    Timer,
-)
+from hasten.trainer.callbacks import GradientAccumulationScheduler, ModelCheckpoint, ModelSummary, Progress, Timer
 from hasten.trainer.errors import misconfigured
 from hasten.trainer.loggers import CSVLogger
 from hasten.trainer.loggers.base import Nothing
@@ -104,8 +98,7 @@ class Attachments:
             return callbacks
         if not self._config.fast_dev_run:
             raise misconfigured(
-                f"`enable_checkpointing=False` but found `{type(saving[0]).__name__}` in callbacks",
-                "drop one of them",
+                f"`enable_checkpointing=False` but found `{type(saving[0]).__name__}` in callbacks", "drop one of them"
             )
         return [callback for callback in callbacks if callback not in saving]
 

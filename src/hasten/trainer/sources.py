@@ -259,8 +259,7 @@ def check_iterable(loader: Any, whence: str) -> None:
             iter(loader)
     except TypeError:
         raise NotALoaderError(
-            f"An invalid dataloader was {whence}: {loader!r}",
-            "give something to iterate over, such as a DataLoader",
+            f"An invalid dataloader was {whence}: {loader!r}", "give something to iterate over, such as a DataLoader"
         ) from None
 
 

@@ -88,10 +88,7 @@ class PagesFaultedAgain(Rule):
             f"start the training with `hasten run`, or with GLIBC_TUNABLES={TUNABLES}",
             worth,
             how_known,
-            details=(
-                *live,
-                "it may happen in one run of a script and not in the next: the top of the heap decides",
-            ),
+            details=(*live, "it may happen in one run of a script and not in the next: the top of the heap decides"),
             setting=toml_value(here or "glibc"),
         )
 

@@ -45,14 +45,7 @@ import libcst as cst
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
-from hasten.doctor.source.syntax import (
-    dotted,
-    last_name,
-    receiver,
-    targets_of,
-    walk,
-    walk_scope,
-)
+from hasten.doctor.source.syntax import dotted, last_name, receiver, targets_of, walk, walk_scope
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import in_words, saved

@@ -43,14 +43,7 @@ from hasten.doctor.figures import norm_of
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Mend, Problem
-from hasten.doctor.source.syntax import (
-    argument,
-    dotted,
-    is_open,
-    last_name,
-    walk,
-    with_keyword,
-)
+from hasten.doctor.source.syntax import argument, dotted, is_open, last_name, walk, with_keyword
 from hasten.evidence import Evidence, Finding, HowKnown, severity_of
 from hasten.evidence.weigh import LEAST, saved, size_of
 

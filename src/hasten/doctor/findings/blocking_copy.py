@@ -54,15 +54,7 @@ from hasten.doctor.figures import by_line, wait_finding
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Mend, Problem
-from hasten.doctor.source.syntax import (
-    argument,
-    device_of,
-    dotted,
-    last_name,
-    receiver,
-    walk,
-    with_keyword,
-)
+from hasten.doctor.source.syntax import argument, device_of, dotted, last_name, receiver, walk, with_keyword
 from hasten.evidence import Evidence, Finding
 from hasten.evidence.waiting import in_ms, per_step
 from hasten.evidence.weigh import on_gpu

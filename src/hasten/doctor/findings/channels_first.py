@@ -43,16 +43,7 @@ from __future__ import annotations
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import (
-    CERTAIN,
-    COMPUTE,
-    gain_of,
-    is_sure,
-    on_gpu,
-    saved,
-    seconds_of,
-    share_of,
-)
+from hasten.evidence.weigh import CERTAIN, COMPUTE, gain_of, is_sure, on_gpu, saved, seconds_of, share_of
 from hasten.techniques.base import Refusal
 from hasten.techniques.compute.channels_last import ChannelsLast
 

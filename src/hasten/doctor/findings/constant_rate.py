@@ -58,14 +58,8 @@ from hasten.evidence import Evidence, Finding, Severity
 _BY_RATE = ("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop")
 _LONG = 100  # steps before a rate that has not changed says anything
 _RATE_WORDS = (
-    "lr_scheduler",
-    "scheduler",
-    "adjust_learning_rate",
-    "param_groups",
-    "get_lr",
-    "configure_optimizers",
-    "sched",
-)
+    "lr_scheduler", "scheduler", "adjust_learning_rate", "param_groups", "get_lr", "configure_optimizers", "sched",
+)  # fmt: skip
 
 
 class ConstantRate(Rule):

@@ -40,9 +40,7 @@ from __future__ import annotations
 from hasten.doctor.figures import lost_in_outliers
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
-from hasten.evidence.weigh import (
-    on_gpu,
-)
+from hasten.evidence.weigh import on_gpu
 
 
 class CudnnBenchmarkVarying(Rule):

@@ -42,14 +42,7 @@ from hasten.doctor.figures import BOUND
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, LoaderFacts, Phase
 from hasten.evidence.figures import percent
-from hasten.evidence.waiting import (
-    in_ms,
-    mean_during,
-    ordinary_seconds,
-    ordinary_wait,
-    saturated,
-    stages_of,
-)
+from hasten.evidence.waiting import in_ms, mean_during, ordinary_seconds, ordinary_wait, saturated, stages_of
 from hasten.evidence.weigh import seconds_of, share_of
 from hasten.techniques.data.worker_estimate import workers_for
 

@@ -45,14 +45,7 @@ from collections.abc import Iterator
 from hasten.doctor.figures import BOUND, making_seconds
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
-from hasten.evidence.waiting import (
-    data_share,
-    epoch_start,
-    in_ms,
-    ordinary_seconds,
-    ordinary_wait,
-    stages_of,
-)
+from hasten.evidence.waiting import data_share, epoch_start, in_ms, ordinary_seconds, ordinary_wait, stages_of
 
 
 class EpochStartStall(Rule):

@@ -42,10 +42,7 @@ from collections.abc import Iterator
 from hasten.doctor.figures import by_place, first_line_of
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, severity_of
-from hasten.evidence.weigh import (
-    LEAST,
-    share_of,
-)
+from hasten.evidence.weigh import LEAST, share_of
 
 _BREAK = 100e-6  # seconds that a graph break costs a step, forward and backward: an estimate
 

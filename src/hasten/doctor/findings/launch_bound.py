@@ -38,14 +38,7 @@ from __future__ import annotations
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import (
-    on_gpu,
-    products,
-    seconds_of,
-    share_of,
-    short,
-    steady_seconds,
-)
+from hasten.evidence.weigh import on_gpu, products, seconds_of, share_of, short, steady_seconds
 
 _WORK = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 _LAUNCH = 5e-6  # seconds of the host to launch a kernel, at the least

@@ -50,28 +50,14 @@ from hasten.doctor.figures import by_line, wait_finding
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Mend, Problem
-from hasten.doctor.source.syntax import (
-    argument,
-    device_of,
-    is_open,
-    receiver,
-    with_keyword,
-)
+from hasten.doctor.source.syntax import argument, device_of, is_open, receiver, with_keyword
 from hasten.evidence import Evidence, Finding
 from hasten.evidence.waiting import in_ms, per_step
 from hasten.evidence.weigh import on_gpu
 
-_EXACT = frozenset(
-    [
-        "torch.zeros",
-        "torch.ones",
-        "torch.full",
-        "torch.empty",
-        "torch.arange",
-        "torch.eye",
-        "torch.tensor",
-    ]
-)
+_EXACT = frozenset([
+    "torch.zeros", "torch.ones", "torch.full", "torch.empty", "torch.arange", "torch.eye", "torch.tensor",
+])  # fmt: skip
 _ROUNDED = frozenset(["torch.linspace", "torch.logspace"])
 _RANDOM = frozenset(["torch.rand", "torch.randn", "torch.randint", "torch.randperm", "torch.normal"])
 

@@ -49,11 +49,7 @@ from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.loaders import loader_calls, trains_with
 from hasten.doctor.source.problem import Problem
-from hasten.doctor.source.syntax import (
-    argument,
-    last_name,
-    receiver,
-)
+from hasten.doctor.source.syntax import argument, last_name, receiver
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.waiting import in_ms, per_step, worth_of_waits
 from hasten.evidence.weigh import seconds_of, share_of

@@ -45,11 +45,7 @@ from hasten.doctor.figures import sampled_stages
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
-from hasten.evidence.waiting import (
-    data_share,
-    faster_loading,
-    in_ms,
-)
+from hasten.evidence.waiting import data_share, faster_loading, in_ms
 
 
 class PythonGetitem(Rule):

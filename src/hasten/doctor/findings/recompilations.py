@@ -41,9 +41,7 @@ from collections.abc import Iterator
 from hasten.doctor.figures import by_place, first_line_of, lost_in_outliers
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, severity_of
-from hasten.evidence.weigh import (
-    LEAST,
-)
+from hasten.evidence.weigh import LEAST
 
 _FEW = 3  # recompilations from which on they are no longer torch learning which sizes vary
 

@@ -56,15 +56,7 @@ from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.kinds import Kind
 from hasten.doctor.source.problem import Mend, Problem
-from hasten.doctor.source.syntax import (
-    argument,
-    dotted,
-    is_word,
-    last_name,
-    method_call,
-    names_in,
-    receiver,
-)
+from hasten.doctor.source.syntax import argument, dotted, is_word, last_name, method_call, names_in, receiver
 from hasten.doctor.source.training import Loop
 from hasten.evidence import Evidence, Finding, Severity
 

@@ -50,11 +50,7 @@ from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.kinds import Kind
 from hasten.doctor.source.problem import Mend, Problem
-from hasten.doctor.source.syntax import (
-    argument,
-    last_name,
-    walk,
-)
+from hasten.doctor.source.syntax import argument, last_name, walk
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import in_ms, per_step
 from hasten.evidence.weigh import share_of
@@ -66,30 +62,10 @@ _INSTEAD = {
     "list of tensors": "use torch.stack(tensors)",
     "list": "keep the numbers in an array from the start, and use torch.from_numpy()",
 }
-_FRESH_ARRAYS = frozenset(
-    [
-        "array",
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "arange",
-        "linspace",
-        "stack",
-        "concatenate",
-        "vstack",
-        "hstack",
-        "where",
-        "random",
-        "normal",
-        "uniform",
-        "randint",
-        "rand",
-        "randn",
-        "choice",
-        "permutation",
-    ]
-)
+_FRESH_ARRAYS = frozenset([
+    "array", "zeros", "ones", "full", "empty", "arange", "linspace", "stack", "concatenate", "vstack", "hstack",
+    "where", "random", "normal", "uniform", "randint", "rand", "randn", "choice", "permutation",
+])  # fmt: skip
 
 
 class TensorCopy(Rule):

@@ -38,13 +38,7 @@ from collections.abc import Iterator
 from hasten.doctor.figures import opening_share
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, severity_of
-from hasten.evidence.waiting import (
-    data_share,
-    epoch_start,
-    in_ms,
-    mean_during,
-    saturated,
-)
+from hasten.evidence.waiting import data_share, epoch_start, in_ms, mean_during, saturated
 
 _CROWD = 0.25  # share of the cores that workers use when they are in each other's way
 

@@ -40,10 +40,7 @@ from collections.abc import Iterable, Iterator
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
-from hasten.doctor.source.syntax import (
-    argument,
-    is_word,
-)
+from hasten.doctor.source.syntax import argument, is_word
 from hasten.evidence import Evidence, Finding, Severity
 
 

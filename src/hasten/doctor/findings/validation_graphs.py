@@ -50,15 +50,7 @@ import libcst as cst
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Mend, Problem
-from hasten.doctor.source.syntax import (
-    dotted,
-    is_word,
-    last_name,
-    names_in,
-    receiver,
-    targets_of,
-    walk,
-)
+from hasten.doctor.source.syntax import dotted, is_word, last_name, names_in, receiver, targets_of, walk
 from hasten.doctor.source.training import Loop
 from hasten.evidence import Evidence, Finding, Phase, Severity
 from hasten.evidence.figures import percent

@@ -52,19 +52,9 @@ from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.loaders import loader_calls, trains_with
 from hasten.doctor.source.problem import Change, Mend, Problem
-from hasten.doctor.source.syntax import (
-    argument,
-    dotted,
-    last_name,
-    names_in,
-    walk,
-    with_keyword,
-)
+from hasten.doctor.source.syntax import argument, dotted, last_name, names_in, walk, with_keyword
 from hasten.evidence import Evidence, Finding, HowKnown
-from hasten.evidence.waiting import (
-    epoch_start,
-    in_ms,
-)
+from hasten.evidence.waiting import epoch_start, in_ms
 
 
 class WorkersRecreated(Rule):

@@ -52,12 +52,7 @@ from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.loaders import loader_calls, trains_with
 from hasten.doctor.source.problem import Problem
-from hasten.doctor.source.syntax import (
-    argument,
-    dotted,
-    last_name,
-    walk,
-)
+from hasten.doctor.source.syntax import argument, dotted, last_name, walk
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.waiting import in_ms, ordinary_seconds, typical_wait
 from hasten.evidence.weigh import seconds_of, share_of
@@ -67,22 +62,9 @@ from hasten.techniques.data.loader_workers import LoaderWorkers
 from hasten.techniques.data.worker_estimate import room_for, workers_for
 
 _MADE_UP = re.compile(r"random(?!_split)|dummy|fake|toy|synthetic|boring", re.IGNORECASE)
-_LIGHT = frozenset(
-    [
-        "tensor",
-        "as_tensor",
-        "from_numpy",
-        "long",
-        "float",
-        "int",
-        "len",
-        "astype",
-        "size",
-        "contiguous",
-        "clone",
-        "copy",
-    ]
-)
+_LIGHT = frozenset([
+    "tensor", "as_tensor", "from_numpy", "long", "float", "int", "len", "astype", "size", "contiguous", "clone", "copy",
+])  # fmt: skip
 _LEAST_WAIT = 0.05  # share of the step that must be spent waiting for workers to be worth a word
 
 

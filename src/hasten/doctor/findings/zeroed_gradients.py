@@ -80,10 +80,7 @@ class ZeroedGradients(Rule):
             worth,
             how_known,
             place=events[0].where or evidence.flags.zeroed_gradients,
-            details=(
-                *live,
-                "the result stays the same as long as every parameter gets a gradient in every step",
-            ),
+            details=(*live, "the result stays the same as long as every parameter gets a gradient in every step"),
             setting="true",
         )
 

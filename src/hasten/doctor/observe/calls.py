@@ -15,24 +15,10 @@ from hasten.taps.wrapping import passed_over, tap
 
 _LARGE = 2**21  # numbers of logits, from which the technique chunked_loss acts
 _WRITER = (
-    "add_audio",
-    "add_embedding",
-    "add_figure",
-    "add_graph",
-    "add_histogram",
-    "add_hparams",
-    "add_image",
-    "add_image_with_boxes",
-    "add_images",
-    "add_mesh",
-    "add_pr_curve",
-    "add_scalar",
-    "add_scalars",
-    "add_tensor",
-    "add_text",
-    "add_video",
-    "flush",
-)
+    "add_audio", "add_embedding", "add_figure", "add_graph", "add_histogram", "add_hparams", "add_image",
+    "add_image_with_boxes", "add_images", "add_mesh", "add_pr_curve", "add_scalar", "add_scalars", "add_tensor",
+    "add_text", "add_video", "flush",
+)  # fmt: skip
 
 
 def tap_calls(session: Session, log: EventLog) -> None:

@@ -33,11 +33,7 @@ _LONG = 1.0  # seconds of a step, of which one is a block then
 _PAIRS, _MOST = 4, 8  # blocks with and without: if these do not tell for certain, up to so many
 _LEAST_PAIRS = 3  # of fewer nothing is said
 _SKIP, _FIRST_SKIP = 2, 4  # steps behind a switch that do not count, and behind the first: kernels are made
-_RELIEVED = {
-    Resource.COMPUTE: COMPUTE,
-    Resource.MEMORY: (Phase.FORWARD,),
-    Resource.OPTIMIZER: (Phase.OPTIMIZER,),
-}
+_RELIEVED = {Resource.COMPUTE: COMPUTE, Resource.MEMORY: (Phase.FORWARD,), Resource.OPTIMIZER: (Phase.OPTIMIZER,)}
 _NO_TIME = "there was no time left for it"
 
 Sides = list[tuple[float, float, int]]

@@ -7,15 +7,7 @@ from typing import cast
 
 import libcst as cst
 
-from hasten.doctor.source.kinds import (
-    COMPUTED,
-    FRESH,
-    NO_GRADIENT,
-    PLAIN_ATTRIBUTES,
-    PLAIN_CALLS,
-    PLAIN_METHODS,
-    Kind,
-)
+from hasten.doctor.source.kinds import COMPUTED, FRESH, NO_GRADIENT, PLAIN_ATTRIBUTES, PLAIN_CALLS, PLAIN_METHODS, Kind
 from hasten.doctor.source.script import Script
 from hasten.doctor.source.syntax import argument, children, device_of, dotted, last_name, receiver, targets_of
 from hasten.doctor.source.training import Training

@@ -21,99 +21,24 @@ class Kind(IntFlag):
 
 
 COMPUTED = Kind.TENSOR | Kind.DEVICE | Kind.GRAPH
-PLAIN_METHODS = frozenset(
-    [
-        "item",
-        "tolist",
-        "size",
-        "dim",
-        "numel",
-        "nelement",
-        "stride",
-        "type",
-        "is_contiguous",
-        "get_device",
-        "backward",
-        "element_size",
-        "data_ptr",
-    ]
-)
+PLAIN_METHODS = frozenset([
+    "item", "tolist", "size", "dim", "numel", "nelement", "stride", "type", "is_contiguous", "get_device", "backward",
+    "element_size", "data_ptr",
+])  # fmt: skip
 PLAIN_ATTRIBUTES = frozenset(
     ["shape", "device", "dtype", "ndim", "grad_fn", "requires_grad", "is_cuda", "is_leaf", "names", "layout"]
 )
-NO_GRADIENT = frozenset(
-    [
-        "argmax",
-        "argmin",
-        "eq",
-        "ne",
-        "gt",
-        "lt",
-        "ge",
-        "le",
-        "long",
-        "int",
-        "bool",
-        "byte",
-        "sign",
-        "round",
-        "floor",
-        "ceil",
-        "isnan",
-        "isinf",
-        "isfinite",
-        "nonzero",
-        "detach",
-        "argsort",
-        "detach_",
-        "sign",
-        "count_nonzero",
-        "any",
-        "all",
-        "logical_not",
-        "logical_and",
-        "logical_or",
-        "equal",
-        "multinomial",
-        "ones_like",
-        "zeros_like",
-    ]
-)
+NO_GRADIENT = frozenset([
+    "argmax", "argmin", "eq", "ne", "gt", "lt", "ge", "le", "long", "int", "bool", "byte", "sign", "round", "floor",
+    "ceil", "isnan", "isinf", "isfinite", "nonzero", "detach", "argsort", "detach_", "sign", "count_nonzero", "any",
+    "all", "logical_not", "logical_and", "logical_or", "equal", "multinomial", "ones_like", "zeros_like",
+])  # fmt: skip
 WITH_INDEX = frozenset(["max", "min", "topk", "sort", "median", "mode", "kthvalue", "cummax", "cummin"])
-PLAIN_CALLS = frozenset(
-    [
-        "float",
-        "int",
-        "bool",
-        "len",
-        "str",
-        "repr",
-        "round",
-        "isinstance",
-        "type",
-        "range",
-        "print",
-        "id",
-        "hash",
-        "format",
-    ]
-)
-FRESH = frozenset(
-    [
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "rand",
-        "randn",
-        "randint",
-        "arange",
-        "linspace",
-        "eye",
-        "tensor",
-        "as_tensor",
-        "from_numpy",
-        "randperm",
-        "normal",
-    ]
-)
+PLAIN_CALLS = frozenset([
+    "float", "int", "bool", "len", "str", "repr", "round", "isinstance", "type", "range", "print", "id", "hash",
+    "format",
+])  # fmt: skip
+FRESH = frozenset([
+    "zeros", "ones", "full", "empty", "rand", "randn", "randint", "arange", "linspace", "eye", "tensor", "as_tensor",
+    "from_numpy", "randperm", "normal",
+])  # fmt: skip

@@ -8,14 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from hasten.doctor.source.code import Code
-from hasten.doctor.source.syntax import (
-    argument,
-    dotted,
-    is_open,
-    is_word,
-    last_name,
-    names_in,
-)
+from hasten.doctor.source.syntax import argument, dotted, is_open, is_word, last_name, names_in
 
 TEST = re.compile(
     r"(^|_|\b)(val|valid|validation|test|eval|infer|predict|dev)(_|\d|\b|loader|set|dl|data)", re.IGNORECASE

@@ -9,31 +9,16 @@ import libcst as cst
 
 from hasten.doctor.source.syntax import dotted
 
-OPTIMIZERS = frozenset(
-    [
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "ASGD",
-        "LBFGS",
-        "Muon",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-        "SparseAdam",
-    ]
-)
+OPTIMIZERS = frozenset([
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD", "SparseAdam",
+])  # fmt: skip
 _OPTIMIZER_NAME = re.compile(
     r"(^|[._])(opt|optim|optims|optimizer|optimizers|solver)([._\d]|$)|^opt[A-Z]|optimizer", re.IGNORECASE
 )
 _MODEL_NAME = re.compile(
     r"(^|[._])_?(model|net|network|netG|netD|netE|generator|discriminator|criterion|loss_fn|loss_func|backbone|classifier|"
-    r"policy|student|teacher|unet|vae|critic)(_\w{1,8}|\d+)?$|_(model|net|criterion|loss)$|^(criterion|loss)_\w+$",
+    r"policy|student|teacher|unet|vae|critic)(_\w{1,8}|\d+)?$|_(model|net|criterion|loss)$|^(criterion|loss)_\w+$"
 )
 _VERB = re.compile(
     r"_?(get|build|create|make|load|save|update|fetch|un?wrap|setup|init|prepare|define|set|test|train|log|reset|push|print|calls?|names?|is|has|of)_"

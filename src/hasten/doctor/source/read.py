@@ -14,29 +14,10 @@ import libcst as cst
 
 from hasten.doctor.source.script import Script
 
-SKIPPED = frozenset(
-    [
-        ".git",
-        ".hg",
-        ".svn",
-        ".venv",
-        "venv",
-        "env",
-        ".env",
-        "build",
-        "dist",
-        "node_modules",
-        "__pycache__",
-        "site-packages",
-        ".tox",
-        ".nox",
-        ".eggs",
-        ".mypy_cache",
-        ".ruff_cache",
-        ".pytest_cache",
-        ".ipynb_checkpoints",
-    ]
-)
+SKIPPED = frozenset([
+    ".git", ".hg", ".svn", ".venv", "venv", "env", ".env", "build", "dist", "node_modules", "__pycache__",
+    "site-packages", ".tox", ".nox", ".eggs", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints",
+])  # fmt: skip
 TOO_LARGE = 4_000_000
 # What a file must import for any rule to have something to say.
 _IMPORTS = re.compile(

@@ -49,8 +49,7 @@ class Schedule:
         given = [name for name, value in triggers.items() if value]
         if len(given) > 1:
             raise HastenError(
-                f"ModelCheckpoint: {' and '.join(given)} exclude each other",
-                "use one ModelCheckpoint for each",
+                f"ModelCheckpoint: {' and '.join(given)} exclude each other", "use one ModelCheckpoint for each"
             )
 
     @property

@@ -29,10 +29,7 @@ class Timer(Callback):
     """
 
     def __init__(
-        self,
-        duration: str | timedelta | dict[str, float] | None = None,
-        interval: str = "step",
-        verbose: bool = True,
+        self, duration: str | timedelta | dict[str, float] | None = None, interval: str = "step", verbose: bool = True
     ) -> None:
         if interval not in ("step", "epoch"):
             raise HastenError(f"Timer(interval={interval!r}): there is no such interval", 'use "step" or "epoch"')

@@ -14,11 +14,7 @@ import numpy as np
 import torch
 
 NOT_SAVED = "hasten.NotSaved"  # the key of the dict that stands for a NotSaved in a torch file
-_PATHS: dict[str, type[PurePath]] = {
-    "Path": Path,
-    "PurePosixPath": PurePosixPath,
-    "PureWindowsPath": PureWindowsPath,
-}
+_PATHS: dict[str, type[PurePath]] = {"Path": Path, "PurePosixPath": PurePosixPath, "PureWindowsPath": PureWindowsPath}
 _TIMES: dict[str, Any] = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 

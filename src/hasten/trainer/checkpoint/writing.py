@@ -71,11 +71,7 @@ def sweep(folder: str | Path) -> list[Path]:
 
 
 def whole_file(
-    path: Path,
-    write: Callable[[BinaryIO], object],
-    check: Callable[[Path], None],
-    needed: int,
-    keep: bool = True,
+    path: Path, write: Callable[[BinaryIO], object], check: Callable[[Path], None], needed: int, keep: bool = True
 ) -> None:
     """Writes a file so that `path` holds either what it held before or the new file, whole and checked.
 
