@@ -15,9 +15,9 @@ import pytest
 from hasten import Trainer
 from hasten.trainer.callbacks import __all__ as callbacks
 from hasten.trainer.config import Config, tables
+from hasten.trainer.flags import OF_OLD
 from hasten.trainer.hooks import ModuleHooks
 from hasten.trainer.logged import MAY_LOG
-from hasten.trainer.old_flags import OF_OLD
 from tests.taps.forks import forked
 
 ROOT = Path(__file__).parents[2]

@@ -79,7 +79,7 @@ def test_flags_of_old_days_get_todays(old, today):
 
 
 def test_what_old_flags_are_answered_with_exists():
-    from hasten.trainer.old_flags import OF_OLD
+    from hasten.trainer.flags import OF_OLD
 
     for old, today in OF_OLD.items():
         assert old not in FLAGS

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.trainer.adapter import adapter
 from hasten.trainer.callbacks import GradientAccumulationScheduler, ModelCheckpoint, ModelSummary, Progress, Timer
+from hasten.trainer.callbacks.base import callbacks_named, state_key
 from hasten.trainer.errors import misconfigured
 from hasten.trainer.loggers import CSVLogger
 from hasten.trainer.loggers.base import Nothing
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
 
 _SAVING = ("Checkpoint", "ModelCheckpoint")
 _LOGGER_NEEDS = ("log_hyperparams", "save", "finalize", "after_save_checkpoint")
-
-
-def _is(callback: Any, *names: str) -> bool:
-    """Whether a callback is of one of these classes, of whatever framework."""
-    return any(kind.__name__ in names for kind in type(callback).__mro__)
 
 
 class Attachments:
@@ -86,14 +82,14 @@ class Attachments:
         callbacks = self._without_checkpoints(callbacks)
         self._add_shown(callbacks)
         self._add_by_flag(callbacks)
-        if not _among(callbacks, *_SAVING) and self._config.enable_checkpointing is not False:
+        if not callbacks_named(callbacks, *_SAVING) and self._config.enable_checkpointing is not False:
             callbacks.append(ModelCheckpoint())
         check_unique(callbacks)
         return in_order(callbacks)
 
     def _without_checkpoints(self, callbacks: list[Any]) -> list[Any]:
         """Leave out what saves where `fast_dev_run` saves nothing; where the flag says so, that is a contradiction."""
-        saving = _among(callbacks, *_SAVING)
+        saving = callbacks_named(callbacks, *_SAVING)
         if not saving or self._config.enable_checkpointing is not False:
             return callbacks
         if not self._config.fast_dev_run:
@@ -105,7 +101,7 @@ class Attachments:
     def _add_shown(self, callbacks: list[Any]) -> None:
         """Add what shows progress and the model."""
         config = self._config
-        bars = _among(callbacks, "Progress", "ProgressBar")
+        bars = callbacks_named(callbacks, "Progress", "ProgressBar")
         if len(bars) > 1:
             raise misconfigured(
                 f"You added multiple progress bar callbacks: {', '.join(type(bar).__name__ for bar in bars)}",
@@ -117,17 +113,17 @@ class Attachments:
             )
         if not bars and config.enable_progress_bar is not False:
             callbacks.append(adapter().default_progress() or Progress())
-        if not _among(callbacks, "ModelSummary") and config.enable_model_summary is not False:
+        if not callbacks_named(callbacks, "ModelSummary") and config.enable_model_summary is not False:
             callbacks.append(adapter().default_summary(bars) or ModelSummary())
 
     def _add_by_flag(self, callbacks: list[Any]) -> None:
         """Add the callbacks that `max_time` and a schedule of `accumulate_grad_batches` are."""
         limit = seconds("max_time", self._config.max_time)
-        if limit is not None and not _among(callbacks, "Timer"):
+        if limit is not None and not callbacks_named(callbacks, "Timer"):
             callbacks.append(Timer(duration=timedelta(seconds=limit)))
         schedule = self._given.accumulate_grad_batches
         if isinstance(schedule, dict):
-            if _among(callbacks, "GradientAccumulationScheduler"):
+            if callbacks_named(callbacks, "GradientAccumulationScheduler"):
                 raise misconfigured(
                     "accumulate_grad_batches is a schedule, and callbacks has a GradientAccumulationScheduler too",
                     "drop one of them",
@@ -150,13 +146,9 @@ def _listed(given: Any) -> list[Any]:
     return callbacks
 
 
-def _among(callbacks: list[Any], *names: str) -> list[Any]:
-    return [callback for callback in callbacks if _is(callback, *names)]
-
-
 def in_order(callbacks: list[Any]) -> list[Any]:
     """Return the callbacks with checkpoints last; behind them only what measures steps, saves included."""
-    saving, clocks = _among(callbacks, *_SAVING), _among(callbacks, "StepClock")
+    saving, clocks = callbacks_named(callbacks, *_SAVING), callbacks_named(callbacks, "StepClock")
     return [one for one in callbacks if one not in saving and one not in clocks] + saving + clocks
 
 
@@ -165,7 +157,7 @@ def check_unique(callbacks: list[Any]) -> None:
     seen: dict[str, Any] = {}
     for callback in callbacks:
         has_state = type(callback).__dict__.get("state_dict") is not None
-        key = getattr(callback, "state_key", type(callback).__qualname__)
+        key = state_key(callback)
         if has_state and key in seen and type(seen[key]) is type(callback):
             raise RuntimeError(
                 f"Found more than one stateful callback of type `{type(callback).__name__}` with the state_key"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from hasten.trainer.callbacks.base import state_key
+
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
@@ -74,5 +76,5 @@ def _callback_states(trainer: Trainer) -> dict[str, Any]:
     for callback in trainer.callbacks:
         state_dict = getattr(callback, "state_dict", None)  # a callback may be any object with hooks
         if kept := state_dict() if callable(state_dict) else None:
-            states[getattr(callback, "state_key", type(callback).__qualname__)] = kept
+            states[state_key(callback)] = kept
     return states

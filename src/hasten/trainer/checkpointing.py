@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hasten import messages
 from hasten.errors import HastenError
 from hasten.trainer.adapter import offered
+from hasten.trainer.callbacks.base import state_key
 from hasten.trainer.callbacks.buffers import spoilt_buffers
 from hasten.trainer.callbacks.shared import spoilt_weights
 from hasten.trainer.checkpoint import CheckpointError, Claim, begun_last, claim, latest_good, standing
@@ -258,7 +259,7 @@ class Checkpointing:
     def _restore_callbacks(self, state: dict[str, Any]) -> None:
         states = dict(state.get("callbacks") or {})
         for callback in self._trainer.callbacks:
-            key = getattr(callback, "state_key", type(callback).__qualname__)
+            key = state_key(callback)
             legacy = getattr(callback, "_legacy_state_key", None)
             kept = states.pop(key, None) or (states.pop(legacy, None) if legacy is not None else None)
             if kept is not None:

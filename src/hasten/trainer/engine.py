@@ -10,7 +10,7 @@ import torch
 
 from hasten.parallel import World, choose_devices
 from hasten.run import Run
-from hasten.trainer import evaluate, feeding, hooks, profiling
+from hasten.trainer import feeding, hooks, profiling
 from hasten.trainer.adapter import Guest, adapter
 from hasten.trainer.callbacks.base import Callback
 from hasten.trainer.feeding import Feed
@@ -186,13 +186,14 @@ class Engine:
 
     # -- loaders -----------------------------------------------------------------------------------------
 
-    def _due(self, kind: str) -> bool:
+    def reload_is_due(self, kind: str) -> bool:
+        """Return whether module or datamodule are to be asked for their loaders again."""
         every = self.trainer.config.reload_dataloaders_every_n_epochs
         return bool(every) and self.trainer.current_epoch - self.feeds[kind].asked_in_epoch >= every
 
     def training_source(self) -> Any:
         """Return the training loaders of this epoch."""
-        if self._due("train"):
+        if self.reload_is_due("train"):
             feeding.setup(self.trainer, "train")
             self.guest.draw_for_reload(self.feeds["train"].source.leaves)
         return self.feeds["train"].source
@@ -214,24 +215,6 @@ class Engine:
         self.outermost = [name for name in names if name in modules]
         for name in self.outermost:
             self.run.model(modules[name], ())
-
-    def validate(self) -> None:
-        """Validate, between two training steps."""
-        trainer, feed = self.trainer, self.feeds["val"]
-        assert self.loop is not None
-        if feed.source is None or self._due("val"):
-            feeding.setup(trainer, "val")
-        self.loop.validation_begins()
-        if not sum(feed.limits):
-            return
-        training = self.board
-        board = self.board = self.new_board(training=False)
-        trainer.stage.stage = "validate"
-        with evaluate.without_gradients(False):
-            over = self.loop.validation_is_over
-            evaluate.evaluate(trainer, self.hooks, board, feed.source, feed.limits, "validate", over)
-        trainer.stage.stage = "train"
-        self.board = training
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

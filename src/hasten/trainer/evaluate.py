@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,31 +21,17 @@ if TYPE_CHECKING:
 _STEP = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
-@contextlib.contextmanager
-def without_gradients(inference_mode: bool) -> Iterator[None]:
-    """No graphs; with `inference_mode` no version counters either, unless processes must exchange tensors."""
-    with torch.inference_mode() if inference_mode else torch.no_grad():
-        yield
+def without_gradients(inference_mode: bool) -> AbstractContextManager[None]:
+    """Return a context without graphs; with `inference_mode` without version counters either.
 
-
-class _Modes:
-    """Which submodules were in train mode, to put them back."""
-
-    def __init__(self, module: Any) -> None:
-        self._training = [(part, part.training) for part in module.modules()]
-
-    def restore(self) -> None:
-        for part, training in self._training:
-            part.training = training
+    Processes that must exchange tensors need those counters.
+    """
+    return torch.inference_mode() if inference_mode else torch.no_grad()
 
 
 def _check_dataloader_idx(trainer: Trainer, hooks: Hooks, stage: str, several: bool) -> None:
-    import inspect
-
     for name in (f"{stage}_step", f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
-        if name == "predict_step" and hooks.of_module(name) is None:
-            continue
-        if not name.endswith("_step") and hooks.of_module(name) is None:
+        if name not in ("validation_step", "test_step") and hooks.of_module(name) is None:
             continue
         parameters = inspect.signature(getattr(trainer.model, name)).parameters
         variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
@@ -76,7 +63,7 @@ class _Running:
         self.several = one_at_a_time and (stage == "predict" or not self._draws)
         if not self._draws:
             _check_dataloader_idx(trainer, hooks, stage, self.several)
-        self._modes = _Modes(trainer.model)
+        self._modes = [(part, part.training) for part in trainer.model.modules()]
         own = hooks.of_module(f"on_{stage}_model_eval")
         own() if own is not None else trainer.model.eval()
         for leaf in source.leaves:
@@ -124,7 +111,11 @@ class _Running:
     def end(self) -> None:
         """Put the modes back, as the last thing."""
         own = self._hooks.of_module(f"on_{self._stage}_model_train")
-        own() if own is not None else self._modes.restore()
+        if own is not None:
+            own()
+            return
+        for part, training in self._modes:
+            part.training = training
 
 
 def evaluate(
@@ -192,6 +183,23 @@ def evaluate(
 def _loader_is_over(trainer: Trainer, board: Board) -> dict[str, Any]:
     board.stepping = False
     return {} if trainer.sanity_checking else trainer.collect()
+
+
+def print_results(trainer: Trainer, results: list[dict[str, Any]], fn: str) -> None:
+    """Print what each loader's values are, a row a value."""
+    stripped = [{name.split("/dataloader_idx_")[0]: value for name, value in one.items()} for one in results]
+    names = sorted({name for one in stripped for name in one})
+    if not names or not trainer.is_global_zero:
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(f"{fn} metric", *(f"DataLoader {index}" for index in range(len(stripped))))
+    for name in names:
+        cells = [one.get(name) for one in stripped]
+        table.add_row(name, *("" if cell is None else f"{float(cell):.6g}" for cell in cells))
+    with messages.harmless():
+        Console().print(table)
 
 
 def predict(

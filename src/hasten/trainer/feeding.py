@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from hasten.data import rng
 from hasten.loading import with_options
 from hasten.parallel import agree_on_batches, distributed_loader
 from hasten.trainer import sources
@@ -204,6 +205,48 @@ class DrawnInTurn:
         """Give this to one step after the other, while there are batches left."""
         while self._next is not None:
             yield self, *self._next[1:]
+
+
+class Lookahead:
+    """Draws one batch ahead, so that the last batch of a loader without a length is known.
+
+    Attributes:
+        over: Whether the batch given last was the last one.
+        before: The random state before the batch that is held was drawn.
+    """
+
+    def __init__(self, fetch: Callable[[], Any]) -> None:
+        self._fetch = fetch
+        self._next: list[Any] = []
+        self.over = False
+        self.before: dict[str, Any] | None = None
+
+    def draw(self) -> None:
+        """Draw the next batch and hold it."""
+        self.before = rng.state()
+        try:
+            self._next = [self._fetch()]
+        except StopIteration:
+            self._next, self.over = [], True
+
+    def fetch(self) -> Any:
+        """Return the batch that is held, and draw the one behind it."""
+        if not self._next and not self.over:
+            self.draw()
+        if not self._next:
+            raise StopIteration
+        batch = self._next.pop()
+        self.draw()
+        return batch
+
+    def release(self) -> None:
+        """Drop the pass and the batch that is held."""
+        self._fetch, self._next = nothing_left, []
+
+
+def nothing_left() -> Any:
+    """Stand for a pass that is over."""
+    raise StopIteration
 
 
 def preparing(trainer: Trainer, stage: str) -> list[Callable[[Any, int], Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hasten.trainer.adapter import adapter
-from hasten.trainer.callbacks.base import Callback
+from hasten.trainer.callbacks.base import Callback, state_key
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -195,20 +195,15 @@ class Hooks:
         """The module's own method, if it defines one."""
         if not overridden(self._module, name, *self._bases[0]):
             return None
-        return self._named(name, self._labelled(f"[{adapter().owners[0]}]{type(self._module).__name__}.{name}", name))
-
-    def _labelled(self, label: str, name: str) -> Hook:
-        method: Hook = getattr(self._module, name)
-        return method if self._wrap is None else self._wrap(label, method)
+        label = f"[{adapter().owners[0]}]{type(self._module).__name__}.{name}"
+        return self._named(name, self._wrapped(label, getattr(self._module, name)))
 
     def of_datamodule(self, name: str) -> Hook | None:
         """The datamodule's own method, if there is one."""
         datamodule = self._trainer.datamodule
         if datamodule is None or not overridden(datamodule, name, *self._bases[2]):
             return None
-        method: Hook = getattr(datamodule, name)
-        label = f"[{adapter().owners[1]}]{type(datamodule).__name__}.{name}"
-        return method if self._wrap is None else self._wrap(label, method)
+        return self._wrapped(f"[{adapter().owners[1]}]{type(datamodule).__name__}.{name}", getattr(datamodule, name))
 
     def of_data(self, name: str) -> Hook | None:
         """A data hook: the datamodule's if it defines it, else the module's."""
@@ -237,11 +232,11 @@ class Hooks:
             if isinstance(callback, Callback) and not callback.needs(name):
                 continue
             method: Hook = functools.partial(getattr(callback, name), self._trainer, self._module)
-            if self._wrap is not None:
-                state_key = getattr(callback, "state_key", type(callback).__qualname__)
-                method = self._wrap(f"[Callback]{state_key}.{name}", method)
-            found.append(self._named(name, method))
+            found.append(self._named(name, self._wrapped(f"[Callback]{state_key(callback)}.{name}", method)))
         return found
+
+    def _wrapped(self, label: str, method: Hook) -> Hook:
+        return method if self._wrap is None else self._wrap(label, method)
 
     def _named(self, name: str, method: Hook) -> Hook:
         """A method under whose run `self.log` knows by whom it is called."""

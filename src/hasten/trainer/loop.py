@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +10,11 @@ import torch
 
 from hasten import messages
 from hasten.data import rng
-from hasten.trainer import feeding, schedules, signals, sources, steps
-from hasten.trainer.ahead import Ahead, nothing_left
+from hasten.trainer import feeding, signals, sources, steps
 from hasten.trainer.logged import Board
+from hasten.trainer.optimizing import step_schedulers
 from hasten.trainer.outputs import manual_outputs_of, outputs_of
+from hasten.trainer.validation import Validation
 
 if TYPE_CHECKING:
     from hasten.trainer.hooks import Hooks
@@ -38,16 +38,12 @@ class FitLoop:
         self.feed = self.engine.feeds["train"]
         self.board: Board = self.engine.new_board(training=True)
         self.last = False
-        self.may_validate = False  # in this epoch
-        self.ahead: Ahead | None = None
+        self.ahead: feeding.Lookahead | None = None
         self.cut: dict[str, Any] | None = None  # the state of an epoch that max_steps cut short
-        self.last_validated = time.monotonic()
-        self.val_resumed: list[Any] | None = None  # where the validation loaders go on
-        self.before_validation: dict[str, Any] = {}  # the state that a validation changes, while it runs
+        self.validation = Validation(trainer, None if resumed is None else resumed.get("val_positions"))
         if resumed is None:
             self.progress.begin_fit()
         else:
-            self.val_resumed = resumed.get("val_positions")
             self.board.load_state_dict(resumed["board"], dict(trainer.model.named_modules()))
 
     # -- epochs ----------------------------------------------------------------------------------------
@@ -58,7 +54,7 @@ class FitLoop:
         torch.set_grad_enabled(True)
         hooks.call("on_train_start")
         step = (steps.automatic if trainer.model.automatic_optimization else steps.manual)(trainer, hooks)
-        self.last_validated = time.monotonic()
+        self.validation.restart_clock()
         while not self.done():
             self._epoch(step)
         hooks.call("on_train_end")
@@ -141,7 +137,7 @@ class FitLoop:
         board.stepping = False
         trainer.collect()
         if whole:
-            schedules.update(trainer, "epoch", plateau=True)
+            step_schedulers(trainer, "epoch", plateau=True)
         progress.logged_steps -= 1  # an epoch's values belong to its last step
         trainer.log(board.collect(trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.bar))
         progress.logged_steps += 1
@@ -155,23 +151,23 @@ class FitLoop:
         self.fetch = source.begin(self.engine.run, None if resumed is None else resumed["positions"])
         self.ahead = None
         if math.isinf(self.feed.total):
-            self.ahead = Ahead(self.fetch)
+            self.ahead = feeding.Lookahead(self.fetch)
             self.fetch = self.ahead.fetch
         if resumed is None:
             return
         self.progress.enter_epoch(resumed)
         if self.ahead is not None and resumed["before_ahead"] is not None:
             rng.restore(resumed["before_ahead"])
-            self.ahead.hold()
+            self.ahead.draw()
         self.last = self._is_last()
         self.board.stepping = resumed.get("stepping", False)
         rng.restore(resumed["rng"])
 
     def let_go(self) -> None:
         """Training is over: drop the last pass, and with it its workers and batches that wait."""
-        self.fetch = nothing_left
+        self.fetch = feeding.nothing_left
         if self.ahead is not None:
-            self.ahead.let_go()
+            self.ahead.release()
 
     # -- batches ---------------------------------------------------------------------------------------
 
@@ -188,7 +184,7 @@ class FitLoop:
         given_to_hooks = outputs_of if automatic else manual_outputs_of
         scheduled = automatic and bool(engine.optimizing.schedulers)
         run_step = engine.first_step(step)
-        self.may_validate = trainer.validates_this_epoch
+        self.validation.enabled = trainer.validates_this_epoch
 
         self._finish_resumed_batch()
         while not self._epoch_done():
@@ -252,9 +248,9 @@ class FitLoop:
     def _step_schedulers(self) -> None:
         """Step those that look at no metric."""
         if not self.accumulating():
-            schedules.update(self.trainer, "step", plateau=False)
+            step_schedulers(self.trainer, "step", plateau=False)
         if self.last:
-            schedules.update(self.trainer, "epoch", plateau=False)
+            step_schedulers(self.trainer, "epoch", plateau=False)
 
     def _drawing(self, step: steps.Step, drawn: feeding.Drawn) -> steps.Step:
         """Return a step that draws its batches itself: each of them counts, and the last one ends the epoch."""
@@ -278,10 +274,12 @@ class FitLoop:
                 due = every and not (progress.logged_steps + 1) % every
                 if due or progress.should_stop or trainer.config.fast_dev_run:
                     trainer.log(trainer.collect())
-            if self.may_validate and self._validation_due(batch_idx):
-                self._validate(accumulating)
+            if self.validation.enabled:
+                stops = progress.should_stop and self.may_stop()
+                if self.validation.is_due(batch_idx, self.last, stops):
+                    self._validate(accumulating)
         if self.engine.optimizing.schedulers and not accumulating:
-            schedules.update(trainer, "step", plateau=True)
+            step_schedulers(trainer, "step", plateau=True)
         if not accumulating:
             progress.logged_steps += 1
         progress.point = "between"
@@ -317,21 +315,6 @@ class FitLoop:
 
     # -- validation ------------------------------------------------------------------------------------
 
-    def _validation_due(self, batch_idx: int) -> bool:
-        engine, progress, config = self.engine, self.progress, self.trainer.config
-        unknown = engine.val_check_batch == math.inf and engine.val_check_seconds is None
-        if self.last and unknown:
-            return True
-        if progress.should_stop and self.may_stop():
-            return True
-        if engine.val_check_seconds is not None:
-            return time.monotonic() - self.last_validated >= engine.val_check_seconds
-        if unknown:
-            limit = config.limit_train_batches
-            return isinstance(limit, int) and (batch_idx + 1) % limit == 0
-        count = progress.total_batches if config.check_val_every_n_epoch is None else batch_idx + 1
-        return bool(count % engine.val_check_batch == 0)
-
     def _validate(self, accumulating: bool) -> None:
         trainer, board = self.trainer, self.board
         trainer.collect()
@@ -339,30 +322,8 @@ class FitLoop:
             own = self.hooks.of_module("on_validation_model_zero_grad")
             own() if own is not None else trainer.model.zero_grad()
         stepping = board.stepping
-        self.engine.validate()
-        self.validation_is_over()
+        self.validation.run()
         board.stepping = stepping
-        self.last_validated = time.monotonic()
-
-    def validation_begins(self) -> None:
-        """Before anything of it is drawn: one that is cut short is run again as a whole."""
-        source = self.engine.feeds["val"].source
-        resumed, self.val_resumed = self.val_resumed, None
-        for position, state in zip(source.positions, resumed or [], strict=False):
-            position.resume(state)
-        self.before_validation = {"rng": rng.state(), **self._of_validation()}
-
-    def validation_is_over(self) -> None:
-        """Only the hooks of its end are left, or not even those."""
-        self.before_validation = {}
-        self.progress.point = "validated"
-
-    def _of_validation(self) -> dict[str, Any]:
-        """How far validations are, between two of them."""
-        source, positions = self.engine.feeds["val"].source, self.val_resumed
-        if positions is None and source is not None:
-            positions = [position.state_dict(0) for position in source.positions]
-        return {"validated": self.progress.validated(), "val_positions": positions}
 
     # -- resume ----------------------------------------------------------------------------------------
 
@@ -388,7 +349,7 @@ class FitLoop:
             "stepping": self.board.stepping,
             "gradients": pending,
             "outermost": self.engine.outermost,
-            **(self.before_validation or {"rng": rng.state(), **self._of_validation()}),
+            **self.validation.state_dict(),
         }
 
 

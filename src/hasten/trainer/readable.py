@@ -13,6 +13,7 @@ from hasten.parallel import find_place, size_of
 from hasten.trainer import checks, errors
 from hasten.trainer.adapter import adapter
 from hasten.trainer.attachments import folder_of
+from hasten.trainer.callbacks.base import callbacks_named
 
 if TYPE_CHECKING:
     from hasten.errors import HastenError
@@ -247,7 +248,7 @@ class Readable:
         return str(self.world.broadcast(folder_of(self.logger, root) if self.loggers else root))
 
     def _callbacks_named(self, *names: str) -> list[Any]:
-        return [one for one in self.callbacks if any(kind.__name__ in names for kind in type(one).__mro__)]
+        return callbacks_named(self.callbacks, *names)
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:

@@ -13,11 +13,10 @@ from hasten.data import rng
 from hasten.errors import is_out_of_memory
 from hasten.parallel import guard, open_world
 from hasten.parallel.sharded import share_of
-from hasten.trainer import alike, attachments, checks, evaluate, feeding, setting_up, signals, spawned
+from hasten.trainer import attachments, checks, evaluate, feeding, rank_checks, setting_up, signals, spawned
 from hasten.trainer.loop import FitLoop
 from hasten.trainer.profiling import measures
 from hasten.trainer.stages import Function
-from hasten.trainer.tables import print_results
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -135,7 +134,7 @@ def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     if (own := hooks.of_module("configure_model")) is not None:
         own()
     if fn == "fit":
-        alike.check_model(trainer)
+        rank_checks.check_model(trainer)
     trainer.checkpointing.load(path)
     trainer.checkpointing.restore_model()
     trainer.metrics.clear()
@@ -192,7 +191,7 @@ def _stage(trainer: Trainer, fn: str, resumed: dict[str, Any] | None, **options:
         board = engine.board = engine.new_board(training=False)
         results = evaluate.evaluate(trainer, engine.hooks, board, feed.source, feed.limits, fn)
     if options["verbose"]:
-        print_results(trainer, results, fn)
+        evaluate.print_results(trainer, results, fn)
     return [{name: _plain(value) for name, value in one.items()} for one in results]
 
 

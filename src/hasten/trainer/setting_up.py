@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten.parallel import sync_batchnorm
-from hasten.trainer import alike
+from hasten.trainer import rank_checks
 from hasten.trainer.attachments import Silent
 from hasten.trainer.optimizing import parsed
 from hasten.trainer.steps import CountedOptimizer
@@ -82,7 +82,7 @@ def optimizers(trainer: Trainer) -> None:
         hooks.of_module("lr_scheduler_step") is not None,
         trainer.misconfigured,
     )
-    alike.check_optimizers(trainer, optimizing.optimizers)
+    rank_checks.check_optimizers(trainer, optimizing.optimizers)
     for optimizer in optimizing.optimizers:
         engine.run.optimizer(optimizer)
     engine.strategy.optimizers(optimizing.optimizers, engine.world)

@@ -54,29 +54,25 @@ def called(trainer: Trainer, name: str, method: Callable[..., Any]) -> Callable[
     return method
 
 
-class Window:
-    """Clears gradients at the start of an accumulation window, as cheaply as the optimizer allows."""
+def _clearing(trainer: Trainer, hooks: Hooks, optimizer: Any) -> Callable[[int], None]:
+    """Return what clears gradients at the start of an accumulation window, as cheaply as the optimizer allows."""
+    before, own = hooks.of("on_before_zero_grad"), hooks.of_module("optimizer_zero_grad")
+    inherited = getattr(type(optimizer), "zero_grad", None) is torch.optim.Optimizer.zero_grad
+    plain = inherited and "zero_grad" not in vars(optimizer)
 
-    def __init__(self, trainer: Trainer, hooks: Hooks, optimizer: Any) -> None:
-        self._trainer = trainer
-        self._optimizer = optimizer
-        self._before = hooks.of("on_before_zero_grad")
-        self._own = hooks.of_module("optimizer_zero_grad")
-        plain = getattr(type(optimizer), "zero_grad", None) is torch.optim.Optimizer.zero_grad
-        self._plain = plain and "zero_grad" not in vars(optimizer)
-
-    def clear(self, batch_idx: int) -> None:
-        """Drop the gradients of the step before."""
-        for hook in self._before:
-            hook(self._optimizer)
-        if self._own is not None:
-            self._own(self._trainer.progress.current_epoch, batch_idx, self._optimizer)
-        elif self._plain:
-            for group in self._optimizer.param_groups:  # as they are now: a callback may have changed them
+    def clear(batch_idx: int) -> None:
+        for hook in before:
+            hook(optimizer)
+        if own is not None:
+            own(trainer.progress.current_epoch, batch_idx, optimizer)
+        elif plain:
+            for group in optimizer.param_groups:  # as they are now: a callback may have changed them
                 for parameter in group["params"]:
                     parameter.grad = None
         else:
-            self._optimizer.zero_grad()
+            optimizer.zero_grad()
+
+    return clear
 
 
 def automatic(trainer: Trainer, hooks: Hooks) -> Step:
@@ -88,8 +84,7 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
     if not takes_batch_idx(module.training_step):
         takes_batch = training_step
         training_step = lambda batch, batch_idx: takes_batch(batch)  # noqa: E731
-    window = Window(trainer, hooks, optimizer)
-    clear = window.clear
+    clear = _clearing(trainer, hooks, optimizer)
     backward = backward_of(trainer, hooks)
     if trainer.config.optimizer_in_backward:
         optimizing.in_backward, backward = step_in_backward(trainer, hooks, optimizer, backward)
@@ -312,36 +307,24 @@ class CountedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step; in manual optimization it counts as one of the training's steps."""
-        if self._trainer.model.automatic_optimization:
-            prepare = self._trainer.engine.optimizing.prepare
-            if closure is not None:
-                return self.optimizer.step(closure=prepared(closure, prepare), **kwargs)
-            prepare()
-            return self.optimizer.step(**kwargs)
+        automatic = self._trainer.model.automatic_optimization
+        prepare: Callable[[], None] = self._trainer.engine.optimizing.prepare if automatic else self._call_hooks
         if closure is None:
-            for hook in self._before:
-                hook(self.optimizer)
+            prepare()
             answer = self.optimizer.step(**kwargs)
         else:
-            answer = self.optimizer.step(closure=after(closure, self._before, self.optimizer), **kwargs)
-        self._trainer.progress.global_step += 1
+            answer = self.optimizer.step(closure=_followed_by(closure, prepare), **kwargs)
+        if not automatic:
+            self._trainer.progress.global_step += 1
         return answer
 
-
-def after(closure: Callable[[], Any], hooks: list[Any], optimizer: Any) -> Callable[[], Any]:
-    """A closure with the hooks that want to see its gradients, before the optimizer uses them."""
-
-    def closed() -> Any:
-        answer = closure()
-        for hook in hooks:
-            hook(optimizer)
-        return answer
-
-    return closed
+    def _call_hooks(self) -> None:
+        for hook in self._before:
+            hook(self.optimizer)
 
 
-def prepared(closure: Callable[[], Any], prepare: Callable[[], None]) -> Callable[[], Any]:
-    """A closure with what comes between backward and step in automatic optimization."""
+def _followed_by(closure: Callable[[], Any], prepare: Callable[[], None]) -> Callable[[], Any]:
+    """Return a closure that calls `prepare` when its gradients are there, before the optimizer uses them."""
 
     @torch.enable_grad()
     def closed() -> Any:

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.trainer import asked, checks, feeding, installing, session, steps
+from hasten.trainer import arguments, checks, feeding, installing, session, steps
 from hasten.trainer.adapter import adapter
 from hasten.trainer.attachments import Attachments
 from hasten.trainer.checkpointing import Checkpointing
 from hasten.trainer.config import Config, documentation, takes
 from hasten.trainer.engine import Engine
 from hasten.trainer.errors import refuse_class
-from hasten.trainer.flag_attribute import FlagAttribute
+from hasten.trainer.flags import FlagAttribute, refuse_unknown
 from hasten.trainer.loggers.base import Logger
 from hasten.trainer.loss_module import LossModule
-from hasten.trainer.old_flags import refuse_unknown
 from hasten.trainer.progress import Progress
 from hasten.trainer.readable import Readable
 from hasten.trainer.seeding import seed_everything as seed_everything
@@ -224,7 +223,7 @@ class Trainer(Readable):
         Returns:
             What was logged, a dict for each loader.
         """
-        path = asked.weights_of(self, model, ckpt_path)
+        path = arguments.weights_of(self, model, ckpt_path)
         self._attach(model, "validate", dataloaders, datamodule, val=dataloaders)
         return session.run(self, "validate", path, verbose=verbose)  # type: ignore[no-any-return]
 
@@ -238,7 +237,7 @@ class Trainer(Readable):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run `test_step` over the test loaders; arguments as for `validate`."""
-        path = asked.weights_of(self, model, ckpt_path)
+        path = arguments.weights_of(self, model, ckpt_path)
         self._attach(model, "test", dataloaders, datamodule, test=dataloaders)
         return session.run(self, "test", path, verbose=verbose)  # type: ignore[no-any-return]
 
@@ -256,7 +255,7 @@ class Trainer(Readable):
         Returns:
             Its outputs on the host, by batch; with several loaders a list for each; None if not `return_predictions`.
         """
-        path = asked.weights_of(self, model, ckpt_path)
+        path = arguments.weights_of(self, model, ckpt_path)
         self._attach(model, "predict", dataloaders, datamodule, predict=dataloaders)
         keep = True if return_predictions is None else return_predictions
         return session.run(self, "predict", path, return_predictions=keep)  # type: ignore[no-any-return]
@@ -364,7 +363,7 @@ class Trainer(Readable):
             )
         refuse_class(f"{fn}(model)", model)
         refuse_class("datamodule", datamodule)
-        model = asked.module_of(self, fn, model)
+        model = arguments.module_of(self, fn, model)
         if datamodule is None and hasattr(first, "train_dataloader") and hasattr(first, "prepare_data"):
             datamodule, loaders = first, dict.fromkeys(loaders)
         if datamodule is not None and any(loader is not None for loader in loaders.values()):

@@ -166,3 +166,13 @@ class Callback:
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         """A checkpoint was read, to go on from it."""
+
+
+def callbacks_named(callbacks: list[Any], *names: str) -> list[Any]:
+    """Return the callbacks that are of one of these classes, of whatever framework."""
+    return [callback for callback in callbacks if any(kind.__name__ in names for kind in type(callback).__mro__)]
+
+
+def state_key(callback: Any) -> str:
+    """Return the name under which checkpoints hold a callback's state; a callback may be any object with hooks."""
+    return str(getattr(callback, "state_key", type(callback).__qualname__))

@@ -13,7 +13,7 @@ import torch
 from hasten.trainer import setting_up
 from hasten.trainer.lightning import tuning
 from hasten.trainer.lightning.names import packages
-from hasten.trainer.steps import CountedOptimizer, after, prepared
+from hasten.trainer.steps import CountedOptimizer
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -95,12 +95,7 @@ class Strategy(Part):
         setting_up.optimizers(self._trainer)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        trainer = self._trainer
-        if trainer.model.automatic_optimization:
-            return optimizer.step(closure=prepared(closure, trainer.engine.optimizing.prepare), **kwargs)
-        answer = optimizer.step(closure=after(closure, self.before_step, optimizer), **kwargs)
-        trainer.progress.global_step += 1
-        return answer
+        return CountedOptimizer(optimizer, self._trainer, self.before_step).step(closure, **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._trainer.backward(closure_loss, *args, **kwargs)

@@ -1,9 +1,10 @@
-"""Flags of other days: what an unknown argument of the Trainer was probably meant to be."""
+"""Flags as a Trainer's attributes; and for arguments that are no flags, what was probably meant."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 from hasten.trainer.errors import UnknownFlagError
 
@@ -77,3 +78,17 @@ def refuse_unknown(given: Iterable[str], known: list[str]) -> None:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
         raise UnknownFlagError(f"Trainer.__init__() got an unexpected keyword argument {name!r}", hint)
+
+
+class FlagAttribute:
+    """A flag as an attribute of a Trainer: read from its Config, which is replaced, and checked, when it is set."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.__doc__ = f"The flag `{name}`."
+
+    def __get__(self, trainer: Any, kind: type | None = None) -> Any:
+        return self if trainer is None else getattr(trainer.config, self._name)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        trainer.configure(**{self._name: value})

@@ -1,4 +1,4 @@
-"""What a person's call of a Trainer is of: which module, with which weights."""
+"""Resolves the arguments of `fit`, `validate`, `test` and `predict`: which module, with which weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def module_of(trainer: Trainer, fn: str, model: Any) -> Any:
-    """Return the module that a run is of."""
+    """Return the module to run: the one given, else the one trained last."""
     last = trainer.model
     model = last if model is None or (isinstance(last, LossModule) and model is last.net) else model
     kinds = adapter().kinds_of_module
@@ -32,7 +32,7 @@ def module_of(trainer: Trainer, fn: str, model: Any) -> Any:
 
 
 def weights_of(trainer: Trainer, model: Any, path: str | Path | None) -> str | None:
-    """Return the checkpoint whose weights an evaluation takes."""
+    """Return the checkpoint whose weights an evaluation loads; None: the module's own weights."""
     if path is not None or model is not None:
         return trainer.checkpointing.find(path, "evaluate")
     saved = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "best_model_path", "")]
