@@ -15,8 +15,7 @@ from hasten.trainer.adapter import offered
 from hasten.trainer.callbacks.base import state_key
 from hasten.trainer.callbacks.buffers import spoilt_buffers
 from hasten.trainer.callbacks.shared import spoilt_weights
-from hasten.trainer.checkpoint import CheckpointError, Claim, begun_last, claim, latest_good, standing
-from hasten.trainer.checkpoint.io import CheckpointIO, Files
+from hasten.trainer.checkpoint import CheckpointError, Claim, Saver, begun_last, claim, latest_good, read, standing
 from hasten.trainer.checkpoint_contents import contents
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class Checkpointing:
 
     def __init__(self, trainer: Trainer, background: bool) -> None:
         self._trainer = trainer
-        self.io: CheckpointIO = Files(background, trainer.config.checkpoint_format)
+        self.saver = Saver(background, trainer.config.checkpoint_format)
         self._claims: dict[Path, Claim] = {}
         self._made: set[Path] = set()  # folders that were not there
         self.path: str | None = None
@@ -49,18 +48,18 @@ class Checkpointing:
 
     def write_at_once(self) -> None:
         """From now on a checkpoint is there when `save` returns: somebody looks for it right then."""
-        self.io.wait()
-        self.io = Files(False, self._trainer.config.checkpoint_format)
+        self.saver.wait()
+        self.saver = Saver(False, self._trainer.config.checkpoint_format)
 
     def save(self, path: str | Path, weights_only: bool = False) -> None:
         """Write a checkpoint; every process calls this, the first one writes."""
         trainer = self._trainer
-        self.io.check()
+        self.saver.check()
         state = self.collected(weights_only)
         if trainer.is_global_zero:
             path = Path(path)
             self._hold(path.parent)
-            self.io.save(path, state, self._written)
+            self.saver.save(path, state, self._written)
         trainer.world.barrier("checkpoint")
 
     def _written(self, path: Path, notes: list[str]) -> None:
@@ -89,7 +88,7 @@ class Checkpointing:
     def release(self) -> None:
         """The training is over: everything is written, the folders are free."""
         try:
-            self.io.wait()
+            self.saver.wait()
         finally:
             for held in self._claims.values():
                 held.close()
@@ -127,7 +126,7 @@ class Checkpointing:
     def link(self, target: Path, link: Path) -> None:
         """Let `link` be a symbolic link to a checkpoint; every process calls this."""
         if self._trainer.is_global_zero:
-            self.io.wait()
+            self.saver.wait()
             if link.is_symlink() or link.is_file():
                 link.unlink()
             elif link.is_dir():
@@ -143,7 +142,7 @@ class Checkpointing:
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint, behind the writes that were asked for before."""
         if self._trainer.is_global_zero:
-            self.io.remove(path)
+            self.saver.remove(path)
 
     def collected(self, weights_only: bool = False) -> dict[str, Any]:
         """Return all that a checkpoint holds now."""
@@ -163,7 +162,7 @@ class Checkpointing:
         path = os.fspath(path)
         if path not in ("last", "best"):
             return path
-        self.io.wait()
+        self.saver.wait()
         callbacks = trainer.checkpoint_callbacks
         if path == "best":
             if not callbacks:
@@ -208,7 +207,7 @@ class Checkpointing:
             return
         trainer = self._trainer
         try:
-            self.loaded = self.io.load(path)
+            self.loaded = read(path)
             trainer.say(f"going on from {path}")
         except CheckpointError as error:
             folder = Path(path).parent
@@ -218,7 +217,7 @@ class Checkpointing:
             if good is None or good == Path(path):
                 raise
             trainer.warn(f"{error.message}; going on from {good} instead")
-            self.path, self.loaded = str(good), self.io.load(good)
+            self.path, self.loaded = str(good), read(good)
 
     def restore_model(self) -> None:
         """Weights, and the states of module, datamodule and callbacks."""
@@ -375,7 +374,7 @@ class Checkpointing:
             trainer.warn("a callback objects, so nothing was saved; earlier checkpoints stay")
             return None
         self.save(path)
-        self.io.wait()
+        self.saver.wait()
         return path
 
 

@@ -267,7 +267,7 @@ class Trainer(Readable):
         """
         self.checkpointing.save(filepath, weights_only)
         if self.stage.fn != "fit" or self.stage.stopped:
-            self.checkpointing.io.wait()
+            self.checkpointing.saver.wait()
 
     @contextlib.contextmanager
     def init_module(self) -> Iterator[None]:

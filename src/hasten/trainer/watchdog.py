@@ -135,7 +135,7 @@ class Watchdog:
         if seconds := os.environ.get(SECONDS):
             with contextlib.suppress(ValueError):
                 return float(seconds)
-        if self._trainer.engine.stopping.interrupted or self._trainer.checkpointing.io.works:
+        if self._trainer.engine.stopping.interrupted or self._trainer.checkpointing.saver.works:
             return _MOST
         done = self._trainer.progress.total_batches - self._batches
         if not done:

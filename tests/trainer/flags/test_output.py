@@ -7,7 +7,6 @@ import torch
 
 from hasten.callbacks import Callback, ModelSummary, Progress
 from hasten.loggers import CSVLogger
-from hasten.trainer.checkpoint.io import Files
 from tests.trainer.flags.trained import Counting, Remembering, fitted
 from tests.trainer.trainings import Regression, loader, quiet
 
@@ -123,7 +122,6 @@ def test_background_saves(tmp_path):
             background_saves=on, enable_checkpointing=True, callbacks=[Exists(tmp_path, on)], default_root_dir=tmp_path
         )
         trainer.fit(Regression(), loader())
-        assert isinstance(trainer.checkpointing.io, Files)
 
 
 class Exists(Callback):

@@ -146,7 +146,7 @@ class Act(Callback):
         elif self.count == self.nth:
             if self.what == "kill":
                 if self.options.get("settle", True):
-                    trainer.checkpointing.io.wait()
+                    trainer.checkpointing.saver.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
             elif self.what == "signal":
                 for number in self.options["numbers"]:

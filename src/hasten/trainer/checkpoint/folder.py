@@ -105,14 +105,11 @@ def _is_still_there(path: Path, fd: int) -> bool:
         return False
 
 
-def latest_good(
-    folders: str | Path | Iterable[str | Path], pattern: str = "*.ckpt", to_resume: bool = False
-) -> tuple[Path | None, list[str]]:
+def latest_good(folders: str | Path | Iterable[str | Path], to_resume: bool = False) -> tuple[Path | None, list[str]]:
     """The checkpoint of a folder whose training was furthest, of those that are whole; see `Standing`.
 
     Args:
         folders: Where to look, one or several; one that does not exist has none.
-        pattern: Which files are checkpoints; "**/*.ckpt" looks in folders below, too.
         to_resume: Pass over those that hold weights only.
 
     Returns:
@@ -121,7 +118,7 @@ def latest_good(
     folders = [folders] if isinstance(folders, str | Path) else folders
     found: list[tuple[Standing, int, str, Path]] = []
     broken: list[tuple[int, str]] = []
-    for path, written in _checkpoints(folders, pattern):
+    for path, written in _checkpoints(folders):
         try:
             found.append((standing(path), written, str(path), path))
         except CheckpointError as error:
@@ -146,7 +143,7 @@ def latest_good(
 def begun_last(folder: Path) -> float:
     """Return when the run began that was begun last, of those that left checkpoints in a folder; 0 where none did."""
     begun = 0.0
-    for path, _ in _checkpoints([folder], "*.ckpt"):
+    for path, _ in _checkpoints([folder]):
         with contextlib.suppress(CheckpointError):  # damaged, or something else
             begun = max(begun, standing(path).begun)
     return begun
@@ -160,10 +157,10 @@ def _what_is_wrong(path: Path) -> str:
     return ""
 
 
-def _checkpoints(folders: Iterable[str | Path], pattern: str) -> Iterator[tuple[Path, int]]:
+def _checkpoints(folders: Iterable[str | Path]) -> Iterator[tuple[Path, int]]:
     """The files and when they were written."""
     for folder in folders:
-        for path in Path(folder).glob(pattern):
+        for path in Path(folder).glob("*.ckpt"):
             try:
                 about = path.stat()
             except OSError:  # removed meanwhile, or a link to nothing

@@ -31,10 +31,12 @@ class Saver:
 
     Args:
         background: Write in a thread; otherwise `save` returns when the file is there, and raises if it is not.
+        format: "hasten" or "torch".
     """
 
-    def __init__(self, background: bool = True) -> None:
+    def __init__(self, background: bool = True, format: str = "hasten") -> None:
         self._background = background
+        self._format = format
         self._changed = threading.Condition()
         self._tasks: deque[tuple[Callable[[], None], bool]] = deque()  # what to do, and whether it writes
         self._thread: threading.Thread | None = None
@@ -44,27 +46,26 @@ class Saver:
         self._last_failed = False
         self._held: list[Path] = []  # to be removed once a later write was good
 
-    def save(self, path: str | Path, state: dict[Any, Any], done: Done | None = None, format: str = "hasten") -> None:
+    def save(self, path: str | Path, state: dict[Any, Any], done: Done | None = None) -> None:
         """Saves a state as it is now; it may change as soon as this returns.
 
         Args:
             path: The file, replaced when the new one is whole.
             state: See `write`. Tensors on any device.
             done: Called with the path and what `write` returned when the file is there; in the thread.
-            format: "hasten" or "torch".
 
         Raises:
             HastenError: In the foreground, the write failed. In the background, `check` and `wait` raise that.
         """
         path = Path(path)
         if not self._background:
-            self._write(path, pack(state), done, format)
+            self._write(path, pack(state), done)
             return
         with self._changed:
             self._changed.wait_for(lambda: not any(writes for _, writes in self._tasks))
         with torch.inference_mode(False), torch.no_grad():  # whatever mode the training is in
             packed = self._copied(pack(state))
-        self._add(lambda: self._write(path, packed, done, format), writes=True)
+        self._add(lambda: self._write(path, packed, done), writes=True)
 
     def remove(self, path: str | Path) -> None:
         """Removes a checkpoint, after all that was told before. If the write before failed, once a later one is good.
@@ -113,8 +114,8 @@ class Saver:
             self._changed.wait_for(lambda: not self._tasks)
         self.check()
 
-    def __reduce__(self) -> tuple[type[Saver], tuple[bool]]:
-        return Saver, (self._background,)  # a copy has nothing to write
+    def __reduce__(self) -> tuple[type[Saver], tuple[bool, str]]:
+        return Saver, (self._background, self._format)  # a copy has nothing to write
 
     def __enter__(self) -> Saver:
         return self
@@ -197,9 +198,9 @@ class Saver:
             self._failures.append(error)
         _unreported.add(self)
 
-    def _write(self, path: Path, packed: Packed, done: Done | None, format: str) -> None:
+    def _write(self, path: Path, packed: Packed, done: Done | None) -> None:
         self._last_failed = True
-        notes = write(path, packed, format)
+        notes = write(path, packed, self._format)
         self._last_failed = False
         held, self._held = self._held, []
         try:

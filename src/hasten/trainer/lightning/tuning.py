@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from hasten.trainer import evaluate, feeding, session
+from hasten.trainer.checkpoint import read
 
 if TYPE_CHECKING:
     from hasten.trainer.sources import Combined
@@ -64,9 +65,9 @@ def forget_loaders(trainer: Trainer, kind: str) -> None:
 def restore(trainer: Trainer, path: Any) -> None:
     """Put back what a checkpoint of this run's beginning holds."""
     checkpointing = trainer.checkpointing
-    checkpointing.io.wait()
+    checkpointing.saver.wait()
     before = checkpointing.loaded
-    checkpointing.loaded = checkpointing.io.load(os.fspath(path))
+    checkpointing.loaded = read(os.fspath(path))
     checkpointing.restore_model()
     if trainer.stage.fn == "fit":
         checkpointing.restore_training()
