@@ -179,8 +179,8 @@ class Attempts:
         )
         left, bounds = str(folder / "evidence.json"), TrialOptions(str(folder), **trial)
         config = RunConfig(dict(plan), left, self.command, bounds, quiet=True, doctor=doctor)
-        told = json.dumps({**asked, "result": str(folder / "memory.json"), "bounds": dict(self.bounds)})
-        env = environment(config, {**os.environ, "PYTHONHASHSEED": "0", VARIABLE: told, **more})
+        request = json.dumps({**asked, "result": str(folder / "memory.json"), "bounds": dict(self.bounds)})
+        env = environment(config, {**os.environ, "PYTHONHASHSEED": "0", VARIABLE: request, **more})
         with (folder / "log").open("wb") as log:
             try:
                 child = Child(arguments, env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -236,8 +236,8 @@ def value_of(arguments: Sequence[str], name: str) -> int:
 def _judged(size: int, code: int | None, over: bool, peak: int, workers: int, folder: Path) -> Attempt:
     path, result = folder / "evidence.json", folder / "memory.json"
     evidence = read_evidence(path) if path.is_file() else None
-    said = last_lines(folder / "log")
-    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+    output = last_lines(folder / "log")
+    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
     error = (evidence.error if evidence else "") or last
     if over:
         return Attempt(size, "out of memory", peak, reason="ended at the limit")

@@ -147,8 +147,10 @@ def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) ->
 
 def _run(attempts: Trials, size: int, own: int, say: Callable[[str], None]) -> Attempt:
     attempt = attempts.run(size, own)
-    said = f"{attempt.peak / 1e9:.2f} GB, {attempt.rate:,.0f} samples/s" if attempt.outcome == "ok" else attempt.outcome
-    say(f"batch {size}: {said}")
+    result = (
+        f"{attempt.peak / 1e9:.2f} GB, {attempt.rate:,.0f} samples/s" if attempt.outcome == "ok" else attempt.outcome
+    )
+    say(f"batch {size}: {result}")
     return attempt
 
 
@@ -192,9 +194,11 @@ def _check_first(first: Attempt, attempts: Trials) -> None:
     if too_little := below_torch(first, attempts.limit, f"{attempts.limit / 1e6:.0f} MB"):
         raise too_little
     if first.outcome == "out of memory":
-        said = f"the training does not fit into {attempts.limit / 1e9:.2f} GB with its own batch size ({first.reason})"
+        message = (
+            f"the training does not fit into {attempts.limit / 1e9:.2f} GB with its own batch size ({first.reason})"
+        )
         raise HastenError(
-            "\n".join([said, *what_holds_it(first)]),
+            "\n".join([message, *what_holds_it(first)]),
             "allow more with --memory, or make the model or the script's batch size smaller",
         )
     if first.outcome != "ok":

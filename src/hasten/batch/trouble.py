@@ -44,19 +44,19 @@ def below_torch(attempt: Attempt, limit: int, words: str) -> HastenError | None:
 
 def what_holds_it(attempt: Attempt) -> list[str]:
     """Return lines on what took the memory of an attempt, where that is not what a training computes with."""
-    said = []
+    lines = []
     if attempt.workers > _HELD * attempt.peak:
-        said.append(
+        lines.append(
             f"worker processes of its loaders hold {attempt.workers / 1e6:.0f} of {attempt.peak / 1e6:.0f} MB: give the"
             " loader a smaller num_workers or prefetch_factor, or a dataset that each worker does not copy"
         )
     elif attempt.stage in ("start", "loading") and attempt.outcome == "out of memory":
-        said.append(
+        lines.append(
             "it ran out before the first forward: the script's own data and model take it, and no technique acts there"
         )
     if attempt.grows:
-        said.append(rises(attempt.grows))
-    return said
+        lines.append(rises(attempt.grows))
+    return lines
 
 
 def rises(grows: float, room: int = 0) -> str:

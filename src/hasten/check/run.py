@@ -236,7 +236,7 @@ def _copied(saved: Path, target: Path) -> Path:
 
 def _told(found: list[FileDifference]) -> list[tuple[str, str]]:
     """The first difference of each file."""
-    told: dict[str, str] = {}
+    words: dict[str, str] = {}
     for file, at, how in found:
-        told.setdefault(file, f"{at} {how}".strip())
-    return sorted(told.items())
+        words.setdefault(file, f"{at} {how}".strip())
+    return sorted(words.items())

@@ -255,10 +255,10 @@ class Witness:
                 continue
             if mine is None or plain is None:
                 self._part(moment.place, name, "there only as it is" if mine is None else "there only under the plan")
-            said = "other bits"
+            difference = "other bits"
             if moment.values is not None and theirs.values is not None:
-                said = _words_of(far(moment.values[name], theirs.values[name]))
-            self._part(moment.place, name, said)
+                difference = _words_of(far(moment.values[name], theirs.values[name]))
+            self._part(moment.place, name, difference)
 
     def _measure(self, moment: Moment, theirs: dict[str, torch.Tensor]) -> None:
         mine = moment.values or {}

@@ -92,12 +92,12 @@ def _with_a_bar(conversion: Conversion, what: str, total: int | None) -> None:
             task = bar.add_task(what, total=total, completed=conversion.records)
             conversion.run(lambda records: bar.update(task, completed=records))
         return
-    said = conversion.resumed
+    shown = conversion.resumed
 
     def tell(records: int) -> None:
-        nonlocal said
-        if conversion.resumed > said:
-            said = conversion.resumed
+        nonlocal shown
+        if conversion.resumed > shown:
+            shown = conversion.resumed
             of = f" of {total:,}" if total else ""
             messages.tell(f"hasten: {records:,}{of} {what}, {_files(conversion)} finished")
 

@@ -106,14 +106,14 @@ def doctor(
 
     kept = _kept_evidence(command)
     if kept is not None:
-        diagnosis, told, code = *_look_again(kept), 0
+        diagnosis, run_evidence, code = *_look_again(kept), 0
     else:
         options = _bounded(steps, seconds, epochs, trace, not no_sample)
         heard = _listen(command, options, whole, evidence)
-        told, code = heard.evidence, heard.exit_code
-        diagnosis = _heeding_comments(diagnose(told, _read_source(command), heard.unseen, heard.notes))
+        run_evidence, code = heard.evidence, heard.exit_code
+        diagnosis = _heeding_comments(diagnose(run_evidence, _read_source(command), heard.unseen, heard.notes))
     with makes_sense(kept) if kept is not None else contextlib.nullcontext():
-        _show(diagnosis, told, html, json)
+        _show(diagnosis, run_evidence, html, json)
     if not code and fail_on:
         code = int(any(finding.severity in or_worse(fail_on) for finding in diagnosis.findings))
     raise typer.Exit(code)

@@ -65,5 +65,5 @@ def _example(kind: type[Technique]) -> str:
 def _settings(kind: type[Technique]) -> str:
     if isinstance(kind.values, tuple):
         return ", ".join(f"`{toml_value(value)}`" for value in kind.values)
-    said = {int: "a whole number of at least 1", float: "a number above 0"}
-    return said.get(kind.values, "a number, or a table; see above")
+    words = {int: "a whole number of at least 1", float: "a number above 0"}
+    return words.get(kind.values, "a number, or a table; see above")

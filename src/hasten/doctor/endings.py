@@ -80,8 +80,8 @@ def no_loader_measured(evidence: Evidence, stopped: bool, patience: float) -> Ha
     if bench is not None:
         return HastenError(f"the loader of {bench.loader.where} could not be measured", "; ".join(bench.notes) or error)
     if error.startswith(TRAINS_WITHOUT_LOADER):
-        told = f"; those it built: {built}" if built else "; it builds none"
-        return HastenError(error + told, "there is no loader to measure; `hasten doctor` says where its time goes")
+        loaders = f"; those it built: {built}" if built else "; it builds none"
+        return HastenError(error + loaders, "there is no loader to measure; `hasten doctor` says where its time goes")
     if error:
         pickled = "workers that are spawned get a pickled dataset: keep lambdas and open files out of it"
         return HastenError(f"the script ended before its first training step: {error}", pickled * ("pickle" in error))

@@ -156,6 +156,6 @@ def norm_of(evidence: Evidence, layer: Layer) -> str:
 
 def kept_losses(count: int, detail: str, steps: int) -> bool:
     """Whether so many living graphs are most of those that were watched ("7 of 8", else all steps)."""
-    said = re.search(r"of (\d+)", detail)
-    watched = int(said[1]) if said else steps
+    total = re.search(r"of (\d+)", detail)
+    watched = int(total[1]) if total else steps
     return count >= GRAPHS and 2 * count >= watched

@@ -40,13 +40,13 @@ def record(pid: int, seconds: float, out: Path) -> tuple[str, str]:
     stacks = loading(out.read_text(errors="replace")) if out.is_file() else ""
     if stacks:
         return stacks, f"{_RATE} samples per second of a process that only loads, while it was not waiting (py-spy)"
-    said = " ".join((done.stderr or done.stdout).split())
-    if any(word in said.lower() for word in ("permission", "operation not permitted", "ptrace", "root")):
+    output = " ".join((done.stderr or done.stdout).split())
+    if any(word in output.lower() for word in ("permission", "operation not permitted", "ptrace", "root")):
         return "", (
             "no flame graph: this system does not let py-spy look into another process (ptrace). In a container: "
             "docker run --cap-add SYS_PTRACE; else sysctl kernel.yama.ptrace_scope=0, or run hasten as root"
         )
-    return "", f"no flame graph: py-spy saw nothing{f': {said[-200:]}' if said else ''}"
+    return "", f"no flame graph: py-spy saw nothing{f': {output[-200:]}' if output else ''}"
 
 
 def loading(stacks: str) -> str:
@@ -73,10 +73,10 @@ def where_is(pid: int) -> str:
         return ""
     line = [program, "dump", "--full-filenames", "--nonblocking", "--pid", str(pid)]
     try:
-        said = subprocess.run(line, capture_output=True, text=True, timeout=20, check=False).stdout
+        dump = subprocess.run(line, capture_output=True, text=True, timeout=20, check=False).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    main = said.partition('"MainThread"')[2].split("\nThread ")[0]
+    main = dump.partition('"MainThread"')[2].split("\nThread ")[0]
     found = [match for line in main.splitlines() if (match := _FRAME.match(line))]
     own = [match for match in found if not (match["file"].startswith("<") or is_library(match["file"]))]
     return f"{own[0]['file']}:{own[0]['line']}" if own else ""

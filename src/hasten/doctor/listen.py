@@ -261,8 +261,8 @@ class _Listening:
     def _without_evidence(self, ended: str, began: float, seconds: float) -> tuple[Evidence, str]:
         """What the live file holds, or nothing but how it ended; and why there is no more."""
         try:
-            told = read_live(self.live).as_evidence(ended)
-            return told, f"losses, layers and what else is asked for at the end: it was {ended or 'gone'} before"
+            evidence = read_live(self.live).as_evidence(ended)
+            return evidence, f"losses, layers and what else is asked for at the end: it was {ended or 'gone'} before"
         except HastenError:
             blank = nothing_heard(self.command, ended, began, seconds)
             why = "no process of it imported torch, or none lived long enough to say what it did"

@@ -40,9 +40,9 @@ def read_plain(kind: type[Kind], path: Path, schema: str, what: str, advice: str
         try:
             return reader.validate_python(data)
         except ValidationError as error:
-            for told in error.errors():
-                if told["type"] == "float_type" and told["input"] is None:
-                    _set_to_nan(data, told["loc"])
+            for problem in error.errors():
+                if problem["type"] == "float_type" and problem["input"] is None:
+                    _set_to_nan(data, problem["loc"])
             return reader.validate_python(data)
     except FileNotFoundError:
         raise HastenError(f"{missing or f'no {name} at'} {path}") from None

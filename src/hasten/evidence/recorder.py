@@ -239,8 +239,8 @@ class Recorder:
 
     def mark(self, phase: Phase, begins: bool) -> None:
         """A part of a step begins or ends here; for those who need the moment itself. Call only with listeners."""
-        for told in self.listeners:
-            told(phase, begins)
+        for listener in self.listeners:
+            listener(phase, begins)
 
     def add(self, phase: Phase, seconds: float) -> None:
         """Some of the current step went to `phase`."""
@@ -369,8 +369,8 @@ class Recorder:
 
         Call it between two steps.
         """
-        for told in self.on_close:
-            told()
+        for callback in self.on_close:
+            callback()
         self.on_close, self.listeners = [], []
         other = copy.copy(self)
         other.kept = self.kept.so_far()
@@ -383,8 +383,8 @@ class Recorder:
 
     def close(self) -> None:
         """The run is over: end what is still open."""
-        for told in self.on_close:
-            told()
+        for callback in self.on_close:
+            callback()
         at = self.now()
         self.wake()
         if self._validated:

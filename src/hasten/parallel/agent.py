@@ -135,8 +135,8 @@ def _hear(signals: socket.socket) -> None:
 
 def _seconds(ranks: Ranks) -> float:
     """How long the machines may take to meet."""
-    said = ranks.conf.get("timeout", "")
-    return (float(said) if said.isdecimal() else _JOIN_SECONDS) + 30.0
+    timeout = ranks.conf.get("timeout", "")
+    return (float(timeout) if timeout.isdecimal() else _JOIN_SECONDS) + 30.0
 
 
 def _give_up(ranks: Ranks, streams: _Streams) -> None:

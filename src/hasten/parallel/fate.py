@@ -140,7 +140,7 @@ def how_it_ended(code: int) -> str:
 
 def _error(child: RankProcess, size: int, what: str) -> HastenError:
     code = child.code()
-    said = "\n".join(f"    {line}" for line in child.last_words().strip().splitlines()[-15:])
+    output = "\n".join(f"    {line}" for line in child.last_words().strip().splitlines()[-15:])
     if code == -signal.SIGKILL:
         fix = (
             "Nobody but the system or a person sends SIGKILL: look for lack of memory with `dmesg` or `journalctl -k`."
@@ -154,4 +154,4 @@ def _error(child: RankProcess, size: int, what: str) -> HastenError:
     else:
         fix = "Mend that error; devices=1 often shows it more plainly."
     message = f"Rank {child.rank} of {size} {what}, so all ranks were ended."
-    return HastenError(message + (f" It said last:\n{said}" if said else ""), fix, code=1)
+    return HastenError(message + (f" It said last:\n{output}" if output else ""), fix, code=1)

@@ -72,8 +72,8 @@ class Meeting:
         """
         self._met += 1
         whole = [int(about), at % _MODULUS, self._met % _MODULUS, pattern % _MODULUS, pattern // _MODULUS % _MODULUS]
-        said = [float(number) for number in whole] + [float(number**2) for number in whole] + [share]
-        heard: list[float] = self.world.sum(torch.tensor(said, dtype=torch.float64)).tolist()
+        sums = [float(number) for number in whole] + [float(number**2) for number in whole] + [share]
+        heard: list[float] = self.world.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
         # n numbers are equal if, and only if, n times the sum of their squares is the square of their sum.
         same = [self.world.size * heard[i + len(whole)] == heard[i] ** 2 for i in range(len(whole))]
         if not all(same[:3]):

@@ -121,8 +121,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     try:
         return int(text or "")
     except ValueError:
-        said = "is not set" if text is None else f"is {text!r}"
+        state = "is not set" if text is None else f"is {text!r}"
         raise HastenError(
-            f"The environment says that a launcher started this process, but {name} {said}.",
+            f"The environment says that a launcher started this process, but {name} {state}.",
             f"Set {name} to a whole number, or unset RANK, WORLD_SIZE and LOCAL_RANK to run without a launcher.",
         ) from None

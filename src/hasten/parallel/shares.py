@@ -88,10 +88,10 @@ def distributed_loader(
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell the samplers of a loader which epoch comes, where they ask for it: they shuffle by it."""
     batching = getattr(loader, "batch_sampler", None)
-    told = set[int]()
+    visited = set[int]()
     for sampler in (getattr(loader, "sampler", None), batching, getattr(batching, "sampler", None)):
-        if sampler is not None and id(sampler) not in told and callable(getattr(sampler, "set_epoch", None)):
-            told.add(id(sampler))
+        if sampler is not None and id(sampler) not in visited and callable(getattr(sampler, "set_epoch", None)):
+            visited.add(id(sampler))
             sampler.set_epoch(epoch)
 
 

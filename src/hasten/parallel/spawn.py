@@ -156,14 +156,14 @@ class _FunctionChild:
         if self.told or not self.report.poll():
             return
         try:
-            good, said = self.report.recv()
+            good, message = self.report.recv()
         except EOFError:  # it ended without a word; its exit code says how
-            good, said = False, ""
+            good, message = False, ""
         self.told, self.failed = True, not good
         if good:
-            self.result = pickle.loads(said) if said else None  # from our own process
+            self.result = pickle.loads(message) if message else None  # from our own process
         else:
-            self._words = said
+            self._words = message
 
 
 def _run(report: Connection, parent: int, env: dict[str, str], job: Apart) -> None:
@@ -175,9 +175,9 @@ def _run(report: Connection, parent: int, env: dict[str, str], job: Apart) -> No
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     try:
         result = function(*args, **kwargs)
-        said = pickle.dumps(result) if env["RANK"] == "0" else b""
+        pickled = pickle.dumps(result) if env["RANK"] == "0" else b""
         close_current()
-        report.send((True, said))
+        report.send((True, pickled))
     except BaseException as error:
         mark_failed()
         if not isinstance(error, SystemExit):

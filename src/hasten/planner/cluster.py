@@ -157,19 +157,19 @@ def _why(strategy: str) -> str:
 
 def _further(job: Job, given: Given) -> list[str]:
     """Return what is assumed of this job in particular."""
-    told = []
+    lines = []
     if given.batch == "global":
-        told.append("a share of a batch takes its share of the time to load, copy and compute: small ones take more")
+        lines.append("a share of a batch takes its share of the time to load, copy and compute: small ones take more")
         if job.beside is not None:
             of_it = "its share of" if job.on_gpu else "all of"
-            told.append(f"a share of a batch needs {of_it} the memory beside parameters, gradients and states")
+            lines.append(f"a share of a batch needs {of_it} the memory beside parameters, gradients and states")
         if job.batch_size is None:
-            told.append("every number of devices can share the batch: its size is not known (--batch-size)")
+            lines.append("every number of devices can share the batch: its size is not known (--batch-size)")
     if job.units is not None:
-        told.append(f"FSDP has {job.units} units of equal size")
+        lines.append(f"FSDP has {job.units} units of equal size")
     if job.beside is None:
-        told.append("memory is not planned: the evidence has no peak (--activations 4GiB)")
-    return told
+        lines.append("memory is not planned: the evidence has no peak (--activations 4GiB)")
+    return lines
 
 
 def as_json(found: ClusterPlan, source: str) -> dict[str, Any]:

@@ -196,8 +196,8 @@ def _parameters(evidence: Evidence, assumed: list[str]) -> tuple[int, int, int]:
     kinds = {model.dtype for model in models}
     known = [_BYTES[kind] for kind in sorted(kinds) if kind in _BYTES]
     if not known or len(kinds) > 1:
-        said = ", ".join(sorted(kind or "unknown" for kind in kinds))
-        assumed.append(f"each parameter takes {max(known, default=4)} bytes (types: {said})")
+        types = ", ".join(sorted(kind or "unknown" for kind in kinds))
+        assumed.append(f"each parameter takes {max(known, default=4)} bytes (types: {types})")
     counts = sum(model.parameters for model in models), sum(model.trained_parameters for model in models)
     return *counts, max(known, default=4)
 

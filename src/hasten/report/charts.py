@@ -51,10 +51,10 @@ def phase_chart(proof: Proof) -> Markup:
         top = row * 66
         parts += [text("label", 0, top + 15, side), text("value", 100, top + 15, words.alike(bars[-1].end, longest))]
         for bar in bars:
-            told = f"{side}, {bar.label}: {words.alike(bar.end - bar.start, longest)}"
-            parts.append(rect(bar.kind, (scale(bar.start), scale(bar.end)), top + 23, 30, told))
-    told = ", ".join(f"{side} {words.alike(bars[-1].end, longest)} a step" for side, bars in sides.items())
-    return svg("Where a step's time goes", told, 66 * len(sides) - 10, parts)
+            description = f"{side}, {bar.label}: {words.alike(bar.end - bar.start, longest)}"
+            parts.append(rect(bar.kind, (scale(bar.start), scale(bar.end)), top + 23, 30, description))
+    description = ", ".join(f"{side} {words.alike(bars[-1].end, longest)} a step" for side, bars in sides.items())
+    return svg("Where a step's time goes", description, 66 * len(sides) - 10, parts)
 
 
 def effect_chart(rows_shown: Sequence[Row]) -> Markup:
@@ -72,17 +72,17 @@ def effect_chart(rows_shown: Sequence[Row]) -> Markup:
     height = 40 * len(shown)
     parts = columns(scale, height, lambda ratio: f"{ratio:g}x")
     parts.append(rect("as-it-was", (scale(1.0), scale(1.0) + 0.2), 0, height))
-    told = []
+    descriptions = []
     for number, row in enumerate(shown):
         top = number * 40
         what = row.name if row.kept else f"{row.name} = {row.setting}, not kept"
-        said = f"{row.brings}, helps: {row.sure}"
-        told.append(f"{what} {row.brings} ({row.interval}), helps: {row.sure}")
-        parts += [text("label halo", 0, top + 15, what), text("value halo", 100, top + 15, said)]
+        effect = f"{row.brings}, helps: {row.sure}"
+        descriptions.append(f"{what} {row.brings} ({row.interval}), helps: {row.sure}")
+        parts += [text("label halo", 0, top + 15, what), text("value halo", 100, top + 15, effect)]
         side = "plan" if row.kept else "baseline"
-        parts.append(rect(f"span-{side}", (scale(row.low or 1), scale(row.high or 1)), top + 26, 4, told[-1]))
-        parts.append(dot(f"dot-{side}", scale(row.ratio or 1), top + 28, told[-1]))
-    return svg("What each technique brings", "; ".join(told), height + 22, parts)
+        parts.append(rect(f"span-{side}", (scale(row.low or 1), scale(row.high or 1)), top + 26, 4, descriptions[-1]))
+        parts.append(dot(f"dot-{side}", scale(row.ratio or 1), top + 28, descriptions[-1]))
+    return svg("What each technique brings", "; ".join(descriptions), height + 22, parts)
 
 
 def curve_chart(curves: Curves) -> Markup:
@@ -106,8 +106,8 @@ def curve_chart(curves: Curves) -> Markup:
     parts = rows(down, height, lambda loss: f"{loss:g}")
     parts.insert(0, stretched(height, drawn))
     parts += columns(across, height, lambda step: f"{step:,.0f}")
-    told = f"{words.count(len(plan), 'plan seed')} over {words.count(len(baseline), 'baseline seed')}"
-    return svg("Training loss by step" + (", logarithmic" if log else ""), told, height + 22, parts)
+    description = f"{words.count(len(plan), 'plan seed')} over {words.count(len(baseline), 'baseline seed')}"
+    return svg("Training loss by step" + (", logarithmic" if log else ""), description, height + 22, parts)
 
 
 def pair_chart(pairs: Sequence[Pair]) -> Markup:
@@ -120,12 +120,15 @@ def pair_chart(pairs: Sequence[Pair]) -> Markup:
     parts = columns(scale, height, words.duration)
     for row, pair in enumerate(pairs):
         y = row * 36 + 26
-        told = f"seed {pair.seed}: {words.duration(pair.baseline)} -> {words.duration(pair.plan)}"
+        description = f"seed {pair.seed}: {words.duration(pair.baseline)} -> {words.duration(pair.plan)}"
         ratio = words.times(pair.baseline / pair.plan) if pair.plan > 0 else words.NONE
         parts.append(text("label halo", 0, y - 11, f"pair {row + 1}, seed {pair.seed}"))
         parts.append(text("value halo", 100, y - 11, ratio))
-        parts.append(rect("join", (scale(pair.baseline), scale(pair.plan)), y - 1, 2, told))
-        parts += [dot("dot-baseline", scale(pair.baseline), y, told), dot("dot-plan", scale(pair.plan), y, told)]
+        parts.append(rect("join", (scale(pair.baseline), scale(pair.plan)), y - 1, 2, description))
+        parts += [
+            dot("dot-baseline", scale(pair.baseline), y, description),
+            dot("dot-plan", scale(pair.plan), y, description),
+        ]
     return svg("Seconds per step, pair by pair", words.count(len(pairs), "pair"), height + 22, parts)
 
 

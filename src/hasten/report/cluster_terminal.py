@@ -42,11 +42,11 @@ def show(found: ClusterPlan, source: str, console: Console) -> None:
 def _measured(found: ClusterPlan) -> str:
     job = found.job
     parts = {"data wait": job.data, "copy": job.transfer, "forward": job.forward, "backward": job.backward}
-    told = [
+    sentences = [
         f"{name} {duration(part * job.batches)}" for name, part in {**parts, "other": job.other}.items() if part > 0
     ]
     of = f" of {job.batches} batches" if job.batches > 1 else ""
-    return f"a step{of} takes {duration(job.step)}: {', '.join(told)}, optimizer {duration(job.optimizer)}"
+    return f"a step{of} takes {duration(job.step)}: {', '.join(sentences)}, optimizer {duration(job.optimizer)}"
 
 
 def _holds(found: ClusterPlan) -> str:

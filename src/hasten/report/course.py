@@ -90,8 +90,8 @@ def _claim(claim: Sequence[float], up: Scale) -> list[Markup]:
     if not claim:
         return []
     low, middle, high = (up(end) * _PLOT / 100 for end in claim)
-    told = f"claimed: {words.times(claim[1])}, {words.interval(claim[0], claim[2])}"
-    band = rect("claimed", (0, 100), min(low, high), max(2.0, abs(low - high)), told)
+    description = f"claimed: {words.times(claim[1])}, {words.interval(claim[0], claim[2])}"
+    band = rect("claimed", (0, 100), min(low, high), max(2.0, abs(low - high)), description)
     return [band, text("tick halo", 100, middle - 4, f"claimed {words.times(claim[1])}", "end")]
 
 
@@ -101,17 +101,17 @@ def _blocks(blocks: Sequence[Block], plain: float | None, across: Scale, up: Sca
         ends = (across(block.at), max(across(block.at + block.seconds), across(block.at) + 0.35))
         ratio = pace(block, plain)
         if ratio is None:
-            told = f"{_when(block)}: not counted: {words.clean(block.trouble)}"
+            description = f"{_when(block)}: not counted: {words.clean(block.trouble)}"
             parts += [
-                rect("trouble", ends, _PLOT - 12, 12, told),
+                rect("trouble", ends, _PLOT - 12, 12, description),
                 text("cross halo", sum(ends) / 2, _PLOT - 16, "\u00d7", "middle"),
             ]
             continue
-        told = f"{_when(block)}, {words.clean(block.part)}: {words.times(ratio)} ({_on(block)})"
+        description = f"{_when(block)}, {words.clean(block.part)}: {words.times(ratio)} ({_on(block)})"
         kind = part_class(block.part)
         if block.disturbed:
-            told, kind = f"{told}, disturbed:{beside_others(block.taken)}", f"{kind} disturbed"
-        parts.append(rect(kind, ends, up(ratio) * _PLOT / 100 - 4, 8, told))
+            description, kind = f"{description}, disturbed:{beside_others(block.taken)}", f"{kind} disturbed"
+        parts.append(rect(kind, ends, up(ratio) * _PLOT / 100 - 4, 8, description))
     return parts
 
 
@@ -119,8 +119,8 @@ def _strip(name: str, spans: Sequence[tuple[float, float, str]], across: Scale, 
     """One technique: when it was on."""
     parts = [text("label halo", 0, top + 18, name), rect("off", (0, 100), top + 23, 5)]
     for start, end, what in spans:
-        told = f"{what} on from {words.duration(start)} to {words.duration(end)}"
-        parts.append(rect("on", (across(start), max(across(end), across(start) + 0.35)), top + 23, 5, told))
+        description = f"{what} on from {words.duration(start)} to {words.duration(end)}"
+        parts.append(rect("on", (across(start), max(across(end), across(start) + 0.35)), top + 23, 5, description))
     return parts
 
 

@@ -63,24 +63,26 @@ def phase_class(name: str) -> str:
     return f"ph-{name}" if name in PHASES else "ph-extra"
 
 
-def svg(title: str, told: str, height: float, parts: Iterable[Markup]) -> Markup:
+def svg(title: str, description: str, height: float, parts: Iterable[Markup]) -> Markup:
     """One drawing, as wide as its place, with what a screen reader says of it."""
     return Markup(
         '<svg class="chart" role="img" width="100%" height="{:.0f}"><title>{}</title><desc>{}</desc>{}</svg>'
-    ).format(height, title, told, Markup("\n").join(parts))
+    ).format(height, title, description, Markup("\n").join(parts))
 
 
-def rect(kind: str, ends: Point, y: float, height: float, told: str = "") -> Markup:
+def rect(kind: str, ends: Point, y: float, height: float, description: str = "") -> Markup:
     """A horizontal bar between two ends, in percent."""
     start, end = sorted(ends)
     return Markup('<rect class="{}" x="{:.3f}%" y="{:.1f}" width="{:.3f}%" height="{}">{}</rect>').format(
-        kind, start, y, end - start, height, _title(told)
+        kind, start, y, end - start, height, _title(description)
     )
 
 
-def dot(kind: str, x: float, y: float, told: str) -> Markup:
+def dot(kind: str, x: float, y: float, description: str) -> Markup:
     """A dot; `x` in percent."""
-    return Markup('<circle class="{}" cx="{:.3f}%" cy="{:.1f}" r="5.5">{}</circle>').format(kind, x, y, _title(told))
+    return Markup('<circle class="{}" cx="{:.3f}%" cy="{:.1f}" r="5.5">{}</circle>').format(
+        kind, x, y, _title(description)
+    )
 
 
 def text(kind: str, x: float, y: float, words: str, anchor: str = "") -> Markup:
@@ -91,9 +93,9 @@ def text(kind: str, x: float, y: float, words: str, anchor: str = "") -> Markup:
     )
 
 
-def line(kind: str, points: Sequence[Point], told: str = "") -> Markup:
+def line(kind: str, points: Sequence[Point], description: str = "") -> Markup:
     """A line through points in percent of both sides; belongs into `stretched`."""
-    return Markup('<polyline class="{}" points="{}">{}</polyline>').format(kind, _path(points), _title(told))
+    return Markup('<polyline class="{}" points="{}">{}</polyline>').format(kind, _path(points), _title(description))
 
 
 def area(kind: str, points: Sequence[Point]) -> Markup:
@@ -131,5 +133,5 @@ def _path(points: Sequence[Point]) -> str:
     return " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
 
 
-def _title(told: str) -> Markup:
-    return Markup("<title>{}</title>").format(told) if told else Markup()
+def _title(description: str) -> Markup:
+    return Markup("<title>{}</title>").format(description) if description else Markup()

@@ -19,7 +19,7 @@ def write(
     losses: Sequence[float],
     smoothed: Sequence[float],
     bracket: tuple[float | None, float | None],
-    said: str,
+    sentence: str,
     path: Path,
 ) -> None:
     """Write the page, whole or not at all.
@@ -36,7 +36,7 @@ def write(
         HastenError: The folder cannot be written to, or the file holds something else.
     """
     chart = curve(rates, losses, smoothed, bracket)
-    write_whole(environment().get_template("rates.html.j2").render(said=said, chart=chart), path)
+    write_whole(environment().get_template("rates.html.j2").render(said=sentence, chart=chart), path)
 
 
 def curve(

@@ -65,8 +65,8 @@ def course_chart(found: Found) -> Markup:
     parts = [drawing.stretched(_HEIGHT, [goal, *lines])]
     parts += drawing.rows(down, _HEIGHT, lambda value: f"{value:g}")
     parts += drawing.columns(across, _HEIGHT, lambda seconds: f"{seconds:g} s")
-    told = f"{words.count(len(drawn), 'run')}, and the target as a level line"
-    return drawing.svg(f"{found.goal.name} by seconds", told, _HEIGHT + 22, parts)
+    description = f"{words.count(len(drawn), 'run')}, and the target as a level line"
+    return drawing.svg(f"{found.goal.name} by seconds", description, _HEIGHT + 22, parts)
 
 
 def _line(run: WholeRun) -> list[tuple[float, float]]:

@@ -136,8 +136,8 @@ def _fresh(proof: Proof) -> Promise:
     what = "in fresh processes"
     if proof.fresh is None:
         return Promise(what, Answer.NOT_KNOWN, "not measured: what starts and caches cost is not in the claim")
-    told = f"{words.times(proof.fresh)} over {words.count(len(proof.pairs), 'pair')}"
-    return Promise(what, Answer.HOLDS if proof.fresh > 1 else Answer.NOT_KNOWN, told)
+    measured = f"{words.times(proof.fresh)} over {words.count(len(proof.pairs), 'pair')}"
+    return Promise(what, Answer.HOLDS if proof.fresh > 1 else Answer.NOT_KNOWN, measured)
 
 
 def _missing(proof: Proof) -> str:

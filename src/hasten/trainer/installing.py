@@ -75,22 +75,22 @@ def _chosen(config: Config, given: Any) -> tuple[dict[str, Setting], list[str]]:
             )
         chosen[name] = setting
     machine = this_machine()
-    said = remarks(plan, machine)
+    notes = remarks(plan, machine)
     for name, setting in flags.items():
         if setting is False:
             continue
         if wrong := CATALOGUE[name].check(setting):
             raise WrongValueError(f"{name}={setting!r}: {wrong}")
         if why := CATALOGUE[name].useless(setting, machine):
-            said.append(f"{name}={setting!r} is of no use here: {why}")
+            notes.append(f"{name}={setting!r} is of no use here: {why}")
     on = {name: setting for name, setting in chosen.items() if setting is not False}
     left_out = {name: _left_out(name, setting) for name, setting in on.items()}
     installed = {name: setting for name, setting in on.items() if not left_out[name]}
     for name, setting in installed.items():
         if why := CATALOGUE[name].clashes(setting, installed):
             raise misconfigured(f"{name}={setting!r} cannot act here: {why}", "leave one of them out")
-    said += [f"{name} of the plan is not installed: {why}" for name, why in left_out.items() if why]
-    return on, said
+    notes += [f"{name} of the plan is not installed: {why}" for name, why in left_out.items() if why]
+    return on, notes
 
 
 def _left_out(name: str, setting: Setting) -> str:
@@ -103,7 +103,7 @@ _ONE_OR_ALL = ("limit_train_batches", "limit_val_batches", "limit_test_batches",
 
 def one_or_all(given: Mapping[str, Any]) -> list[str]:
     """Return what to say about flags that are 1 or 1.0, which are easily taken for each other."""
-    said = []
+    notes = []
     for name in (*_ONE_OR_ALL, "overfit_batches", "val_check_interval"):
         value = given.get(name)
         if type(value) in (int, float) and value == 1:
@@ -111,5 +111,5 @@ def one_or_all(given: Mapping[str, Any]) -> list[str]:
                 meaning = "validation will run after " + ("every batch" if type(value) is int else "an epoch")
             else:
                 meaning = "1 batch will be used" if type(value) is int else "100% of the batches will be used"
-            said.append(f"`Trainer({name}={value})` was configured so {meaning}")
-    return said
+            notes.append(f"`Trainer({name}={value})` was configured so {meaning}")
+    return notes

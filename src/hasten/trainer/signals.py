@@ -170,10 +170,10 @@ class Agreement:
         world = self._trainer.world
         if not stepped or self._store.add(f"{self._name}/left", 0) < world.size:
             return 0
-        told = [self._store.get(f"{self._name}/{rank}").split() for rank in range(world.size)]
-        if self._trainer.progress.total_batches <= max(int(batches) for batches, _ in told):
+        entries = [self._store.get(f"{self._name}/{rank}").split() for rank in range(world.size)]
+        if self._trainer.progress.total_batches <= max(int(batches) for batches, _ in entries):
             return 0
-        return max(int(number) for _, number in told)
+        return max(int(number) for _, number in entries)
 
 
 class Stopped(SystemExit):

@@ -140,9 +140,9 @@ class Tuning(StepClock):
 
     def _end(self) -> None:
         self.listen_no_more()
-        told, self._told = self._told, None
-        if told is not None:
-            told.close()
+        search, self._told = self._told, None
+        if search is not None:
+            search.close()
             assert self._board is not None
             self._board.switch({})
 

@@ -77,9 +77,9 @@ class MemoryNearlyFull(Rule):
 def _taken(evidence: Evidence, peak: int) -> tuple[str, ...]:
     """Say what gradients and the optimizer's state take, and what takes less, a line each."""
     weights, gradients = weight_bytes(evidence)
-    said = []
+    lines = []
     if gradients >= _LARGE * peak:
-        said.append(
+        lines.append(
             f"gradients are {gradients / 2**30:.1f} GiB of it: the technique optimizer_in_backward drops each as soon"
             " as its parameter is stepped"
         )
@@ -89,24 +89,24 @@ def _taken(evidence: Evidence, peak: int) -> tuple[str, ...]:
         kept = 0
     states = kept * gradients
     if states >= _LARGE * peak:
-        said.append(
+        lines.append(
             f"the optimizer's state is about {states / 2**30:.1f} GiB of it: optimizers with states of 8 bits (torchao,"
             " bitsandbytes) keep a quarter of that, and train to another result"
         )
     tables = (2 + kept) * sum(map(_table_bytes, evidence.layers))  # with gradients
     if on_gpu(evidence) and tables >= _LARGE * peak:
-        said.append(
+        lines.append(
             f"embedding tables, with gradients and the optimizer's state, are about {tables / 2**30:.1f} GiB of it: the"
             " technique host_embeddings keeps them in the host's memory"
         )
     rest = peak - weights - gradients - states
     if on_gpu(evidence) and rest >= _LARGE * peak:  # on a CPU it may be the script's data as well
-        said.append(
+        lines.append(
             f"about {rest / 2**30:.1f} GiB of it are neither weights nor gradients nor the optimizer's state, so mostly"
             " activations: the technique activation_checkpointing computes those of repeated blocks again,"
             " activation_offload keeps them in the host's memory"
         )
-    return tuple(said)
+    return tuple(lines)
 
 
 def _table_bytes(layer: Layer) -> int:

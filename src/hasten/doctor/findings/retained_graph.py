@@ -108,10 +108,10 @@ class RetainedGraph(Rule):
 
 def _how_many(count: int, detail: str, steps: int) -> str:
     """In words; of many steps only some are watched."""
-    said = re.search(r"of (\d+)", detail)
-    if said is None or int(said[1]) >= steps:
+    total = re.search(r"of (\d+)", detail)
+    if total is None or int(total[1]) >= steps:
         return f"{count} earlier losses"
-    return f"{count} of the {said[1]} earlier losses that were looked at"
+    return f"{count} of the {total[1]} earlier losses that were looked at"
 
 
 def _goes_backward_once(code: Code, call: cst.Call) -> bool:

@@ -60,10 +60,10 @@ class Tf32Off(Rule):
         tried = evidence.measured_for(cls.name)
         share = share_of(evidence, products(evidence, convolutions=False))
         worth, how_known = (saved(evidence, tried), HowKnown.MEASURED) if tried else (share / 2, HowKnown.ESTIMATED)
-        said = f", {percent(share)} of the step," if share else ""
+        of_step = f", {percent(share)} of the step," if share else ""
         return cls.switched(
             evidence,
-            f"float32 matrix products{said} run without TF32 on {' '.join(evidence.machine.gpus[:1]) or 'a GPU'}",
+            f"float32 matrix products{of_step} run without TF32 on {' '.join(evidence.machine.gpus[:1]) or 'a GPU'}",
             'call torch.set_float32_matmul_precision("high") at the start',
             worth,
             how_known,

@@ -21,7 +21,7 @@ def has_compiled() -> bool:
     return utils is not None and bool(utils.counters["frames"].get("total"))
 
 
-def before_compiling(told: Callable[[], None]) -> None:
+def before_compiling(notify: Callable[[], None]) -> None:
     """Call `told` when torch.compile is called, and before it compiles something: it must not find any hooks then."""
     import torch
 
@@ -29,11 +29,11 @@ def before_compiling(told: Callable[[], None]) -> None:
 
     @functools.wraps(plain)
     def compile(*args: Any, **kwargs: Any) -> Any:
-        told()
+        notify()
         return plain(*args, **kwargs)
 
     def begins(*_: Any) -> None:
-        told()
+        notify()
 
     def register() -> None:
         handler: Any = getattr(sys.modules["torch._dynamo.callback"], "callback_handler", None)

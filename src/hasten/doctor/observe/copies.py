@@ -80,12 +80,12 @@ def _watched(plain: Any, given: _Given, log: EventLog, session: Session) -> Any:
         if moved is not self:
             seconds = perf_counter() - start
             try:
-                said = _what_was_copied(self, moved, args, kwargs, given)
+                event = _what_was_copied(self, moved, args, kwargs, given)
             except Exception as error:  # a tensor like no other
                 session.run.skip("observing a copy", error)
-                said = None
-            if said is not None:
-                log.note(said[0], seconds, said[1], said[2])
+                event = None
+            if event is not None:
+                log.note(event[0], seconds, event[1], event[2])
         return moved
 
     return copy

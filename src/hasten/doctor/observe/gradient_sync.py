@@ -39,10 +39,10 @@ class SyncClock:
         module = self._module()
         if module is None or self._backwards % _READ_EVERY:
             return
-        said = module._get_ddp_logging_data()
-        if "backward_comm_time" in said:
-            alone = said["backward_comm_time"] - said["backward_compute_comm_overlap_time"]
-            self._waits[said["iteration"]] = max(0, alone) / 1e9
+        times = module._get_ddp_logging_data()
+        if "backward_comm_time" in times:
+            alone = times["backward_comm_time"] - times["backward_compute_comm_overlap_time"]
+            self._waits[times["iteration"]] = max(0, alone) / 1e9
 
     def seconds(self) -> float:
         """Of waiting in one backward, the median of those that were timed; 0 where none was."""

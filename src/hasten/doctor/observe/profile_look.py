@@ -163,21 +163,21 @@ def _quiet() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def watch_for_others(told: Callable[[bool], None]) -> None:
+def watch_for_others(notify: Callable[[bool], None]) -> None:
     """Call `told` when a profiler of torch's is built, before it can start, with whether it is the script's."""
     import torch
 
     for kind in (torch.profiler.profiler._KinetoProfile, torch.autograd.profiler.profile):
-        _watch_class(kind, told)
+        _watch_class(kind, notify)
 
 
-def _watch_class(kind: Any, told: Callable[[bool], None]) -> None:
+def _watch_class(kind: Any, notify: Callable[[bool], None]) -> None:
     build = kind.__init__
 
     @functools.wraps(build)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if threading.get_ident() not in _ours_in:
-            told(not _compiler_asks(sys._getframe(1)))
+            notify(not _compiler_asks(sys._getframe(1)))
         build(self, *args, **kwargs)
 
     kind.__init__ = __init__

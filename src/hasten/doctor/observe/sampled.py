@@ -205,13 +205,13 @@ class StepSampler:
 
     def _watch_passes(self) -> None:
         """A profile ends with the pass it is in: what follows (validation, a checkpoint) is no step."""
-        told = self._recorder.on_pass
+        previous = self._recorder.on_pass
 
         def on_pass(opened: OpenPass, began: bool) -> None:
             if opened.trained and not began and threading.get_ident() == self._thread:
                 self._end_profile()
-            if told is not None:
-                told(opened, began)
+            if previous is not None:
+                previous(opened, began)
 
         self._recorder.on_pass = on_pass
 

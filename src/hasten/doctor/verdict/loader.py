@@ -41,8 +41,8 @@ def title(bench: LoaderBench) -> str:
     """What was found, in one line."""
     best, none = bench.best, bench.rate_of(0)
     if best is None:
-        told = next((f"{rate.error}{_place(rate.where)}" for rate in bench.rates), "nothing was measured")
-        return f"the loader gives no batches: {told}"
+        failure = next((f"{rate.error}{_place(rate.where)}" for rate in bench.rates), "nothing was measured")
+        return f"the loader gives no batches: {failure}"
     parts = []
     if none is None or best is none:
         parts.append("no number of workers does better than none" if none and len(bench.measured) > 1 else "")
@@ -124,19 +124,19 @@ def _training(bench: LoaderBench) -> list[str]:
     took = bench.consumed
     if took is None:
         return []
-    told = (
+    sentence = (
         f"the training took {speed(took.samples_per_s)} with {_workers(took.workers)} and waited "
         f"{words.percent(took.waited)} of its step for data"
     )
     alone = bench.rate_of(took.workers)
     if took.waited < _MUCH / 2:
-        return [f"{told}: the loader does not hold it up"]
+        return [f"{sentence}: the loader does not hold it up"]
     if alone is None:
-        return [told]
+        return [sentence]
     if alone.samples_per_s > 1.5 * took.samples_per_s and took.workers:
         ratio = words.times(alone.samples_per_s / took.samples_per_s)
-        return [f"{told}, although these workers alone give {ratio} of that: beside the training they lack CPU"]
-    return [f"{told}; the loader alone gives {speed(alone.samples_per_s)} with as many: it holds the training up"]
+        return [f"{sentence}, although these workers alone give {ratio} of that: beside the training they lack CPU"]
+    return [f"{sentence}; the loader alone gives {speed(alone.samples_per_s)} with as many: it holds the training up"]
 
 
 def _starts(bench: LoaderBench) -> list[str]:

@@ -22,38 +22,40 @@ def advice(evidence: Evidence, phases: Mapping[str, float]) -> tuple[str, ...]:
         return ()
     step = sum(phases.values())
     waits = phases.get("data", 0.0) / step if step > 0 else 0.0
-    said = [*_cores(evidence, use, waits), *_ratios(use), *_memory(evidence)]
+    sentences = [*_cores(evidence, use, waits), *_ratios(use), *_memory(evidence)]
     for gpu in evidence.use.gpus if evidence.use is not None else ():
-        said += _gpu(gpu)
-    return tuple(said)
+        sentences += _gpu(gpu)
+    return tuple(sentences)
 
 
 def _cores(evidence: Evidence, use: SteadyUse, waits: float) -> list[str]:
-    cores, said = evidence.machine.cores, []
+    cores, sentences = evidence.machine.cores, []
     crowded = use.others >= 0.25 * cores  # what it used is then no sign of what it could use
     idle = use.cpu < _IDLE * cores and not crowded
     if use.worker_count >= 1 and waits < 0.1:
-        said.append(
+        sentences.append(
             f"more cores would not help loading: the loader's {use.worker_count:.0f} workers used "
             f"{use.workers:.1f} of {cores} cores and the step waits {percent(waits)} of its time for them"
         )
     if idle and cores >= 2:
         need = max(1, math.ceil(use.high_cpu * 1.1))
         if need < cores:
-            said.append(f"{need} of these {cores} cores would do for it as it stands: it used {use.cpu:.1f}")
+            sentences.append(f"{need} of these {cores} cores would do for it as it stands: it used {use.cpu:.1f}")
     elif use.cpu >= 0.9 * cores:
-        said.append(f"more cores would help as far as its operators can be shared: it used all {cores}")
-    return said
+        sentences.append(f"more cores would help as far as its operators can be shared: it used all {cores}")
+    return sentences
 
 
 def _ratios(use: SteadyUse) -> list[str]:
     worked = use.gpu * use.gpus
     if worked <= 0.01:
         return []
-    said = [f"CPU to GPU: {use.cpu / worked:.1f} cores' work for each GPU's"]
+    sentences = [f"CPU to GPU: {use.cpu / worked:.1f} cores' work for each GPU's"]
     if use.net_in + use.net_out > 1e6:
-        said.append(f"network to GPU: {(use.net_in + use.net_out) / worked / 1e6:.0f} MB for each second a GPU works")
-    return said
+        sentences.append(
+            f"network to GPU: {(use.net_in + use.net_out) / worked / 1e6:.0f} MB for each second a GPU works"
+        )
+    return sentences
 
 
 def _memory(evidence: Evidence) -> list[str]:
@@ -66,10 +68,10 @@ def _memory(evidence: Evidence) -> list[str]:
 
 
 def _gpu(gpu: GpuUse) -> list[str]:
-    said = []
+    sentences = []
     if gpu.memory and gpu.memory_total and max(gpu.memory) < 0.4 * gpu.memory_total:
         took, there = max(gpu.memory) / 2**30, gpu.memory_total / 2**30
-        said.append(f"a GPU with less memory would do: {took:.1f} of {there:.0f} GiB of {gpu.name} were used")
+        sentences.append(f"a GPU with less memory would do: {took:.1f} of {there:.0f} GiB of {gpu.name} were used")
     if gpu.throttled:
-        said.append(f"{gpu.name} was held back: {', '.join(gpu.throttled)}")
-    return said
+        sentences.append(f"{gpu.name} was held back: {', '.join(gpu.throttled)}")
+    return sentences

@@ -67,18 +67,20 @@ def _one_so_far(evidence: Evidence) -> str:
 
 def caveats(evidence: Evidence, use: SteadyUse | None) -> list[str]:
     """What makes an answer less sure than it sounds."""
-    said = []
+    sentences = []
     steady = evidence.steady()
     if not steady:
-        said.append(_one_so_far(evidence))
+        sentences.append(_one_so_far(evidence))
     elif len(steady) < _FEW:
         seen = f"{len(steady)} step{'s' * (len(steady) != 1)}"
         disturbed = {evidence.number(index) for index in steady} & set(evidence.disturbed)
         besides = ", slowed by the look into them" if disturbed else ""
         besides = besides or (", warm-up included" if len(evidence.step_phases) < _FEW else "")
-        said.append(f"a rough answer: it rests on {seen}{besides}")
+        sentences.append(f"a rough answer: it rests on {seen}{besides}")
     if evidence.flags.distributed > 1 and not any(step[Phase.SYNC] for step in evidence.step_phases):
-        said.append(f"backward contains the gradient sync of {evidence.flags.distributed} processes")
+        sentences.append(f"backward contains the gradient sync of {evidence.flags.distributed} processes")
     if use is not None and use.others >= 0.25 * evidence.machine.cores and use.machine >= _CROWDED:
-        said.append(f"other processes used {use.others:.1f} cores of this machine meanwhile: it is faster without them")
-    return said
+        sentences.append(
+            f"other processes used {use.others:.1f} cores of this machine meanwhile: it is faster without them"
+        )
+    return sentences

@@ -35,11 +35,11 @@ def phase_bar(phases: Sequence[PhaseRow]) -> Markup:
         return Markup()
     scale, parts, reached = Scale(0.0, whole), [], 0.0
     for row in phases:
-        told = f"{row.label}: {words.alike(row.seconds, whole)}, {row.share}"
-        parts.append(rect(phase_class(row.name), (scale(reached), scale(reached + row.seconds)), 0, 30, told))
+        description = f"{row.label}: {words.alike(row.seconds, whole)}, {row.share}"
+        parts.append(rect(phase_class(row.name), (scale(reached), scale(reached + row.seconds)), 0, 30, description))
         reached += row.seconds
-    told = ", ".join(f"{row.label} {row.share}" for row in phases)
-    return svg("Where a steady step's time goes", told, 30, parts)
+    description = ", ".join(f"{row.label} {row.share}" for row in phases)
+    return svg("Where a steady step's time goes", description, 30, parts)
 
 
 def thinned(points: Points, most: int = MOST, choose: Callable[[list[float]], float] = statistics.fmean) -> Points:
@@ -75,8 +75,8 @@ def _memory(title: str, kind: str, points: Points, peak: int) -> Markup:
     height = 150.0
     parts = [*rows(down, height, lambda amount: f"{amount:g} {name}"), stretched(height, drawn)]
     parts += columns(across, height, lambda step: f"{step:,.0f}")
-    told = f"from {words.size(int(points[0][1]))} to {words.size(int(points[-1][1]))}"
-    return svg(title, f"{told}, peak {words.size(peak)}" if peak > 0 else told, height + 22, parts)
+    description = f"from {words.size(int(points[0][1]))} to {words.size(int(points[-1][1]))}"
+    return svg(title, f"{description}, peak {words.size(peak)}" if peak > 0 else description, height + 22, parts)
 
 
 def loss_chart(evidence: Evidence) -> Markup:
@@ -108,5 +108,5 @@ def loss_chart(evidence: Evidence) -> Markup:
         y = down(min(max(loss, lowest), highest)) * height / 100
         parts.append(dot("dot-check", across(step), y, f"validation at step {step:,.0f}: {words.number(loss)}"))
     parts += columns(across, height, lambda step: f"{step:,.0f}")
-    told = f"from {words.number(mean[0][1])} to {words.number(mean[-1][1])}"
-    return svg("Loss by step" + (", logarithmic" if log else ""), told, height + 22, parts)
+    description = f"from {words.number(mean[0][1])} to {words.number(mean[-1][1])}"
+    return svg("Loss by step" + (", logarithmic" if log else ""), description, height + 22, parts)

@@ -39,10 +39,10 @@ def judge(found: Comparison, limit: float, slower: bool, console: Console) -> No
     """Say whether the later run counts as slower, and by which rule."""
     screen = Screen(console)
     console.print()
-    told = f"{'SLOWER' if slower else 'Not slower'} by more than {words.percent(limit)}"
+    sentence = f"{'SLOWER' if slower else 'Not slower'} by more than {words.percent(limit)}"
     if not slower and max(found.typical.ratio, found.mean.ratio) > 1 + limit:
-        told = f"Longer by more than {words.percent(limit)}, but that may be chance"
-    screen.say(screen.text(told, "bold red" if slower else "bold"), 0)
+        sentence = f"Longer by more than {words.percent(limit)}, but that may be chance"
+    screen.say(screen.text(sentence, "bold red" if slower else "bold"), 0)
     screen.say(screen.text(f"{RULE}.", "dim"))
 
 
@@ -52,8 +52,8 @@ def _answer(found: Comparison, screen: Screen) -> None:
     if words.known(typical.ratio):
         style = "bold" if not typical.sure else "bold red" if typical.ratio > 1 else "bold green"
         unsure = words.known(typical.low) and not typical.sure
-        told = f"The typical step takes {_change(typical)}{', which may be chance' if unsure else ''}"
-        screen.say(screen.text(told, style), 0)
+        sentence = f"The typical step takes {_change(typical)}{', which may be chance' if unsure else ''}"
+        screen.say(screen.text(sentence, style), 0)
         screen.say(screen.text(f"{_times(typical)}; the mean step takes {_change(mean)}, {_times(mean)}"))
     else:
         screen.say(screen.text("No steady steps on both sides: nothing to compare", "bold yellow"), 0)
@@ -66,8 +66,8 @@ def _answer(found: Comparison, screen: Screen) -> None:
 
 
 def _change(change: Change) -> str:
-    told = words.change(change.before, change.after)
-    return "the same time" if told == "the same" else f"{told} time"
+    change_words = words.change(change.before, change.after)
+    return "the same time" if change_words == "the same" else f"{change_words} time"
 
 
 def _times(change: Change) -> str:
@@ -86,8 +86,8 @@ def _table(found: Comparison, screen: Screen) -> None:
     for label, change in named:
         if change.before > 0 or change.after > 0:
             cells = (words.alike(side, longest) for side in (change.before, change.after))
-            told = _signed(change, words.alike(abs(change.after - change.before), longest))
-            _line(screen, _ROW.format(label, *cells, told), "bold" if label == "mean step" else "")
+            difference = _signed(change, words.alike(abs(change.after - change.before), longest))
+            _line(screen, _ROW.format(label, *cells, difference), "bold" if label == "mean step" else "")
     for label, change in (("peak memory", found.memory), ("GPU memory", found.gpu_memory)):
         if change.before > 0 and change.after > 0:
             cells = (words.size(int(side)) for side in (change.before, change.after))

@@ -50,16 +50,16 @@ def draw(folded: str) -> Markup:
         return Markup()
     parts: list[Markup] = []
     depth = _place(root, 0.0, 100.0 / root.samples, 0, root.samples, parts)
-    told = f"{words.count(root.samples, 'sample')} below {words.clean(root.name)}"
-    return svg("Flame graph", told, (depth + 1) * _ROW, parts)
+    description = f"{words.count(root.samples, 'sample')} below {words.clean(root.name)}"
+    return svg("Flame graph", description, (depth + 1) * _ROW, parts)
 
 
 def _place(frame: Frame, start: float, scale: float, depth: int, whole: int, parts: list[Markup]) -> int:
     """Draw a call from `start` percent on, and what it called below it; how deep that went."""
     width = frame.samples * scale
     name = words.clean(frame.name)
-    told = f"{name}: {words.percent(frame.samples / whole)}, {words.count(frame.samples, 'sample')}"
-    parts.append(rect(f"fl-{_colour(frame.name)}", (start, start + width), depth * _ROW, _ROW - 1, told))
+    description = f"{name}: {words.percent(frame.samples / whole)}, {words.count(frame.samples, 'sample')}"
+    parts.append(rect(f"fl-{_colour(frame.name)}", (start, start + width), depth * _ROW, _ROW - 1, description))
     room = int((width - 1.0) / _LETTER)
     if room >= 4:
         shown = name if len(name) <= room else f"{name[: room - 1]}…"

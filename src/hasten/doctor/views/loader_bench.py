@@ -22,8 +22,8 @@ def stage_rows(bench: LoaderBench) -> list[tuple[str, str, float, float]]:
     for name in STAGES:
         seconds = getattr(stages, name)
         if seconds > 0:
-            told = STAGE_WORDS[name] + (f" ({words.clean(stages.decoder)})" if name == "decode" else "")
-            rows.append((name, told, seconds, seconds / stages.seconds))
+            label = STAGE_WORDS[name] + (f" ({words.clean(stages.decoder)})" if name == "decode" else "")
+            rows.append((name, label, seconds, seconds / stages.seconds))
     return rows
 
 
@@ -66,9 +66,9 @@ def show(bench: LoaderBench, screen: Screen, html: bool) -> None:
             f"in one process; batches sampled: {bench.stages.batches if bench.stages else 0}",
         )
         longest = sum(row[2] for row in rows)
-        for _name, told, seconds, share in rows:
+        for _name, label, seconds, share in rows:
             bar = screen.bar(round(share * 30), "cyan")
-            line = screen.text(f"  {told:26.26} {words.alike(seconds, longest):>9} {words.percent(share):>6}  ")
+            line = screen.text(f"  {label:26.26} {words.alike(seconds, longest):>9} {words.percent(share):>6}  ")
             console.print(line + bar)
     console.print()
     flame = f"a flame graph was recorded{'' if html else '; --html FILE draws it'}" if bench.flame else bench.flame_note
@@ -112,17 +112,17 @@ def speed_chart(bench: LoaderBench) -> Markup:
     for row, rate in enumerate(rates):
         top = row * 40
         windows = f"windows {rate.low:,.0f} to {rate.high:,.0f}"
-        told = f"{_workers(rate)}: {speed(rate.samples_per_s)}, {windows}"
+        description = f"{_workers(rate)}: {speed(rate.samples_per_s)}, {windows}"
         marked = mark(bench, rate)
         label = _workers(rate) + (f" ({marked})" if marked else "")
         parts += [text("label halo", 0, top + 15, label), text("value halo", 100, top + 15, speed(rate.samples_per_s))]
         kind = "plan" if bench.best is rate else "old"
-        parts.append(rect(kind, (scale(0.0), scale(rate.samples_per_s)), top + 21, 14, told))
+        parts.append(rect(kind, (scale(0.0), scale(rate.samples_per_s)), top + 21, 14, description))
     if bench.consumed is not None and bench.consumed.samples_per_s <= most:
         at = scale(bench.consumed.samples_per_s)
         parts.append(rect("loss", (at - 0.15, at + 0.15), 0, height, "what the training took"))
-    told = ", ".join(f"{_workers(rate)} {speed(rate.samples_per_s)}" for rate in rates)
-    return svg("Samples per second by number of workers", told, height + 22, parts)
+    description = ", ".join(f"{_workers(rate)} {speed(rate.samples_per_s)}" for rate in rates)
+    return svg("Samples per second by number of workers", description, height + 22, parts)
 
 
 def stage_chart(bench: LoaderBench) -> Markup:
@@ -131,8 +131,8 @@ def stage_chart(bench: LoaderBench) -> Markup:
     if not rows:
         return Markup()
     parts, start = [], 0.0
-    for name, told, _seconds, share in rows:
+    for name, label, _seconds, share in rows:
         ends = (100 * start, 100 * (start + share))
-        parts.append(rect(f"st-{name}", ends, 0, 30, f"{told}: {words.percent(share)}"))
+        parts.append(rect(f"st-{name}", ends, 0, 30, f"{label}: {words.percent(share)}"))
         start += share
     return svg("Where the time of a batch goes", ", ".join(f"{r[1]} {words.percent(r[3])}" for r in rows), 30, parts)

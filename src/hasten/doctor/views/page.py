@@ -123,14 +123,14 @@ def hottest_operators(evidence: Evidence | None) -> list[Operator]:
 
 def _unseen(diagnosis: Diagnosis, evidence: Evidence | None) -> list[str]:
     """What could not be seen, each reason once."""
-    told = list(diagnosis.unseen)
+    sentences = list(diagnosis.unseen)
     for reason in evidence.skipped if evidence else ():
-        if not any(reason in sentence for sentence in told):
-            told.append(reason)
-    return told
+        if not any(reason in sentence for sentence in sentences):
+            sentences.append(reason)
+    return sentences
 
 
 def _sizes(layer: Layer) -> str:
     """A layer's sizes in short, without what is usual: `in channels 3, out channels 64, kernel size 3`."""
-    told = [(name, value) for name, value in layer.sizes.items() if value != _USUAL.get(name)]
-    return words.clean(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in told))
+    sizes = [(name, value) for name, value in layer.sizes.items() if value != _USUAL.get(name)]
+    return words.clean(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in sizes))

@@ -122,11 +122,11 @@ class _DiagnosisPage:
         head += screen.text(words.clean(one.name), "bold")
         if place := wording.place(one):
             head += screen.text(f"  {place}")
-        told = screen.text(wording.worth(one), "bold" if one.severity is Severity.HIGH else "")
-        fits = head.cell_len + told.cell_len + 4 <= self.console.width
-        screen.say(head + screen.text("  ") + told if fits and told else head)
-        if told and not fits:
-            screen.say(told, 9)
+        worth = screen.text(wording.worth(one), "bold" if one.severity is Severity.HIGH else "")
+        fits = head.cell_len + worth.cell_len + 4 <= self.console.width
+        screen.say(head + screen.text("  ") + worth if fits and worth else head)
+        if worth and not fits:
+            screen.say(worth, 9)
         screen.say(screen.text(words.clean(one.what)), 9)
         if one.fix:
             screen.say(screen.text("fix: ", "green") + screen.text(words.clean(one.fix)), 9)
@@ -144,11 +144,11 @@ class _DiagnosisPage:
         found = self.diagnosis
         if found.machine or found.unseen or found.notes:
             self.console.print()
-        for label, told in (("machine", found.machine), ("unseen", found.unseen), ("notes", found.notes)):
-            for sentence in told[:_MOST_SENTENCES]:
+        for label, lines in (("machine", found.machine), ("unseen", found.unseen), ("notes", found.notes)):
+            for sentence in lines[:_MOST_SENTENCES]:
                 self.screen.labelled(label, words.clean(sentence), _ROOM, "bold")
                 label = ""
-            if (left := len(told) - _MOST_SENTENCES) > 0:
+            if (left := len(lines) - _MOST_SENTENCES) > 0:
                 self.screen.labelled("", f"and {left} more; {_elsewhere(html)}", _ROOM, text_style="dim")
 
     def files(self, html: Path | None, json: Path | None) -> None:

@@ -95,8 +95,8 @@ def timeline(evidence: Evidence) -> Markup:
     parts += [rect("over", _ends(column, across), 0, 4) for column in steps if column.seconds > top]
     parts += _epoch_marks(evidence, across)
     parts += _disturbed_marks(evidence, across)
-    told = f"{words.count(evidence.steps, 'step')}, {words.duration(usual)} each at the median"
-    return svg("Steps over time", told, _TALL + 28, parts)
+    description = f"{words.count(evidence.steps, 'step')}, {words.duration(usual)} each at the median"
+    return svg("Steps over time", description, _TALL + 28, parts)
 
 
 def _phase_boxes(steps: Sequence[Column], phase: int, across: Scale, down: Scale) -> list[tuple[float, ...]]:
@@ -129,8 +129,8 @@ def _column_told(column: Column, across: Scale) -> Markup:
         for name, seconds in zip(PHASES, column.phases, strict=False)
         if seconds >= column.seconds / 200 and seconds > 0
     ]
-    told = f"{which} {words.duration(column.seconds)}: {', '.join(parts)}"
-    return rect("told", _ends(column, across), 0, _TALL, told)
+    description = f"{which} {words.duration(column.seconds)}: {', '.join(parts)}"
+    return rect("told", _ends(column, across), 0, _TALL, description)
 
 
 def _validation_bands(evidence: Evidence, across: Scale) -> list[Markup]:
@@ -169,9 +169,9 @@ def _disturbed_marks(evidence: Evidence, across: Scale) -> list[Markup]:
             continue  # none of them is kept
         begin = starts[at]
         after = starts[after_it] if after_it < len(starts) and words.known(starts[after_it]) else begin
-        told = f"step {first}" if first == last else f"steps {first} to {last}"
+        which = f"step {first}" if first == last else f"steps {first} to {last}"
         ends = (across(begin), max(across(after), across(begin) + 0.4))
-        parts.append(rect("mark-disturbed", ends, _TALL + 1, 4, f"{told}: looked into, not counted"))
+        parts.append(rect("mark-disturbed", ends, _TALL + 1, 4, f"{which}: looked into, not counted"))
     return parts
 
 
@@ -284,7 +284,7 @@ def _rate(amount: float) -> str:
 def strip_chart(strip: Strip, across: Scale, named: bool = False) -> Markup:
     """A strip over the time of the run; `named`: with the moments beneath."""
     down = Scale(0.0, strip.most, near=98.0, far=2.0)
-    drawn, told = [], []
+    drawn, means = [], []
     for number, one in enumerate(strip.lines):
         placed = [(across(at), down(min(value, strip.most))) for at, value in one.points if _inside(at, across)]
         if not placed:
@@ -292,9 +292,9 @@ def strip_chart(strip: Strip, across: Scale, named: bool = False) -> Markup:
         if number == 0:
             drawn.append(area(f"fill {one.kind}", [(placed[0][0], 98.0), *placed, (placed[-1][0], 98.0)]))
         drawn.append(line(f"stroke {one.kind}", placed, one.name))
-        told.append(f"{one.name}: mean {strip.unit(statistics.fmean(value for _, value in one.points))}")
+        means.append(f"{one.name}: mean {strip.unit(statistics.fmean(value for _, value in one.points))}")
     if not drawn:
         return Markup()
     parts = [*_times(across, _STRIP, named), rect("grid", (0, 100), 0, 1), rect("grid", (0, 100), _STRIP, 1)]
     parts += [stretched(_STRIP, drawn), text("tick halo", 100, 14, strip.unit(strip.most))]
-    return svg(strip.title, "; ".join(told), _STRIP + (22 if named else 2), parts)
+    return svg(strip.title, "; ".join(means), _STRIP + (22 if named else 2), parts)

@@ -159,7 +159,7 @@ def hot_lines(evidence: Evidence | None) -> str:
     """The lines of the script that take most of the step: "train.py:31 (backward) 52 %"; "" if nobody looked."""
     if evidence is None or sum(line.looks for line in evidence.lines) < _LOOKS:
         return ""
-    told = []
+    shown = []
     lines: dict[tuple[str, str], Line] = {}
     for line in evidence.lines:
         key = (line.where, line.phase)
@@ -168,8 +168,8 @@ def hot_lines(evidence: Evidence | None) -> str:
     for line in hottest[:_HOTTEST]:
         file, number = split_place(line.where)
         doing = f"{line.function}()" if line.phase == "other" and line.function else words.phase(line.phase)
-        told.append(words.clean(f"{Path(file).name}:{number} ({doing}) {words.percent(line.share)}"))
-    return ", ".join(told)
+        shown.append(words.clean(f"{Path(file).name}:{number} ({doing}) {words.percent(line.share)}"))
+    return ", ".join(shown)
 
 
 def stage_line(evidence: Evidence | None) -> str:

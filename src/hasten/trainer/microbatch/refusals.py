@@ -21,19 +21,19 @@ def refuse(trainer: Trainer) -> None:
         HastenError: Says why, and what to do.
     """
     flag, module = trainer.config.microbatch, trainer.model
-    said = f"microbatch={flag!r}"
+    given = f"microbatch={flag!r}"
     if isinstance(trainer.engine.optimizing.optimizers[0], torch.optim.LBFGS):
         raise misconfigured(
-            f"{said}: LBFGS computes the whole batch several times within a step, and searches along the loss",
+            f"{given}: LBFGS computes the whole batch several times within a step, and searches along the loss",
             "use another optimizer, or a smaller batch_size",
         )
     if draws(module.training_step):
         raise misconfigured(
-            f"{said}: training_step takes dataloader_iter, so the Trainer never sees its batches", "take the batch"
+            f"{given}: training_step takes dataloader_iter, so the Trainer never sees its batches", "take the batch"
         )
     if flag == "auto" and trainer.config.precision == "16-mixed" and trainer.world.size > 1:
         raise misconfigured(
-            f'{said} and precision="16-mixed" on several ranks: an overflow on one rank would reach the others unseen',
+            f'{given} and precision="16-mixed" on several ranks: an overflow on one rank would reach the others unseen',
             'use precision="bf16-mixed", or give microbatch a number',
         )
     norms = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm) and part.training]
@@ -42,8 +42,8 @@ def refuse(trainer: Trainer) -> None:
     what = f"{norms[0]}{f' and {len(norms) - 1} more' if len(norms) > 1 else ''}"
     if flag == "auto":
         raise misconfigured(
-            f"{said}: BatchNorm ({what}) counts over the samples that are computed together, so how much memory there"
+            f"{given}: BatchNorm ({what}) counts over the samples that are computed together, so how much memory there"
             " is would change the result",
             "say how many samples: microbatch=32; or use GroupNorm or LayerNorm, or put BatchNorm into eval mode",
         )
-    trainer.say(f"{said}: BatchNorm ({what}) counts over {flag} samples, not over the whole batch", once=True)
+    trainer.say(f"{given}: BatchNorm ({what}) counts over {flag} samples, not over the whole batch", once=True)
