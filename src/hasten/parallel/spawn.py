@@ -17,7 +17,7 @@ import torch
 from hasten.errors import HastenError
 from hasten.evidence import this_machine
 from hasten.parallel import fate
-from hasten.parallel.apart import Apart
+from hasten.parallel.by_value import ByValue
 from hasten.parallel.command import rank_environment
 from hasten.parallel.follow import follow
 from hasten.parallel.world import close_current, mark_failed, serve_store
@@ -127,7 +127,7 @@ class _FunctionChild:
         # Not a daemon: it may start DataLoader workers.
         self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=_run,
-            args=(theirs, os.getpid(), env, Apart((function, args, kwargs))),
+            args=(theirs, os.getpid(), env, ByValue((function, args, kwargs))),
             name=f"rank {rank}",
             daemon=False,
         )
@@ -166,7 +166,7 @@ class _FunctionChild:
             self._words = message
 
 
-def _run(report: Connection, parent: int, env: dict[str, str], job: Apart) -> None:
+def _run(report: Connection, parent: int, env: dict[str, str], job: ByValue) -> None:
     """A rank's whole life."""
     function, args, kwargs = job.value
     follow(parent)

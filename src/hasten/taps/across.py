@@ -29,7 +29,7 @@ from hasten.parallel.batch_shares import LoaderState, Pass, SharedBatches, shuff
 from hasten.parallel.meeting import About, Meeting
 from hasten.parallel.same_data import fingerprint
 from hasten.parallel.same_weights import SameWeights
-from hasten.parallel.summed import summed
+from hasten.parallel.sum_over_batch import sum_over_batch
 from hasten.parallel.world import World, has_failed, mark_failed
 from hasten.taps.fed import Fed, why_not_shared
 
@@ -264,7 +264,7 @@ class Across:
     def _look_at_loss(self, loss: Any) -> None:
         """Whether the loss is a mean over the batch, as far as can be seen."""
         one = loss[0] if isinstance(loss, list | tuple) and loss else loss
-        what = summed(one, int(self.fed.samples)) if self.options.batch == "global" else ""
+        what = sum_over_batch(one, int(self.fed.samples)) if self.options.batch == "global" else ""
         fix = "make it a mean (and the rate the number of samples times as large), or train with --batch per-device"
         if "reduction" in what:
             raise self.refuse(

@@ -42,7 +42,7 @@ class Attachments:
         if logger is False:
             return []
         if config.fast_dev_run:
-            return [adapter().silent_logger() or Silent()]
+            return [adapter().silent_logger() or SilentLogger()]
         if logger is None or logger is True:
             return [_default_logger(str(config.default_root_dir))]
         several = isinstance(logger, Iterable) and not isinstance(logger, str)
@@ -181,7 +181,7 @@ def with_module_callbacks(trainer: Trainer, brought: Any) -> None:
     trainer.callbacks[:] = in_order([one for one in trainer.callbacks if type(one) not in replaced] + brought)
 
 
-class Silent(Nothing):
+class SilentLogger(Nothing):
     """A logger that logs nothing, for `fast_dev_run`: whatever is called on it, or on its experiment, does nothing."""
 
     name = version = save_dir = root_dir = log_dir = None

@@ -13,9 +13,18 @@ from hasten import messages
 from hasten.errors import HastenError
 from hasten.trainer.adapter import offered
 from hasten.trainer.callbacks.base import state_key
-from hasten.trainer.callbacks.buffers import spoilt_buffers
-from hasten.trainer.callbacks.shared import spoilt_weights
-from hasten.trainer.checkpoint import CheckpointError, Claim, Saver, begun_last, claim, latest_good, read, standing
+from hasten.trainer.callbacks.buffers import nonfinite_buffers
+from hasten.trainer.callbacks.shared import nonfinite_weights
+from hasten.trainer.checkpoint import (
+    CheckpointError,
+    FolderLock,
+    Saver,
+    latest_good,
+    latest_start,
+    lock_folder,
+    read,
+    read_progress,
+)
 from hasten.trainer.checkpoint_contents import contents
 
 if TYPE_CHECKING:
@@ -36,12 +45,12 @@ class Checkpointing:
     def __init__(self, trainer: Trainer, background: bool) -> None:
         self._trainer = trainer
         self.saver = Saver(background, trainer.config.checkpoint_format)
-        self._claims: dict[Path, Claim] = {}
+        self._locks: dict[Path, FolderLock] = {}
         self._made: set[Path] = set()  # folders that were not there
         self.path: str | None = None
         self.loaded: dict[str, Any] | None = None
         self._noted: set[str] = set()
-        self._spoilt_before: frozenset[str] = frozenset()
+        self._nonfinite_before: frozenset[str] = frozenset()
         self._begun = 0.0  # when this fit began; orders the checkpoints of several runs in one folder
 
     # -- writing ---------------------------------------------------------------------------------------
@@ -80,34 +89,34 @@ class Checkpointing:
         """One run in one folder."""
         folder = folder.absolute()
         stage = self._trainer.stage
-        if folder not in self._claims and stage.fn == "fit" and stage.status == "running":  # else nobody would let go
+        if folder not in self._locks and stage.fn == "fit" and stage.status == "running":  # else nobody would let go
             if not folder.exists():
                 self._made.add(folder)
-            self._claims[folder] = claim(folder)
+            self._locks[folder] = lock_folder(folder)
 
     def release(self) -> None:
         """The training is over: everything is written, the folders are free."""
         try:
             self.saver.wait()
         finally:
-            for held in self._claims.values():
+            for held in self._locks.values():
                 held.close()
-            for folder in self._made & self._claims.keys():
+            for folder in self._made & self._locks.keys():
                 if not any(folder.iterdir()):  # nothing was saved
                     folder.rmdir()
-            self._claims, self._made = {}, set()
+            self._locks, self._made = {}, set()
 
     def begin(self) -> None:
         """Training is about to begin: see where folders are, and which buffers hold NaN by design."""
         self.hold_folders()
         if self.path is None:  # also where the clock was set back since: this run comes after what is there
-            self._begun = max([self._begun, *(begun_last(folder) + 0.001 for folder in self._claims)])
-        self._spoilt_before = frozenset(spoilt_buffers(self._trainer.model))
+            self._begun = max([self._begun, *(latest_start(folder) + 0.001 for folder in self._locks)])
+        self._nonfinite_before = frozenset(nonfinite_buffers(self._trainer.model))
 
-    def spoilt(self) -> str:
+    def nonfinite(self) -> str:
         """Name weights and buffers that are not finite, on any rank; "" if all are worth keeping. Reads the device."""
         module, world = self._trainer.model, self._trainer.world
-        bad = [*spoilt_weights(module), *spoilt_buffers(module, self._spoilt_before)]
+        bad = [*nonfinite_weights(module), *nonfinite_buffers(module, self._nonfinite_before)]
         if not world.any(bool(bad)):
             return ""
         return ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "") or "on another rank"
@@ -118,7 +127,7 @@ class Checkpointing:
         if file.is_symlink() or not file.is_file():
             return False
         try:
-            then = standing(file)
+            then = read_progress(file)
         except CheckpointError:  # damaged, or something else: a person may want to look at it
             return False
         return 0 < then.begun <= self._begun and then.step <= self._trainer.progress.global_step
@@ -136,7 +145,7 @@ class Checkpointing:
 
     def abandon(self) -> None:
         """The process ends at once, from whatever thread: leave no lock behind."""
-        for held in list(self._claims.values()):
+        for held in list(self._locks.values()):
             held.abandon()
 
     def remove(self, path: str | Path) -> None:
@@ -367,8 +376,8 @@ class Checkpointing:
             return None
         name = f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
         path = str(Path(self.interrupted_folder()) / name)
-        if spoilt := self.spoilt():
-            trainer.warn(f"the weights are not finite ({spoilt}), so they were not saved; earlier checkpoints stay")
+        if nonfinite := self.nonfinite():
+            trainer.warn(f"the weights are not finite ({nonfinite}), so they were not saved; earlier checkpoints stay")
             return None
         if not trainer.may_save():
             trainer.warn("a callback objects, so nothing was saved; earlier checkpoints stay")

@@ -308,7 +308,7 @@ class NoBoard(Board):
         """Keep nothing."""
 
 
-class Unheard(NoBoard):
+class NamesOnly(NoBoard):
     """Keeps the names of what is logged, and nothing else.
 
     Attributes:

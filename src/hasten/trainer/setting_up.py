@@ -9,7 +9,7 @@ import torch
 
 from hasten.parallel import sync_batchnorm
 from hasten.trainer import rank_checks
-from hasten.trainer.attachments import Silent
+from hasten.trainer.attachments import SilentLogger
 from hasten.trainer.optimizing import parsed
 from hasten.trainer.steps import CountedOptimizer
 
@@ -38,7 +38,7 @@ def open_loggers(trainer: Trainer) -> None:
     Weights & Biases first: it copies what TensorBoard writes, if it sees that begin.
     """
     for logger in sorted(trainer.loggers, key=lambda logger: type(logger).__name__ != "WandbLogger"):
-        if not isinstance(logger, Silent) and hasattr(type(logger), "experiment"):
+        if not isinstance(logger, SilentLogger) and hasattr(type(logger), "experiment"):
             _ = logger.experiment
 
 

@@ -19,7 +19,7 @@ import torch
 
 from hasten import messages
 from hasten.parallel import ending, forward
-from hasten.trainer import workers_stay
+from hasten.trainer import worker_signals
 from hasten.trainer.adapter import adapter
 from hasten.trainer.watchdog import Watchdog
 from hasten.trainer.watchdog import is_interactive as is_interactive
@@ -49,7 +49,7 @@ def watched(trainer: Trainer) -> Iterator[None]:
             _in_a_fork(number)
             return
         nonlocal heard
-        workers_stay.asked()
+        worker_signals.training_stops()
         if heard and number == signal.SIGINT:
             if is_interactive():
                 raise KeyboardInterrupt
@@ -72,7 +72,7 @@ def watched(trainer: Trainer) -> Iterator[None]:
     try:
         if agreement is not None:
             agreement.listen()
-        with workers_stay.staying():
+        with worker_signals.ignoring_sigterm():
             yield
     finally:
         if agreement is not None:

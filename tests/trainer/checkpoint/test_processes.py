@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hasten import HastenError
-from hasten.trainer.checkpoint import check_writable, claim, latest_good, read, sweep, write
+from hasten.trainer.checkpoint import check_writable, latest_good, lock_folder, read, remove_leftovers, write
 from tests.fork_here import fork_here
 from tests.own_mounts import need_mounts
 
@@ -64,7 +64,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_good_file(tmp_path):
     assert len(seen) > 1
     left = list(tmp_path.glob(".hasten-*"))
     assert left  # killed in the middle of a write, at least once
-    assert sorted(sweep(tmp_path)) == sorted(left)
+    assert sorted(remove_leftovers(tmp_path)) == sorted(left)
     assert list(tmp_path.iterdir()) == [path]
     assert latest_good(tmp_path) == (path, [])
 
@@ -110,7 +110,7 @@ def test_a_file_that_is_being_written_is_not_swept(tmp_path):
     """
     process = fork_here(slow, tmp_path / "a")
     assert process.stdout.readline() == "begun\n"
-    assert sweep(tmp_path) == []
+    assert remove_leftovers(tmp_path) == []
     process.communicate("go\n", timeout=60)
     assert (tmp_path / "a").read_bytes() == b"half"
 
@@ -157,9 +157,10 @@ def test_a_read_only_folder_is_named(tmp_path):
     code = """
         import sys
         from hasten import HastenError
-        from hasten.trainer.checkpoint import read, write, check_writable, claim
+        from hasten.trainer.checkpoint import read, write, check_writable, lock_folder
         folder = sys.argv[1]
-        for failing in (lambda: write(folder + "/a.ckpt", {}), lambda: check_writable(folder), lambda: claim(folder)):
+        checks = (lambda: write(folder + "/a.ckpt", {}), lambda: check_writable(folder), lambda: lock_folder(folder))
+        for failing in checks:
             try:
                 failing()
             except HastenError as error:
@@ -217,9 +218,9 @@ def test_memory_or_a_disk_that_changes_what_is_written_is_noticed(tmp_path, monk
 CLAIMER = """
     import sys, time
     from hasten import HastenError
-    from hasten.trainer.checkpoint import claim
+    from hasten.trainer.checkpoint import lock_folder
     try:
-        held = claim(sys.argv[1])
+        held = lock_folder(sys.argv[1])
     except HastenError as error:
         print(error)
     else:
@@ -239,20 +240,20 @@ def test_two_runs_do_not_get_one_folder(tmp_path):
     (tmp_path / ".hasten-1-0123456789abcdef.tmp").write_text("left")
     first.kill()  # the kernel gives the folder back
     first.communicate()
-    with claim(tmp_path) as held:
+    with lock_folder(tmp_path) as held:
         assert [path.name for path in held.swept] == [".hasten-1-0123456789abcdef.tmp"]
         with pytest.raises(HastenError, match=f"process {os.getpid()} "):
-            claim(tmp_path)
+            lock_folder(tmp_path)
     held.close()
-    with claim(tmp_path):
+    with lock_folder(tmp_path):
         pass
 
 
 def test_a_forked_worker_does_not_hold_the_folder_of_a_killed_run(tmp_path):
     code = """
         import os, signal, sys, time
-        from hasten.trainer.checkpoint import claim
-        held = claim(sys.argv[1])
+        from hasten.trainer.checkpoint import lock_folder
+        held = lock_folder(sys.argv[1])
         pid = os.fork()
         if not pid:
             held.close()  # must not give away what is the parent's
@@ -266,10 +267,10 @@ def test_a_forked_worker_does_not_hold_the_folder_of_a_killed_run(tmp_path):
     worker = int(run.stdout.readline())
     try:
         with pytest.raises(HastenError, match=f"process {run.pid} "):
-            claim(tmp_path)
+            lock_folder(tmp_path)
         run.kill()
         run.communicate()
         assert Path(f"/proc/{worker}").exists()
-        claim(tmp_path).close()
+        lock_folder(tmp_path).close()
     finally:
         os.kill(worker, signal.SIGKILL)

@@ -22,7 +22,7 @@ from typing import Any
 from hasten import messages
 from hasten.doctor.endings import TRAINS_WITHOUT_LOADER
 from hasten.doctor.flame import record
-from hasten.doctor.observe.loader_speed import again, speed
+from hasten.doctor.observe.loader_speed import rebuilt, speed
 from hasten.doctor.observe.stages import LoaderStages
 from hasten.evidence import Evidence, LoaderBench, LoaderFacts, Rate, this_machine
 from hasten.evidence.facts import caller, loader_facts
@@ -187,7 +187,7 @@ class _Bench:
         again_facts = loader_facts(loader, {**_options(loader), "num_workers": workers}, "")
         self._session.loaders.append(BuiltLoader(lambda: None, dataclasses.replace(again_facts, batches=None)))
         index = len(self._session.loaders) - 1
-        made = again(loader, workers)
+        made = rebuilt(loader, workers)
         made.__dict__["_hasten_index"] = index
         self._stages.on = True
         with contextlib.suppress(Exception):  # the dataset's own, which has been told
@@ -199,7 +199,7 @@ class _Bench:
             self._note(flame_note="no flame graph: it was not asked for")
             return
         self._say("a worker under py-spy" if workers else "the loader's process under py-spy")
-        made = again(loader, workers, init=TraceableWorker(loader.worker_init_fn) if workers else None)
+        made = rebuilt(loader, workers, init=TraceableWorker(loader.worker_init_fn) if workers else None)
         with contextlib.suppress(Exception):
             self._burn(made, workers, flame)
 

@@ -24,13 +24,13 @@ def tap_copies(session: Session, log: EventLog, anyway: bool = False) -> None:
 
     if not (anyway or torch.cuda.is_available()):
         return
-    given = _Given()
+    given = _LoaderBatches()
     tap(dataloader._BaseDataLoaderIter, "__next__", functools.partial(_remembering, given=given, session=session))
     for name in ("to", "cuda"):
         tap(torch.Tensor, name, functools.partial(_watched, given=given, log=log, session=session))
 
 
-class _Given:
+class _LoaderBatches:
     """The storages of the last batches that loaders gave."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class _Given:
         return any(storage in batch for batch in self._batches) or (None if self._blind else False)
 
 
-def _remembering(plain: Any, given: _Given, session: Session) -> Any:
+def _remembering(plain: Any, given: _LoaderBatches, session: Session) -> Any:
     def __next__(self: Any) -> Any:
         batch = plain(self)
         try:
@@ -69,7 +69,7 @@ def _remembering(plain: Any, given: _Given, session: Session) -> Any:
     return __next__
 
 
-def _watched(plain: Any, given: _Given, log: EventLog, session: Session) -> Any:
+def _watched(plain: Any, given: _LoaderBatches, log: EventLog, session: Session) -> Any:
     from torch.compiler import is_compiling
 
     def copy(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def _watched(plain: Any, given: _Given, log: EventLog, session: Session) -> Any:
 
 
 def _what_was_copied(
-    tensor: Any, moved: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: _Given
+    tensor: Any, moved: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: _LoaderBatches
 ) -> tuple[str, str, str] | None:
     """Kind, device and detail of the event that a copy was; None where it was none."""
     source, target = device_of(tensor), device_of(moved)

@@ -1,7 +1,7 @@
 """Events: what single lines of the script do during training that makes it wait, copy or lose time.
 
 Here are the methods by which a tensor is read (`item`, `tolist`, `cpu`, `numpy`, print) and `torch.tensor` of what is
-large; `calls` has functions that are rarely called, `copies` what moves to a device, `looks` what can only be seen by
+large; `calls` has functions that are rarely called, `copies` what moves to a device, `call_probe` what only shows by
 a close look into a few steps, `remote` files that are read over a network.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+from hasten.doctor.observe.call_probe import install_call_probe
 from hasten.doctor.observe.calls import tap_calls
 from hasten.doctor.observe.copies import tap_copies
 from hasten.doctor.observe.log import EventLog, device_of, event_log
-from hasten.doctor.observe.looks import tap_looks
 from hasten.doctor.observe.remote import tap_files
 from hasten.taps.protocol import Session
 from hasten.taps.results import untapped_for_script
@@ -35,7 +35,7 @@ def install(session: Session) -> None:
         "torch.tensor": lambda: _tap_tensors_made(log),
         "calls": lambda: tap_calls(session, log),
         "copies": lambda: tap_copies(session, log),
-        "looks": lambda: tap_looks(session, recorder),
+        "looks": lambda: install_call_probe(session, recorder),
         "remote files": lambda: tap_files(session, log),
     }
     for name, part in parts.items():

@@ -25,7 +25,7 @@ def speed(loader: Any, workers: int, seconds: float) -> Rate:
         Exception: What the dataset raises, or what starting a worker does.
     """
     begin = time.perf_counter()
-    made = again(loader, workers)
+    made = rebuilt(loader, workers)
     made.until = begin + 0.6 * seconds
     rates: list[float] = []
     starts: list[float] = []
@@ -89,7 +89,7 @@ def _samples(loader: Any, batch: Any) -> float:
     return float(next((shape[0] for shape in shapes if shape), 1))
 
 
-def again(loader: Any, workers: int, init: Any = None) -> Again:
+def rebuilt(loader: Any, workers: int, init: Any = None) -> RebuiltLoader:
     """The same loader with another number of workers, which stay from pass to pass."""
     options: dict[str, Any] = {
         "num_workers": workers,
@@ -109,10 +109,10 @@ def again(loader: Any, workers: int, init: Any = None) -> Again:
         options["batch_sampler"] = loader.batch_sampler
     else:
         options |= {"batch_size": None, "sampler": loader.sampler}
-    return Again(loader.dataset, **options)
+    return RebuiltLoader(loader.dataset, **options)
 
 
-class Again(DataLoader[Any]):
+class RebuiltLoader(DataLoader[Any]):
     """A DataLoader whose passes end, by their sampler, when it is time.
 
     Attributes:
@@ -135,7 +135,7 @@ class Again(DataLoader[Any]):
 class _Until:
     """A sampler that ends when it is time, after one batch at least."""
 
-    def __init__(self, loader: Again, sampler: Any) -> None:
+    def __init__(self, loader: RebuiltLoader, sampler: Any) -> None:
         self._loader = loader
         self._sampler = sampler
 

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from hasten.doctor.observe.line_trace import LineTrace
-from hasten.doctor.observe.stage_clock import STAGES, Hands, StageClock
+from hasten.doctor.observe.stage_clock import STAGES, StageClock, StageHooks
 from hasten.files import write_whole
 
 TIMED = 2  # batches under the clock; the one after them is traced
@@ -66,13 +66,13 @@ class SampledFetch:
     def _timed(self, indices: Any) -> Any:
         global _sampling
         clock = StageClock()
-        hands = Hands(clock, self._fetcher)
+        hooks = StageHooks(clock, self._fetcher)
         error: Exception | None = None
         _sampling = True
         try:
             if self._file and self._dumps is None:
                 self._time_passing_on()
-            hands.hang()
+            hooks.install()
         except Exception as failed:  # a place like no other: the batch is made without the clock
             error = failed
         made = False
@@ -83,7 +83,7 @@ class SampledFetch:
             return batch
         finally:
             clock.stop()
-            hands.take_down()
+            hooks.remove()
             _sampling = False
             if made and error is None:
                 self._samples.batches += 1

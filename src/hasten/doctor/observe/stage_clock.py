@@ -124,7 +124,7 @@ class StageClock:
             return call
 
 
-class Hands:
+class StageHooks:
     """The places where the clock is hung for the length of one batch, and what was there before.
 
     Args:
@@ -136,26 +136,26 @@ class Hands:
         self._clock = clock
         self._fetcher = fetcher
         self._undo: list[tuple[Any, str, Any, bool]] = []  # of what, which name, its value, and whether it was its own
-        self._hung: set[tuple[int, str]] = set()
+        self._replaced: set[tuple[int, str]] = set()
 
-    def hang(self) -> None:
+    def install(self) -> None:
         """Hang the clock."""
-        self._put(self._fetcher, "collate_fn", self._clock.timed(self._fetcher.collate_fn, "collate"))
+        self._replace(self._fetcher, "collate_fn", self._clock.timed(self._fetcher.collate_fn, "collate"))
         for name, owner, names, stage, decoder in _PLACES:
             place = sys.modules.get(name)
             if owner and place is not None:
                 place = vars(place).get(owner)
             for attribute in names if place is not None else ():
                 if plain := vars(place).get(attribute):
-                    self._put(place, attribute, self._clock.timed(plain, stage, decoder))
-        self._hang_pil()
+                    self._replace(place, attribute, self._clock.timed(plain, stage, decoder))
+        self._install_pil()
         for room in (builtins, io):
-            self._put(room, "open", _opening(self._clock, room.open))
+            self._replace(room, "open", _opening(self._clock, room.open))
         for dataset in _datasets(self._fetcher.dataset):
-            self._hang_transforms(dataset)
+            self._install_transforms(dataset)
         self._imported_by_name()
 
-    def take_down(self) -> None:
+    def remove(self) -> None:
         """Have everything as it was."""
         while self._undo:
             place, name, value, own = self._undo.pop()
@@ -164,8 +164,8 @@ class Hands:
             else:
                 delattr(place, name)
 
-    def _put(self, place: Any, name: str, value: Any) -> None:
-        if (id(place), name) in self._hung:
+    def _replace(self, place: Any, name: str, value: Any) -> None:
+        if (id(place), name) in self._replaced:
             return
         own = name in getattr(place, "__dict__", {})
         before = vars(place)[name] if own else None
@@ -173,10 +173,10 @@ class Hands:
             setattr(place, name, value)
         except (AttributeError, TypeError):  # a class of an extension, or one with slots: it is not looked into
             return
-        self._hung.add((id(place), name))
+        self._replaced.add((id(place), name))
         self._undo.append((place, name, before, own))
 
-    def _hang_pil(self) -> None:
+    def _install_pil(self) -> None:
         room = sys.modules.get("PIL.ImageFile")
         if room is None:
             return
@@ -184,34 +184,34 @@ class Hands:
         for kind in kinds:  # grows meanwhile
             kinds += kind.__subclasses__()
             if load := vars(kind).get("load"):
-                self._put(kind, "load", self._clock.timed(load, "decode", "PIL"))
+                self._replace(kind, "load", self._clock.timed(load, "decode", "PIL"))
         image = sys.modules["PIL.Image"].Image
         if convert := vars(image).get("convert"):  # of an image as it comes from its file, a part of decoding it
             decode = self._clock.timed(convert, "decode", "PIL")
             own = room.ImageFile
-            self._put(image, "convert", lambda s, *a, **k: (decode if isinstance(s, own) else convert)(s, *a, **k))
+            self._replace(image, "convert", lambda s, *a, **k: (decode if isinstance(s, own) else convert)(s, *a, **k))
 
-    def _hang_transforms(self, dataset: Any) -> None:
+    def _install_transforms(self, dataset: Any) -> None:
         found = {**vars(type(dataset)), **getattr(dataset, "__dict__", {})}
         for name, value in found.items():
             if name.startswith("__") or not any(part in name.lower() for part in _TRANSFORMS):
                 continue
             if isinstance(value, _PLAIN):
-                self._put(dataset, name, self._clock.timed(getattr(dataset, name), "transform"))
+                self._replace(dataset, name, self._clock.timed(getattr(dataset, name), "transform"))
             elif callable(value) and not isinstance(value, type):
                 kind: Any = type(value)
-                self._put(kind, "__call__", self._clock.timed(kind.__call__, "transform"))
+                self._replace(kind, "__call__", self._clock.timed(kind.__call__, "transform"))
 
     def _imported_by_name(self) -> None:
         """`from PIL.Image import open`: the modules of the script's own parts hold the plain function."""
-        hung = {id(value): vars(place)[name] for place, name, value, own in self._undo if own and callable(value)}
+        timed = {id(value): vars(place)[name] for place, name, value, own in self._undo if own and callable(value)}
         parts = [*_datasets(self._fetcher.dataset), getattr(self._fetcher.collate_fn, "__wrapped__", None)]
         parts += [getattr(part, "loader", None) for part in parts]
         rooms = {getattr(part, "__module__", None) or type(part).__module__ for part in parts if part is not None}
         for room in filter(None, map(sys.modules.get, rooms - {"builtins", "io"})):
             for name, value in list(vars(room).items()):
-                if callable(value) and id(value) in hung and vars(room)[name] is not hung[id(value)]:
-                    self._put(room, name, hung[id(value)])
+                if callable(value) and id(value) in timed and vars(room)[name] is not timed[id(value)]:
+                    self._replace(room, name, timed[id(value)])
 
 
 def _datasets(dataset: Any) -> Iterator[Any]:

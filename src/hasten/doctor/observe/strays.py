@@ -14,12 +14,12 @@ def install(session: Session) -> None:
     """Look twice."""
     if session.run.recorder is None:
         return
-    strays = Strays(session)
-    session.observers.append(strays)
-    session.steps_over.tell(strays.on_step, _FIRST)
+    observer = UnusedGradients(session)
+    session.observers.append(observer)
+    session.steps_over.tell(observer.on_step, _FIRST)
 
 
-class Strays:
+class UnusedGradients:
     """Looks which parameters hold a gradient, belong to no optimizer, and stay as they are.
 
     Args:

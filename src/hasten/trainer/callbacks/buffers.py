@@ -116,7 +116,7 @@ def _by_kind(tensors: list[Any]) -> list[list[torch.Tensor]]:
     return list(groups.values())
 
 
-def spoilt_buffers(module: torch.nn.Module, spoilt_before: frozenset[str] = frozenset()) -> list[str]:
+def nonfinite_buffers(module: torch.nn.Module, spoilt_before: frozenset[str] = frozenset()) -> list[str]:
     """Return the names of saved buffers that hold what none should: NaN, or infinity in the statistics of a norm.
 
     A mask may well be full of infinities, and "not known yet" may be NaN from the start.

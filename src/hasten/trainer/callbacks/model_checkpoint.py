@@ -333,9 +333,9 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Any, module: Any, path: str, replaces: str = "") -> bool:
         """Save unless the weights are not finite or a callback objects; `replaces` will be removed afterwards."""
-        spoilt = trainer.checkpointing.spoilt()
-        if spoilt or not trainer.may_save():
-            why = f"the weights are not finite ({spoilt})" if spoilt else "a callback objects"
+        nonfinite = trainer.checkpointing.nonfinite()
+        if nonfinite or not trainer.may_save():
+            why = f"the weights are not finite ({nonfinite})" if nonfinite else "a callback objects"
             messages.warn(
                 f"step {trainer.global_step}: {why}, so {path} was not written and earlier checkpoints stay;"
                 " hasten.callbacks.NaNWatch says where it began and can stop or skip",

@@ -50,7 +50,7 @@ def metric(metrics: Mapping[str, Any], name: str) -> torch.Tensor | None:
     return value.detach().cpu().squeeze()
 
 
-def spoilt_weights(module: torch.nn.Module) -> list[str]:
+def nonfinite_weights(module: torch.nn.Module) -> list[str]:
     """Return the names of trained parameters that are not finite; one read of the device for each kind of tensor.
 
     Only parameters that are trained are asked: a frozen table of attention masks may well hold infinities.

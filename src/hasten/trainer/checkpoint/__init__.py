@@ -4,26 +4,26 @@
 >>> state = read("runs/1/epoch=3.ckpt")  # doctest: +SKIP
 """
 
+from hasten.trainer.checkpoint.errors import CheckpointError
 from hasten.trainer.checkpoint.files import read, verify, write
-from hasten.trainer.checkpoint.folder import Claim, begun_last, claim, latest_good
-from hasten.trainer.checkpoint.refusals import CheckpointError
+from hasten.trainer.checkpoint.folder import FolderLock, latest_good, latest_start, lock_folder
+from hasten.trainer.checkpoint.progress import read_progress
 from hasten.trainer.checkpoint.saver import Saver
-from hasten.trainer.checkpoint.standing import standing
 from hasten.trainer.checkpoint.values import NotSaved
-from hasten.trainer.checkpoint.writing import check_writable, sweep
+from hasten.trainer.checkpoint.writing import check_writable, remove_leftovers
 
 __all__ = [
     "CheckpointError",
-    "Claim",
+    "FolderLock",
     "NotSaved",
     "Saver",
-    "begun_last",
     "check_writable",
-    "claim",
     "latest_good",
+    "latest_start",
+    "lock_folder",
     "read",
-    "standing",
-    "sweep",
+    "read_progress",
+    "remove_leftovers",
     "verify",
     "write",
 ]

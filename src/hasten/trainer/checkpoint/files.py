@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 import torch
 
 from hasten.errors import HastenError
+from hasten.trainer.checkpoint.errors import PREVIOUS, CheckpointError, MissingCheckpointError, damaged, unreadable
 from hasten.trainer.checkpoint.plain import Packed, pack, unpack
-from hasten.trainer.checkpoint.refusals import PREVIOUS, CheckpointError, MissingCheckpointError, damaged, unreadable
 from hasten.trainer.checkpoint.tensors import DTYPES, STRUCTURE
 from hasten.trainer.checkpoint.torch_format import read_torch, verify_torch
 from hasten.trainer.checkpoint.writing import whole_file

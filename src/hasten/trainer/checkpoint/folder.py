@@ -18,15 +18,15 @@ from pathlib import Path
 from types import TracebackType
 
 from hasten.errors import HastenError
+from hasten.trainer.checkpoint.errors import CheckpointError
 from hasten.trainer.checkpoint.files import verify
-from hasten.trainer.checkpoint.refusals import CheckpointError
-from hasten.trainer.checkpoint.standing import Standing, standing
-from hasten.trainer.checkpoint.writing import check_writable, not_for_children, sweep
+from hasten.trainer.checkpoint.progress import CheckpointProgress, read_progress
+from hasten.trainer.checkpoint.writing import check_writable, not_for_children, remove_leftovers
 
 LOCK = ".hasten.lock"
 
 
-class Claim:
+class FolderLock:
     """A run's hold on its folder, until `close` or the end of the process, however that comes.
 
     Args:
@@ -56,14 +56,14 @@ class Claim:
             with contextlib.suppress(OSError):
                 (self.folder / LOCK).unlink()
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> FolderLock:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
 
 
-def claim(folder: str | Path) -> Claim:
+def lock_folder(folder: str | Path) -> FolderLock:
     """Takes a folder for this run alone, and clears away what killed runs left half-written.
 
     Call it in one process of a run, rank 0. Keep what it returns: the folder is free when that is closed.
@@ -82,11 +82,11 @@ def claim(folder: str | Path) -> Claim:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not _is_still_there(path, fd):  # its holder let it go, and took it away, after we had opened it
             os.close(fd)
-            return claim(folder)
+            return lock_folder(folder)
         me = {"pid": os.getpid(), "host": socket.gethostname(), "start": time.time(), "command": " ".join(sys.argv)}
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(me).encode(), 0)
-        return Claim(folder, fd, sweep(folder))
+        return FolderLock(folder, fd, remove_leftovers(folder))
     except OSError as error:
         holder = _holder(fd)
         os.close(fd)
@@ -106,7 +106,7 @@ def _is_still_there(path: Path, fd: int) -> bool:
 
 
 def latest_good(folders: str | Path | Iterable[str | Path], to_resume: bool = False) -> tuple[Path | None, list[str]]:
-    """The checkpoint of a folder whose training was furthest, of those that are whole; see `Standing`.
+    """The checkpoint of a folder whose training was furthest, of those that are whole; see `CheckpointProgress`.
 
     Args:
         folders: Where to look, one or several; one that does not exist has none.
@@ -116,11 +116,11 @@ def latest_good(folders: str | Path | Iterable[str | Path], to_resume: bool = Fa
         Its path, None if there is none; and for each that may be later and was passed over, what is wrong with it.
     """
     folders = [folders] if isinstance(folders, str | Path) else folders
-    found: list[tuple[Standing, int, str, Path]] = []
+    found: list[tuple[CheckpointProgress, int, str, Path]] = []
     broken: list[tuple[int, str]] = []
     for path, written in _checkpoints(folders):
         try:
-            found.append((standing(path), written, str(path), path))
+            found.append((read_progress(path), written, str(path), path))
         except CheckpointError as error:
             broken.append((written, error.message))
     notes = [message for _, message in sorted(broken, reverse=True)]
@@ -140,12 +140,12 @@ def latest_good(folders: str | Path | Iterable[str | Path], to_resume: bool = Fa
     return None if chosen is None else chosen[1], notes
 
 
-def begun_last(folder: Path) -> float:
+def latest_start(folder: Path) -> float:
     """Return when the run began that was begun last, of those that left checkpoints in a folder; 0 where none did."""
     begun = 0.0
     for path, _ in _checkpoints([folder]):
         with contextlib.suppress(CheckpointError):  # damaged, or something else
-            begun = max(begun, standing(path).begun)
+            begun = max(begun, read_progress(path).begun)
     return begun
 
 

@@ -9,8 +9,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from hasten.trainer.checkpoint.errors import CheckpointError, damaged, unreadable
 from hasten.trainer.checkpoint.plain import revive_not_saved
-from hasten.trainer.checkpoint.refusals import CheckpointError, damaged, unreadable
 
 
 def verify_torch(path: Path, file: BinaryIO) -> None:

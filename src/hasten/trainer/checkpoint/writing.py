@@ -43,7 +43,7 @@ def check_writable(folder: str | Path, needed: int = 0) -> None:
     whole_file(Path(folder) / "checkpoint", lambda file: file.write(b"hasten"), lambda _: None, needed, keep=False)
 
 
-def sweep(folder: str | Path) -> list[Path]:
+def remove_leftovers(folder: str | Path) -> list[Path]:
     """Removes temporary files that writers left behind when they were killed.
 
     A writer holds a lock on its file as long as it lives, so files being written now, by whomever, stay.

@@ -18,7 +18,7 @@ from hasten.parallel.groups import SameBatch, average_all, mesh_of
 from hasten.parallel.pipeline import Pipeline, Place, Stage, bounds_of, gathered, refuse, split
 from hasten.trainer.batches import mapped
 from hasten.trainer.errors import ContradictionError, WrongValueError
-from hasten.trainer.logged import Unheard
+from hasten.trainer.logged import NamesOnly
 from hasten.trainer.loss_module import LossModule
 from hasten.trainer.outputs import loss_of
 from hasten.trainer.precision import Precision
@@ -187,7 +187,7 @@ class InStages(Strategy):
         own = [parameter for parameter in pipeline.own.parameters() if parameter.requires_grad]
         shares, group = self.shares(self._world), self._mesh["data"].get_group()
         device, stage = self.place.device, self.place.stage
-        proves, unheard = not isinstance(module, LossModule), Unheard(True)
+        proves, unheard = not isinstance(module, LossModule), NamesOnly(True)
         told = [True]  # of buffers, behind the first batch
 
         def step(batch: Any, *idx: Any) -> Any:
@@ -232,7 +232,7 @@ class InStages(Strategy):
         module, engine = self._module, self._module.trainer.engine
         kept, random = engine.board, rng.state()
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
-        heard = engine.board = Unheard(True)
+        heard = engine.board = NamesOnly(True)
         try:
             with torch.no_grad():  # in training mode, with the same draws in both
                 loss = loss_of(method(batch, *idx))

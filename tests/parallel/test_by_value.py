@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten
-from hasten.parallel.apart import Apart
+from hasten.parallel.by_value import ByValue
 
 
 def crossed(value: Any) -> Any:
     """What a spawned process would get."""
-    return pickle.loads(bytes(ForkingPickler.dumps(Apart(value)))).value
+    return pickle.loads(bytes(ForkingPickler.dumps(ByValue(value)))).value
 
 
 def test_weights_are_copied_and_stay_tied_as_they_were() -> None:

@@ -27,15 +27,15 @@ _FORWARDING = ("torch/functional.py", "torch/_jit_internal.py", "torch/_tensor.p
 _FIRST, _IN_A_ROW = 4, 3  # steps 4, 5, 6, then 12, 24, 48...
 
 
-def tap_looks(session: Session, recorder: Recorder) -> None:
+def install_call_probe(session: Session, recorder: Recorder) -> None:
     """Begin to look at the first steps."""
-    looks = Looks(session, recorder)
-    session.observers.append(looks)
-    session.steps_over.tell(looks.on_step, _FIRST)
-    os.register_at_fork(after_in_child=looks.stop)  # a loader's worker that starts in such a step is not looked into
+    probe = CallProbe(session, recorder)
+    session.observers.append(probe)
+    session.steps_over.tell(probe.on_step, _FIRST)
+    os.register_at_fork(after_in_child=probe.stop)  # a loader's worker that starts in such a step is not looked into
 
 
-class Looks:
+class CallProbe:
     """Looks closely into a few steps.
 
     Args:

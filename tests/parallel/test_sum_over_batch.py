@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hasten.parallel.summed import summed
+from hasten.parallel.sum_over_batch import sum_over_batch
 
 X = torch.randn(8, 3, requires_grad=True)
 Y = torch.rand(8, 3)
@@ -30,4 +30,4 @@ Y = torch.rand(8, 3)
     ],
 )
 def test_summed(loss: torch.Tensor, said: str) -> None:
-    assert summed(loss, 8) == said
+    assert sum_over_batch(loss, 8) == said

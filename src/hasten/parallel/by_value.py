@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-class Apart:
+class ByValue:
     """A value that each process it is sent to gets a copy of, its tensors too.
 
     torch sends a tensor on the CPU as shared memory. Ranks that train one module would then all step the same
@@ -30,8 +30,8 @@ class Apart:
         return _read, (written.getvalue(),)
 
 
-def _read(written: bytes) -> Apart:
-    return Apart(pickle.loads(written))  # from the process that started this one
+def _read(written: bytes) -> ByValue:
+    return ByValue(pickle.loads(written))  # from the process that started this one
 
 
 class _Copying(ForkingPickler):

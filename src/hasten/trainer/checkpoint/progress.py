@@ -15,7 +15,7 @@ _ROOT = ("epoch", "global_step", "state_dict", "optimizer_states", "loops")
 
 
 @dataclass(frozen=True, order=True)
-class Standing:
+class CheckpointProgress:
     """How far the training was when a checkpoint was written; the one that compares greater is the later.
 
     Times of files are not asked: a copy has a new one, and clocks of machines differ.
@@ -36,7 +36,7 @@ class Standing:
     resumable: bool
 
 
-def standing(path: Path) -> Standing:
+def read_progress(path: Path) -> CheckpointProgress:
     """Return how far a checkpoint's training was.
 
     Raises:
@@ -47,7 +47,7 @@ def standing(path: Path) -> Standing:
     loops = loops if isinstance(loops, dict) else {}
     loop = loops.get("hasten")
     loop = loop if isinstance(loop, dict) else {}
-    return Standing(
+    return CheckpointProgress(
         begun=float(_number(loops.get("begun"), 0.0)),
         step=int(_number(state.get("global_step"), -1)),
         batches=int(_number(loop.get("total_batches"), -1)),

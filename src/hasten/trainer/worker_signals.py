@@ -27,14 +27,14 @@ _state: mmap.mmap | None = None  # one byte that this process shares with its fo
 _owner = 0  # the process whose it is: a rank that was forked has one of its own
 
 
-def asked() -> None:
+def training_stops() -> None:
     """The training was asked to stop; from its own signal handler."""
     if _state is not None:
         _state[0] = _ASKED
 
 
 @contextlib.contextmanager
-def staying() -> Iterator[None]:
+def ignoring_sigterm() -> Iterator[None]:
     """While this lasts, workers that are forked do not end by a SIGTERM that the training gets as well."""
     global _state, _owner
     if _state is None or _owner != os.getpid():

@@ -9,7 +9,7 @@ _SUM = 2  # torch's number for reduction="sum"
 _MOST = 100  # nodes looked at
 
 
-def summed(loss: Any, samples: int) -> str:
+def sum_over_batch(loss: Any, samples: int) -> str:
     """Name what sums the loss up over the batch; "" if nothing does, as far as its graph shows.
 
     Looks at the last operations only, through additions: `F.mse_loss(a, b, reduction="sum") + penalty`. A sum that is
