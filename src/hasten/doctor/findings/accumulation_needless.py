@@ -60,7 +60,7 @@ _ON_GPU, _ON_CPU = 0.8, 0.5  # of the memory: a GPU's is the training's alone
 class AccumulationNeedless(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """One at the most."""
+        """Return at most one finding."""
         loader, added = evidence.train_loader, _batches_a_step(evidence)
         if loader is None or not loader.batch_size or added < 2 or _cannot_be_joined(evidence, loader):
             return None

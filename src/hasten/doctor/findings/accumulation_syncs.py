@@ -50,7 +50,7 @@ added in another order: results differ by rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import libcst as cst
 
@@ -67,21 +67,21 @@ _DDP = ("DistributedDataParallel", "DDP")
 
 class AccumulationSyncs(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One at the most: of the line that does most of them."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return at most one finding, for the line with the most of these exchanges."""
         events = sorted(evidence.events_of("ddp_sync"), key=lambda event: -event.count)
         count = sum(event.count for event in events)
         if not count or not evidence.steps:
-            return
+            return None
         wanted = max([one.steps for one in evidence.optimizers], default=0)
         needless = count / (count + wanted)
         phase = seconds_of(evidence, Phase.SYNC) * needless
         seconds = max(phase, per_step(evidence, events))
         worth = share_of(evidence, seconds)
         if 0 < worth < LEAST:
-            return
+            return None
         cost = f": {in_ms(seconds)} a step" if worth else ""
-        yield cls.finding(
+        return cls.finding(
             f"gradients are exchanged {count} times for nothing in {evidence.steps} steps, since more are added before "
             f"the optimizer steps{cost}",
             "wrap all but the last backward of an accumulation, with its forward, in `with model.no_sync():`",

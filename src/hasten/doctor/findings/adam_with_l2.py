@@ -47,7 +47,7 @@ class AdamWithL2(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One an optimizer."""
+        """Return a finding per optimizer."""
         for optimizer in evidence.optimizers:
             decay = optimizer.options.get("weight_decay", 0.0)
             decoupled = optimizer.options.get("decoupled_weight_decay") in (True, "True")

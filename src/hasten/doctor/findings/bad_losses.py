@@ -40,7 +40,6 @@ which operator made the first NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, Severity
@@ -48,10 +47,10 @@ from hasten.evidence import Evidence, Finding, Severity
 
 class BadLosses(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """High where the training did not recover."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return one finding; HIGH where the losses did not recover."""
         if not evidence.bad_losses:
-            return
+            return None
         bad = [index for index, loss in enumerate(evidence.losses) if loss is None or not math.isfinite(loss)]
         steps = max(evidence.steps, evidence.bad_losses)
         first = f", the first in step {evidence.number(bad[0]) + 1}" if bad else ""
@@ -59,7 +58,7 @@ class BadLosses(Rule):
         half = any(model.autocast == "float16" or model.dtype == "float16" for model in evidence.models)
         unscaled = half and not evidence.flags.grad_scaler
         where = next((optimizer.where for optimizer in evidence.optimizers if optimizer.steps), "")
-        yield cls.finding(
+        return cls.finding(
             f"{evidence.bad_losses} of {steps} losses were NaN or infinite{first}",
             "compute in bfloat16, or scale the loss with torch.amp.GradScaler"
             if unscaled

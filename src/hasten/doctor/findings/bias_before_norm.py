@@ -59,20 +59,20 @@ class BiasBeforeNorm(Rule):
     may_change = "other random numbers are drawn without the bias; checkpoints from before hold a bias too many"
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One for all; with a worth only where leaving the bias out was measured to save time."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return one finding for all layers; with a worth only where a layer without its bias was measured faster."""
         layers = [
             layer
             for layer in evidence.layers
             if layer.bias and norm_of(evidence, layer) and layer.kind.startswith(("Conv", "Linear"))
         ]
         if not layers:
-            return
+            return None
         worth = saved(evidence, [one for one in evidence.measured_for(cls.name) if one.saved > 0])
         known = worth if worth >= LEAST else None
         more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
         # Where a layer is built is not known, only where it is called: the source's own finding says that.
-        yield cls.finding(
+        return cls.finding(
             f"{layers[0].path}{more}: a bias right before {norm_of(evidence, layers[0])} is taken away again",
             "build it with bias=False",
             severity_of(known), known, HowKnown.MEASURED if known else HowKnown.READ,

@@ -36,8 +36,6 @@ safe.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.waiting import in_ms, per_step
@@ -46,16 +44,16 @@ from hasten.evidence.weigh import seconds_of, steady_seconds
 
 class BlockingCheckpoint(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One at the most."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return at most one finding."""
         events = evidence.events_of("save")
         saving = max(per_step(evidence, events), seconds_of(evidence, Phase.CHECKPOINT))
         step = steady_seconds(evidence)
         if not step or not saving:
-            return
+            return None
         count = sum(event.count for event in events)
         often = f", {count} times in {evidence.steps} steps" if count else ""
-        yield cls.timed(
+        return cls.timed(
             f"the training stands still while checkpoints are written{often}: {in_ms(saving)} for each step of "
             f"{in_ms(step)}",
             "save less often, or beside the training (torch.distributed.checkpoint.async_save; hasten's "

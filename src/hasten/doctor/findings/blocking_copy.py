@@ -65,7 +65,7 @@ class BlockingCopy(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One a line."""
+        """Return a finding per line of the script."""
         loader = evidence.train_loader
         if not on_gpu(evidence) or loader is None or not loader.pin_memory:
             return
@@ -77,8 +77,7 @@ class BlockingCopy(Rule):
                 evidence,
                 events,
                 f"batches lie in pinned memory, yet the CPU waits {in_ms(per_step(evidence, events))} a step "
-                "until they are "
-                "copied to the GPU",
+                "until they are copied to the GPU",
                 "copy with `.to(device, non_blocking=True)`",
             )
 

@@ -47,7 +47,7 @@ from hasten.evidence import Evidence, Finding
 class BlockingLog(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One a line."""
+        """Return a finding per line of the script."""
         yield from timed_calls(
             cls,
             evidence,

@@ -57,7 +57,7 @@ class CacheEmptied(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One a line."""
+        """Return a finding per line of the script."""
         if not on_gpu(evidence):
             return
         yield from timed_calls(
@@ -70,7 +70,7 @@ class CacheEmptied(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Those calls, in steps."""
+        """Find these calls within training steps."""
         return code.problems_in_steps(
             _CALLS,
             "the allocator's cache is emptied in every step",

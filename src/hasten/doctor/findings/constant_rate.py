@@ -45,7 +45,7 @@ It changes how the model learns: compare the validation loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import libcst as cst
 
@@ -67,23 +67,23 @@ class ConstantRate(Rule):
     of_optimizer = True
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """Of one optimizer, over its whole training or beyond its first epoch: before, a schedule may yet begin.
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Look at a single optimizer, over the whole training or beyond its first epoch: a schedule may begin late.
 
         Several optimizers (GANs, reinforcement learning) often keep their rates on purpose: nothing is said of them.
         """
         stepping = [optimizer for optimizer in evidence.optimizers if optimizer.steps]
         if len(stepping) != 1:
-            return
+            return None
         optimizer = stepping[0]
         epochs = sum(one.trained and one.batches > 0 for one in evidence.passes)
         seen_enough = epochs >= 2 or (evidence.ended == "finished" and epochs <= 1)
         if optimizer.steps < _LONG or optimizer.name not in _BY_RATE or not seen_enough:
-            return
+            return None
         if optimizer.schedule or len(optimizer.rates) != 1:
-            return
+            return None
         over = f" over {epochs} epochs" if epochs >= 2 else ""
-        yield cls.finding(
+        return cls.finding(
             f"{optimizer.name} made all of its {optimizer.steps} steps{over} at the rate {optimizer.rates[0]:g}",
             "let it fall towards the end (OneCycleLR or CosineAnnealingLR, with a short warm-up)",
             Severity.NOTE,

@@ -52,14 +52,14 @@ _LITTLE = 1e-4  # seconds: a wait below this is the loader's own bookkeeping, wh
 
 class DataBound(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One, with its causes as details."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return one finding, with the causes of the wait as details."""
         loader, wait = evidence.train_loader, seconds_of(evidence, Phase.DATA)
         share = share_of(evidence, wait)
         if loader is None or share < BOUND:
-            return
+            return None
         causes = tuple(_causes(evidence, loader))
-        yield cls.timed(
+        return cls.timed(
             f"the step waits {percent(share)} of its time for data, {in_ms(wait)} for each batch",
             _remedy(evidence, loader),
             share,

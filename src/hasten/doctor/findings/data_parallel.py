@@ -37,7 +37,7 @@ size of the loader is that of one process. Or change nothing: `hasten run --devi
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
@@ -50,18 +50,18 @@ from hasten.evidence.weigh import on_gpu
 
 class DataParallel(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One at the most."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return at most one finding."""
         built = evidence.events_of("data_parallel")
         used = built or any(model.name == "DataParallel" for model in evidence.models)
         gpus = len(evidence.machine.gpus)
         if not used or not on_gpu(evidence) or gpus < 2:
-            return
+            return None
         busy = _busy(evidence)
         idle = 1 - statistics.fmean(busy) if len(busy) > 1 else 0.0
         worth = idle if idle >= 0.01 else None
         how = f", and the GPUs compute {percent(1 - idle)} of the time" if worth else ""
-        yield cls.finding(
+        return cls.finding(
             f"DataParallel copies the model to {gpus} GPUs in each step, from one process with one interpreter{how}",
             f"run it unchanged by `hasten run --devices {gpus}`, one process a GPU; or wrap the model in "
             f"DistributedDataParallel and start it with `torchrun --nproc-per-node={gpus}`",
@@ -81,7 +81,7 @@ class DataParallel(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Models that are wrapped in it."""
+        """Find models that are wrapped in DataParallel."""
         for call in code.script.calls:
             full = code.script.qualified(call.func)
             if full in (

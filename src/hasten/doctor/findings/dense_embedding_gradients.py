@@ -37,7 +37,6 @@ rows that were looked up: another training path for Adam.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Layer, Phase
@@ -48,20 +47,20 @@ _MANY_ROWS, _FEW_OF_THEM = 10_000, 0.2  # rows from which a table counts as grea
 
 class DenseEmbeddingGradients(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One for all tables, placed at the greatest."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return one finding for all tables, placed at the largest."""
         operators = evidence.sampled.operators if evidence.sampled is not None else ()
         backward = sum(one.seconds for one in operators if one.name.endswith("embedding_dense_backward"))
         moved = [math.prod(shape) for optimizer in evidence.optimizers for shape in optimizer.shapes]
         tables = [layer for layer in evidence.layers if layer.kind == "Embedding" and _rows(layer) >= _MANY_ROWS]
         rare = [layer for layer in tables if _looked_up(layer) <= _FEW_OF_THEM * _rows(layer)]
         if not rare or backward <= 0 or not sum(moved):
-            return
+            return None
         table = max(rare, key=_numbers)
         numbers = sum(map(_numbers, rare))
         optimizer = seconds_of(evidence, Phase.OPTIMIZER) * min(1.0, numbers / sum(moved))
         share = numbers / max(1, sum(map(_numbers, tables)))
-        yield cls.timed(
+        return cls.timed(
             f"a batch looks up {_looked_up(table):,.0f} of the {_rows(table):,} rows of {table.path}, and the gradient "
             "of all of them is made and applied in each step",
             "build it with sparse=True, and give its weights an optimizer that takes sparse gradients: SGD without "

@@ -35,8 +35,6 @@ Unless the result needs more than 7 digits, as in numerical solvers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
@@ -45,16 +43,16 @@ from hasten.evidence.weigh import COMPUTE, gain_of, in_words, place_of, seconds_
 
 class DoublePrecision(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One, where layers were called with float64."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return one finding where layers were called with float64."""
         double = [layer for layer in evidence.layers if layer.dtype == "float64"]
         if not double:
-            return
+            return None
         tried = evidence.measured_for(cls.name)
         compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
         worth = compute * gain_of(tried) if tried else compute / 2
         layers = tried[0].what.partition(":")[0] if tried else size_of(double[0])
-        yield cls.timed(
+        return cls.timed(
             f"{layers} and the like compute in float64"
             + (f"; in float32 they take {percent(gain_of(tried))} less time" if tried else ""),
             "train in float32, unless the result needs 15 digits: make the data float32 once (`.float()`, "

@@ -40,8 +40,6 @@ ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hasten.doctor.figures import BOUND, making_seconds
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
@@ -50,20 +48,19 @@ from hasten.evidence.waiting import data_share, epoch_start, in_ms, ordinary_sec
 
 class EpochStartStall(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One at the most, of the training loader."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return at most one finding, for the training loader."""
         loader = evidence.train_loader
         start = epoch_start(evidence, loader) if loader is not None and loader.num_workers > 1 else None
         if loader is None or start is None:
-            return
+            return None
         known = loader.persistent_workers or stages_of(evidence, loader) is not None or data_share(evidence) >= BOUND
         making = start.pause if loader.persistent_workers else making_seconds(evidence, loader, start.waiting)
         if not known or making < 2 * ordinary_seconds(evidence):
-            return
-        yield cls.timed(
+            return None
+        return cls.timed(
             f"each epoch begins with a wait of {in_ms(making)} for its first batch, on which one of "
-            f"{loader.num_workers} "
-            f"workers works alone; later ones come every {in_ms(ordinary_seconds(evidence))}",
+            f"{loader.num_workers} workers works alone; later ones come every {in_ms(ordinary_seconds(evidence))}",
             "let the workers go on into the next epoch while this one ends: an endless sampler and "
             "persistent_workers=True (as timm's MultiEpochsDataLoader), or fewer, longer epochs",
             (making - ordinary_wait(evidence)) / start.epoch,

@@ -31,8 +31,6 @@ Results differ by rounding, since sums are split otherwise. Not where several tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import mean_during, saturated
@@ -45,18 +43,18 @@ _MOST = 4  # times as fast, whatever the number of cores
 
 class FewThreads(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One, where cores are idle all the time."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return one finding where cores are idle all the time."""
         use, cores, threads = evidence.use, evidence.machine.cores, evidence.flags.threads
         if use is None or on_gpu(evidence) or not 0 < threads < cores or evidence.flags.distributed > 1:
-            return
+            return None
         working = mean_during(evidence, use.workers) or 0.0
         room = min(round(cores - working), _MOST * threads)
         if saturated(evidence) is not None or room <= threads:
-            return
+            return None
         share = share_of(evidence, products(evidence, least=_LONG))
         compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
-        yield cls.timed(
+        return cls.timed(
             f"torch computes on {threads} of {cores} cores (OMP_NUM_THREADS, or torch.set_num_threads)",
             f"let it have {room} threads: take the setting out, or set it to {room}",
             _GAIN * min(share, compute) * (1 - threads / room),

@@ -37,8 +37,6 @@ Where nothing (early stopping, a schedule, the choice of the best weights) count
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.figures import percent
@@ -50,16 +48,16 @@ _EACH_STEP = 0.5  # share of the steps from which forwards without gradients are
 
 class FrequentValidation(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One from a fifth of the time on."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return one finding where validation takes a fifth of the time or more."""
         whole = seconds_of(evidence, *Phase)
         validation = seconds_of(evidence, Phase.VALIDATION)
         steps = steady_steps(evidence)
         validating = [step for step in steps if evidence.step_phases[step][Phase.VALIDATION] > 0]
         if whole <= 0 or validation < _OFTEN * whole or len(validating) > _EACH_STEP * len(steps):
-            return
+            return None
         every = f", after every {len(steps) / len(validating):.0f} steps" if validating else ""
-        yield cls.timed(
+        return cls.timed(
             f"validation takes {percent(validation / whole)} of the time{every}",
             "validate less often, on fewer batches, or in bigger ones; half of it would do for a start",
             validation / whole / 2,

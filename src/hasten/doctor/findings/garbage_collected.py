@@ -53,13 +53,13 @@ _CALLS = ("gc.collect",)
 class GarbageCollected(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One a line."""
+        """Return a finding per line of the script."""
         fix = "take it out, or call it once an epoch"
         yield from timed_calls(cls, evidence, "gc_collect", lambda event, often: f"gc.collect() {often}", fix)
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Those calls, in steps."""
+        """Find these calls within training steps."""
         return code.problems_in_steps(
             _CALLS,
             "all of Python's objects are searched for garbage in every step",

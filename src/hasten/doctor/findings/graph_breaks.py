@@ -50,7 +50,7 @@ _BREAK = 100e-6  # seconds that a graph break costs a step, forward and backward
 class GraphBreaks(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One a line; what a break costs is an estimate, and what it keeps from being fused is not known."""
+        """Return a finding per line; a break's cost is an estimate without what it keeps from being fused."""
         reasons = evidence.sampled.graph_breaks if evidence.sampled else ()
         worth = share_of(evidence, _BREAK)
         known = worth if worth >= LEAST else None

@@ -91,7 +91,7 @@ class HostSync(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One a line."""
+        """Return a finding per line of the script."""
         if not on_gpu(evidence):
             return
         lines = by_line([event for event in evidence.events_of(*_READS) if event.device == "cuda"])
@@ -104,8 +104,7 @@ class HostSync(Rule):
                 evidence,
                 events,
                 f"{' and '.join(_CALLS[kind] for kind in kinds)}: {count} times in {evidence.steps} steps the "
-                "CPU waits for "
-                f"the GPU, {in_ms(spent)} of each {in_ms(steady_seconds(evidence))} step",
+                f"CPU waits for the GPU, {in_ms(spent)} of each {in_ms(steady_seconds(evidence))} step",
                 _CURES[kinds[0]],
                 (f"the step runs ahead only when {', '.join(others[:4])} no longer waits either",) if others else (),
             )

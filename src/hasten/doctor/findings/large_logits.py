@@ -56,7 +56,7 @@ class LargeLogits(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """One at the most: of the largest."""
+        """Return at most one finding, for the largest logits."""
         device = "cuda" if on_gpu(evidence) else "cpu"
         sizes = [(_bytes(event.detail), event) for event in evidence.events_of("large_loss") if event.device == device]
         size, event = max(sizes, key=lambda one: one[0], default=(0, None))

@@ -55,7 +55,7 @@ _SOON = 20_000
 class MemoryCreep(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One at the most: of the GPU's memory, else of the process's."""
+        """Return at most one finding: for the GPU's memory, else for the process's."""
         points = _settled(evidence)
         gpus = evidence.use.gpus if evidence.use is not None else ()
         total = gpus[0].memory_total if gpus else 0

@@ -50,7 +50,7 @@ _LARGE = 0.15  # of the peak: what gradients or the optimizer's state take is sa
 class MemoryNearlyFull(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One for the GPU, one for the machine."""
+        """Return a finding for the GPU's memory and one for the machine's."""
         gpus = evidence.use.gpus if evidence.use is not None else ()
         total, peak = (gpus[0].memory_total if gpus else 0), evidence.peak_gpu_bytes or 0
         if on_gpu(evidence) and total and peak >= 0.92 * total:

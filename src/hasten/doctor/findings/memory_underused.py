@@ -33,8 +33,6 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, Severity
 from hasten.evidence.figures import percent
@@ -44,21 +42,20 @@ from hasten.evidence.weigh import on_gpu
 
 class MemoryUnderused(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One at the most."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return at most one finding."""
         gpus = evidence.use.gpus if evidence.use is not None else ()
         busy, peak = device_busy(evidence), evidence.peak_gpu_bytes
         if not on_gpu(evidence) or not gpus or not gpus[0].memory_total or peak is None or busy is None:
-            return
+            return None
         used = peak / gpus[0].memory_total
         if used >= 0.5 or busy >= 0.7 or data_share(evidence) >= 0.1:
-            return
+            return None
         loader = evidence.train_loader
         size = f" at batch size {loader.batch_size}" if loader is not None and loader.batch_size else ""
-        yield cls.finding(
+        return cls.finding(
             f"the GPU computes {percent(busy)} of the time, and {percent(used)} of its "
-            f"{gpus[0].memory_total / 2**30:.0f} GiB were "
-            f"ever used{size}",
+            f"{gpus[0].memory_total / 2**30:.0f} GiB were ever used{size}",
             "try a bigger batch (with the learning rate that suits it), several runs on the one GPU, or a smaller GPU",
             Severity.NOTE,
             details=("another batch size changes how the model learns: compare the result, not the speed alone",),

@@ -67,7 +67,7 @@ class MovedFromCpu(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One a line."""
+        """Return a finding per line of the script."""
         if not on_gpu(evidence):
             return
         for events in by_line(evidence.events_of("moved")):

@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import libcst as cst
 
@@ -65,22 +65,22 @@ class NoGradientClipping(Rule):
     severity = Severity.NOTE
 
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """Only of a run in which clipping would have been seen."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return one finding, and only for a run in which clipping would have been seen."""
         if evidence.listened != "doctor" or not evidence.steps or evidence.events_of("clip"):
-            return
+            return None
         stepping = [optimizer for optimizer in evidence.optimizers if optimizer.steps]
         if stepping and all(optimizer.name == "LBFGS" for optimizer in stepping):
-            return  # it takes the loss's curvature from gradients as they are
+            return None  # it takes the loss's curvature from gradients as they are
         kinds = [kind for kind in _RECURRENT for model in evidence.models if kind in model.layers]
         if not kinds:
-            return
+            return None
         jumps = spikes(evidence)
         harm = (
             "losses were NaN or infinite" if evidence.bad_losses else f"the loss jumped {jumps} times" if jumps else ""
         )
         layer = next((layer for layer in evidence.layers if layer.kind in _RECURRENT), None)
-        yield cls.finding(
+        return cls.finding(
             f"a recurrent network ({kinds[0]}) trains without gradient clipping{f', and {harm}' if harm else ''}",
             "call torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) between backward and the optimizer's step",
             Severity.MEDIUM if harm else Severity.NOTE,

@@ -47,7 +47,7 @@ _BATCH = "batch_size="
 class OddSizes(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """Only where it was tried on this machine, for the very sizes, and brought something."""
+        """Return findings only for sizes that were tried on this machine and brought something."""
         tried = evidence.measured_for(cls.name)
         best: dict[str, Measurement] = {}
         for one in tried:

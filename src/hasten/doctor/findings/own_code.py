@@ -57,7 +57,7 @@ class OwnCode(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One for each function that takes 5 % of the step, or line of the training loop that takes 10 %."""
+        """Return a finding per function that takes 5 % of the step, and per line of the loop that takes 10 %."""
         other = share_of(evidence, seconds_of(evidence, Phase.OTHER))
         beside = [line for line in evidence.lines if line.phase == PHASES[Phase.OTHER]]
         total = sum(line.share for line in beside)

@@ -94,7 +94,7 @@ class PerTensorOptimizer(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Optimizers that are told to."""
+        """Find optimizers built with `foreach=False`."""
         for call in code.script.optimizers:
             if is_word(argument(call, "foreach"), "False") and not is_word(argument(call, "fused"), "True"):
                 yield Problem(

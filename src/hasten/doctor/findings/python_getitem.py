@@ -39,8 +39,6 @@ Where the samples fit in memory, or are stored as arrays once (`numpy.memmap`, P
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hasten.doctor.figures import sampled_stages
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
@@ -50,16 +48,15 @@ from hasten.evidence.waiting import data_share, faster_loading, in_ms
 
 class PythonGetitem(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One at the most."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return at most one finding."""
         bound = sampled_stages(evidence)
         if bound is None or bound[1].python < 0.4:
-            return
+            return None
         loader, stages = bound
-        yield cls.timed(
+        return cls.timed(
             f"{percent(stages.python)} of the {in_ms(stages.seconds)} that a batch takes is Python code of the "
-            "dataset, and the "
-            f"step waits {percent(data_share(evidence))} of its time for batches",
+            f"dataset, and the step waits {percent(data_share(evidence))} of its time for batches",
             "do this work on whole arrays (NumPy, torch), once when the dataset is built, or batch by batch on the GPU",
             faster_loading(evidence, loader, stages.python),
             HowKnown.ESTIMATED,

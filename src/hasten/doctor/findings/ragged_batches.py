@@ -41,7 +41,7 @@ from hasten.evidence.weigh import COMPUTE, seconds_of, share_of
 class RaggedBatches(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Its worth: the padding's share of forward and backward, a fifth of which stays even among like lengths."""
+        """Worth: the padding's share of forward and backward, less a fifth that remains among similar lengths."""
         inputs = evidence.inputs
         if inputs is None or inputs.padding < 0.1 or "int" not in inputs.dtype or not _reads_tokens(evidence):
             return None

@@ -36,8 +36,6 @@ Always: pad to a few sizes, `torch._dynamo.mark_dynamic(x, 0)`, or pass tensors 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hasten.doctor.figures import by_place, first_line_of, lost_in_outliers
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, severity_of
@@ -48,16 +46,16 @@ _FEW = 3  # recompilations from which on they are no longer torch learning which
 
 class Recompilations(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """What they cost is what so many of the steady steps took longer than others."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Estimate the cost from how much longer than the median the slow steady steps took."""
         sampled = evidence.sampled
         reasons = sampled.recompilations if sampled else ()
         if sampled is None or len(reasons) < _FEW:
-            return
+            return None
         worth = lost_in_outliers(evidence, sum(one.seconds for one in sampled.operators))
         known = worth if worth >= LEAST else None
         place = next(iter(by_place(reasons)), "")
-        yield cls.finding(
+        return cls.finding(
             f"torch.compile recompiled {len(reasons)} times: {first_line_of(reasons[0], place)}",
             "keep what changes out of compiled code: pad to a few sizes, torch._dynamo.mark_dynamic, tensors in place "
             "of Python numbers",

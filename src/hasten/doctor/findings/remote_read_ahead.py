@@ -44,7 +44,7 @@ from hasten.evidence.weigh import LEAST
 class RemoteReadAhead(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One a line that reads."""
+        """Return a finding per line that reads."""
         loader = evidence.train_loader
         stages = stages_of(evidence, loader) if loader is not None else None
         for event in evidence.events_of("remote_open"):
@@ -57,8 +57,7 @@ class RemoteReadAhead(Rule):
             blocks = f" in blocks of {block / 2**20:.1f} MiB" if block else ""
             yield cls.finding(
                 f"{fetched / 2**20:.0f} MiB were fetched{blocks} from a remote store, of which "
-                f"{used / 2**20:.2g} MiB were "
-                f"used, over {event.count} files",
+                f"{used / 2**20:.2g} MiB were used, over {event.count} files",
                 "open the files with `block_size=` near what is read at a time, or cache_type='none' (or 'first') for "
                 "reads here and there",
                 severity_of(worth),

@@ -67,7 +67,7 @@ class RetainedGraph(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One a line."""
+        """Return a finding per line of the script."""
         for event in evidence.events_of("retained_graph"):
             if not kept_losses(event.count, event.detail, event.steps):
                 continue

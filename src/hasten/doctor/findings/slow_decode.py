@@ -36,8 +36,6 @@ Pixels differ slightly where the image is scaled while it is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hasten.doctor.figures import sampled_stages
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
@@ -47,23 +45,23 @@ from hasten.evidence.waiting import data_share, faster_loading, in_ms
 
 class SlowDecode(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One at the most."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return at most one finding."""
         bound = sampled_stages(evidence)
         if bound is None:
-            return
+            return None
         loader, stages = bound
         share = stages.decode / stages.seconds
         around = evidence.surroundings
         plain = around is not None and around.jpeg == "libjpeg"
         if share < 0.3 or stages.decoder != "PIL":
-            return
+            return None
         fix = (
             "install a Pillow that is built with libjpeg-turbo (the wheels of PyPI are), "
             if plain
             else "decode at the size you need (`image.draft('RGB', size)` before it is loaded), "
         )
-        yield cls.timed(
+        return cls.timed(
             f"decoding with PIL{' and the plain libjpeg' if plain else ''} is {percent(share)} of the "
             f"{in_ms(stages.seconds)} "
             f"that a batch takes, and the step waits {percent(data_share(evidence))} of its time for batches",

@@ -32,8 +32,6 @@ Always. Where the data does not fit, few large files (Parquet, tar shards) cost 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hasten.doctor.figures import is_network
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
@@ -46,11 +44,11 @@ _BLOCKED = 0.3  # of one core's time waited for disks
 
 class SlowDisk(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One at the most."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return at most one finding."""
         loader, around, use = evidence.train_loader, evidence.surroundings, evidence.use
         if loader is None or around is None or data_share(evidence) < 0.1:
-            return
+            return None
         stages = stages_of(evidence, loader)
         waiting = (mean_during(evidence, use.waiting) or 0.0) if use is not None else 0.0
         blocked = min(1.0, waiting * evidence.machine.cores)
@@ -60,7 +58,7 @@ class SlowDisk(Rule):
         # From memory even a slow disk's files are read at once: the wait must have been seen.
         seen = share >= _BLOCKED if network else blocked >= _BLOCKED and reading >= _READING
         if not seen or not (network or around.rotational or blocked >= 0.5):
-            return
+            return None
         kind = (
             f"a network file system ({around.filesystem})"
             if network
@@ -69,12 +67,11 @@ class SlowDisk(Rule):
             else "a disk that cannot keep up"
         )
         read = f", read at {reading / 1e6:.0f} MB/s" if reading >= _READING else ""
-        yield cls.timed(
+        return cls.timed(
             f"the data lies on {kind}{read}: {percent(share)} of a batch's time is spent reading, and the step waits "
             f"{percent(data_share(evidence))} of its time for batches",
             f"copy {around.data_folder or 'the data'} to a local SSD before the training, or pack it into few "
-            "large files "
-            "that are read in order",
+            "large files that are read in order",
             faster_loading(evidence, loader, share),
             HowKnown.ESTIMATED,
             place=loader.where,

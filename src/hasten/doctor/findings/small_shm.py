@@ -31,8 +31,6 @@ Always. `prefetch_factor=1` or fewer workers need less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, Severity
 from hasten.evidence.figures import percent
@@ -40,21 +38,21 @@ from hasten.evidence.figures import percent
 
 class SmallShm(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One at the most."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return at most one finding."""
         capacity = evidence.machine.shm_bytes
         used = [loader for loader in evidence.loaders if loader.num_workers and loader.role != "unused"]
         if not capacity or not used:
-            return
+            return None
         # Another loader's workers are at rest, or gone, while one is read.
         worst = max(used, key=_held)
         held, seen = _held(worst), max((*evidence.use.shm, 0)) if evidence.use is not None else 0
         died = "bus error" in evidence.error.lower() or "shared memory" in evidence.error.lower()
         if held < 0.8 * capacity and seen < 0.9 * capacity and not died:
-            return
+            return None
         ready = worst.num_workers * (worst.prefetch_factor or 2)
         peak = f"; it was {percent(min(1.0, seen / capacity))} full" if seen else ""
-        yield cls.finding(
+        return cls.finding(
             f"{worst.num_workers} workers hold up to {ready} batches of {worst.batch_bytes / 2**20:.1f} MiB ready, "
             f"{held / 2**20:.0f} MiB, in a /dev/shm of {capacity / 2**20:.0f} MiB{peak}",
             f"enlarge it (docker run --shm-size={max(1, round(2 * held / 2**30))}g, or --ipc=host), or set "

@@ -58,7 +58,7 @@ class SynchronizeInLoop(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One a line."""
+        """Return a finding per line of the script."""
         if not on_gpu(evidence):
             return
         for events in by_line(evidence.events_of("synchronize")):
@@ -68,14 +68,13 @@ class SynchronizeInLoop(Rule):
                 evidence,
                 events,
                 f"torch.cuda.synchronize() {count} times in {evidence.steps} steps, "
-                f"{in_ms(per_step(evidence, events))} a "
-                "step in which the CPU starts no work",
+                f"{in_ms(per_step(evidence, events))} a step in which the CPU starts no work",
                 "take it out; to time the step, read CUDA events some steps later",
             )
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Those calls, in steps."""
+        """Find these calls within training steps."""
         return code.problems_in_steps(
             _CALLS,
             "Python waits for the whole device in every step",

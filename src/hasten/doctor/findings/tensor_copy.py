@@ -71,7 +71,7 @@ _FRESH_ARRAYS = frozenset([
 class TensorCopy(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One a line."""
+        """Return a finding per line of the script."""
         made = evidence.events_of("torch_tensor")
         for events in by_line([event for event in made if event.device != "cuda" or "list" in event.detail]):
             count, spent = sum(event.count for event in events), per_step(evidence, events)

@@ -46,7 +46,7 @@ _CROWD = 0.25  # share of the cores that workers use when they are in each other
 class TooManyWorkers(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One a loader."""
+        """Return a finding per loader."""
         cores, busy = evidence.machine.cores, saturated(evidence)
         for loader in evidence.loaders:
             if loader.num_workers <= cores or loader.role == "unused":

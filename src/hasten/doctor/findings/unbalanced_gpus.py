@@ -34,7 +34,6 @@ As for `data_parallel`. Checkpoints loaded in several processes need `map_locati
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Severity, severity_of
@@ -45,22 +44,22 @@ from hasten.evidence.weigh import on_gpu
 
 class UnbalancedGpus(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One at the most."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return at most one finding."""
         if not on_gpu(evidence) or evidence.use is None:
-            return
+            return None
         gpus = [gpu for gpu in evidence.use.gpus if gpu.memory and max(gpu.memory) > gpu.memory_total / 50]
         busy = [mean_during(evidence, gpu.busy) or 0.0 for gpu in gpus]
         if len(gpus) < 2 or not busy[0]:
-            return
+            return None
         others = statistics.fmean(busy[1:])
         worth = 1 - statistics.fmean(busy) / max(busy) if busy[0] == max(busy) else 0.0
         held, fuller = max(gpus[0].memory), statistics.median(max(gpu.memory) for gpu in gpus[1:])
         uneven = busy[0] - others >= 0.15 and worth >= 0.05
         fuller_first = fuller > 0 and held >= 1.5 * fuller and held - fuller >= 1 << 30
         if not uneven and not fuller_first:
-            return
-        yield cls.finding(
+            return None
+        return cls.finding(
             f"the first GPU is {percent(busy[0])} busy and holds {held / 2**30:.1f} GiB, the others "
             f"{percent(others)} and {fuller / 2**30:.1f} GiB",
             "compute the loss on each GPU (inside the module's forward), keep outputs where they are made, and load "

@@ -35,7 +35,6 @@ For a training that begins. A model that was trained on other inputs must go on 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, Severity
@@ -45,21 +44,21 @@ _NORMS = ("BatchNorm", "LayerNorm", "InstanceNorm", "GroupNorm", "LazyBatchNorm"
 
 class UnnormalisedInputs(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """Of floating-point inputs only: integers are tokens, or images that the script may normalise later."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Look at floating-point inputs only: integers are tokens, or images that the script may normalise later."""
         inputs = evidence.inputs
         if inputs is None or inputs.mean is None or inputs.std is None or "float" not in inputs.dtype:
-            return
+            return None
         if evidence.layers and evidence.layers[0].kind.startswith(_NORMS):
-            return  # the model normalises them itself
+            return None  # the model normalises them itself
         why = _why_not_normal(inputs.mean, inputs.std, inputs.last_mean, inputs.last_std)
         if not why:
-            return
+            return None
         spanned, pixels = "", False
         if inputs.low is not None and inputs.high is not None:
             spanned = f", values from {inputs.low:g} to {inputs.high:g}"
             pixels = inputs.low >= 0 and 100 < inputs.high <= 255
-        yield cls.finding(
+        return cls.finding(
             f"{why}{spanned}",
             "divide the pixels by 255 (ToTensor does), then subtract the mean and divide by the standard deviation"
             if pixels

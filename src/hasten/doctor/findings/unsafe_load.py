@@ -49,7 +49,7 @@ class UnsafeLoad(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One a line."""
+        """Return a finding per line of the script."""
         for event in evidence.events_of("torch_load"):
             yield cls.finding(
                 "torch.load(weights_only=False) runs whatever code the file holds",
@@ -61,7 +61,7 @@ class UnsafeLoad(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Loads that say so."""
+        """Find `torch.load(..., weights_only=False)`."""
         for call in code.script.calls:
             if code.script.qualified(call.func) == "torch.load" and is_word(argument(call, "weights_only"), "False"):
                 yield Problem(

@@ -34,8 +34,6 @@ Where nothing reads those gradients (a norm over all parameters does).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.weigh import seconds_of, share_of
@@ -45,12 +43,12 @@ _WEIGHTED = {"in_features", "in_channels", "num_embeddings", "input_size", "num_
 
 class UnusedGradients(Rule):
     @classmethod
-    def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One for all of them."""
+    def run(cls, evidence: Evidence) -> Finding | None:
+        """Return one finding for all such layers."""
         strays = [layer for layer in evidence.layers if layer.path in evidence.strays]
         total = sum(layer.seconds for layer in evidence.layers)
         if not strays or not total:
-            return
+            return None
         weighted = [number for number, layer in enumerate(evidence.layers) if _WEIGHTED & set(layer.sizes)]
         trained = [number for number in weighted if evidence.layers[number] not in strays]
         before = evidence.layers[: trained[0] if trained else None]
@@ -58,7 +56,7 @@ class UnusedGradients(Rule):
         wasted += sum(layer.seconds for layer in strays if layer not in before) / 2
         first, more = strays[0], f" and {len(strays) - 1} more" if len(strays) > 1 else ""
         under = ", and call it under torch.no_grad()" if len(before) > 1 and first in before else ""
-        yield cls.timed(
+        return cls.timed(
             f"layers get gradients in each backward, and no optimizer has their parameters: {first.path}{more}",
             f"freeze them: `for p in part.parameters(): p.requires_grad_(False)`{under}; eval() alone does not",
             share_of(evidence, seconds_of(evidence, Phase.BACKWARD)) * wasted / total,

@@ -49,7 +49,7 @@ _WRAPS = re.compile(r"^(DDP|DistributedDataParallel)|Strategy$")
 class UnusedParameters(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """One a line."""
+        """Return a finding per line of the script."""
         for event in evidence.events_of("ddp_unused"):
             if event.detail != "none unused" or evidence.flags.missing_gradients:
                 continue
@@ -66,7 +66,7 @@ class UnusedParameters(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Where it is asked for."""
+        """Find `find_unused_parameters=True`."""
         for call in code.script.calls:
             if not _WRAPS.search(last_name(call.func)):
                 continue

@@ -62,7 +62,7 @@ class WorkersRecreated(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """One a loader."""
+        """Return a finding per loader."""
         for loader in evidence.loaders:
             start = epoch_start(evidence, loader) if loader.num_workers and not loader.persistent_workers else None
             if start is None or loader.role == "unused":

@@ -86,7 +86,7 @@ class ZeroedGradients(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Calls that ask for zeros."""
+        """Find `zero_grad(set_to_none=False)`."""
         for call in code.script.calls:
             if last_name(call.func) != "zero_grad" or not isinstance(call.func, cst.Attribute) or len(call.args) != 1:
                 continue
