@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import psutil
 
@@ -16,6 +17,7 @@ from hasten.doctor.gpus import GpuReading, Gpus
 from hasten.evidence import GpuUse, Use
 from hasten.evidence.figures import percent
 
+_T = TypeVar("_T")
 _INTERVAL = 0.25
 _SHARE = 0.01  # of a core that sampling may take at the most: where a sample is dear, they come more rarely
 _FAMILY_EVERY = 4  # samples between two looks for new processes: that look reads all of /proc
@@ -122,8 +124,15 @@ class Sampler:
                     self._parents[member.pid] = self._pid
 
     def _row(self) -> _Row:
-        at = self._clock()
-        return _Row(at, self._members(), self._cores(), self._disk(), self._net(), _shm(), self.gpus.read())
+        return _Row(
+            at=self._clock(),
+            members=self._members(),
+            cores=self._ask("the machine's cores", _cores, ()),
+            disk=self._ask("the machine's disks", _disk, (0, 0)),
+            net=self._ask("the machine's network", _net, (0, 0)),
+            shm=_shm(),
+            gpus=self.gpus.read(),
+        )
 
     def _members(self) -> dict[int, _Member]:
         members = {}
@@ -140,34 +149,13 @@ class Sampler:
             members[pid] = _Member(times.user + times.system, memory.rss, getattr(memory, "shared", 0))
         return members
 
-    def _cores(self) -> tuple[tuple[float, float, float], ...]:
+    def _ask(self, what: str, read: Callable[[], _T], otherwise: _T) -> _T:
+        """Return what a counter of the machine says; where it cannot be read, say so once and go on without it."""
         try:
-            allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-            return tuple(
-                (sum(core) - core.idle - getattr(core, "iowait", 0.0), getattr(core, "iowait", 0.0), sum(core))
-                for number, core in enumerate(map(_without_guests, psutil.cpu_times(percpu=True)))
-                if allowed is None or number in allowed
-            )
-        except (OSError, psutil.Error, RuntimeError) as error:
-            self._note("the machine's cores", error)
-            return ()
-
-    def _disk(self) -> tuple[int, int]:
-        try:
-            counted = psutil.disk_io_counters()
+            return read()
         except (OSError, psutil.Error, RuntimeError, NotImplementedError) as error:
-            self._note("the machine's disks", error)
-            return 0, 0
-        return (counted.read_bytes, counted.write_bytes) if counted else (0, 0)
-
-    def _net(self) -> tuple[int, int]:
-        try:
-            counted = psutil.net_io_counters(pernic=True)
-        except (OSError, psutil.Error, RuntimeError) as error:
-            self._note("the machine's network", error)
-            return 0, 0
-        away = [card for name, card in counted.items() if name != "lo"]  # what ranks say to each other here is not net
-        return sum(card.bytes_recv for card in away), sum(card.bytes_sent for card in away)
+            self._note(what, error)
+            return otherwise
 
     def use(self, origin: float, trains: int, until: float = math.inf) -> Use | None:
         """What was sampled; None where nothing was.
@@ -232,6 +220,26 @@ class Sampler:
             pcie_in=tuple(reading.pcie_in for reading in readings),
             pcie_out=tuple(reading.pcie_out for reading in readings),
         )
+
+
+def _cores() -> tuple[tuple[float, float, float], ...]:
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    return tuple(
+        (sum(core) - core.idle - getattr(core, "iowait", 0.0), getattr(core, "iowait", 0.0), sum(core))
+        for number, core in enumerate(map(_without_guests, psutil.cpu_times(percpu=True)))
+        if allowed is None or number in allowed
+    )
+
+
+def _disk() -> tuple[int, int]:
+    counted = psutil.disk_io_counters()
+    return (counted.read_bytes, counted.write_bytes) if counted else (0, 0)
+
+
+def _net() -> tuple[int, int]:
+    counted = psutil.net_io_counters(pernic=True)
+    away = [card for name, card in counted.items() if name != "lo"]  # what ranks say to each other here is not net
+    return sum(card.bytes_recv for card in away), sum(card.bytes_sent for card in away)
 
 
 def _without_guests(core: psutil._common.scputimes) -> psutil._common.scputimes:

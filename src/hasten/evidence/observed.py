@@ -216,8 +216,13 @@ class Stages:
 
     @property
     def seconds(self) -> float:
-        """Of one batch."""
-        return self.read + self.decode + self.transform + self.collate + self.other
+        """Seconds per batch, all stages together."""
+        return sum(self.by_name.values())
+
+    @property
+    def by_name(self) -> dict[str, float]:
+        """Seconds per batch of each stage."""
+        return {name: float(getattr(self, name)) for name in ("read", "decode", "transform", "collate", "other")}
 
 
 @dataclass(frozen=True)

@@ -284,6 +284,11 @@ class Evidence:
         return next((one for one in self.tried if one.finding == finding and not one.failed), None)
 
     @property
+    def used(self) -> Use:
+        """The use of the machine; without samples where nobody took any."""
+        return self.use or Use()
+
+    @property
     def train_loader(self) -> LoaderFacts | None:
         """The loader whose batches were trained on; None for a script without one."""
         return next((loader for loader in self.loaders if loader.role == "train"), None)

@@ -98,13 +98,13 @@ def faster_loading(evidence: Evidence, loader: LoaderFacts, share: float) -> flo
 
 
 def mean_during(evidence: Evidence, series: Sequence[float]) -> float | None:
-    """Mean of a series of `evidence.use` while steady steps were made; None where there is no sample."""
+    """Return the mean of a series of `evidence.used` over the steady steps; None where no sample fell into them."""
     steps = steady_steps(evidence)
-    if evidence.use is None or not steps:
+    if not steps:
         return None
     begins = evidence.step_start[steps[0]]
     ends = evidence.step_start[steps[-1]] + sum(evidence.step_phases[steps[-1]])
-    values = [value for at, value in zip(evidence.use.at, series, strict=False) if begins <= at <= ends]
+    values = [value for at, value in zip(evidence.used.at, series, strict=False) if begins <= at <= ends]
     return sum(values) / len(values) if values else None
 
 
@@ -113,18 +113,17 @@ def saturated(evidence: Evidence) -> float | None:
 
     Others may have taken what the training did not.
     """
-    used = mean_during(evidence, evidence.use.cpu) if evidence.use is not None else None
-    if evidence.use is None or used is None:
+    used = mean_during(evidence, evidence.used.cpu)
+    if used is None:
         return None
-    cores, shares = evidence.machine.cores, evidence.use.cores
+    cores, shares = evidence.machine.cores, evidence.used.cores
     whole = sum(shares) / len(shares) if shares else 0.0
     return used if used >= 0.85 * cores or (whole >= _FULL and used >= 0.2 * cores) else None
 
 
 def stretch(evidence: Evidence) -> float:
     """Wall seconds that a second of the training's CPU took at the least, where others filled the machine; else 1."""
-    used = mean_during(evidence, evidence.use.cpu) if evidence.use is not None else None
-    shares = evidence.use.cores if evidence.use is not None else ()
+    used, shares = mean_during(evidence, evidence.used.cpu), evidence.used.cores
     if not used or not shares or sum(shares) / len(shares) < _FULL:
         return 1.0
     return max(1.0, 1.0 / used)
@@ -154,8 +153,7 @@ def device_busy(evidence: Evidence) -> float | None:
     The greater of what the profiler saw, under which the CPU is slower, and what NVML saw.
     """
     seen = [evidence.sampled.device_busy] if evidence.sampled and evidence.sampled.device_busy is not None else []
-    if evidence.use is not None:
-        seen += [busy for gpu in evidence.use.gpus[:1] if (busy := mean_during(evidence, gpu.busy)) is not None]
+    seen += [busy for gpu in evidence.used.gpus[:1] if (busy := mean_during(evidence, gpu.busy)) is not None]
     return max(seen) if seen else None
 
 

@@ -47,16 +47,14 @@ def on_gpu(evidence: Evidence) -> bool:
 
 def peak_memory(evidence: Evidence) -> tuple[int, int]:
     """Return the memory of the device that it trains on, and its peak there, in bytes; 0 where that is not known."""
-    use = evidence.use
     if on_gpu(evidence):
-        gpus = use.gpus if use is not None else ()
-        return (gpus[0].memory_total if gpus else 0), evidence.peak_gpu_bytes or 0
+        return next((gpu.memory_total for gpu in evidence.used.gpus), 0), evidence.peak_gpu_bytes or 0
     return evidence.machine.memory_bytes, process_peak(evidence)
 
 
 def process_peak(evidence: Evidence) -> int:
     """Return the bytes of memory that the training's processes took at their highest, as far as anybody saw."""
-    return max([evidence.peak_memory_bytes, *(evidence.use.rss if evidence.use is not None else ())])
+    return max([evidence.peak_memory_bytes, *evidence.used.rss])
 
 
 def weight_bytes(evidence: Evidence) -> tuple[int, int]:

@@ -77,7 +77,7 @@ class PagesFaultedAgain(Rule):
             (name for name in ("glibc", "jemalloc", "tcmalloc") if not Allocator.useless(name, evidence.machine)), ""
         )
         # All of the training's threads fault, each on its own core.
-        cores = max(1.0, (mean_during(evidence, evidence.use.main) or 1.0) if evidence.use is not None else 1.0)
+        cores = max(1.0, mean_during(evidence, evidence.used.main) or 1.0)
         worth = share_of(evidence, min(seconds, again * _PAGE) / cores * stretch(evidence))
         if worth < _CERTAIN and not is_sure(evidence, cls.name):
             return None

@@ -71,12 +71,12 @@ class DataBound(Rule):
 
 def _causes(evidence: Evidence, loader: LoaderFacts) -> Iterator[str]:
     """What is known of why batches come late, in sentences."""
-    workers, cores, use = loader.num_workers, evidence.machine.cores, evidence.use
+    workers, cores = loader.num_workers, evidence.machine.cores
     if not workers:
         yield "every batch is made in the training process, while the model waits (num_workers=0)"
     if loader.probe is not None and loader.probe.fork_unsafe:
         yield f"the dataset {loader.probe.fork_unsafe}, which workers cannot share: open it in each of them"
-    working = mean_during(evidence, use.workers) if use is not None else None
+    working = mean_during(evidence, evidence.used.workers)
     busy = saturated(evidence)
     if busy is not None and _threads_spin(evidence, loader):
         yield f"no core of {cores} is idle, but one thread makes the samples: the others only wait for work"
@@ -91,9 +91,9 @@ def _causes(evidence: Evidence, loader: LoaderFacts) -> Iterator[str]:
         yield f"the {workers} workers compute little ({working:.1f} cores): they wait for a disk or a network"
     stages = stages_of(evidence, loader)
     if stages is not None:
-        most = max(("read", "decode", "transform", "collate", "other"), key=lambda name: float(getattr(stages, name)))
+        most = max(stages.by_name, key=stages.by_name.__getitem__)
         own = "the dataset's own code" if most == "other" else most
-        share = float(getattr(stages, most)) / stages.seconds
+        share = stages.by_name[most] / stages.seconds
         yield f"a batch takes {in_ms(stages.seconds)} in one process, {percent(share)} of it {own}"
     whole, ordinary = seconds_of(evidence, Phase.DATA), ordinary_wait(evidence)
     if whole > 0 and (whole - ordinary) / whole >= 0.3:

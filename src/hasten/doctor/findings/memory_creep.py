@@ -57,11 +57,10 @@ class MemoryCreep(Rule):
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """Return at most one finding: for the GPU's memory, else for the process's."""
         points = _settled(evidence)
-        gpus = evidence.use.gpus if evidence.use is not None else ()
-        total = gpus[0].memory_total if gpus else 0
+        room = next((gpu.memory_total for gpu in evidence.used.gpus), 0) or 80 << 30
         gpu = [(point.step, point.gpu) for point in points if point.gpu is not None]
         series = [
-            ("the GPU", [step for step, _ in gpu], [held for _, held in gpu], total or 80 << 30),
+            ("the GPU", [step for step, _ in gpu], [held for _, held in gpu], room),
             ("the process", [p.step for p in points], [p.rss for p in points], evidence.machine.memory_bytes),
         ]
         span = 1 if _graphs_kept(evidence) else _SPAN

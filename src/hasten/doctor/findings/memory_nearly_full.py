@@ -41,7 +41,7 @@ from collections.abc import Iterator
 from hasten.doctor.rule import Rule
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, Finding, Layer, Severity
-from hasten.evidence.weigh import on_gpu, weight_bytes
+from hasten.evidence.weigh import on_gpu, peak_memory, weight_bytes
 from hasten.planner.job import numbers_kept
 
 _LARGE = 0.15  # of the peak: what gradients or the optimizer's state take is said from here on
@@ -51,31 +51,29 @@ class MemoryNearlyFull(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
         """Return a finding for the GPU's memory and one for the machine's."""
-        gpus = evidence.use.gpus if evidence.use is not None else ()
-        total, peak = (gpus[0].memory_total if gpus else 0), evidence.peak_gpu_bytes or 0
+        total, peak = peak_memory(evidence)
         if on_gpu(evidence) and total and peak >= 0.92 * total:
             yield cls.finding(
                 f"the training held {peak / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB at its peak",
                 "leave it some room: activation checkpointing, bf16-mixed precision, or a smaller batch with "
                 "accumulated gradients; `hasten tune --memory` tries what is cheapest",
                 Severity.MEDIUM,
-                details=_taken(evidence, peak),
+                details=_shares_of(evidence, peak),
             )
         memory = evidence.machine.memory_bytes
-        held = max((*evidence.use.main_rss, 0)) if evidence.use is not None else 0
-        held = max(held, evidence.peak_memory_bytes)
+        held = max([evidence.peak_memory_bytes, *evidence.used.main_rss])
         if memory and held >= 0.9 * memory:
             yield cls.finding(
                 f"the process held {held / 2**30:.1f} of the machine's {memory / 2**30:.1f} GiB at its peak",
                 "keep less in memory: map files (numpy.memmap, Arrow) in place of reading them whole, fewer workers "
                 "that each hold a copy",
                 Severity.MEDIUM,
-                details=() if on_gpu(evidence) else _taken(evidence, held),
+                details=() if on_gpu(evidence) else _shares_of(evidence, held),
             )
 
 
-def _taken(evidence: Evidence, peak: int) -> tuple[str, ...]:
-    """Say what gradients and the optimizer's state take, and what takes less, a line each."""
+def _shares_of(evidence: Evidence, peak: int) -> tuple[str, ...]:
+    """Return sentences on what gradients, optimizer state and activations take of it, and what takes less."""
     weights, gradients = weight_bytes(evidence)
     lines = []
     if gradients >= _LARGE * peak:

@@ -37,25 +37,24 @@ from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, Severity
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import data_share, device_busy
-from hasten.evidence.weigh import on_gpu
+from hasten.evidence.weigh import on_gpu, peak_memory
 
 
 class MemoryUnderused(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
         """Return at most one finding."""
-        gpus = evidence.use.gpus if evidence.use is not None else ()
-        busy, peak = device_busy(evidence), evidence.peak_gpu_bytes
-        if not on_gpu(evidence) or not gpus or not gpus[0].memory_total or peak is None or busy is None:
+        busy, (total, peak) = device_busy(evidence), peak_memory(evidence)
+        if not on_gpu(evidence) or not total or not peak or busy is None:
             return None
-        used = peak / gpus[0].memory_total
+        used = peak / total
         if used >= 0.5 or busy >= 0.7 or data_share(evidence) >= 0.1:
             return None
         loader = evidence.train_loader
         size = f" at batch size {loader.batch_size}" if loader is not None and loader.batch_size else ""
         return cls.finding(
             f"the GPU computes {percent(busy)} of the time, and {percent(used)} of its "
-            f"{gpus[0].memory_total / 2**30:.0f} GiB were ever used{size}",
+            f"{total / 2**30:.0f} GiB were ever used{size}",
             "try a bigger batch (with the learning rate that suits it), several runs on the one GPU, or a smaller GPU",
             Severity.NOTE,
             details=("another batch size changes how the model learns: compare the result, not the speed alone",),

@@ -46,13 +46,13 @@ class SlowDisk(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
         """Return at most one finding."""
-        loader, around, use = evidence.train_loader, evidence.surroundings, evidence.use
+        loader, around, use = evidence.train_loader, evidence.surroundings, evidence.used
         if loader is None or around is None or data_share(evidence) < 0.1:
             return None
         stages = stages_of(evidence, loader)
-        waiting = (mean_during(evidence, use.waiting) or 0.0) if use is not None else 0.0
+        waiting = mean_during(evidence, use.waiting) or 0.0
         blocked = min(1.0, waiting * evidence.machine.cores)
-        reading = (mean_during(evidence, use.disk_read) or 0.0) if use is not None else 0.0
+        reading = mean_during(evidence, use.disk_read) or 0.0
         share = stages.read / stages.seconds if stages is not None else blocked
         network = is_network(around.filesystem)
         # From memory even a slow disk's files are read at once: the wait must have been seen.

@@ -46,7 +46,7 @@ class SmallShm(Rule):
             return None
         # Another loader's workers are at rest, or gone, while one is read.
         worst = max(used, key=_held)
-        held, seen = _held(worst), max((*evidence.use.shm, 0)) if evidence.use is not None else 0
+        held, seen = _held(worst), max(evidence.used.shm, default=0)
         died = "bus error" in evidence.error.lower() or "shared memory" in evidence.error.lower()
         if held < 0.8 * capacity and seen < 0.9 * capacity and not died:
             return None

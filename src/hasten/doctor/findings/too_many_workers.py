@@ -55,7 +55,7 @@ class TooManyWorkers(Rule):
             worth = (
                 opening_share(evidence, loader, start) * (1 - cores / loader.num_workers) if start is not None else 0.0
             )
-            working = mean_during(evidence, evidence.use.workers) if evidence.use is not None else None
+            working = mean_during(evidence, evidence.used.workers)
             full = busy is not None and data_share(evidence) >= 0.02
             if worth < 0.01 and not (full and loader.num_workers >= 2 * cores):
                 continue

@@ -46,9 +46,9 @@ class UnbalancedGpus(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
         """Return at most one finding."""
-        if not on_gpu(evidence) or evidence.use is None:
+        if not on_gpu(evidence):
             return None
-        gpus = [gpu for gpu in evidence.use.gpus if gpu.memory and max(gpu.memory) > gpu.memory_total / 50]
+        gpus = [gpu for gpu in evidence.used.gpus if gpu.memory and max(gpu.memory) > gpu.memory_total / 50]
         busy = [mean_during(evidence, gpu.busy) or 0.0 for gpu in gpus]
         if len(gpus) < 2 or not busy[0]:
             return None

@@ -89,23 +89,14 @@ class EventLog:
             _count(entry, step, seconds)
 
     def note_at(
-        self,
-        kind: str,
-        place: str,
-        seconds: float = 0.0,
-        device: str = "",
-        detail: str = "",
-        step: int | None = None,
-        count: int = 1,
+        self, kind: str, place: str, seconds: float = 0.0, device: str = "", detail: str = "", step: int | None = None
     ) -> None:
-        """Count events of a line that is known, in `step` (-1: outside of any) or in the one that is going on."""
+        """Count one event of a line that is known, in `step` (-1: outside of any) or in the one that is going on."""
         if step is None:
             step = self.in_step()
             if step < 0:
                 return
-        entry = self._entry(kind, place, device, detail)
-        _count(entry, step, seconds)
-        entry.count += count - 1
+        _count(self._entry(kind, place, device, detail), step, seconds)
 
     def _entry(self, kind: str, place: str, device: str, detail: str) -> _Entry:
         entry = self._entries.get((kind, place, device))

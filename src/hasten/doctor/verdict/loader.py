@@ -51,8 +51,8 @@ def title(bench: LoaderBench) -> str:
         parts.append(f"{_workers(best.workers)} {_give(best.workers)} {ratio} of what 0 give")
     parts.append(f"the loader alone can feed {speed(best.samples_per_s)}")
     if bench.stages is not None and bench.stages.seconds > 0:
-        most = max(STAGES, key=lambda name: getattr(bench.stages, name))
-        share = words.percent(getattr(bench.stages, most) / bench.stages.seconds)
+        most = max(STAGES, key=bench.stages.by_name.__getitem__)
+        share = words.percent(bench.stages.by_name[most] / bench.stages.seconds)
         parts.append(f"{STAGE_WORDS[most]} {'is' if most != 'transform' else 'are'} {share} of it")
     return "; ".join(filter(None, parts))
 
@@ -64,10 +64,10 @@ def remarks(bench: LoaderBench) -> list[str]:
 
 def _crowded(evidence: Evidence) -> list[str]:
     """Whether others were busy on the machine meanwhile."""
-    own = [cores for cores in evidence.use.cpu if math.isfinite(cores)] if evidence.use else []
-    if evidence.use is None or not own:
+    own = [cores for cores in evidence.used.cpu if math.isfinite(cores)]
+    if not own:
         return []
-    others = sum(evidence.use.cores) - statistics.fmean(own)
+    others = sum(evidence.used.cores) - statistics.fmean(own)
     if others <= _CROWDED:
         return []
     busy = f"other processes kept {others:.1f} of this machine's {evidence.machine.cores} cores busy meanwhile"

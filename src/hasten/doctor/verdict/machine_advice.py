@@ -23,7 +23,7 @@ def advice(evidence: Evidence, phases: Mapping[str, float]) -> tuple[str, ...]:
     step = sum(phases.values())
     waits = phases.get("data", 0.0) / step if step > 0 else 0.0
     sentences = [*_cores(evidence, use, waits), *_ratios(use), *_memory(evidence)]
-    for gpu in evidence.use.gpus if evidence.use is not None else ():
+    for gpu in evidence.used.gpus:
         sentences += _gpu(gpu)
     return tuple(sentences)
 

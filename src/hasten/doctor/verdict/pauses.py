@@ -19,7 +19,7 @@ def pauses(evidence: Evidence) -> Pauses:
     if not lengths:
         return Pauses()
     from_the_start = evidence.number(0) == 0  # a live file holds the last steps only
-    began = min(0.0, evidence.use.at[0]) if evidence.use is not None and evidence.use.at else 0.0
+    began = min([0.0, *evidence.used.at[:1]])
     return Pauses(
         start_up=evidence.step_start[0] - began if from_the_start else math.nan,
         first_step=lengths[0] if from_the_start else math.nan,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hasten.doctor.figures import is_network
 from hasten.doctor.verdict.diagnosis import Verdict
-from hasten.doctor.verdict.loader import loader_verdict
+from hasten.doctor.verdict.loader import STAGE_WORDS, loader_verdict
 from hasten.doctor.verdict.steady_use import SteadyUse, steady_use
 from hasten.doctor.verdict.untrained import caveats, out_of_memory, stands_still, stuck, untrained
 from hasten.errors import OUT_OF_MEMORY
@@ -155,10 +155,8 @@ def _about_loading(evidence: Evidence, loader: LoaderFacts | None, use: SteadyUs
         )
     stages = _stages(evidence)
     if stages is not None and stages.seconds > 0:
-        parts = {"reading": stages.read, "decoding": stages.decode, "transforms": stages.transform}
-        parts |= {"collating": stages.collate, "the dataset's own code": stages.other}
-        most = max(parts, key=lambda name: parts[name])
-        details.append(f"{percent(parts[most] / stages.seconds)} of a batch's making is {most}")
+        most = max(stages.by_name, key=stages.by_name.__getitem__)
+        details.append(f"{percent(stages.by_name[most] / stages.seconds)} of a batch's making is {STAGE_WORDS[most]}")
     return details
 
 

@@ -20,7 +20,7 @@ def stage_rows(bench: LoaderBench) -> list[tuple[str, str, float, float]]:
         return []
     rows = []
     for name in STAGES:
-        seconds = getattr(stages, name)
+        seconds = stages.by_name[name]
         if seconds > 0:
             label = STAGE_WORDS[name] + (f" ({words.clean(stages.decoder)})" if name == "decode" else "")
             rows.append((name, label, seconds, seconds / stages.seconds))

@@ -91,17 +91,17 @@ def figures(diagnosis: Diagnosis, evidence: Evidence | None) -> list[Figure]:
 
 
 def _used(evidence: Evidence) -> list[Figure]:
-    use, found = evidence.use, []
-    cpu = wording.finite(use.cpu) if use else []
+    use, found = evidence.used, []
+    cpu = wording.finite(use.cpu)
     if cpu:
         cores = words.count(evidence.machine.cores, "core")
         found.append(Figure("CPU", f"{statistics.fmean(cpu):.1f}", f"of {cores}, on average"))
-    busy = [(gpu.name, wording.finite(gpu.busy)) for gpu in (use.gpus if use else ())]
+    busy = [(gpu.name, wording.finite(gpu.busy)) for gpu in use.gpus]
     found += [Figure("GPU busy", words.percent(statistics.fmean(shares)), name) for name, shares in busy if shares]
     if peak := process_peak(evidence):
         found.append(Figure("peak memory", words.size(peak), f"of {words.size(evidence.machine.memory_bytes)}"))
     if evidence.peak_gpu_bytes:
-        total = use.gpus[0].memory_total if use and use.gpus else 0
+        total = next((gpu.memory_total for gpu in use.gpus), 0)
         found.append(
             Figure("peak GPU memory", words.size(evidence.peak_gpu_bytes), f"of {words.size(total)}" if total else "")
         )

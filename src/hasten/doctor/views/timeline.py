@@ -61,7 +61,7 @@ def step_columns(evidence: Evidence, most: int = MOST) -> list[Column]:
 def time_scale(evidence: Evidence) -> Scale:
     """What every drawing over time spans: the training, and a tenth of that before it."""
     starts = [start for start in evidence.step_start if words.known(start)]
-    ends = [time for time in (*(evidence.use.at if evidence.use else ()), evidence.ended_at) if words.known(time)]
+    ends = [time for time in (*evidence.used.at, evidence.ended_at) if words.known(time)]
     if not starts:
         return Scale(0.0, max([*ends, 1e-3]))
     last = max([*(column.end for column in step_columns(evidence)[-1:]), *_until(ends, starts)])

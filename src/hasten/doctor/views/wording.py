@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.doctor.verdict.diagnosis import Diagnosis
-from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Line, Severity, Stages, Use, split_place
+from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Line, Severity, Stages, split_place
 from hasten.evidence.finding import worst_first
 from hasten.evidence.weigh import process_peak
 from hasten.report import words
@@ -187,13 +187,7 @@ def stage_line(evidence: Evidence | None) -> str:
 
 def stage_parts(stages: Stages) -> list[tuple[str, float]]:
     """The stages that took any time, in seconds per batch."""
-    parts = {
-        "read": stages.read,
-        "decode": stages.decode,
-        "transform": stages.transform,
-        "collate": stages.collate,
-        "own code": stages.other,
-    }
+    parts = {"own code" if name == "other" else name: seconds for name, seconds in stages.by_name.items()}
     return [(name, seconds) for name, seconds in parts.items() if _positive(seconds)]
 
 
@@ -201,7 +195,7 @@ def use_line(evidence: Evidence | None) -> str:
     """What was used of the machine, in one line; "" where nobody looked."""
     if evidence is None:
         return ""
-    use, parts = evidence.use or Use(), []
+    use, parts = evidence.used, []
     if cpu := finite(use.cpu):
         parts.append(f"{statistics.fmean(cpu):.1f} of {words.count(evidence.machine.cores, 'core')}")
     if peak := process_peak(evidence):

@@ -38,7 +38,7 @@ def workers_for(evidence: Evidence, loader: LoaderFacts) -> Proposal:
     """
     wait, step, cores = typical_wait(evidence), ordinary_seconds(evidence), evidence.machine.cores
     compute, room = step - wait, room_for(evidence)
-    used = mean_during(evidence, evidence.use.cpu) if evidence.use is not None else None
+    used = mean_during(evidence, evidence.used.cpu)
     threads = 1 if on_gpu(evidence) else max(1, min(cores, evidence.flags.threads or cores))
     most = 1 if loader.iterable else cores
     fitting = [count for count in range(1, most + 1) if _fits(evidence.machine, loader, count)]
@@ -67,9 +67,9 @@ def room_for(evidence: Evidence) -> float:
 
     Half, since others would have to share it with further processes of the training.
     """
-    cores, use = evidence.machine.cores, evidence.use
-    used = mean_during(evidence, use.cpu) if use is not None else None
-    if use is None or used is None or not use.cores:
+    cores, use = evidence.machine.cores, evidence.used
+    used = mean_during(evidence, use.cpu)
+    if used is None or not use.cores:
         return cores
     beyond = max(0, len(use.cores) - cores)  # of the machine's, a container may use fewer: others have those first
     others = max(0.0, sum(use.cores) - used - beyond)
