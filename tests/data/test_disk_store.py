@@ -356,11 +356,11 @@ def test_the_folder_is_this_users_on_a_disk_not_in_memory(monkeypatch: pytest.Mo
     def kind_of(path: Path) -> tuple[str, bool | None]:
         return {**kinds, **turning}.get(str(path), ("nfs4", None))
 
-    monkeypatch.setattr(room_of_folders, "kind_of_disk", kind_of)
+    monkeypatch.setattr(room_of_folders, "filesystem", kind_of)
     assert room_of_folders._own_folder() == tmp_path / f"hasten-samples-{os.geteuid()}"
     turning[str(tmp_path)] = ("nfs", None)
     assert room_of_folders._own_folder() == Path(f"/var/tmp/hasten-samples-{os.geteuid()}")
-    monkeypatch.setattr(room_of_folders, "kind_of_disk", lambda path: ("tmpfs", None))
+    monkeypatch.setattr(room_of_folders, "filesystem", lambda path: ("tmpfs", None))
     assert room_on_disk() == 0
     with pytest.raises(HastenError, match="no local disk has room"):
         SampleFolder()

@@ -112,10 +112,16 @@ def reset_peak() -> bool:
 
 def peak_bytes() -> int:
     """Return the greatest resident memory of this process so far, or since it was reset."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return memory_figure("VmHWM")
+
+
+def memory_figure(name: str) -> int:
+    """Return a figure of this process's memory by its name in /proc/self/status, in bytes; 0 where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def counted(modules: list[Any], optimizers: list[Any]) -> dict[str, int]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hasten.errors import HastenError
+from hasten.evidence.disks import filesystem, is_network
 
 HEAD = struct.Struct("<8sQQQB")  # mark, slots of the table, next free byte, bytes granted, spoilt
 MARK = b"hasten1s"
@@ -26,7 +27,6 @@ _CHUNK = 16 << 20  # bytes granted to a file at a time
 _MARGIN = 256 << 20  # bytes of the disk that are left to others
 _SHARE = 4  # by default, a quarter of what is free
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
-_OVER_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs"}
 
 _held: set[int] = set()  # descriptors whose lock a thread holds now
 _hooked = False
@@ -190,30 +190,10 @@ def _own_folder() -> Path:
     return min(ranked)[2] / f"hasten-samples-{os.geteuid()}"
 
 
-def kind_of_disk(path: Path) -> tuple[str, bool | None]:
-    """Return a folder's file system, as the kernel names it, and whether its disk turns; None where it is not told."""
-    device = path.stat().st_dev
-    name, kind = f"{os.major(device)}:{os.minor(device)}", ""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
-            fields, _, rest = line.partition(" - ")
-            if fields.split()[2] == name:
-                kind = rest.split()[0]
-    for queue in (f"/sys/dev/block/{name}/queue", f"/sys/dev/block/{name}/../queue"):  # a partition has its disk's
-        with contextlib.suppress(OSError):
-            return kind, Path(queue, "rotational").read_text().strip() == "1"
-    return kind, None
-
-
 def _rank(path: Path) -> int | None:
-    kind, turns = kind_of_disk(path)
+    kind, spins = filesystem(path)
     if kind in _IN_MEMORY:
         return None
-    if over_network(kind):
+    if is_network(kind):
         return 3
-    return {False: 0, None: 1, True: 2}[turns]
-
-
-def over_network(kind: str) -> bool:
-    """Whether a file system of this name is another machine's, which other hosts may have mounted, too."""
-    return kind in _OVER_NETWORK or kind.startswith("fuse.")
+    return {False: 0, None: 1, True: 2}[spins]

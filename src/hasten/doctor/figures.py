@@ -14,8 +14,6 @@ from hasten.evidence.weigh import LEAST, share_of, steady_steps
 
 BOUND = 0.10  # share of the step from which a training counts as bound by its data
 GRAPHS = 5  # that are alive at once before they count as kept
-_NETWORK = ("nfs", "cifs", "smb", "fuse", "9p", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "s3", "virtiofs")
-_LOCAL = ("fuseblk", "fusectl")  # a local NTFS or exFAT disk, which a program of its own reads
 
 
 # -- calls and waits of the loop --------------------------------------------------------------------------
@@ -61,7 +59,7 @@ def wait_finding(
         yield rule.finding(what, fix, Severity.NOTE, place=where, details=(*details, unknown))
 
 
-# -- workers, and what data lie on ------------------------------------------------------------------------
+# -- workers ---------------------------------------------------------------------------------------------
 
 
 def opening_share(evidence: Evidence, loader: LoaderFacts, start: EpochStart) -> float:
@@ -87,11 +85,6 @@ def sampled_stages(evidence: Evidence) -> tuple[LoaderFacts, Stages] | None:
         return None
     stages = stages_of(evidence, loader)
     return (loader, stages) if stages is not None else None
-
-
-def is_network(filesystem: str) -> bool:
-    """Whether a file system's name ("nfs4", "fuse.sshfs") is that of one behind a network."""
-    return filesystem.startswith(_NETWORK) and not filesystem.startswith(_LOCAL)
 
 
 # -- what torch.compile did, and what long steps lost -----------------------------------------------------

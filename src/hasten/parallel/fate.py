@@ -8,8 +8,9 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
+
+import psutil
 
 from hasten.errors import HastenError
 
@@ -121,10 +122,9 @@ def _guilty(child: RankProcess) -> bool:
 
 def _stopped(pid: int) -> bool:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # gone, or no Linux
+        return bool(psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
+    except psutil.Error:  # gone
         return False
-    return stat.rpartition(")")[2].split()[0] in {"T", "t"}
 
 
 def how_it_ended(code: int) -> str:

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from hasten.doctor.diagnose import diagnose
-from hasten.doctor.figures import is_network
 from hasten.doctor.findings.slow_disk import SlowDisk
 from hasten.evidence import Evidence, Finding, Sampled, Severity, Stages, Surroundings
+from hasten.evidence.disks import is_network
 from hasten.evidence.finding import worst_first
 from hasten.evidence.weigh import on_gpu
 from tests.doctor.findings.made import event, evidence, use

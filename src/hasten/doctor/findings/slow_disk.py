@@ -32,9 +32,9 @@ Always. Where the data does not fit, few large files (Parquet, tar shards) cost 
 
 from __future__ import annotations
 
-from hasten.doctor.figures import is_network
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
+from hasten.evidence.disks import is_network
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import data_share, faster_loading, mean_during, stages_of
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.evidence import Surroundings
+from hasten.evidence.disks import filesystem
 from hasten.taps.protocol import Session
 from hasten.taps.steps_over import NEVER
 
@@ -141,35 +142,3 @@ def _folder(value: Any) -> str:
     except (OSError, ValueError):  # a text that is no path
         pass
     return ""
-
-
-def filesystem(folder: Path) -> tuple[str, bool | None]:
-    """Type of the file system that a folder lies on, and whether on a spinning disk (None: it cannot be told)."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-        device = os.stat(folder).st_dev
-    except OSError:
-        return "", None
-    best, kind, number = "", "", ""
-    for line in lines:
-        # 36 35 98:0 /root /mount/point options ... - type source options
-        fields, _, rest = line.partition(" - ")
-        parts = fields.split()
-        point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), parts[4])
-        inside = point == "/" or str(folder) == point or str(folder).startswith(point + "/")
-        if inside and len(point) >= len(best):
-            best, kind, number = point, rest.split()[0], parts[2]
-    if number != f"{os.major(device)}:{os.minor(device)}" and os.major(device):
-        number = f"{os.major(device)}:{os.minor(device)}"  # subvolumes (btrfs) have numbers of their own
-    return kind, _spins(number)
-
-
-def _spins(number: str) -> bool | None:
-    """Whether a block device ("8:1") is a spinning disk; a partition is asked by its disk."""
-    device = Path("/sys/dev/block") / number
-    for place in (device / "queue", device.resolve().parent / "queue"):
-        try:
-            return (place / "rotational").read_text().strip() == "1"
-        except OSError:
-            continue
-    return None

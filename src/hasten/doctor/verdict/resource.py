@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hasten.doctor.figures import is_network
 from hasten.doctor.verdict.diagnosis import Verdict
 from hasten.doctor.verdict.loader import STAGE_WORDS, loader_verdict
 from hasten.doctor.verdict.steady_use import SteadyUse, steady_use
 from hasten.doctor.verdict.untrained import caveats, out_of_memory, stands_still, stuck, untrained
 from hasten.errors import OUT_OF_MEMORY
 from hasten.evidence import PHASES, Evidence, LoaderFacts, Stages
+from hasten.evidence.disks import is_network
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import waits_for_gpu
 from hasten.evidence.weigh import on_gpu

@@ -9,13 +9,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hasten.batch.attempt import Attempt, Guard, free_bytes
-from hasten.batch.inside import counted, peak_bytes, reset_peak
+from hasten.batch.inside import counted, memory_figure, peak_bytes, reset_peak
 from hasten.batch.result import BatchSizes
 from hasten.batch.search import search
 from hasten.data import rng
@@ -74,7 +73,7 @@ class _Trials:
         if self.on_gpu:
             free, _ = torch.cuda.mem_get_info(self._device)
             return free + torch.cuda.memory_reserved(self._device)
-        return free_bytes() + _status("VmRSS")
+        return free_bytes() + memory_figure("VmRSS")
 
     def own_size(self, first: Attempt, argument_value: int) -> tuple[int, int]:
         """Return the training loader's batch size, and samples in its dataset (0: nobody knows)."""
@@ -168,8 +167,8 @@ class _Trials:
         import resource
 
         before = resource.getrlimit(resource.RLIMIT_DATA)
-        room = self.limit + self._resident - _status("VmRSS")
-        allowed = _status("VmData") + max(0, room)
+        room = self.limit + self._resident - memory_figure("VmRSS")
+        allowed = memory_figure("VmData") + max(0, room)
         most = allowed if before[1] == resource.RLIM_INFINITY else min(allowed, before[1])
         resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
         try:
@@ -199,12 +198,3 @@ def _resident(model: Any, device: torch.device) -> int:
         return 0
     held = {id(one): one for one in [*model.parameters(), *model.buffers()] if one.device.type == device.type}
     return sum(one.numel() * one.element_size() for one in held.values())
-
-
-def _status(name: str) -> int:
-    """Return a figure of this process's memory, in bytes; 0 where the system has none."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
