@@ -10,6 +10,13 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from hasten.run import Run
 
+# What a DataLoader is built with, but for `shuffle`, which it keeps as its sampler.
+_ARGUMENTS = (
+    "dataset", "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn",
+    "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+    "batch_sampler", "sampler",
+)  # fmt: skip
+
 
 def changed(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """A copy of a loader with other options; subclasses keep their class and their own attributes."""
@@ -32,30 +39,12 @@ def with_options(loader: Any, run: Run) -> Any:
     if not isinstance(loader, DataLoader):
         return loader
     if run.acting("loader_options"):
-        names = (
-            "dataset",
-            "batch_size",
-            "num_workers",
-            "collate_fn",
-            "pin_memory",
-            "drop_last",
-            "timeout",
-            "worker_init_fn",
-            "multiprocessing_context",
-            "generator",
-            "prefetch_factor",
-            "persistent_workers",
-            "pin_memory_device",
-            "in_order",
-            "batch_sampler",
-            "sampler",
-        )
-        options = {name: getattr(loader, name, None) for name in names}
+        options = {name: getattr(loader, name, None) for name in _ARGUMENTS}
         options["shuffle"] = isinstance(loader.sampler, RandomSampler)
         wanted = run.loader_options(dict(options))
         if wanted["num_workers"] and wanted["prefetch_factor"] is None:
             wanted["prefetch_factor"] = 2
-        different = {name: wanted[name] for name in names if wanted[name] is not options[name]}
+        different = {name: wanted[name] for name in _ARGUMENTS if wanted[name] is not options[name]}
         if different:
             loader = changed(loader, **different)
     if run.acting("loader"):

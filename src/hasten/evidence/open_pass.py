@@ -1,4 +1,4 @@
-"""A time through a loader that is still going on, and what a step is made of."""
+"""A pass through a loader that is still going on, what a step is made of, and whose steps count."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from hasten.evidence.schema import Pass, Phase
 
+STALE_AFTER = 50  # optimizer steps after which a loader, or an optimizer, that was not heard of is taken to be over
 BLANK = (0.0,) * len(Phase)
 """Seconds by `Phase` of a step that has just begun."""
 
@@ -70,3 +71,25 @@ def first_step_so_far(inner: OpenPass, at: float) -> list[float]:
     if inner.outer is opened and not inner.trained:
         phases[Phase.VALIDATION] += at - inner.start
     return phases if opened.step_start is None else adding_up(phases, at - opened.step_start)
+
+
+class StepMarker:
+    """Which optimizer's steps are the run's, where no DataLoader is drawn from: the first one's, while it steps.
+
+    Attributes:
+        optimizer: Its number; None before any has stepped.
+    """
+
+    def __init__(self) -> None:
+        self.optimizer: int | None = None
+        self._others = 0  # steps of others since its last
+
+    def counts(self, optimizer: int) -> bool:
+        """Return whether this step of an optimizer is one of the run's."""
+        self._others += 1
+        if self.optimizer is None or self._others > STALE_AFTER:
+            self.optimizer = optimizer
+        if self.optimizer != optimizer:
+            return False
+        self._others = 0
+        return True

@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hasten.evidence.kept import KeptSteps
-from hasten.evidence.open_pass import BLANK, OpenPass, adding_up, first_step_so_far
+from hasten.evidence.open_pass import BLANK, STALE_AFTER, OpenPass, StepMarker, adding_up, first_step_so_far
 from hasten.evidence.schema import Pass, Phase
-from hasten.evidence.step_marker import STALE_AFTER, StepMarker
 
 _KEPT = 20_000  # steps kept at the most
 _KEPT_RESTING = 1024  # the same where the clock may rest

@@ -160,7 +160,7 @@ class Config:
     )
     callbacks: Any = _flag(None, FILES, "one callback or a list of them; see [callbacks](#callbacks)")
     log_every_n_steps: Any = _flag(
-        None, FILES, "loggers get step values every so many optimizer steps. None: 50", values.log_steps
+        None, FILES, "loggers get step values every so many optimizer steps. None: 50", values.whole(0)
     )
     enable_progress_bar: bool | None = _flag(
         None, FILES, "a live line on a terminal, a line an epoch elsewhere; False: none", values.switch

@@ -128,7 +128,6 @@ class Tuning(StepClock):
         self._end()
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """The fit is over."""
         self._end()
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:

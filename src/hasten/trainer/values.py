@@ -38,11 +38,6 @@ def sanity_steps(name: str, value: Any) -> Any:
     return math.inf if value in (-1, math.inf) and not isinstance(value, bool) else whole(-1)(name, value)
 
 
-def log_steps(name: str, value: Any) -> Any:
-    """`log_every_n_steps`: a number of steps; 0 is never."""
-    return whole(0)(name, value)
-
-
 def share_or_count(name: str, value: Any) -> Any:
     """A limit of batches: an int counts them, a float is a share of them."""
     if value is None:

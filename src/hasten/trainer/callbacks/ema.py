@@ -185,12 +185,10 @@ class EMA(Callback):
         self._swap_out(module)
 
     def on_test_start(self, trainer: Any, module: Any) -> None:
-        """Test the average."""
         if self._evaluates(trainer):
             self._swap_in(module)
 
     def on_test_end(self, trainer: Any, module: Any) -> None:
-        """Give the weights back."""
         self._swap_out(module)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
@@ -209,7 +207,6 @@ class EMA(Callback):
         return {"updates": self.updates, "step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
         self.updates = state_dict["updates"]
         self._step = state_dict["step"]
 

@@ -266,7 +266,6 @@ class NaNWatch(Callback):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Count on."""
         self.skipped = state_dict["skipped"]
         self.bad_steps = list(state_dict["bad_steps"])
         self._row = state_dict.get("row", 0)

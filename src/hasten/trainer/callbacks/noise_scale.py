@@ -97,10 +97,8 @@ class GradientNoiseScale(Callback):
             logger.log_metrics({"noise_scale": self.value}, step=trainer.logged_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages."""
         return {"squares": self._squares, "products": self._products, "looks": self._looks, "value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with them."""
         self._squares, self._products = state["squares"], state["products"]
         self._looks, self.value = state["looks"], state["value"]

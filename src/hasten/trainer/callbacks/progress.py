@@ -107,13 +107,11 @@ class Progress(Callback):
         self.on_train_epoch_start(trainer, module)
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        """A new line."""
         self._began = self._drawn_at = perf_counter()
         self._next, self._first, self._evaluated = 0, -1, 0.0
         self._outputs, self._rate, self.skip_batches = None, 0.0, 0
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Redraw if it is time to."""
         self._outputs = outputs
         if batch_idx < self._next:
             return
@@ -170,9 +168,6 @@ class Progress(Callback):
 
     # -- evaluation ------------------------------------------------------------------------------------
 
-    def _evaluation_starts(self) -> None:
-        self._evaluation_began = self._drawn_at = perf_counter()
-
     def _evaluation_batch(self, trainer: Any, what: str, batches: Any, batch_idx: int, loader: int) -> None:
         if not self._on_terminal or not self._enabled:
             return
@@ -190,39 +185,29 @@ class Progress(Callback):
         self._train_line = ""
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        """Its time is not training's."""
-        self._evaluation_starts()
+        """Start the clock of an evaluation, whose time is not the training's."""
+        self._evaluation_began = self._drawn_at = perf_counter()
+
+    on_test_start = on_predict_start = on_validation_start
 
     def on_validation_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Redraw if it is time to."""
         batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
         what = "sanity check" if trainer.sanity_checking else "validation"
         self._evaluation_batch(trainer, what, batches, batch_idx, dataloader_idx)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        """Its time is not training's."""
         self._evaluated += perf_counter() - self._evaluation_began
-
-    def on_test_start(self, trainer: Any, module: Any) -> None:
-        """A line of its own."""
-        self._evaluation_starts()
 
     def on_test_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Redraw if it is time to."""
         self._evaluation_batch(trainer, "test", trainer.num_test_batches, batch_idx, dataloader_idx)
-
-    def on_predict_start(self, trainer: Any, module: Any) -> None:
-        """A line of its own."""
-        self._evaluation_starts()
 
     def on_predict_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Redraw if it is time to."""
         self._evaluation_batch(trainer, "predict", trainer.num_predict_batches, batch_idx, dataloader_idx)
 
     # -- drawing ---------------------------------------------------------------------------------------

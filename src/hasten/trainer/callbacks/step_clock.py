@@ -61,7 +61,6 @@ class StepClock(Callback):
     # -- hooks -------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        """A pass through the loader begins."""
         self._mark = perf_counter()
         if self.recorder is not None:
             self._begin_pass(self.recorder)
@@ -91,7 +90,6 @@ class StepClock(Callback):
         return None
 
     def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
-        """The forward is over."""
         if self.recorder is not None and self.recorder.resting is None and self._model is not None:
             now = perf_counter()
             self.recorder.add(Phase.FORWARD, now - self._since)
@@ -99,7 +97,6 @@ class StepClock(Callback):
             self._model.train_calls += 1
 
     def on_after_backward(self, trainer: Any, module: Any) -> None:
-        """The backward is over."""
         if self.recorder is not None and self._loss is not None:
             now = perf_counter()
             self.recorder.backward(now - self._since, [self._loss])
@@ -138,13 +135,11 @@ class StepClock(Callback):
         self._validation_began = perf_counter()
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        """Validation is over."""
         self._mark = perf_counter()
         if self.recorder is not None and not trainer.sanity_checking:
             self.recorder.add(Phase.VALIDATION, self._mark - self._validation_began)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """The pass is over."""
         if self.recorder is not None and self._pass is not None:
             now = perf_counter()
             over, self._pass = self._pass, None

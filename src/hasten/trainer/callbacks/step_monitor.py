@@ -49,11 +49,9 @@ class StepMonitor(StepClock):
         self.listen(trainer, recorder)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Write the evidence."""
         self._write(trainer, "")
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """Write the evidence of what ran."""
         self._write(trainer, f"{type(exception).__name__}: {exception}".splitlines()[0])
 
     def _write(self, trainer: Any, error: str) -> None:

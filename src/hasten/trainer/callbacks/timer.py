@@ -67,27 +67,21 @@ class Timer(Callback):
         self._end.pop(stage, None)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """The clock starts."""
         self._begin("train")
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """The clock stops."""
         self._end["train"] = time.monotonic()
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        """The clock of validation starts."""
         self._begin("validate")
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        """The clock of validation stops."""
         self._end["validate"] = time.monotonic()
 
     def on_test_start(self, trainer: Any, module: Any) -> None:
-        """The clock of testing starts."""
         self._begin("test")
 
     def on_test_end(self, trainer: Any, module: Any) -> None:
-        """The clock of testing stops."""
         self._end["test"] = time.monotonic()
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
@@ -95,12 +89,10 @@ class Timer(Callback):
         self._check(trainer)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stop if the time is up."""
         if self._interval == "step":
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Stop if the time is up."""
         if self._interval == "epoch":
             self._check(trainer)
 

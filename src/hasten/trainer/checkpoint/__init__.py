@@ -13,17 +13,6 @@ from hasten.trainer.checkpoint.values import NotSaved
 from hasten.trainer.checkpoint.writing import check_writable, remove_leftovers
 
 __all__ = [
-    "CheckpointError",
-    "FolderLock",
-    "NotSaved",
-    "Saver",
-    "check_writable",
-    "latest_good",
-    "latest_start",
-    "lock_folder",
-    "read",
-    "read_progress",
-    "remove_leftovers",
-    "verify",
-    "write",
-]
+    "CheckpointError", "FolderLock", "NotSaved", "Saver", "check_writable", "latest_good", "latest_start",
+    "lock_folder", "read", "read_progress", "remove_leftovers", "verify", "write",
+]  # fmt: skip
