@@ -192,7 +192,7 @@ def _spread(count: int, most: int) -> list[int]:
 
 
 def _length(sample: Any) -> int:
-    """How large a sample is: the numbers in its tensors and arrays, the length of its texts and lists."""
+    """Return how large a sample is: the numbers in its tensors and arrays, the length of its texts and lists."""
     if hasattr(sample, "numel"):
         return int(sample.numel())
     if hasattr(sample, "size") and isinstance(sample.size, int):

@@ -155,7 +155,7 @@ def _run(attempts: Trials, size: int, own: int, say: Callable[[str], None]) -> A
 
 
 def _closer(attempts: Trials, first: Attempt, tried: list[Attempt], say: Callable[[str], None]) -> list[Attempt]:
-    """Where four times as many did not fit: twice as many, or half."""
+    """Try twice as many, or half, where four times as many did not fit."""
     for size in (2 * first.size, first.size // 2):
         if size >= 1 and (attempt := _run(attempts, size, first.size, say)).outcome == "ok":
             return sorted([*tried, attempt], key=lambda one: one.size)

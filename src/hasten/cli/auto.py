@@ -12,7 +12,7 @@ from hasten.warm.switches import read_schedule
 
 
 def options_of(command: list[str], auto: bool, out: Path, replay: Path | None) -> AutoOptions:
-    """How the run is tuned while it goes on, or switched as an earlier one was.
+    """Return how the run is tuned while it goes on, or switched as an earlier one was.
 
     Raises:
         HastenError: Options that exclude each other, files of somebody else's, or a schedule that is none.

@@ -17,7 +17,7 @@ LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "srun", "mpirun"}
 
 
 def split_line(args: list[str], with_value: set[str]) -> int:
-    """Where the training's command line begins."""
+    """Return where the training's command line begins."""
     position = 0
     while position < len(args):
         word = args[position]

@@ -117,6 +117,6 @@ def _run(command: list[str], how: How, wide: Devices, options: RankOptions) -> i
 
 
 def _visible(indices: list[int]) -> tuple[str, ...]:
-    """What CUDA_VISIBLE_DEVICES is for each of these GPUs: it may hold indices or UUIDs already."""
+    """Return what CUDA_VISIBLE_DEVICES is for each of these GPUs: it may hold indices or UUIDs already."""
     shown = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
     return tuple(shown[index] if shown else str(index) for index in indices)

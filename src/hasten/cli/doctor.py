@@ -120,7 +120,7 @@ def doctor(
 
 
 def _bounded(steps: int | None, seconds: float, epochs: int | None, trace: Path | None, sample: bool) -> DoctorOptions:
-    """How a training is listened to, from the command's options."""
+    """Return how a training is listened to, from the command's options."""
     from hasten.taps.config import DoctorOptions
 
     return DoctorOptions(
@@ -135,7 +135,7 @@ def _bounded(steps: int | None, seconds: float, epochs: int | None, trace: Path 
 
 
 def loader_options(seconds: float, patience: float = 300.0, flame: bool = True) -> DoctorOptions:
-    """How the training loader is measured in place of training.
+    """Return how the training loader is measured in place of training.
 
     Args:
         seconds: For the bench itself, not for what the script does before.
@@ -223,7 +223,7 @@ def _script(command: list[str]) -> Path | None:
 
 
 def _read_source(command: list[str]) -> Sequence[Finding]:
-    """What the script's code says; a fault there must not spoil what was measured."""
+    """Return what the script's code says; a fault there must not spoil what was measured."""
     script = _script(command)
     if script is None:
         return ()
@@ -247,7 +247,7 @@ def _heeding_comments(diagnosis: Diagnosis) -> Diagnosis:
 
 
 def _kept_evidence(command: list[str]) -> Path | None:
-    """Where a run's evidence lies, if that is what was named: a JSON file, or the folder of one."""
+    """Return where a run's evidence lies, if that is what was named: a JSON file, or the folder of one."""
     if not command:
         raise HastenError("no script was named", "hasten doctor SCRIPT ARGS, or hasten doctor evidence.json")
     path = Path(command[0])
@@ -294,7 +294,7 @@ def _severity(name: str) -> None:
 
 
 def check_targets(json: Path | None, html: Path | None, trace: Path | None, evidence: Path | None) -> None:
-    """What cannot be written, or would overwrite something else, is said before the run, not after it."""
+    """Refuse, before the run, targets that cannot be written or hold something else."""
     from hasten.doctor.verdict.diagnosis import is_diagnosis
     from hasten.evidence.schema import is_evidence
 

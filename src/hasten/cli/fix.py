@@ -62,7 +62,7 @@ def fix(
 
 
 def _tell(name: str, mended: Mended) -> None:
-    """What a mend may do to the results, and what was left alone and why."""
+    """Say what a mend may do to the results, and what was left alone and why."""
     for rule, effect in mended.changes.items():
         print(f"hasten: {name}: {rule}: {effect}", file=sys.stderr)
     for line, rule, reason in mended.left:

@@ -194,7 +194,7 @@ def _compiles(command: list[str]) -> None:
 
 
 def _writable(out: Path) -> None:
-    """What cannot be written, or would overwrite something else, is said before the trials."""
+    """Refuse, before the trials, files that cannot be written or hold something else."""
     from hasten.tuner.proof import is_report
 
     fix = "name another file with --out FILE"

@@ -67,7 +67,7 @@ class WorkerWatch:
         return {worker: state for worker, state in known.items() if state is not None}, lost
 
     def next_pass(self) -> None:
-        """Count from nought again."""
+        """Restart numbering at 0."""
         latest = {worker: history[-1][1] for worker, history in self._history.items()}
         self._history.clear()
         for worker, state in latest.items():

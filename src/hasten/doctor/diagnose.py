@@ -110,7 +110,7 @@ def _each_once(found: list[Finding]) -> list[Finding]:
 
 
 def _true_here(read: Sequence[Finding], evidence: Evidence) -> list[Finding]:
-    """What was read from the source, without what the run disproves."""
+    """Return what was read from the source, without what the run disproves."""
     return [one for one in read if FINDINGS.get(one.name, Rule).holds(one, evidence)]
 
 

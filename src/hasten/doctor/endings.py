@@ -11,7 +11,7 @@ TRAINS_WITHOUT_LOADER = "the script trains without drawing from a DataLoader"
 
 
 def how_it_ended(code: int | None, late: bool) -> str:
-    """How a process ended; "" if well.
+    """Return how a process ended; "" if well.
 
     Args:
         code: As `Popen` gives it; None where it was ended from here.
@@ -25,7 +25,7 @@ def how_it_ended(code: int | None, late: bool) -> str:
 
 
 def signal_name(number: int) -> str:
-    """What people call it."""
+    """Return the name that people know a signal by."""
     if number == signal.SIGINT:
         return "Ctrl-C"
     try:
@@ -65,7 +65,7 @@ def nothing_heard(command: tuple[str, ...], ended: str, began: float, seconds: f
 
 
 def no_loader_measured(evidence: Evidence, stopped: bool, patience: float) -> HastenError:
-    """Why there is no figure of a loader.
+    """Return why there is no figure of a loader.
 
     Args:
         evidence: Of the run in which it should have been measured.

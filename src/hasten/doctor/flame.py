@@ -50,7 +50,7 @@ def record(pid: int, seconds: float, out: Path) -> tuple[str, str]:
 
 
 def loading(stacks: str) -> str:
-    """Of folded stacks, what makes batches and passes them on: without what started the process, and without waits.
+    """Return the folded stacks of making batches and passing them on, without process start and waits.
 
     >>> loading("main (a.py:1);_worker_loop (torch/utils/data/_utils/worker.py:3);fetch (b.py:2) 7")
     'fetch (b.py:2) 7'

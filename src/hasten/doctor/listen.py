@@ -259,7 +259,7 @@ class _Listening:
         return Heard(evidence, own, self.stopped, cut, tuple(unseen), tuple(self._notes(evidence, cut, seconds)))
 
     def _without_evidence(self, ended: str, began: float, seconds: float) -> tuple[Evidence, str]:
-        """What the live file holds, or nothing but how it ended; and why there is no more."""
+        """Return what the live file holds, or nothing but how it ended; and why there is no more."""
         try:
             evidence = read_live(self.live).as_evidence(ended)
             return evidence, f"losses, layers and what else is asked for at the end: it was {ended or 'gone'} before"
@@ -287,7 +287,7 @@ class _Listening:
 
 
 def _over(left: Path) -> Path:
-    """What the process that trained puts beside its evidence when it waits to be ended."""
+    """Return what the process that trained puts beside its evidence when it waits to be ended."""
     return left.with_name(f"{left.name}.over")
 
 

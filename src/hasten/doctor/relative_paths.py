@@ -24,7 +24,7 @@ def with_relative_paths(data: Plain) -> Plain:
 
 @cache
 def _folders(here: str) -> re.Pattern[str]:
-    """What is cut off: these folders where a path begins with them, and not in the middle of another."""
+    """Return what is cut off: these folders where a path begins with them, and not in the middle of another."""
     folders = {here, os.path.realpath(here), *folders_of_packages()} - {os.sep}
     longest_first = sorted((re.escape(folder + os.sep) for folder in folders), key=len, reverse=True)
     return re.compile(rf"(?<![\w./~-])(?:{'|'.join(longest_first)})")

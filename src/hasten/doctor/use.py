@@ -158,7 +158,7 @@ class Sampler:
             return otherwise
 
     def use(self, origin: float, trains: int, until: float = math.inf) -> Use | None:
-        """What was sampled; None where nothing was.
+        """Return what was sampled; None where nothing was.
 
         Args:
             origin: The clock when the evidence's clock stood at 0.

@@ -39,7 +39,7 @@ def caller(frame: FrameType | None = None) -> str:
 
 
 def loader_facts(loader: Any, options: dict[str, Any], where: str) -> LoaderFacts:
-    """What a DataLoader was built with; `options` are its arguments by name."""
+    """Return what a DataLoader was built with; `options` are its arguments by name."""
     import torch.multiprocessing
     from torch.utils.data import IterableDataset, default_collate
 

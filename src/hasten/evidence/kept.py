@@ -68,7 +68,7 @@ class KeptSteps:
             self.phases[index] = phases
 
     def index_of(self, number: int) -> int | None:
-        """Where this step is among those that are kept."""
+        """Return where this step is among those that are kept."""
         index = bisect_left(self.numbers, number)
         return index if index < len(self.numbers) and self.numbers[index] == number else None
 

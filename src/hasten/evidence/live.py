@@ -76,7 +76,7 @@ class Live:
     schema: str = SCHEMA
 
     def as_evidence(self, error: str) -> Evidence:
-        """What it tells, in the shape of evidence: for a run that left nothing else.
+        """Return what it tells, in the shape of evidence: for a run that left nothing else.
 
         Args:
             error: What ended the run: "killed by SIGKILL".
@@ -111,7 +111,7 @@ class Live:
 
 
 def live_path(evidence: Path) -> Path:
-    """Where the live file of a run lies that will leave this evidence.
+    """Return where the live file of a run lies that will leave this evidence.
 
     >>> live_path(Path("runs/today/evidence.json")).as_posix()
     'runs/today/evidence.live.json'

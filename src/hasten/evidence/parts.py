@@ -69,7 +69,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 def _form(leaf: Any) -> str:
-    """What a part is; how wide its numbers are is for a comparison of bits to say."""
+    """Return what a part is; how wide its numbers are is for a comparison of bits to say."""
     import torch
 
     if isinstance(leaf, torch.Tensor):

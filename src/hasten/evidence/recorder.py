@@ -309,7 +309,7 @@ class Recorder:
             self._rest(loose)
 
     def roles(self) -> dict[int, str]:
-        """What each loader that was asked is for: "train" where a backward was seen between its batches."""
+        """Return what each loader that was asked is for: "train" where a backward was seen between its batches."""
         passes: list[Pass | OpenPass] = [*self.passes, *list(self._open.values())]
         roles = dict.fromkeys({one.loader for one in passes if one.batches}, "validation")
         roles.update({one.loader: "train" for one in passes if one.trained})

@@ -276,7 +276,7 @@ class Evidence:
         return sorted((e for e in self.events if e.kind in kinds), key=lambda e: (-e.seconds, -e.count))
 
     def measured_for(self, finding: str) -> list[Measurement]:
-        """What was tried for this rule and could be measured."""
+        """Return what was tried for this rule and could be measured."""
         return [one for one in self.measured if one.finding == finding and not one.failed]
 
     def tried_live(self, finding: str) -> TriedLive | None:

@@ -41,7 +41,7 @@ class EpochStart:
 
 
 def loader_index(evidence: Evidence, loader: LoaderFacts) -> int:
-    """Which of the evidence's loaders this is."""
+    """Return which of the evidence's loaders this is."""
     return next(index for index, one in enumerate(evidence.loaders) if one is loader)
 
 
@@ -80,7 +80,7 @@ def data_share(evidence: Evidence) -> float:
 
 
 def stages_of(evidence: Evidence, loader: LoaderFacts) -> Stages | None:
-    """Where this loader's time goes, if it was sampled and anything was seen."""
+    """Return where this loader's time goes, if it was sampled and anything was seen."""
     index = loader_index(evidence, loader)
     return next((one for one in evidence.stages if one.loader == index and one.batches and one.seconds > 0), None)
 
@@ -130,7 +130,7 @@ def stretch(evidence: Evidence) -> float:
 
 
 def epoch_start(evidence: Evidence, loader: LoaderFacts) -> EpochStart | None:
-    """How passes through this loader begin; None unless a pass began after another was over."""
+    """Return how passes through this loader begin; None unless a pass began after another was over."""
     index = loader_index(evidence, loader)
     passes = [over for over in evidence.passes if over.loader == index and over.batches]
     later = passes[1:]

@@ -115,7 +115,7 @@ def _in_blocks(tried: TriedLive) -> str:
 
 
 def gain_of(tried: list[Measurement]) -> float:
-    """How much less time these take together, as a share of what they took."""
+    """Return how much less time these take together, as a share of what they took."""
     before = sum(one.before * one.calls for one in tried)
     return 1 - sum(one.after * one.calls for one in tried) / before if before > 0 else 0.0
 

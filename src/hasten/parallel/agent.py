@@ -134,7 +134,7 @@ def _hear(signals: socket.socket) -> None:
 
 
 def _seconds(ranks: Ranks) -> float:
-    """How long the machines may take to meet."""
+    """Return how long the machines may take to meet."""
     timeout = ranks.conf.get("timeout", "")
     return (float(timeout) if timeout.isdecimal() else _JOIN_SECONDS) + 30.0
 
@@ -224,7 +224,7 @@ class _End:
         return 3 if text else 4
 
     def words(self) -> str:
-        """What it said, in one line."""
+        """Return what it said, in one line."""
         lines = str(self.said.get("text", "")).strip().splitlines()
         if not lines:
             return "; look for lack of memory with `dmesg`" if self.code == -signal.SIGKILL else ""

@@ -102,7 +102,7 @@ class Averaging:
         parameter.register_post_accumulate_grad_hook(note)
 
     def _all_touched(self, numbers: list[int]) -> list[int]:
-        """Those that any rank has a gradient of: a rank may use a part of a model that another one does not."""
+        """Return the parameters that any rank has a gradient of: ranks may use different parts of a model."""
         most = int(self._meeting.world.reduce(torch.tensor(self._count), "max"))
         flags = torch.zeros(most, dtype=torch.int32)
         flags[numbers] = 1

@@ -61,7 +61,7 @@ def _has_program(words: list[str]) -> bool:
 
 
 def rank_environment(rank: int, size: int, address: str, port: int, cores: int) -> dict[str, str]:
-    """What a rank on this machine needs in its environment, in torchrun's words.
+    """Return what a rank on this machine needs in its environment, in torchrun's words.
 
     Threads are shared between the ranks unless OMP_NUM_THREADS is set.
     """

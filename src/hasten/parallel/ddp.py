@@ -31,7 +31,7 @@ class Step(nn.Module):
         self.call = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What `call` returns."""
+        """Return what `call` returns."""
         return self.call(*args, **kwargs)
 
 
@@ -47,7 +47,7 @@ def wrap(
 ) -> DistributedDataParallel:
     """Let the gradients of `module` be averaged over the ranks while its backward runs.
 
-    Call what is returned in place of `call`, and backward as ever. The module must be on its device already. Rank 0's
+    Call what is returned in place of `call`, and backward as usual. The module must be on its device already. Rank 0's
     parameters and buffers go to all ranks.
 
     Args:

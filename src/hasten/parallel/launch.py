@@ -86,7 +86,7 @@ def open_world(
 
 
 def size_of(accelerator: str, devices: Devices, num_nodes: int) -> tuple[int, int]:
-    """How many processes, on how many machines, `open_world` with these flags will bring together."""
+    """Return how many processes, on how many machines, `open_world` with these flags will bring together."""
     place, chosen = find_place(), choose_devices(accelerator, devices)
     if place is None:
         return len(chosen) * num_nodes, num_nodes
@@ -204,7 +204,7 @@ class ScriptChild:
         self._reader.join(1.0)  # a worker that outlives it may hold the pipe
 
     def last_words(self) -> str:
-        """What it wrote to stderr last."""
+        """Return what it wrote to stderr last."""
         if self.code() is not None:
             self._reader.join(1.0)
         return self._tail.decode(errors="replace")

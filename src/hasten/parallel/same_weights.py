@@ -84,7 +84,7 @@ class SameWeights:
                     tensor.detach().copy_(theirs.view(tensor.shape))
 
     def _spread_buffers(self) -> None:
-        """What rank 0's models have counted (the statistics of BatchNorm, say), as DistributedDataParallel does."""
+        """Spread rank 0's buffers (the statistics of BatchNorm, say), as DistributedDataParallel does."""
         changed = {}
         for number, held in enumerate(self._watched):
             module = held()
@@ -101,7 +101,7 @@ class SameWeights:
                 self._versions[buffer] = buffer._version
 
     def _apart(self, trained: Sequence[torch.Tensor]) -> float:
-        """How far the ranks' weights lie apart, relative to their size; 0.0 within rounding."""
+        """Return how far the ranks' weights lie apart, relative to their size; 0.0 within rounding."""
         with torch.no_grad():
             total = sum(float(one.detach().abs().sum(dtype=torch.float64)) for one in trained)
         least = float(self._world.reduce(torch.tensor(total, dtype=torch.float64), "min"))

@@ -232,7 +232,7 @@ class World:
         return arrived >= self.size
 
     def _wire(self, tensor: torch.Tensor) -> torch.device:
-        """Where a tensor must lie to be sent."""
+        """Return where a tensor must lie to be sent."""
         return tensor.device if self._cpu_wire or tensor.device.type != "cpu" else self.device
 
 

@@ -58,7 +58,7 @@ def phase_chart(proof: Proof) -> Markup:
 
 
 def effect_chart(rows_shown: Sequence[Row]) -> Markup:
-    """How many times faster a step is with each technique than without: a dot, and the interval as a bar.
+    """Return how many times faster a step is with each technique than without: a dot, and the interval as a bar.
 
     Logarithmic: equal lengths are equal factors. The upright line is 1x; what crosses it may be no gain at all.
     """

@@ -27,7 +27,7 @@ def plain_step(blocks: Iterable[Block]) -> float | None:
 
 
 def pace(block: Block, plain: float | None) -> float | None:
-    """How many times faster a block ran than the script as it was, roughly; None where that is not known.
+    """Return how many times faster a block ran than the script as it was, roughly; None where that is not known.
 
     The claim compares blocks that ran one after the other: it may be lower than the best of these.
     """

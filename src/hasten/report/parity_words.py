@@ -36,7 +36,7 @@ def _difference(check: ParityCheck) -> str:
 
 
 def _seen(checks: tuple[ParityCheck, ...]) -> str:
-    """How small a change of each loss would have shown, for a plan whose losses did not change.
+    """Return how small a change of each loss would have shown, for a plan whose losses did not change.
 
     Each by itself: a validation of few batches sees 8 %, where the same runs see 1 % of the training's loss.
     """
@@ -77,7 +77,7 @@ def check(check: ParityCheck) -> str:
 
 
 def agreement(found: StepAgreement) -> list[str]:
-    """What plain and plan did on the same weights and batches, in sentences."""
+    """Return what plain and plan did on the same weights and batches, in sentences."""
     at = f", in {words.clean(found.worst)}" if found.worst else ""
     loss, steps = words.percent(found.loss_gap), words.count(found.steps, "step")
     return [
@@ -120,7 +120,7 @@ def agrees(found: StepAgreement) -> bool:
 
 
 def blind_spots(proof: Proof) -> list[str]:
-    """What the parity test cannot see, in sentences."""
+    """Return what the parity test cannot see, in sentences."""
     spots = []
     if proof.parity.checks:
         fewest = min(min(len(one.baseline), len(one.plan)) for one in proof.parity.checks)

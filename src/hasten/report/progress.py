@@ -147,7 +147,7 @@ class TuneProgress:
             self._write(_fitted(self._parts(), width))
 
     def _parts(self) -> list[str]:
-        """What the line holds, the most important first."""
+        """Return what the line holds, the most important first."""
         best = self.best
         parts = [f"{self._elapsed():.0f}/{self._budget:.0f}s"]
         if self._claimed is not None:
@@ -174,7 +174,7 @@ class TuneProgress:
 
 
 def _names(on: tuple[str, ...]) -> str:
-    """What was on, in short."""
+    """Return what was on, in short."""
     return words.clean(", ".join(on)) or "nothing"
 
 

@@ -32,7 +32,7 @@ class Row:
 
     @property
     def interval(self) -> str:
-        """Both ends of its interval."""
+        """Return both ends of its interval."""
         return words.interval(self.low, self.high)
 
     @property
@@ -56,7 +56,7 @@ def kept(proof: Proof) -> list[Row]:
 
 
 def lost(proof: Proof) -> list[Row]:
-    """What was tried and not kept; `why` says what happened."""
+    """Return what was tried and not kept; `why` says what happened."""
     return [_lost(one) for one in proof.tried if one.outcome != "kept"]
 
 
@@ -74,14 +74,14 @@ def _lost(one: Tried) -> Row:
 
 
 def effects(proof: Proof) -> str:
-    """What the kept techniques may do to the result: the effects, named and explained."""
+    """Return what the kept techniques may do to the result: the effects, named and explained."""
     used = list(dict.fromkeys(one.effect for one in proof.techniques))
     named = [f"{words.clean(effect)} = {words.EFFECTS.get(effect, 'not known to this hasten')}" for effect in used]
     return "; ".join(named)
 
 
 def meaning(proof: Proof) -> str:
-    """What the columns mean."""
+    """Return what the columns mean."""
     where = "blocks of one process" if proof.warm else "trials in processes of their own"
     return (
         f"Brings: how many times faster a step is with it than without, the rest of the plan on, measured in {where}, "

@@ -102,7 +102,7 @@ def _nothing(proof: Proof) -> TuneVerdict:
 
 
 def promises(proof: Proof) -> list[Promise]:
-    """What a proven plan must fulfil, each with its answer; nothing where nothing was kept."""
+    """Return what a proven plan must fulfil, each with its answer; nothing where nothing was kept."""
     if not proof.techniques:
         return []
     same = parity(proof)
@@ -141,7 +141,7 @@ def _fresh(proof: Proof) -> Promise:
 
 
 def _missing(proof: Proof) -> str:
-    """What is not known of a plan that is not proven."""
+    """Return what is not known of a plan that is not proven."""
     return ", ".join(each.what for each in promises(proof) if each.answer is not Answer.HOLDS)
 
 
@@ -221,7 +221,7 @@ def phases(proof: Proof) -> list[PhaseChange]:
 
 
 def phase_gap(proof: Proof) -> str:
-    """Where the bars of the phases tell another ratio than the claim, say so; "" where they agree."""
+    """Say where the bars of the phases tell another ratio than the claim; "" where they agree."""
     rows = phases(proof)
     before, after = sum(row.before for row in rows), sum(row.after for row in rows)
     if not (proof.techniques and before and after):
@@ -236,7 +236,7 @@ def phase_gap(proof: Proof) -> str:
 
 
 def noise(proof: Proof) -> list[str]:
-    """How much else happened on the machine, in sentences, and what that means for the interval."""
+    """Return how much else happened on the machine, in sentences, and what that means for the interval."""
     seen = proof.noise
     if seen is None:
         return ["How busy the machine was besides was not measured."]
@@ -255,7 +255,7 @@ def noise(proof: Proof) -> list[str]:
 
 
 def noisy(proof: Proof) -> str:
-    """What others took of the machine, for beside the headline; "" where that was too little to matter."""
+    """Return what others took of the machine, for beside the headline; "" where that was too little to matter."""
     if not is_noisy(proof) or proof.noise is None:
         return ""
     took = []
@@ -274,7 +274,7 @@ def is_noisy(proof: Proof) -> bool:
 
 
 def _disturbed_blocks(proof: Proof) -> list[str]:
-    """How many blocks others disturbed, and what became of them."""
+    """Return how many blocks others disturbed, and what became of them."""
     disturbed = sum(block.disturbed for block in proof.blocks)
     if not disturbed:
         return []
@@ -285,7 +285,7 @@ def _disturbed_blocks(proof: Proof) -> list[str]:
 
 
 def _claim_is_of(proof: Proof) -> str:
-    """What a noisy machine means for the claim, or for what was tried."""
+    """Return what a noisy machine means for the claim, or for what was tried."""
     if not proof.techniques:
         return "on a quiet machine what was tried may do otherwise"
     if proof.disturbed is not None:

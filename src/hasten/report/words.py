@@ -61,7 +61,7 @@ def signed(share: float | None) -> str:
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """Both ends of a ratio's interval: `2.24x to 2.38x`."""
+    """Return both ends of a ratio's interval: `2.24x to 2.38x`."""
     if not (known(low) and known(high)):
         return NONE
     return f"{times(low)} to {times(high)}"
@@ -161,7 +161,7 @@ def count(amount: int, what: str) -> str:
 
 
 def change(before: float, after: float) -> str:
-    """How much less or more `after` is: `38 % less`."""
+    """Return how much less or more `after` is: `38 % less`."""
     if not (known(before) and known(after)) or before <= 0:
         return NONE
     part = after / before - 1

@@ -15,7 +15,7 @@ from hasten.techniques.compute.compile import compiler
 from hasten.techniques.compute.fused_optimizer import why_not_fusable
 from hasten.techniques.data.probe import probe
 
-_SECOND_LOOK = 10  # steps after which what was built is looked at again, lest it be gone when the script is over
+_SECOND_LOOK = 10  # steps after which what was built is looked at again: it may be gone when the script is over
 
 
 class Built:

@@ -140,7 +140,7 @@ def _outermost(session: Session, plain: Any, torch: Any) -> Any:
         trains, graph, aside = module.training, grad_enabled(), False
         validating = not (graph and (trains or watch.backward_through_eval))
         if validating and (trains or not watch.train_calls):
-            # In the midst of training: a teacher, a target net, an agent that acts. A loss of it alone tells otherwise.
+            # Between training steps: a teacher, a target network, an agent that acts; unless only a loss follows.
             current = recorder.current
             aside = current.trained or current.loader < 0 or current.loader in session.trained_loaders
             validating = not aside

@@ -69,7 +69,7 @@ def check(trainer: Trainer, fit: dict[str, Any], batches: int, epochs: int, resu
 
 
 def _loaded(path: Path) -> tuple[Any] | None:
-    """What one of hasten's checkpoints holds, but for what is of the run and not of the training."""
+    """Return what one of hasten's checkpoints holds, but for what is of the run and not of the training."""
     if path.suffix != ".ckpt":
         return None
     try:

@@ -363,7 +363,7 @@ class Checkpointing:
     # -- being stopped ---------------------------------------------------------------------------------
 
     def interrupted_folder(self) -> str:
-        """Where a run that is asked to stop leaves its checkpoint."""
+        """Return where a run that is asked to stop leaves its checkpoint."""
         for callback in self._trainer.checkpoint_callbacks:
             if folder := getattr(callback, "dirpath", None):
                 return str(folder)

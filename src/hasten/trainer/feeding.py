@@ -96,7 +96,7 @@ def _asked_for(trainer: Trainer, kind: str, limit: Any) -> Any:
 
 
 def _whence(trainer: Trainer, kind: str) -> str:
-    """Where the loaders of a kind come from, for messages."""
+    """Return where the loaders of a kind come from, for messages."""
     hooks = trainer.engine.hooks
     if trainer.engine.feeds[kind].given is not None or hooks.of_data(f"{kind}_dataloader") is None:
         argument = f"{kind}_dataloaders" if trainer.stage.fn == "fit" else "dataloaders"
@@ -250,7 +250,7 @@ def nothing_left() -> Any:
 
 
 def preparing(trainer: Trainer, stage: str) -> list[Callable[[Any, int], Any]]:
-    """What each batch goes through before a step: hooks that are defined, and the copy to the device."""
+    """Return what each batch goes through before a step: hooks that are defined, and the copy to the device."""
     hooks, device = trainer.engine.hooks, trainer.device
     path: list[Callable[[Any, int], Any]] = []
     if (own := hooks.of_data("on_before_batch_transfer")) is not None:

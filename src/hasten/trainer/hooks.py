@@ -211,7 +211,7 @@ class Hooks:
         return self.of_datamodule(name) if of_datamodule else self.of_module(name)
 
     def owner_of_data(self, name: str) -> Any:
-        """Whose data hook is used: the datamodule, or else the module."""
+        """Return whose data hook is used: the datamodule, or else the module."""
         datamodule = self._trainer.datamodule
         return datamodule if overridden(datamodule, name, *self._bases[2], through_wrappers=True) else self._module
 
@@ -253,7 +253,7 @@ class Hooks:
         return hook
 
     def at_batch_end(self) -> tuple[list[tuple[Callback, Hook]], list[Hook]]:
-        """Those that hear of the end of a training batch: callbacks that look now and then only, and all others."""
+        """Return the hooks for the end of a training batch: of callbacks that may skip batches, and all others."""
         name = "on_train_batch_end"
         seldom = [one for one in self._trainer.callbacks if getattr(one, "skip_batches", None) is not None]
         rest = [one for one in self._trainer.callbacks if not any(one is other for other in seldom)]

@@ -261,7 +261,7 @@ class Board:
     # -- resume ----------------------------------------------------------------------------------------
 
     def state_dict(self, names: Mapping[int, str] | None = None) -> list[dict[str, Any]]:
-        """What an epoch that goes on needs: sums so far.
+        """Return what an epoch that goes on needs: sums so far.
 
         Args:
             names: By id, the names of the module's parts: metrics that are objects are found again by them.

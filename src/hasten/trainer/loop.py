@@ -132,7 +132,7 @@ class FitLoop:
         self._epoch_is_over(self._at_the_end())
 
     def _epoch_is_over(self, whole: bool) -> None:
-        """What comes after the hooks of an epoch's end, and so after checkpoints made there."""
+        """Do what comes after the hooks of an epoch's end, and so after checkpoints made there."""
         trainer, board, progress = self.trainer, self.board, self.progress
         board.stepping = False
         trainer.collect()
@@ -265,7 +265,7 @@ class FitLoop:
         return stepped
 
     def _after_batch(self, batch_idx: int, validates: bool = True) -> None:
-        """What follows the hooks of a batch's end, and so checkpoints made there."""
+        """Do what follows the hooks of a batch's end, and so checkpoints made there."""
         trainer, progress = self.trainer, self.progress
         accumulating = self.accumulating()
         if validates:
@@ -328,7 +328,7 @@ class FitLoop:
     # -- resume ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands: all that a run needs to go on as if it had not been stopped."""
+        """Return where training stands: all that a run needs to go on as if it had not been stopped."""
         if self.cut is not None:
             return self.cut
         trainer, progress = self.trainer, self.progress

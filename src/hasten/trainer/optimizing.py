@@ -74,7 +74,7 @@ def is_optimizer(thing: Any) -> bool:
 def parsed(
     given: Any, automatic: bool, custom_scheduler_step: bool, error: Any = HastenError
 ) -> tuple[list[Any], list[SchedulerConfig]]:
-    """What `configure_optimizers` gave, as optimizers and schedulers.
+    """Return what `configure_optimizers` gave, as optimizers and schedulers.
 
     Args:
         given: Its answer.

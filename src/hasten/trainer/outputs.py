@@ -34,7 +34,7 @@ def scaled_loss(output: Any, every: int) -> Any:
 
 
 def outputs_of(output: Any, every: int) -> dict[str, Any]:
-    """What hooks get: the loss as it was differentiated, without its graph, and what else training_step gave."""
+    """Return what hooks get: the loss as it was differentiated, without its graph, and what else training_step gave."""
     loss = scaled_loss(output, every)
     if loss is None:
         return {}
@@ -44,7 +44,7 @@ def outputs_of(output: Any, every: int) -> dict[str, Any]:
 
 
 def manual_outputs_of(output: Any, every: int) -> dict[str, Any]:
-    """What hooks get in manual optimization: all that training_step gave, without graphs."""
+    """Return what hooks get in manual optimization: all that training_step gave, without graphs."""
     if isinstance(output, Mapping):
         return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in output.items()}
     return {} if output is None else {"loss": output.detach()}

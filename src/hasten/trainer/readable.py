@@ -95,7 +95,7 @@ class Readable:
         return max(1, size // max(1, nodes))
 
     def _sizes(self) -> tuple[int, int]:
-        """How many processes, and machines."""
+        """Return how many processes, and machines."""
         if self.engine.opened:
             return self.world.size, self.world.num_nodes
         return size_of(self.config.accelerator, self.config.devices, self.config.num_nodes)

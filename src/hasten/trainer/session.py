@@ -85,7 +85,7 @@ def _left(trainer: Trainer) -> None:
 
 
 def _where_memory_ran_out(trainer: Trainer) -> str:
-    """Which batch it was, and what to do about it."""
+    """Return which batch it was, and what to do about it."""
     progress = trainer.progress
     fix = "microbatch=..., smaller" if trainer.config.microbatch else 'microbatch="auto"'
     return (
@@ -277,7 +277,7 @@ def _sanity_check(trainer: Trainer) -> None:
 
 
 def _tear_down(trainer: Trainer) -> None:
-    """What must be left in order, whether the training ended well or not."""
+    """Leave everything in order, whether the training ended well or not."""
     engine = trainer.engine
     trainer.metrics.to_cpu()
     engine.optimizing.release()

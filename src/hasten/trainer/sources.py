@@ -52,7 +52,7 @@ class Combined:
         return len(self.leaves) == 1 and self.leaves[0] is self.tree
 
     def batches(self) -> float:
-        """How many batches a pass has; infinity when nobody knows."""
+        """Return how many batches a pass has; infinity when nobody knows."""
         sizes = [min(length(leaf), limit) for leaf, limit in zip(self.leaves, self.limits, strict=True)]
         if not sizes:
             return 0
@@ -142,7 +142,7 @@ class Combined:
         return {**resumed, "positions": [{**states[0], "batches": over[0]}], "batch_idx": over[0]}
 
     def state_dict(self, batches: int) -> list[Any]:
-        """Where a pass stands after so many batches."""
+        """Return where a pass stands after so many batches."""
         drawn = [batches] if self.single else self._drawn
         return [
             {**position.state_dict(count), "batches": count}
@@ -191,7 +191,7 @@ def _refilled(tree: Any, leaves: Iterator[Any]) -> Any:
 
 
 def combined(given: Any, mode: str) -> Combined:
-    """What somebody gave as loaders, as Combined; a CombinedLoader of another framework keeps its mode."""
+    """Return what somebody gave as loaders, as Combined; a CombinedLoader of another framework keeps its mode."""
     own_mode = getattr(given, "_mode", None)
     if own_mode in MODES and hasattr(given, "iterables"):
         return Combined(given.iterables, own_mode)
@@ -207,7 +207,7 @@ def length(loader: Any) -> float:
 
 
 def limited(total: float, limit: float | None, flag: str, error: Any = HastenError) -> float:
-    """How many batches of a loader are used.
+    """Return how many batches of a loader are used.
 
     Args:
         total: Batches it has; infinity when unknown.

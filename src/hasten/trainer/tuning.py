@@ -40,7 +40,7 @@ _COMPILED_IN = ("precision", "channels_last", "matmul_precision", "attention", "
 
 
 def tuning_of(plan: str | os.PathLike[str]) -> Tuning | None:
-    """What `plan="auto"`, or a schedule in place of a plan, asks for; None for a plan.
+    """Return what `plan="auto"`, or a schedule in place of a plan, asks for; None for a plan.
 
     Raises:
         HastenError: The schedule cannot be read.

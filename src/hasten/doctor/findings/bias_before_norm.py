@@ -172,7 +172,7 @@ def _pairs(code: Code) -> Iterator[tuple[cst.Call, cst.Call, bool]]:
 
 
 def _called_on(code: Code, call: cst.Call) -> str:
-    """What is called on the result of a call, and on nothing else: "self.bn1"."""
+    """Return what is called on the result of a call, and on nothing else: "self.bn1"."""
     above = code.script.parents[call]
     if isinstance(above, cst.Arg):
         outer = code.script.parents[above]

@@ -83,6 +83,6 @@ class ChannelsFirst(Rule):
 
     @classmethod
     def may_help(cls, evidence: Evidence) -> bool:
-        """Where forward and backward take long enough, and no convolution reads its images so already."""
+        """Return whether forward and backward take long enough, and no convolution reads its images so already."""
         there = any(layer.channels_last for layer in evidence.layers)
         return not there and share_of(evidence, seconds_of(evidence, *COMPUTE)) >= CERTAIN

@@ -68,5 +68,5 @@ class CudnnBenchmarkOff(Rule):
 
     @classmethod
     def may_help(cls, evidence: Evidence) -> bool:
-        """Where sizes stay the same."""
+        """Return whether sizes stay the same."""
         return len(evidence.inputs.shapes) <= 2 if evidence.inputs else True

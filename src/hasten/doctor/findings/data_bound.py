@@ -70,7 +70,7 @@ class DataBound(Rule):
 
 
 def _causes(evidence: Evidence, loader: LoaderFacts) -> Iterator[str]:
-    """What is known of why batches come late, in sentences."""
+    """Yield what is known of why batches come late, in sentences."""
     workers, cores = loader.num_workers, evidence.machine.cores
     if not workers:
         yield "every batch is made in the training process, while the model waits (num_workers=0)"
@@ -101,7 +101,7 @@ def _causes(evidence: Evidence, loader: LoaderFacts) -> Iterator[str]:
 
 
 def _remedy(evidence: Evidence, loader: LoaderFacts) -> str:
-    """What to do about a wait for data, by what the machine has left."""
+    """Return what to do about a wait for data, by what the machine has left."""
     cores = evidence.machine.cores
     wait, step = ordinary_wait(evidence), ordinary_seconds(evidence)
     if seconds_of(evidence, Phase.DATA) > 2 * wait:

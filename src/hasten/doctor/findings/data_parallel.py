@@ -97,6 +97,6 @@ class DataParallel(Rule):
 
 
 def _busy(evidence: Evidence) -> list[float]:
-    """How busy each GPU of the training was, 0 to 1; those that it left alone are left out."""
+    """Return how busy each GPU of the training was, 0 to 1; those that it left alone are left out."""
     means = [mean_during(evidence, gpu.busy) for gpu in evidence.used.gpus]
     return [mean for mean in means if mean is not None and mean >= 0.02]

@@ -102,7 +102,7 @@ class FullPrecision(Rule):
 
     @classmethod
     def may_help(cls, evidence: Evidence) -> bool:
-        """Where forward and backward take long enough, and losses may be those of 16 bits."""
+        """Return whether forward and backward take long enough, and losses may be those of 16 bits."""
         searches = any(one.name == "LBFGS" for one in evidence.optimizers) and not on_gpu(evidence)
         return not searches and share_of(evidence, seconds_of(evidence, *COMPUTE)) >= CERTAIN
 

@@ -109,7 +109,7 @@ class NoGradientClipping(Rule):
 
 
 def spikes(evidence: Evidence) -> int:
-    """How often the loss jumped to over four times the median of the 20 before it."""
+    """Return how often the loss jumped to over four times the median of the 20 before it."""
     losses = [loss for loss in evidence.losses if loss is not None and math.isfinite(loss)]
     return sum(
         losses[index] > 4 * middle > 0

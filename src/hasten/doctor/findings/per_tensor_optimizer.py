@@ -89,7 +89,7 @@ class PerTensorOptimizer(Rule):
 
     @classmethod
     def may_help(cls, evidence: Evidence) -> bool:
-        """Where the optimizer takes a share of the step that counts."""
+        """Return whether the optimizer takes a share of the step that counts."""
         return share_of(evidence, seconds_of(evidence, Phase.OPTIMIZER)) >= LEAST
 
     @classmethod

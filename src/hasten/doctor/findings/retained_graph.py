@@ -169,7 +169,7 @@ def _kept(code: Code, node: cst.CSTNode) -> Problem | None:
 
 
 def _keeps(node: cst.CSTNode) -> tuple[cst.BaseExpression | None, cst.BaseExpression | None]:
-    """What a node keeps a value in, and the value: `total += x`, `total = total + x`, `xs.append(x)`."""
+    """Return what a node keeps a value in, and the value: `total += x`, `total = total + x`, `xs.append(x)`."""
     if isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.AddAssign):
         return node.target, node.value
     if isinstance(node, cst.Assign) and len(node.targets) == 1 and isinstance(node.value, cst.BinaryOperation):

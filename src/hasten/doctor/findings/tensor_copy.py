@@ -127,7 +127,7 @@ def _as_tensor(call: Any) -> cst.CSTNode:
 
 
 def _shared(code: Code, value: cst.BaseExpression) -> str:
-    """Why an array's memory may not be taken over; "" where it is new and nobody else's."""
+    """Return why an array's memory may not be taken over; "" where it is new and nobody else's."""
     if isinstance(value, cst.Name):
         scope = code.script.scope(value)
         uses = [node for node in walk(scope) if isinstance(node, cst.Name) and node.value == value.value]

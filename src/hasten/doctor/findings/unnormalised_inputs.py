@@ -70,7 +70,7 @@ class UnnormalisedInputs(Rule):
 
 
 def _why_not_normal(mean: float, std: float, feature_mean: float | None, feature_std: float | None) -> str:
-    """What is unusual about inputs, "" where they are near enough to normal."""
+    """Return what is unusual about inputs, "" where they are near enough to normal."""
     if not all(map(math.isfinite, (mean, std))):
         return ""
     if abs(mean) > 5 or std > 10:

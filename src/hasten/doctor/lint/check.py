@@ -143,7 +143,7 @@ def findings_in(path: Path) -> list[Finding]:
 
 
 def silenced(findings: Sequence[Finding]) -> list[Finding]:
-    """Those findings of a run that an ignore comment in the script does not silence."""
+    """Return the findings of a run that no ignore comment in the script silences."""
     comments: dict[str, tuple[Script | None, Ignores]] = {}
     kept = []
     for finding in findings:

@@ -96,7 +96,7 @@ class _Bench:
         self._measure_and_leave(loader)
 
     def _is_first(self) -> bool:
-        """Of all the processes that train, one measures."""
+        """Return whether this is the first of all the processes that train: that one measures."""
         try:
             os.close(os.open(f"{self._session.config.evidence}.claimed", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:

@@ -116,7 +116,7 @@ def _tap_tensors_made(log: EventLog) -> None:
 
 
 def made_of(data: Any) -> str:
-    """What a tensor is made of, where that costs time: "tensor", "array", "list of arrays", "list"; else ""."""
+    """Return what a tensor is made of, where that costs time: "tensor", "array", "list of arrays", "list"; else ""."""
     import torch
 
     if isinstance(data, torch.Tensor):

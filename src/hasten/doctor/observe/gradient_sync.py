@@ -45,7 +45,7 @@ class SyncClock:
             self._waits[times["iteration"]] = max(0, alone) / 1e9
 
     def seconds(self) -> float:
-        """Of waiting in one backward, the median of those that were timed; 0 where none was."""
+        """Return the median seconds of waiting in one backward; 0 where none was timed."""
         known = [wait for iteration, wait in self._waits.items() if iteration >= _WARM_UP] or list(self._waits.values())
         return statistics.median(known) if known else 0.0
 

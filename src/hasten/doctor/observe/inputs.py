@@ -40,7 +40,7 @@ class _Loader:
 
 
 def inputs_of(seen: list[tuple[tuple[int, ...], Any]]) -> Inputs:
-    """What some batches hold that no loader gave: of each its shape, and the part that was kept."""
+    """Return what some batches hold that no loader gave: of each its shape, and the part that was kept."""
     shapes = Counter(shape for shape, _ in seen)
     kind = str(seen[0][1].dtype).removeprefix("torch.")
     return Inputs(tuple(shapes.most_common()), len(seen), kind, **statistics([part for _, part in seen]))

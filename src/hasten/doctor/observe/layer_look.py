@@ -101,7 +101,7 @@ class LayerLook:
         self._inside.clear()
 
     def layers(self, steps: int) -> tuple[Layer, ...]:
-        """What was seen in so many steps, in order of the first call."""
+        """Return what was seen in so many steps, in order of the first call."""
         return tuple(seen.layer(steps) for seen in self._order)
 
     # -- hooks -----------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class LineTrace:
 
 
 def _by_line(code: CodeType) -> dict[int, int]:
-    """How many instructions each line has."""
+    """Return how many instructions each line has."""
     counts: dict[int, int] = defaultdict(int)
     line = code.co_firstlineno
     starts = {offset: number for offset, number in dis.findlinestarts(code) if number}
@@ -115,5 +115,5 @@ def _a_round() -> float:
 
 
 def _instructions_of(function: Any) -> float:
-    """How many instructions `_round` runs: nearly all of its own are in the loop."""
+    """Return how many instructions `_round` runs: nearly all of its own are in the loop."""
     return float(_ROUNDS * sum(_by_line(function.__code__).values()))

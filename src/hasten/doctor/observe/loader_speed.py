@@ -80,7 +80,7 @@ def _rates(times: list[float], workers: int) -> list[float]:
 
 
 def _samples(loader: Any, batch: Any) -> float:
-    """How many samples are in a batch."""
+    """Return how many samples are in a batch."""
     from torch.utils._pytree import tree_iter
 
     if isinstance(loader.batch_size, int):

@@ -167,7 +167,7 @@ def script_place(frame: FrameType | None, past_torch: bool = False) -> str | Non
 
 @functools.cache
 def whose(name: str) -> Whose:
-    """Whose code a file of this name holds."""
+    """Return whose code a file of this name holds."""
     if libraries.is_torch(name) or name.startswith(_GENERATED):
         return Whose.TORCH
     if name.startswith(_OURS):

@@ -187,7 +187,7 @@ def attention_by_hand(calls: Sequence[Call]) -> tuple[SoftmaxAttention, ...]:
 
 
 def _time(calls: Sequence[Call], begin: int, end: int) -> int:
-    """Of what was called in between: on the GPU, if any of it ran there."""
+    """Return the nanoseconds between two moments: of work on the GPU, if any ran there."""
     return sum(call.on_device for call in calls if begin <= call.row.begin < end) or end - begin
 
 

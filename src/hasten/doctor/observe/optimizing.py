@@ -128,7 +128,7 @@ def _tap_schedules(rates: Rates) -> None:
 
 
 def _tap_zero_grad(session: Session, log: Any) -> None:
-    """What clears gradients to zeros: optimizers say so to the tap that is there already, modules here."""
+    """Tap what clears gradients to zeros: optimizers by the tap that is there already, modules here."""
     import torch
 
     def zeroed() -> None:

@@ -85,7 +85,7 @@ class ProfileLook:
             self.spans.append(Span(phase, self._open.pop(phase), now))
 
     def rows(self) -> list[ProfiledRow]:
-        """What ran in the whole steps, by begin."""
+        """Return what ran in the whole steps, by begin."""
         if not self.steps:
             return []
         first, last = self.steps[0][1], self.steps[-1][2]
@@ -141,7 +141,7 @@ class ProfileLook:
 
 @contextmanager
 def _ours() -> Iterator[None]:
-    """What is built in here is hasten's own profiler, not the script's."""
+    """Mark a profiler that is built in here as hasten's own, not the script's."""
     _ours_in.add(threading.get_ident())
     try:
         yield

@@ -160,7 +160,7 @@ class StepSampler:
         return steps
 
     def _enough(self) -> int:
-        """How many steps to look into: fewer where they are long."""
+        """Return how many steps to look into: fewer where they are long."""
         phases = self._recorder.kept.phases
         length = median(map(sum, phases[-5:])) if phases else 0.0
         return 1 if length > _VERY_LONG else 2 if length > _LONG else 3

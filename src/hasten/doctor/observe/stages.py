@@ -1,7 +1,7 @@
 """Where a loader's time goes, by stage, sampled where the samples are made: in its workers, if it has any.
 
 A few batches of a worker are made under the clock (`stage_clock`), one more under the line tracer (`line_trace`); all
-others are made by torch's own fetcher as ever. What a worker saw goes through a small file, not through the batches.
+others are made by torch's own fetcher. What a worker saw goes through a small file, not through the batches.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _stages(index: int, samples: list[Samples]) -> Stages | None:
 
 
 def _python_share(samples: list[Samples], seconds: dict[str, float]) -> float:
-    """Of the time in which samples were made."""
+    """Return the share of pure Python in the time in which samples were made."""
     making = sum(seconds.values()) - seconds["collate"]
     if any(one.endless for one in samples) and making > 0:
         return seconds["other"] / making

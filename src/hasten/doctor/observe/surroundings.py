@@ -83,7 +83,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _jpeg() -> str:
-    """What PIL, if it is in use, decodes JPEGs with."""
+    """Return the library that PIL, if it is in use, decodes JPEGs with."""
     if "PIL.Image" not in sys.modules:
         return ""
     from PIL import features

@@ -197,7 +197,7 @@ class Trying:
     # -- what they showed --------------------------------------------------------------------------------
 
     def tried(self) -> tuple[TriedLive, ...]:
-        """What was tried until now, for the evidence."""
+        """Return what was tried until now, for the evidence."""
         return tuple(self._told(rule, on) for rule, on in self.wanted)
 
     def _told(self, rule: type[Rule], on: Mapping[str, Setting]) -> TriedLive:

@@ -33,7 +33,7 @@ class Code:
         self._returns: Returns = {}
 
     def kind(self, node: cst.CSTNode | None) -> Kind:
-        """What an expression holds, where it stands."""
+        """Return what an expression holds, where it stands."""
         if node is None:
             return Kind.PLAIN
         scope = self.script.scope(node)

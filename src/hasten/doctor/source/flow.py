@@ -130,7 +130,7 @@ class Flow:
         self._seen.bind(target, kind)
 
     def _result(self, function: cst.FunctionDef, given: dict[str, Kind]) -> Kind:
-        """What a function of the file returns for arguments of these kinds."""
+        """Return what a function of the file returns for arguments of these kinds."""
         key = (function, tuple(sorted(given.items())))
         cache = self._returns
         if key not in cache:

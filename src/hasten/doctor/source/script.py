@@ -104,7 +104,7 @@ class Script:
         return [entry for entry in found if entry[0]]
 
     def assigned(self, name: str) -> list[cst.BaseExpression]:
-        """What a name is assigned in this file."""
+        """Return what a name is assigned in this file."""
         return self._by_name.get(name, [])
 
     @cached_property

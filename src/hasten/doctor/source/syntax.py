@@ -66,7 +66,7 @@ def last_name(node: cst.CSTNode) -> str:
 
 
 def receiver(call: cst.Call) -> cst.BaseExpression | None:
-    """What a method is called on; None for a plain function."""
+    """Return what a method is called on; None for a plain function."""
     return call.func.value if isinstance(call.func, cst.Attribute) else None
 
 
@@ -102,7 +102,7 @@ def names_in(node: cst.CSTNode) -> Iterator[str]:
 
 
 def targets_of(target: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
-    """What an assignment or a loop binds, tuples taken apart."""
+    """Yield what an assignment or a loop binds, tuples taken apart."""
     if isinstance(target, cst.Tuple | cst.List):
         for element in target.elements:
             yield from targets_of(element.value)

@@ -149,7 +149,7 @@ def _middle(runs: Sequence[Diagnosis]) -> Diagnosis:
 
 
 def _amount(seconds: float | None) -> float:
-    """What was measured; 0 for what was not."""
+    """Return what was measured; 0 for what was not."""
     return seconds if seconds is not None and math.isfinite(seconds) and seconds > 0 else 0.0
 
 
@@ -192,7 +192,7 @@ def _rows(blocks: Sequence[float], draw: random.Random) -> list[float]:
 def _findings(
     before: Sequence[Finding], after: Sequence[Finding]
 ) -> tuple[list[Finding], list[Finding], list[tuple[Finding, Finding]]]:
-    """Those that came, went, and stayed: of the same rule in the same file, the nearest lines first."""
+    """Return findings that came, went and stayed: of the same rule in the same file, nearest lines first."""
     left = list(before)
     came, stayed = [], []
     for one in after:

@@ -196,7 +196,7 @@ def _attention(evidence: Evidence) -> Iterator[Job]:
 
 
 def _tools(evidence: Evidence) -> Iterator[Job]:
-    """What a debug tool costs an operator, and what an operator costs that has next to nothing to do."""
+    """Try what a debug tool costs an operator, and what an operator costs that has next to nothing to do."""
     tiny, one = Case("tiny", shape=(8, 8)), 1 / TINY_OPERATORS
     calls = evidence.sampled.calls if evidence.sampled else 0.0
     if evidence.flags.anomaly or evidence.events_of("anomaly"):

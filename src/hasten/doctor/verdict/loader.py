@@ -38,7 +38,7 @@ def loader_verdict(evidence: Evidence, bench: LoaderBench) -> Verdict:
 
 
 def title(bench: LoaderBench) -> str:
-    """What was found, in one line."""
+    """Return what was found, in one line."""
     best, none = bench.best, bench.rate_of(0)
     if best is None:
         failure = next((f"{rate.error}{_place(rate.where)}" for rate in bench.rates), "nothing was measured")
@@ -58,7 +58,7 @@ def title(bench: LoaderBench) -> str:
 
 
 def remarks(bench: LoaderBench) -> list[str]:
-    """What else the figures say, most important first."""
+    """Return what else the figures say, most important first."""
     return [*_failures(bench), *_own(bench), *_training(bench), *_starts(bench), *_python(bench), *bench.notes]
 
 
@@ -75,7 +75,7 @@ def _crowded(evidence: Evidence) -> list[str]:
 
 
 def consumed(evidence: Evidence, facts: LoaderFacts) -> Consumed | None:
-    """What a training took of its loader, in its steady steps; None where it had none."""
+    """Return what a training took of its loader, in its steady steps; None where it had none."""
     if evidence.train_loader is None:
         return None
     steps = [evidence.step_phases[index] for index in evidence.steady()]
@@ -120,7 +120,7 @@ def _own(bench: LoaderBench) -> list[str]:
 
 
 def _training(bench: LoaderBench) -> list[str]:
-    """What a training took, beside what the loader can give."""
+    """Return what a training took, beside what the loader can give."""
     took = bench.consumed
     if took is None:
         return []

@@ -116,7 +116,7 @@ def _data(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None
 
 
 def _behind_the_loader(evidence: Evidence, use: SteadyUse | None) -> str:
-    """What the loader itself waits for: "disk", "network", or "data" where it is its own work."""
+    """Return what the loader itself waits for: "disk", "network", or "data" where it is its own work."""
     stages = _stages(evidence)
     reading = stages.read / stages.seconds if stages is not None and stages.seconds > 0 else None
     around = evidence.surroundings

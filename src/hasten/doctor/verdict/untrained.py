@@ -66,7 +66,7 @@ def _one_so_far(evidence: Evidence) -> str:
 
 
 def caveats(evidence: Evidence, use: SteadyUse | None) -> list[str]:
-    """What makes an answer less sure than it sounds."""
+    """Return what makes an answer less sure than it sounds."""
     sentences = []
     steady = evidence.steady()
     if not steady:

@@ -77,7 +77,7 @@ class Followed:
             return self._seen
 
     def _evidence(self) -> tuple[Evidence, str]:
-        """What the run has left so far, and where it stands in a sentence."""
+        """Return what the run has left so far, and where it stands in a sentence."""
         live = self._newest(_LIVE)
         if live is not None:
             try:
@@ -140,7 +140,7 @@ def _trains_here(live: Live) -> bool:
 
 
 def _inside(html: str) -> str:
-    """What stands in a page's `<main>`."""
+    """Return what stands in a page's `<main>`."""
     found = re.search(r"<main>(.*)</main>", html, re.DOTALL)
     if found is None:
         raise ValueError("the page has no <main>")

@@ -32,7 +32,7 @@ def _workers(rate: Rate) -> str:
 
 
 def mark(bench: LoaderBench, rate: Rate) -> str:
-    """What is said of a number of workers: `yours, best`."""
+    """Return what is said of a number of workers: `yours, best`."""
     marks = ["yours"] if rate.workers == bench.loader.num_workers else []
     if bench.best is rate:
         marks.append("best")
@@ -40,7 +40,7 @@ def mark(bench: LoaderBench, rate: Rate) -> str:
 
 
 def ratio(bench: LoaderBench, rate: Rate) -> str:
-    """What it gives of what no workers give."""
+    """Return what it gives of what no workers give."""
     none = bench.rate_of(0)
     return words.times(rate.samples_per_s / none.samples_per_s) if none and none.samples_per_s > 0 else words.NONE
 

@@ -122,7 +122,7 @@ def hottest_operators(evidence: Evidence | None) -> list[Operator]:
 
 
 def _unseen(diagnosis: Diagnosis, evidence: Evidence | None) -> list[str]:
-    """What could not be seen, each reason once."""
+    """Return what could not be seen, each reason once."""
     sentences = list(diagnosis.unseen)
     for reason in evidence.skipped if evidence else ():
         if not any(reason in sentence for sentence in sentences):

@@ -140,7 +140,7 @@ class _DiagnosisPage:
         self.screen.say(self.screen.text(f"and {words.count(len(rest), what)}: {shown}; {_elsewhere(html)}", "dim"))
 
     def sentences(self, html: Path | None) -> None:
-        """What the use says of the machine, what could not be seen, what was done to the run."""
+        """Print what the use says of the machine, what could not be seen, and what was done to the run."""
         found = self.diagnosis
         if found.machine or found.unseen or found.notes:
             self.console.print()
@@ -152,7 +152,7 @@ class _DiagnosisPage:
                 self.screen.labelled("", f"and {left} more; {_elsewhere(html)}", _ROOM, text_style="dim")
 
     def files(self, html: Path | None, json: Path | None) -> None:
-        """What was written, and what to do next."""
+        """Print which files were written, and what to do next."""
         trace = self.evidence.sampled.trace if self.evidence and self.evidence.sampled else ""
         rows = [("page", html), ("JSON", json), ("trace", trace)]
         rows = [(label, path) for label, path in rows if path]

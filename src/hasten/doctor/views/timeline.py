@@ -34,7 +34,7 @@ class Column:
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Mean seconds of one step."""
         return sum(self.phases)
 
 
@@ -59,7 +59,7 @@ def step_columns(evidence: Evidence, most: int = MOST) -> list[Column]:
 
 
 def time_scale(evidence: Evidence) -> Scale:
-    """What every drawing over time spans: the training, and a tenth of that before it."""
+    """Return what every drawing over time spans: the training, and a tenth of that before it."""
     starts = [start for start in evidence.step_start if words.known(start)]
     ends = [time for time in (*evidence.used.at, evidence.ended_at) if words.known(time)]
     if not starts:
@@ -229,7 +229,7 @@ class Strip:
 
 
 def strips(evidence: Evidence) -> list[Strip]:
-    """What was seen of the machine's use and is not nothing throughout."""
+    """Return what was seen of the machine's use and is not nothing throughout."""
     use = evidence.use
     if use is None:
         return []

@@ -89,7 +89,7 @@ class Watch:
         self._server.server_close()
 
     def answer(self, path: str) -> Answer | None:
-        """What is at a path; None where nothing is."""
+        """Return what is at a path; None where nothing is."""
         give = self._answers.get(path)
         return give() if give is not None else None
 

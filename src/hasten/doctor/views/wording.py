@@ -67,7 +67,7 @@ def shorter(path: str) -> str:
 
 
 def worth(finding: Finding) -> str:
-    """What it may be worth, and how that is known."""
+    """Return what it may be worth, and how that is known."""
     if finding.how_known is HowKnown.READ:
         return "read from code, not measured"
     if finding.worth is None or not words.known(finding.worth):
@@ -95,7 +95,7 @@ def step_line(diagnosis: Diagnosis) -> str:
 
 
 def steps_counted(diagnosis: Diagnosis) -> str:
-    """Of which steps the figures are, in words: "of 190 of the 200 steps"; "" where that is not known."""
+    """Return which steps the figures are of: "of 190 of the 200 steps"; "" where that is not known."""
     counted, seen = diagnosis.counted, diagnosis.steps
     if not counted:
         return ""
@@ -173,7 +173,7 @@ def hot_lines(evidence: Evidence | None) -> str:
 
 
 def stage_line(evidence: Evidence | None) -> str:
-    """What the training loader's batch is made of, in one process; "" where nobody looked."""
+    """Return what the training loader's batch is made of, in one process; "" where nobody looked."""
     if evidence is None:
         return ""
     train = [index for index, loader in enumerate(evidence.loaders) if loader.role == "train"]
@@ -192,7 +192,7 @@ def stage_parts(stages: Stages) -> list[tuple[str, float]]:
 
 
 def use_line(evidence: Evidence | None) -> str:
-    """What was used of the machine, in one line; "" where nobody looked."""
+    """Return what was used of the machine, in one line; "" where nobody looked."""
     if evidence is None:
         return ""
     use, parts = evidence.used, []

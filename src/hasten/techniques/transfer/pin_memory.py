@@ -20,7 +20,7 @@ class PinMemory(CudaOnly):
 
     `.to(device)` and `.cuda()` of a pinned tensor that a loader gave become non-blocking; later work on the same
     stream still sees the whole copy, so the numbers stay the same. Memory that the script pinned itself, and may
-    write to again, is waited for as ever.
+    write to again, is still copied synchronously.
     """
 
     name = "pin_memory"

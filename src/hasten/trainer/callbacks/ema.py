@@ -203,7 +203,7 @@ class EMA(Callback):
     # -- checkpoints -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the averaging is; the average itself is in the checkpoint (see `on_save_checkpoint`)."""
+        """Return how far the averaging is; the average itself is in the checkpoint (see `on_save_checkpoint`)."""
         return {"updates": self.updates, "step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -242,5 +242,5 @@ class EMA(Callback):
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Where small changes are not lost: 1 - decay is below what half precision resolves."""
+    """Return a tensor in a format in which small changes are not lost: half precision does not resolve 1 - decay."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -216,7 +216,7 @@ class ModelCheckpoint(Callback):
     # -- what ------------------------------------------------------------------------------------------
 
     def _values(self, trainer: Any) -> dict[str, Any]:
-        """What file names may name; nothing is read yet."""
+        """Return what file names may name; nothing is read yet."""
         return {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
     def _save_top_k(self, trainer: Any, module: Any) -> None:
@@ -370,7 +370,7 @@ class ModelCheckpoint(Callback):
     # -- state -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What is best so far, and where."""
+        """Return what is best so far, and where."""
         leaving = self._replaced.leaving()
         return {
             **({"leaving": leaving} if leaving else {}),

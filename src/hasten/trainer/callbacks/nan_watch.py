@@ -257,7 +257,7 @@ class NaNWatch(Callback):
             optimizer.__dict__.pop("found_inf", None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was dropped so far, and what the step that is being gathered would be dropped by."""
+        """Return what was dropped so far, and what the step that is being gathered would be dropped by."""
         state: dict[str, Any] = {"skipped": self.skipped, "bad_steps": list(self.bad_steps), "row": self._row}
         if self._poisoned:
             state["poisoned"] = True

@@ -84,7 +84,7 @@ class Progress(Callback):
             messages.tell(f"hasten: progress is not shown any more: {error}")
 
     def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
-        """What is shown besides the loss: name -> number or tensor. To be overridden to show something else."""
+        """Return what is shown besides the loss: name -> number or tensor. To be overridden to show something else."""
         return dict(trainer.progress_bar_metrics)
 
     # -- training --------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class GradientAccumulationScheduler(Callback):
         return any(batches > 1 for batches in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """How many batches make a step in this epoch."""
+        """Return how many batches make a step in this epoch."""
         return self.scheduling[max(start for start in self.epochs if start <= epoch)]
 
     def on_train_start(self, trainer: Any, module: Any) -> None:

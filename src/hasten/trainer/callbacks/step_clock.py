@@ -123,7 +123,7 @@ class StepClock(Callback):
         self._saving = perf_counter()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """What comes next is the wait for the next batch, unless it is validation."""
+        """Begin the wait for the next batch, unless validation comes first."""
         self._mark = perf_counter()
         if self._saving:
             if self.recorder is not None:

@@ -55,7 +55,7 @@ class Summary:
 
 
 def summarize(module: torch.nn.Module, max_depth: int = 1) -> Summary:
-    """What a model is made of.
+    """Return what a model is made of.
 
     Args:
         module: The model.

@@ -106,7 +106,7 @@ class Timer(Callback):
             trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        """How long each stage took."""
+        """Return how long each stage took."""
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

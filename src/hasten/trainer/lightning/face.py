@@ -115,7 +115,7 @@ class Face(Guest):
             self._trainer.profiler._lightning_module = weakref.proxy(self._trainer.model)
 
     def before_setup(self) -> None:
-        """What Lightning's classes take for granted before the first hook.
+        """Provide what Lightning's classes take for granted before the first hook.
 
         A LightningModule knows its device before it is moved there and forgets which torchmetrics it had, checkpoint
         callbacks and loggers find files at once, and callbacks may say `self.log`.

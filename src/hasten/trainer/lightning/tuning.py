@@ -16,7 +16,7 @@ _COUNTERS = ("current_epoch", "global_step", "total_batches", "logged_steps")
 
 
 def counters(trainer: Trainer) -> dict[str, int]:
-    """How far the training is, as `restore_counters` takes it."""
+    """Return how far the training is, as `restore_counters` takes it."""
     return {name: getattr(trainer.progress, name) for name in _COUNTERS}
 
 

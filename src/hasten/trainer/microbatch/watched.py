@@ -61,7 +61,7 @@ class Watched(TorchFunctionMode):
         self._calls, self._targets = 0, []
 
     def wrong(self) -> tuple[str, str] | None:
-        """What is no mean over samples, and what to do; None: nothing was seen."""
+        """Return what is no mean over samples, and what to do; None: nothing was seen."""
         if len(self._ratios) == 1 < len(self._sizes):
             # As many calls as samples, however many these are: a loss a sample, and then most likely their mean.
             return None
