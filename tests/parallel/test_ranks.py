@@ -28,7 +28,7 @@ from hasten.parallel import (
     sync_batchnorm,
     wrap,
 )
-from hasten.parallel.world import serve_store
+from hasten.parallel.rendezvous import serve_store
 
 
 def ranks(size: int, function: Callable[[World], Any]) -> Any:

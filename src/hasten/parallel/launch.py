@@ -25,6 +25,7 @@ from hasten.parallel import fate, world
 from hasten.parallel.command import own_command, rank_environment
 from hasten.parallel.devices import Devices, choose_devices
 from hasten.parallel.place import Place, find_place
+from hasten.parallel.rendezvous import serve_store
 from hasten.parallel.world import World
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def start_ranks(size: int) -> Ranks:
             'Call fit there, or use strategy="ddp_fork".',
         )
     command, folder = own_command()
-    store = world.serve_store(size)
+    store = serve_store(size)
     cores = this_machine().cores
     if not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, cores // size))

@@ -20,7 +20,8 @@ from hasten.parallel import fate
 from hasten.parallel.by_value import ByValue
 from hasten.parallel.command import rank_environment
 from hasten.parallel.follow import follow
-from hasten.parallel.world import close_current, mark_failed, serve_store
+from hasten.parallel.rendezvous import serve_store
+from hasten.parallel.world import close_current, mark_failed
 
 T = TypeVar("T")
 
