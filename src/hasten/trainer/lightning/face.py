@@ -20,6 +20,7 @@ from hasten.trainer.lightning.parts import (
     Nothing,
     Strategy,
     precision_of,
+    reads,
 )
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Face(Guest):
 
     moves_batches = True
     loads_callbacks = True
+    lightning_module = reads("model")
+    _results = reads("engine.board")
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -54,18 +57,9 @@ class Face(Guest):
         teach_loading()
 
     @property
-    def lightning_module(self) -> Any:
-        """The module."""
-        return self._trainer.model
-
-    @property
     def version(self) -> str:
         """Lightning's version."""
         return str(getattr(packages()[0], "__version__", ""))
-
-    @property
-    def _results(self) -> Any:
-        return self._trainer.engine.board
 
     @property
     def _active_loop(self) -> Any:

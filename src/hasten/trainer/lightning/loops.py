@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.trainer import checks, feeding
 from hasten.trainer.lightning import tuning
 from hasten.trainer.lightning.names import packages
-from hasten.trainer.lightning.parts import Nothing, Part, flag, reads
+from hasten.trainer.lightning.parts import Nothing, Part, flag, reads, sets
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -75,6 +75,7 @@ class FitLoop(_Loop):
     max_epochs = flag("max_epochs")
     min_epochs = flag("min_epochs")
     max_steps = reads("config.max_steps")
+    _skip_backward = sets("engine.optimizing.skips_backward")
 
     def run(self) -> None:
         tuning.fit(self._trainer)
@@ -116,14 +117,6 @@ class FitLoop(_Loop):
     @restarting.setter
     def restarting(self, restarting: bool) -> None:
         pass  # the tuner says that its trials are none
-
-    @property
-    def _skip_backward(self) -> bool:
-        return self._trainer.engine.optimizing.skips_backward
-
-    @_skip_backward.setter
-    def _skip_backward(self, skip: bool) -> None:
-        self._trainer.engine.optimizing.skips_backward = skip
 
     @property
     def _can_stop_early(self) -> bool:

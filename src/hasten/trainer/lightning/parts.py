@@ -25,6 +25,13 @@ def reads(path: str) -> Any:
     return property(lambda part: read(part._trainer))
 
 
+def sets(path: str) -> Any:
+    """Return a property of a part: what a dotted path of the trainer's leads to, which may be set."""
+    owner, _, name = path.rpartition(".")
+    read, owner_of = operator.attrgetter(path), operator.attrgetter(owner)
+    return property(lambda part: read(part._trainer), lambda part, value: setattr(owner_of(part._trainer), name, value))
+
+
 def flag(name: str) -> Any:
     """Return a property of a part: a flag of the trainer's, which may be set."""
 
@@ -70,6 +77,7 @@ class Strategy(Part):
     node_rank = reads("node_rank")
     model = lightning_module = reads("model")
     precision_plugin = reads("precision_plugin")
+    lr_scheduler_configs = sets("engine.optimizing.schedulers")
     _lightning_optimizers = reads("engine.optimizing.counted")
 
     @property
@@ -82,14 +90,6 @@ class Strategy(Part):
         before = engine.hooks.of("on_before_optimizer_step")
         counted = [CountedOptimizer(optimizer, self._trainer, before) for optimizer in optimizers]
         engine.optimizing.optimizers, engine.optimizing.counted = optimizers, engine.guest.optimizers(counted)
-
-    @property
-    def lr_scheduler_configs(self) -> list[Any]:
-        return self._trainer.lr_scheduler_configs
-
-    @lr_scheduler_configs.setter
-    def lr_scheduler_configs(self, configs: list[Any]) -> None:
-        self._trainer.engine.optimizing.schedulers = configs
 
     def setup_optimizers(self, trainer: Any) -> None:
         setting_up.optimizers(self._trainer)
