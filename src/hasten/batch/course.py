@@ -27,11 +27,7 @@ class Course:
 
 
 class Writer:
-    """Writes it, in the process that trains.
-
-    Args:
-        folder: Where it goes.
-    """
+    """Writes it, in the process that trains."""
 
     def __init__(self, folder: Path) -> None:
         # A line at a time: the next allocation may end the process. Spawned workers of loaders come here as well.

@@ -24,9 +24,6 @@ class Averaging:
 
     DistributedDataParallel is another way to the same mean. It wants to wrap the model, to be told which backward is
     the last one before a step, and to weigh all ranks the same.
-
-    Args:
-        meeting: Of the ranks.
     """
 
     def __init__(self, meeting: Meeting) -> None:

@@ -12,11 +12,7 @@ _LONGEST = 1 << 16  # bytes of a line that is not ended
 
 
 class RankStderr:
-    """Pipes with names, one a rank, read by a thread.
-
-    Args:
-        folder: Where they lie.
-    """
+    """Pipes with names, one a rank, read by a thread."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

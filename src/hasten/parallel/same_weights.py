@@ -17,11 +17,7 @@ _APART = 1e-4  # relative difference of sums at which weights are not the same: 
 
 
 class SameWeights:
-    """Spreads rank 0's weights when they are new, its buffers where they have changed, and looks whether ranks part.
-
-    Args:
-        meeting: Of the ranks.
-    """
+    """Spreads rank 0's weights when they are new, its buffers where they have changed, and looks whether ranks part."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._world = meeting.world

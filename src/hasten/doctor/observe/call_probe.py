@@ -36,12 +36,7 @@ def install_call_probe(session: Session, recorder: Recorder) -> None:
 
 
 class CallProbe:
-    """Looks closely into a few steps.
-
-    Args:
-        session: The process's session.
-        recorder: Its recorder, which the session lets go of before the facts are asked for.
-    """
+    """Looks closely into a few steps."""
 
     def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session

@@ -93,12 +93,7 @@ def _unsafe_load(plain: Any, log: EventLog) -> Any:
 
 
 class _Saves:
-    """Counts saves that training waited for: in a step, or between two (at the end of an epoch).
-
-    Args:
-        session: The process's session.
-        log: Where they are counted.
-    """
+    """Counts saves that training waited for: in a step, or between two (at the end of an epoch)."""
 
     def __init__(self, session: Session, log: EventLog) -> None:
         self._session = session
@@ -142,12 +137,7 @@ class _Saves:
 
 
 class DebugTools:
-    """Counts the steps under torch's profiler or anomaly detection, where they were switched on.
-
-    Args:
-        session: The process's session.
-        log: Where they are counted.
-    """
+    """Counts the steps under torch's profiler or anomaly detection, where they were switched on."""
 
     def __init__(self, session: Session, log: EventLog) -> None:
         self._session = session

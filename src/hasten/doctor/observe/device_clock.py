@@ -46,11 +46,7 @@ class Stream(Protocol):
 
 
 class CudaStream:
-    """The current stream of one GPU.
-
-    Args:
-        device: Its index.
-    """
+    """The current stream of one GPU."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -136,12 +132,7 @@ class _Step:
 
 
 class DeviceClock:
-    """Puts events into a stream at the boundaries of phases, and reads them once they are done.
-
-    Args:
-        recorder: Whose steps are corrected.
-        stream: Where the events go.
-    """
+    """Puts events into a stream at the boundaries of phases, and reads them once they are done."""
 
     def __init__(self, recorder: Recorder, stream: Stream) -> None:
         self.works = True

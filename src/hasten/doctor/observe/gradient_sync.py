@@ -20,11 +20,7 @@ _WARM_UP = 3  # iterations: in the second one DDP lays its buckets out again
 
 
 class SyncClock:
-    """What one DistributedDataParallel says of its waiting.
-
-    Args:
-        module: The DistributedDataParallel.
-    """
+    """What one DistributedDataParallel says of its waiting."""
 
     def __init__(self, module: Any) -> None:
         self._module = weakref.ref(module)
@@ -51,11 +47,7 @@ class SyncClock:
 
 
 class GradientSync:
-    """Moves the waiting of all replicas from the steps' backwards to their gradient sync, when the run is over.
-
-    Args:
-        recorder: Whose steps are corrected.
-    """
+    """Moves the waiting of all replicas from the steps' backwards to their gradient sync, when the run is over."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

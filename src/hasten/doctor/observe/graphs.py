@@ -50,12 +50,7 @@ class _Sentinel:
 
 
 class Graphs:
-    """Counts graphs that are alive many steps after their backward, and follows memory.
-
-    Args:
-        session: The process's session.
-        recorder: Its recorder, which the session lets go of before the facts are asked for.
-    """
+    """Counts graphs that are alive many steps after their backward, and follows memory."""
 
     def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session

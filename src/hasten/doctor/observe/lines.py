@@ -53,12 +53,7 @@ def install(session: Session) -> None:
 
 
 class LineWatch:
-    """Adds up where the training thread is seen.
-
-    Args:
-        session: The process's session.
-        recorder: Its recorder, which the session lets go of before the facts are asked for.
-    """
+    """Adds up where the training thread is seen."""
 
     def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session

@@ -69,12 +69,7 @@ class _Replica:
 
 
 class Replicas:
-    """Watches the backwards of DistributedDataParallel modules.
-
-    Args:
-        session: The process's session.
-        log: Where events are counted.
-    """
+    """Watches the backwards of DistributedDataParallel modules."""
 
     def __init__(self, session: Session, log: EventLog) -> None:
         self._session = session

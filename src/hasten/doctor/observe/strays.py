@@ -20,11 +20,7 @@ def install(session: Session) -> None:
 
 
 class UnusedGradients:
-    """Looks which parameters hold a gradient, belong to no optimizer, and stay as they are.
-
-    Args:
-        session: The process's session, which knows models and optimizers.
-    """
+    """Looks which parameters hold a gradient, belong to no optimizer, and stay as they are."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -27,11 +27,7 @@ def install(session: Session) -> None:
 
 
 class SurroundingsReader:
-    """Reads the surroundings, all but threads at the run's end.
-
-    Args:
-        session: The process's session.
-    """
+    """Reads the surroundings, all but threads at the run's end."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -64,14 +64,7 @@ def refuse_to_try(trainer: Trainer, what: str, instead: str) -> None:
 
 
 def trainer_on_trial(trainer: Trainer, flags: dict[str, Any], callback: Callback, folder: str) -> Any:
-    """Return a Trainer with the same techniques and precision, which writes nothing and has one callback.
-
-    Args:
-        trainer: The real one.
-        flags: Flags of the trial.
-        callback: That listens to it.
-        folder: For files.
-    """
+    """Return a Trainer with the same techniques and precision, which writes nothing and has one callback."""
     given = trainer.given
     all_flags = {flag.name: getattr(given, flag.name) for flag in fields(given)} | flags
     all_flags |= {"callbacks": [callback], "default_root_dir": folder}

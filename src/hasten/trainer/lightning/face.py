@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 
 class Face(Guest):
-    """What Lightning's classes read of a trainer beside its public face.
-
-    Args:
-        trainer: hasten's.
-    """
+    """What Lightning's classes read of a trainer beside its public face."""
 
     moves_batches = True
     loads_callbacks = True
