@@ -17,7 +17,7 @@ gc.disable()
 # Imported for the forks; an optimizer's first step imports torch._dynamo.
 import numpy  # noqa: F401
 import PIL.Image
-import torch._dynamo  # noqa: F401
+import torch._dynamo
 
 import hasten.taps.session  # noqa: F401
 from hasten.doctor.observe import OBSERVERS
@@ -57,8 +57,23 @@ for name in (
     "psutil",
     "torch.distributed.run",
     "torch.utils.serialization",
+    # What a torch.compile imports, a second of it.
+    "functorch.compile",
+    "torch._dynamo.backends.debugging",
+    "torch._dynamo.backends.distributed",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.repro.after_aot",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._functorch._aot_autograd.subclass_codegen",
+    "torch._inductor.compile_fx",
+    "torch._inductor.compiler_bisector",
+    "torch._subclasses.schema_check_mode",
+    "torch.distributed.tensor.experimental._attention",
+    "torch.export._trace",
+    "torch.fx.experimental.validator",
 ):
     importlib.import_module(name)
+torch._dynamo.list_backends()  # looks into every installed package for them, once
 
 
 def _prepare(job: Job) -> Callable[[], object]:
