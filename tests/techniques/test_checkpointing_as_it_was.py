@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.techniques.conftest import Train, identical
+from tests.techniques.conftest import Train, close, identical
 
 TRAINING = """
     import random, types
@@ -210,6 +210,23 @@ def test_the_same_to_the_bit(train: Train, case: str) -> None:
     plain, changed = train(script), train(script, activation_checkpointing=True)
     assert plain.code == changed.code == 0, plain.err + changed.err
     assert identical(plain.left, changed.left)
+
+
+COMPILED = ("numpy", "own generator", "statistics", "counters and lists")
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_the_same_where_the_model_is_compiled_as_well(train: Train, case: str) -> None:
+    script = script_of(*THE_SAME[case]).replace(
+        "F = nn.functional",
+        """F, plain = nn.functional, torch.compile
+    torch.compile = lambda f, **_: plain(f, backend="aot_eager")""",
+    )
+    plain, changed = train(script), train(script, activation_checkpointing=True, compile="default")
+    assert plain.code == changed.code == 0, changed.err
+    assert close(plain.left["model"], changed.left["model"], 1e-5)
+    assert identical(plain.left["blocks"], changed.left["blocks"])
+    assert identical(plain.left["random"], changed.left["random"])
 
 
 LOUD = {

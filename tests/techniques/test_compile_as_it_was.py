@@ -46,6 +46,36 @@ def test_parameters_of_an_output_that_a_step_leaves_out_get_no_gradient(train: T
     assert "its outputs depend on different parameters" in changed.installed["compile"]
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "return self.one(inner), (self.other(inner) if len(seen) > 2 else inner.detach())",
+        "self.kept = self.other(inner) if len(seen) > 2 else inner.detach(); return self.one(inner), self.kept",
+    ],
+    ids=["returned", "kept"],
+)
+def test_outputs_that_hang_on_other_parameters_later_get_no_gradient_where_they_are_left_out(
+    train: Train, forward: str
+) -> None:
+    script = f"""{START}
+    class Later(Two):
+        def forward(self, x):
+            inner = torch.tanh(self.body(x))
+            {forward}
+    model, seen = Later(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for number in range(8):
+        one, other = model(torch.randn(5, 4))
+        loss = F.cross_entropy(one, target) + (F.cross_entropy(other, target) if number in (3, 4) else 0)
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        seen.append(number)
+    {END}"""
+    plain, changed = train(script), train(script, compile="default")
+    assert plain.code == changed.code == 0, changed.err
+    assert close(plain.left["weights"], changed.left["weights"], 1e-5)
+    assert "its outputs depend on different parameters" in changed.installed["compile"]
+
+
 def test_a_model_that_returns_its_loss_beside_other_outputs_is_compiled(train: Train) -> None:
     script = f"""{START}
     class Whole(Two):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn.utils import parametrize
@@ -29,7 +30,8 @@ class CompiledCall:
 
     The first goes the module's own way, and its graph is looked at: compiled code gives gradients of zero where plain
     code gives none (`grad` stays None, and the optimizer leaves the parameter alone), so that a parameter must not
-    hang on whether the script uses an output. It is looked at again where the kind of the outputs changes.
+    hang on whether the script uses an output. It is looked at again where the kind of the outputs changes, and behind
+    each graph that was compiled since: a branch taken for the first time may give outputs of other parameters.
 
     Args:
         model: The module whose call it stands in.
@@ -64,8 +66,10 @@ class CompiledCall:
             return self._looked_at(model, args, kwargs)
         if self._keeps_padding and not model.training and not torch.is_grad_enabled():
             return model._call_impl(*args, **kwargs)
+        graphs = counters["stats"]["unique_graphs"]
         outputs = self.compiled(*args, **kwargs)
-        if type(outputs) not in self._looked and torch.is_grad_enabled():
+        is_new = type(outputs) not in self._looked or counters["stats"]["unique_graphs"] != graphs
+        if is_new and torch.is_grad_enabled():
             self._due = True
         return outputs
 

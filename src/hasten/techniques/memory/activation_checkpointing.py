@@ -37,8 +37,8 @@ class ActivationCheckpointing(Technique):
     error, never in a wrong gradient. A block that cannot be run again (it changes its inputs in place, has hooks of
     the script's inside, prints, writes or logs, goes on with an iterator, or uses torch.func) keeps its activations,
     and that is said. So does one that is called under hooks for saved tensors. Forwards in eval mode or without
-    gradients are left alone. Compiled too, a block with spectral_norm sees its vectors one step further in the
-    backward.
+    gradients are left alone. Where the model is compiled as well, blocks that draw by Python or NumPy, or change
+    buffers other than BatchNorm's, keep their activations.
     """
 
     name = "activation_checkpointing"
@@ -192,8 +192,10 @@ class Checkpointed:
 
     def __init__(self, block: Any, technique: ActivationCheckpointing, meter: Meter | None = None) -> None:
         self.block = block
-        # When the model is compiled too: BatchNorm's statistics do not stand in the way, nor change twice.
-        self.whole_when_compiled = not knows_statistics() and _has_statistics(block)
+        # When the model is compiled too: BatchNorm's statistics do not stand in the way, nor change twice. Others may,
+        # and draws from Python's or NumPy's generators do, until a forward has shown that there are none.
+        self._statistics = not knows_statistics() and _has_statistics(block)
+        self.whole_when_compiled = self._statistics or _has_other_buffers(block)
         # Another one may stand there already: accelerate and peft replace forwards as well.
         self.own = vars(block).get("forward")
         self.technique = technique
@@ -217,7 +219,13 @@ class Checkpointed:
         if not self.technique.active or not self.block.training or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            return self.repeatable.run(self.block, self.forward, args, kwargs)
+            if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+                # Compiled code broke off here, and what is inside is compiled by itself: another time in another way.
+                self.technique.tell(f"{type(self.block).__name__}: the compiler does not take it as a whole")
+                return self.forward(*args, **kwargs)
+            output = self.repeatable.run(self.block, self.forward, args, kwargs)
+            self.whole_when_compiled = self._statistics or not self.repeatable.is_pure
+            return output
         if self.whole_when_compiled:
             return self.forward(*args, **kwargs)
         # The compiler cuts the graph itself, and keeps track of buffers.
@@ -225,8 +233,9 @@ class Checkpointed:
         return checkpoint(forward, *args, use_reentrant=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = Checkpointed(copy.deepcopy(self.block, memo), self.technique)
-        twin.own = copy.deepcopy(self.own, memo)
+        twin = Checkpointed.__new__(Checkpointed)
+        vars(twin).update(vars(self), block=copy.deepcopy(self.block, memo), own=copy.deepcopy(self.own, memo))
+        twin.repeatable = _repeatable(twin.block, self.technique.tell)
         return twin
 
     def __reduce__(self) -> Any:
@@ -238,3 +247,9 @@ def _has_statistics(block: Any) -> bool:
     from torch.nn.modules.batchnorm import _NormBase
 
     return any(isinstance(module, _NormBase) and module.running_mean is not None for module in block.modules())
+
+
+def _has_other_buffers(block: Any) -> bool:
+    from torch.nn.modules.batchnorm import _NormBase
+
+    return any(module._buffers and not isinstance(module, _NormBase) for module in block.modules())

@@ -59,6 +59,14 @@ class Repeatable:
         self.known: Known | None = None
         self.calls = 0
 
+    @property
+    def is_pure(self) -> bool:
+        """Whether forwards so far drew from torch's generators alone and changed no buffers but BatchNorm's."""
+        known = self.known
+        if known is None or known.refusal or known.changing is None:
+            return False
+        return not (known.changing or known.drawn.python or known.drawn.numpy)
+
     def run(self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward; plain where it could not be repeated."""
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or torch._C._is_tracing():
