@@ -108,6 +108,11 @@ class ReadFunction:
         self._depth = Depth(self._count, self._budget, self._size, self._depth.room if self._depth else 0)
         return self._depth
 
+    def turn(self, depth: Depth) -> None:
+        """Have a pass read as far ahead as its last batch showed to be of use."""
+        with self._lock:  # a pass in another thread may take what this one asked for
+            depth.turn()
+
     def want(self, key: Any, depth: Depth) -> Task:
         """Have what a key stands for made as soon as its pass has room for it."""
         task = Task(key)
@@ -260,7 +265,7 @@ class Ahead:
         """Learn from the batch that was made, and drop what it did not ask for."""
         batch, tasks = self._given
         function = self._function
-        self._depth.turn()
+        function.turn(self._depth)
         if batch and not self._foresight.knows:
             self._foresight.learn(batch, function.heard)
         function.heard.clear()
