@@ -13,7 +13,7 @@ from benchmarks.exact.rows import ELSEWHERE, FOR_MEMORY, ON_FILES, SETTINGS, Row
 from benchmarks.exact.trainings import DATA, EXTRAS, FILES, MANY_CLASSES, MODELS, OPTIMIZERS
 from hasten.techniques import CATALOGUE
 from hasten.techniques.base import Effect
-from tests.check.test_pairs import ALL, APART, EAGER, FEW, IN_BACKWARD, OF_FILES, OF_MANY_CLASSES, QUICK
+from tests.check.test_pairs import EAGER, FEW, IN_BACKWARD, OF_FILES, OF_MANY_CLASSES, QUICK, apart, everything
 
 FAST = [*FEW, *OF_FILES, OF_MANY_CLASSES, IN_BACKWARD]
 # What a training of each kind has in its source.
@@ -44,7 +44,7 @@ def test_each_kind_of_training_is_in_the_fast_rows(kind: str) -> None:
 def test_each_technique_is_in_the_rows() -> None:
     """But for those that are compared elsewhere, and those that change the optimisation path."""
     held = {name for name, technique in CATALOGUE.items() if technique.effect is not Effect.TRAJECTORY} - set(ELSEWHERE)
-    assert {name for row in [*ALL, *APART] for name in row.plan} == held
+    assert {name for row in [*everything(), *apart()] for name in row.plan} == held
     # These take minutes: one compiles C++, the other acts on a million numbers and more.
     assert {name for row in FAST for name in row.plan} == held - {"compile", "set_to_none"}
 
@@ -59,14 +59,16 @@ def test_each_technique_meets_every_other_and_each_kind_of_training() -> None:
     techniques = list(SETTINGS)
     pairs = possible(techniques)
     # Without `compile`, which is in few rows, kinds of training meet each other, too.
-    assert {pair for pair in pairs if "compile" not in pair} <= met(row for row in ALL if "compile" not in row.plan)
-    assert pairs <= met(ALL)
+    assert {pair for pair in pairs if "compile" not in pair} <= met(
+        row for row in everything() if "compile" not in row.plan
+    )
+    assert pairs <= met(everything())
 
 
 @pytest.mark.parametrize("technique", [*ON_FILES, *FOR_MEMORY])
 def test_what_is_in_rows_of_its_own_meets_everything_else_there(technique: str) -> None:
     pairs = possible([*EAGER, *ON_FILES, *FOR_MEMORY], DATA | FILES, [*EXTRAS, MANY_CLASSES])
-    assert {pair for pair in pairs if technique in pair} <= met(APART)
+    assert {pair for pair in pairs if technique in pair} <= met(apart())
 
 
 def met(rows: Iterable[Row]) -> set[Pair]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from benchmarks.exact.cover import pairs_of
@@ -19,8 +21,29 @@ FEW = covering(QUICK, among=pairs_of(QUICK) | {pair for kind in KINDS for pair i
 OF_FILES = list(alone(ON_FILES, FILES))
 OF_MANY_CLASSES = next(alone(["chunked_loss"], extras=[*EXTRAS, MANY_CLASSES]))
 IN_BACKWARD = next(alone(["optimizer_in_backward"]))
-ALL = [*covering(EAGER), *with_compile()]
-APART = [*on_files(EAGER), *for_memory(EAGER)]
+
+
+@functools.cache
+def everything() -> list[Row]:
+    """Rows in which all techniques meet each other and each part of trainings."""
+    return [*covering(EAGER), *with_compile()]
+
+
+@functools.cache
+def apart() -> list[Row]:
+    """Rows of what acts on few trainings."""
+    return [*on_files(EAGER), *for_memory(EAGER)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give slow tests their rows. They take seconds to find, so not where slow tests are left out."""
+    slow = {
+        "test_these_do_beside_every_other_technique": apart,
+        "test_each_pair_with_each_kind_of_training_keeps_its_word": everything,
+    }
+    if rows := slow.get(metafunc.function.__name__):
+        left_out = metafunc.config.option.markexpr == "not slow"
+        metafunc.parametrize("row", [] if left_out else rows(), ids=lambda row: row.name)
 
 
 def keeps_its_word(check: Check, row: Row) -> None:
@@ -53,7 +76,6 @@ def test_updates_during_the_backward_keep_their_word(check: Check) -> None:
 
 @pytest.mark.slow  # a check for each row
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("row", APART, ids=lambda row: row.name)
 def test_these_do_beside_every_other_technique(check: Check, row: Row) -> None:
     keeps_its_word(check, row)
 
@@ -67,6 +89,5 @@ def test_each_technique_alone_keeps_its_word(check: Check, row: Row) -> None:
 
 @pytest.mark.slow  # a check for each row of the covering array
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("row", ALL, ids=lambda row: row.name)
 def test_each_pair_with_each_kind_of_training_keeps_its_word(check: Check, row: Row) -> None:
     keeps_its_word(check, row)
