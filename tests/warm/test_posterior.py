@@ -7,12 +7,13 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.warm.posterior import CandidateEstimate, Posterior
 
 PRIOR = (-0.03, 0.2)
+SMALL = [-0.1, 0.05, 0.0, 0.2, -0.02]
 
 
 def filled(
@@ -68,6 +69,37 @@ def test_effects_lie_in_their_intervals(world: dict[str, float]) -> None:
             misses.append(abs(estimate.mean - true))
     assert 0.87 * 240 <= inside <= 0.995 * 240
     assert sum(misses) / len(misses) < 0.6 * world.get("noise", 0.05) + 0.005
+
+
+@pytest.mark.parametrize("far", [math.log(25), -math.log(25)], ids=["slower", "faster"])
+@pytest.mark.parametrize("blocks", [16, 60])
+def test_an_effect_far_beyond_what_was_expected_leaves_the_others_their_intervals(far: float, blocks: int) -> None:
+    """One of 25 times, which the expectation has 16 deviations off; 5 % noise. It must not pass for noise."""
+    inside, sure, noises, spreads = 0, 0, [], []
+    for seed in range(40):
+        lot = random.Random(2000 + seed)
+        effects = [far, *(lot.gauss(*PRIOR) for _ in range(5))]
+        found = filled(effects, blocks, seed)
+        estimates = [found.estimate(index, ()) for index in range(6)]
+        inside += sum(abs(one.mean - true) < 1.96 * one.spread for one, true in zip(estimates, effects, strict=True))
+        sure += estimates[0].helps < 1e-6 if far > 0 else estimates[0].helps > 1 - 1e-6
+        spreads += [one.spread for one in estimates[1:]]
+        noises.append(found.noise)
+    assert sure == 40
+    assert 0.87 * 240 <= inside <= 0.995 * 240
+    assert 0.04 < sum(noises) / len(noises) < (0.06 if blocks > 30 else 0.1)
+    assert sum(spreads) / len(spreads) < 3 * 0.05 / math.sqrt(blocks / 2)
+
+
+@settings(max_examples=30)
+@given(st.floats(-4, 4), st.integers(0, 1 << 32))
+def test_how_large_an_effect_is_says_nothing_of_the_others(far: float, seed: int) -> None:
+    """The same blocks, but that one technique makes steps up to 50 times faster or slower."""
+    found, other = filled([far, *SMALL], 40, seed), filled([0.0, *SMALL], 40, seed)
+    for index in range(1, 1 + len(SMALL)):
+        one, before = found.estimate(index, ()), other.estimate(index, ())
+        assert abs(one.mean - before.mean) < before.spread
+        assert one.spread == pytest.approx(before.spread, rel=0.5)
 
 
 def test_a_pair_that_acts_together_is_told_apart_from_each_alone() -> None:
@@ -155,7 +187,8 @@ def test_any_blocks_give_finite_estimates_that_grow_surer(
     for index in range(4):
         estimate = found.estimate(index, {0, 1})
         assert math.isfinite(estimate.mean)
-        assert 0 < estimate.spread <= math.hypot(0.2, 0.2) + 1e-6
+        off = abs(estimate.mean - (PRIOR[0] - 0.1 if index < 2 else PRIOR[0]))
+        assert 0 < estimate.spread <= math.hypot(0.2, 0.2) + off + 1e-6, "wider only where it is far off"
         assert estimate.blocks + estimate.without == len(blocks)
     assert all(map(math.isfinite, found.draw(lot)))
     assert math.isfinite(found.level)

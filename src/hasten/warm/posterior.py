@@ -2,8 +2,14 @@
 
 log(seconds per step) = level + sum of the effects of what is on + what known pairs do together + noise. The level
 drifts (the machine is shared, the training goes on); effects stay. Everything is normal, so one block is one step of a
-Kalman filter. A block far off what is expected is pulled in, so that a hiccup of the machine decides nothing. Blocks
-that others disturbed (see `taken.py`) are slower by something that they have in common, and count for a ninth.
+Kalman filter. Blocks that others disturbed (see `taken.py`) are slower by something that they have in common, and count
+for a ninth.
+
+Real figures have longer tails than normal ones, so the filter runs over all blocks several times. What lies more than
+three deviations off after a run has its deviation widened to a third of that in the next one. For a block (a hiccup of
+the machine) that means that it decides nothing; for an effect (a technique that makes steps 25 times slower), that its
+expectation does not hold it back, and the other effects need not make up for it. This is the idea of iteratively
+reweighted least squares (Holland and Welsch 1977).
 """
 
 from __future__ import annotations
@@ -19,7 +25,10 @@ _DRIFT = 0.15  # of the noise: how far the level walks between two blocks
 _LEAST_NOISE = 0.01
 _FIRST_NOISE = 0.06
 _ENOUGH = 6  # blocks that tell the noise
-_PULL = 3.0  # standard deviations beyond which a block counts no further
+_FAR = 3.0  # standard deviations beyond which a block or an effect is less sure than it was taken to be
+_NEAR = 5  # blocks on either side that tell the level at a block
+_RUNS = 8  # of the filter at the most: two or three are enough as a rule
+_STEADY = 0.02  # of the noise, and of what is widened: a run that changes them by less is the last
 _RESTART = 0.15  # how much the level may change from one process to the next
 _DISTURBED = (0.2, 0.5)  # how much slower steps are while others take of the CPU: mean and deviation
 _LESS_SURE = 3.0  # times as far as a quiet block may a disturbed one be off
@@ -63,6 +72,42 @@ class Seen:
     disturbed: bool = False
 
 
+@dataclass
+class _Filter:
+    """A run of the Kalman filter: what is known after the blocks that it has seen.
+
+    Attributes:
+        mean: Of the level, the effects of candidates and pairs, and of being disturbed.
+        cov: Covariance of these.
+    """
+
+    mean: list[float]
+    cov: list[list[float]]
+
+    def step(self, rows: Sequence[int], pace: float, noise: float, far: float) -> tuple[float, bool]:
+        """Take in a block.
+
+        Args:
+            rows: What acted in it.
+            pace: log(seconds per step).
+            noise: Standard deviation of such a block.
+            far: How many times less sure it is, since it lies far off.
+
+        Returns:
+            How many deviations off it was, `far` aside; and whether what acted in it was known better than it measures.
+        """
+        towards = [sum([row[j] for j in rows]) for row in self.cov]
+        known = max(0.0, sum(towards[j] for j in rows))
+        unexpected = pace - sum(self.mean[j] for j in rows)
+        variance = known + (far * noise) ** 2
+        self.mean = [one + share * (unexpected / variance) for one, share in zip(self.mean, towards, strict=True)]
+        self.cov = [
+            [one - share * other for one, other in zip(row, towards, strict=True)]
+            for row, share in zip(self.cov, [share / variance for share in towards], strict=True)
+        ]
+        return abs(unexpected) / math.sqrt(known + noise * noise), known <= noise * noise
+
+
 class Posterior:
     """What is known of every candidate's effect.
 
@@ -83,28 +128,28 @@ class Posterior:
         self.pairs = dict(pairs)
         self._shared = dict(shared)
         self.seen: list[Seen] = []
-        self.noise = _FIRST_NOISE
-        self._mean: list[float] = []
-        self._cov: list[list[float]] = []
-        self._fit(self.noise)
+        self._fitted: tuple[_Filter, float] | None = None
 
     def add(self, on: Collection[int], seconds: float, process: int = 0, disturbed: bool = False) -> None:
         """A block was measured."""
         self.seen.append(Seen(frozenset(on), math.log(seconds), process, disturbed))
-        residuals = self._fit(self.noise)
-        quiet = [residual for residual, block in zip(residuals, self.seen[1:], strict=True) if not block.disturbed]
-        residuals = quiet if len(quiet) >= _ENOUGH else residuals
-        if len(residuals) >= _ENOUGH:
-            # The median is not moved by hiccups; 1.48 times it is a normal distribution's standard deviation.
-            self.noise = max(_LEAST_NOISE, 1.48 * statistics.median(map(abs, residuals)))
-        self._fit(self.noise)
+        self._fitted = None
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of log(seconds per step) among quiet blocks of one set."""
+        return self._fit()[1]
+
+    @property
+    def level(self) -> float:
+        """Expected log(seconds per step) of a block now, with nothing on."""
+        return self._known.mean[0]
 
     def estimate(self, index: int, beside: Collection[int]) -> CandidateEstimate:
         """What is known of a candidate, with these others on."""
-        rows = [1 + index, *self._rows_of_pairs(index, beside)]
-        variance = sum(self._cov[i][j] for i in rows for j in rows)
+        mean, variance = self._sum([1 + index, *self._rows_of_pairs(index, beside)])
         return CandidateEstimate(
-            sum(self._mean[i] for i in rows),
+            mean,
             math.sqrt(max(1e-12, variance)),
             sum(index in block.on for block in self.seen),
             sum(index not in block.on for block in self.seen),
@@ -117,63 +162,40 @@ class Posterior:
 
     def gain(self, on: Collection[int]) -> tuple[float, float]:
         """Mean and standard deviation of the change of log(seconds per step) with these on."""
-        rows = self._rows(on)[1:]
-        variance = sum(self._cov[i][j] for i in rows for j in rows)
-        return sum(self._mean[i] for i in rows), math.sqrt(max(0.0, variance))
+        mean, variance = self._sum(self._rows(on)[1:])
+        return mean, math.sqrt(max(0.0, variance))
 
     def better(self, on: Collection[int], than: Collection[int]) -> float:
         """Probability that steps are faster with these on than with those, which are among them."""
-        rows = set(self._rows(on)) - set(self._rows(than))
-        mean = sum(self._mean[i] for i in rows)
-        spread = math.sqrt(max(1e-12, sum(self._cov[i][j] for i in rows for j in rows)))
-        return 0.5 * math.erfc(mean / (spread * math.sqrt(2)))
+        mean, variance = self._sum(set(self._rows(on)) - set(self._rows(than)))
+        return 0.5 * math.erfc(mean / math.sqrt(2 * max(1e-12, variance)))
 
     def means(self) -> list[float]:
         """Expected effects of the candidates, then of the pairs."""
-        return self._mean[1:-1]
+        return self._known.mean[1:-1]
 
     def covariance(self) -> list[list[float]]:
         """Covariance of the effects of the candidates, then of the pairs."""
-        return [row[1:-1] for row in self._cov[1:-1]]
-
-    @property
-    def level(self) -> float:
-        """Expected log(seconds per step) of a block now, with nothing on."""
-        return self._mean[0]
+        return [row[1:-1] for row in self._known.cov[1:-1]]
 
     def draw(self, lot: random.Random) -> list[float]:
         """Draw the effects of all candidates and pairs at once, as likely as they are."""
-        factor = _cholesky(self._cov)
-        normal = [lot.gauss(0.0, 1.0) for _ in self._mean]
-        return [self._mean[i] + sum(factor[i][j] * normal[j] for j in range(i + 1)) for i in range(1, len(factor) - 1)]
+        mean, factor = self._known.mean, _cholesky(self._known.cov)
+        normal = [lot.gauss(0.0, 1.0) for _ in mean]
+        return [mean[i] + sum(factor[i][j] * normal[j] for j in range(i + 1)) for i in range(1, len(factor) - 1)]
 
-    def _fit(self, noise: float) -> list[float]:
-        """Run the filter over all blocks; what it did not expect of each, in units of log(seconds)."""
-        priors = [(self.seen[0].pace if self.seen else 0.0, 1.0), *self.priors, *self.pairs.values(), _DISTURBED]
-        self._mean = [mean for mean, _ in priors]
-        self._cov = [[0.0] * len(priors) for _ in priors]
-        for i, (_, spread) in enumerate(priors):
-            self._cov[i][i] = spread * spread
-        for (i, j), covariance in self._shared.items():
-            self._cov[1 + i][1 + j] = covariance
-        residuals = []
-        # Where others disturb all the time, there is nothing better to go by: the noise is that of disturbed blocks.
-        known = len(self.seen) > _ENOUGH and all(block.disturbed for block in self.seen)
-        less_sure = 1.0 if known else _LESS_SURE
-        process = self.seen[0].process if self.seen else 0
-        for block in self.seen:
-            self._cov[0][0] += (_DRIFT * noise) ** 2
-            if block.process != process:
-                process = block.process
-                self._cov[0][0] += _RESTART**2
-            residuals.append(self._step(block, noise, less_sure if block.disturbed else 1.0))
-        return residuals[1:]
+    # -- what acts in a block ------------------------------------------------------------------------------
 
     def _rows(self, on: Collection[int]) -> list[int]:
         """What acts in a block with these on: the level, the candidates, the pairs of which both are on."""
         first = 1 + len(self.priors)
         together = (first + place for place, (one, other) in enumerate(self.pairs) if one in on and other in on)
         return [0, *(1 + i for i in on), *together]
+
+    def _rows_of(self, block: Seen) -> list[int]:
+        """What acted in a block that was measured."""
+        disturbed = 1 + len(self.priors) + len(self.pairs)
+        return [*self._rows(block.on), *([disturbed] if block.disturbed else [])]
 
     def _rows_of_pairs(self, index: int, beside: Collection[int]) -> list[int]:
         first = 1 + len(self.priors)
@@ -183,22 +205,97 @@ class Posterior:
             if (one == index and other in beside) or (other == index and one in beside)
         ]
 
-    def _step(self, block: Seen, noise: float, less_sure: float) -> float:
-        """One block, so many times less sure: move what is known towards it; what was not expected of it."""
-        mean, cov, size = self._mean, self._cov, len(self._mean)
-        on = [*self._rows(block.on), *([size - 1] if block.disturbed else [])]
-        towards = [sum(row[j] for j in on) for row in cov]
-        variance = sum(towards[j] for j in on) + (less_sure * noise) ** 2
-        unexpected = block.pace - sum(mean[j] for j in on)
-        limit = _PULL * math.sqrt(variance)
-        pulled = max(-limit, min(limit, unexpected))
-        for i in range(size):
-            mean[i] += towards[i] * pulled / variance
-        for i in range(size):
-            for j in range(size):
-                cov[i][j] -= towards[i] * towards[j] / variance
-        # A scale on which a residual is comparable to the noise: what the model itself did not know is taken out.
-        return unexpected * noise / math.sqrt(variance)
+    def _sum(self, rows: Collection[int]) -> tuple[float, float]:
+        """Mean and variance of a sum."""
+        known = self._known
+        return sum(known.mean[i] for i in rows), sum(known.cov[i][j] for i in rows for j in rows)
+
+    # -- the fit -------------------------------------------------------------------------------------------
+
+    @property
+    def _known(self) -> _Filter:
+        return self._fit()[0]
+
+    def _fit(self) -> tuple[_Filter, float]:
+        """Run the filter over all blocks until a further run would change little; what is known, and the noise."""
+        if self._fitted is not None:
+            return self._fitted
+        priors = [(self.seen[0].pace if self.seen else 0.0, 1.0), *self.priors, *self.pairs.values(), _DISTURBED]
+        noise, wide, far = _FIRST_NOISE, [1.0] * len(priors), [1.0] * len(self.seen)
+        for _ in range(_RUNS):
+            known, off = self._run(priors, noise, wide, far)
+            before = [noise, *wide, *far]
+            noise = self._noise_of(off, noise)
+            wide = [
+                max(1.0, abs(mean - expected) / (_FAR * spread)) if spread else 1.0
+                for mean, (expected, spread) in zip(known.mean, priors, strict=True)
+            ]
+            far = self._far(known.mean, noise)
+            if all(abs(one - other) <= _STEADY * one for one, other in zip(before, [noise, *wide, *far], strict=True)):
+                break
+        self._fitted = known, noise
+        return self._fitted
+
+    def _run(
+        self, priors: Sequence[tuple[float, float]], noise: float, wide: Sequence[float], far: Sequence[float]
+    ) -> tuple[_Filter, list[tuple[float, bool]]]:
+        """Run the filter over all blocks.
+
+        Args:
+            priors: What is expected: mean and spread of each.
+            noise: Standard deviation of a quiet block.
+            wide: How many times as wide each spread is taken to be.
+            far: How many times less sure each block is.
+
+        Returns:
+            What is known then, and what `_Filter.step` said of each block.
+        """
+        known = _Filter([mean for mean, _ in priors], [[0.0] * len(priors) for _ in priors])
+        for i, (_, spread) in enumerate(priors):
+            known.cov[i][i] = (spread * wide[i]) ** 2
+        for (i, j), covariance in self._shared.items():
+            known.cov[1 + i][1 + j] = covariance
+        process = self.seen[0].process if self.seen else 0
+        off = []
+        for block, less_sure, times in zip(self.seen, self._less_sure(), far, strict=True):
+            known.cov[0][0] += (_DRIFT * noise) ** 2
+            if block.process != process:
+                process = block.process
+                known.cov[0][0] += _RESTART**2
+            off.append(known.step(self._rows_of(block), block.pace, less_sure * noise, times))
+        return known, off
+
+    def _less_sure(self) -> list[float]:
+        """How many times less sure than a quiet block each is, since others disturbed it."""
+        # Where others disturb all the time, there is nothing better to go by: the noise is that of disturbed blocks.
+        always = len(self.seen) > _ENOUGH and all(block.disturbed for block in self.seen)
+        return [_LESS_SURE if block.disturbed and not always else 1.0 for block in self.seen]
+
+    def _noise_of(self, off: Sequence[tuple[float, bool]], noise: float) -> float:
+        """Noise by how far off blocks were; where these are too few, the one that the filter ran with.
+
+        Best told by blocks that nobody disturbed and whose sets were known before, such as a set that was measured
+        again: what was unexpected of the others is due to effects that were not known yet.
+        """
+        behind = list(zip(self.seen, off, strict=True))[1:]  # the first is the level itself
+        quiet = [one for block, one in behind if not block.disturbed]
+        told = quiet if len(quiet) >= _ENOUGH else [one for _, one in behind]
+        known = [one for one in told if one[1]]
+        told = known if len(known) >= _ENOUGH else told
+        if len(told) < _ENOUGH:
+            return noise
+        # The median is not moved by hiccups; 1.48 times it is a normal distribution's standard deviation.
+        return max(_LEAST_NOISE, 1.48 * noise * statistics.median(deviations for deviations, _ in told))
+
+    def _far(self, mean: Sequence[float], noise: float) -> list[float]:
+        """How many times less sure each block is, for being more than three deviations off those around it."""
+        rest = [block.pace - sum(mean[i] for i in self._rows_of(block)[1:]) for block in self.seen]
+        far = []
+        for at, (block, less_sure) in enumerate(zip(self.seen, self._less_sure(), strict=True)):
+            around = range(max(0, at - _NEAR), min(len(rest), at + _NEAR + 1))
+            level = statistics.median(rest[i] for i in around if self.seen[i].process == block.process)
+            far.append(max(1.0, abs(rest[at] - level) / (_FAR * noise * less_sure)))
+        return far
 
 
 def _cholesky(matrix: list[list[float]]) -> list[list[float]]:
