@@ -50,6 +50,8 @@ class Open:
         fewest: Steps that are enough where they take as long as four blocks.
         root: The process that started all of the training; None: this one.
         skipped: Seconds of the steps behind the switch that did not count.
+        between: Seconds behind the last step that were not the training's, but the search's own: a switch, what it
+            reckons, waiting for the device. The recorder has them in the step that follows; they count in none.
     """
 
     wish: Wish
@@ -60,6 +62,7 @@ class Open:
     root: int | None = None
     left_out: int = 0
     skipped: float = 0.0
+    between: float = 0.0
     steps: int = 0
     seconds: float = 0.0
     began: float = 0.0
@@ -68,6 +71,7 @@ class Open:
     def __post_init__(self) -> None:
         self.reading = Reading(self.root)
         self.slow_since: Reading | None = None
+        self.now: Callable[[], float] = time.perf_counter  # the recorder's clock
 
     def step(self, recorder: Recorder, number: int, ready: int, last_pass: int) -> bool:
         """A step is over; whether the block is.
@@ -78,10 +82,13 @@ class Open:
             ready: Batches that workers had made before the pass's first was asked for.
             last_pass: Batches of the pass before; 0 where there was none.
         """
-        phases = recorder.last[0]
+        self.now = recorder.now
+        phases = self._without_what_is_ours(recorder)
         net = sum(phases) - sum(phases[phase] for phase in _NOT_STEADY)
         if self._is_left_out(net, number, ready, last_pass):
             if not self.steps:
+                if self.left_out >= self.wish.skip:
+                    self.sync()  # what the device has still to do belongs to steps that do not count
                 self.reading = Reading(self.root)
             return False
         if not self.steps:
@@ -95,13 +102,20 @@ class Open:
             return False
         return self.steps >= _LEAST_STEPS or self.seconds >= 4 * self.least_seconds
 
+    def _without_what_is_ours(self, recorder: Recorder) -> list[float]:
+        """Phases of the last step, without the seconds before it that were the search's own."""
+        phases = list(recorder.last[0])
+        # A step begins where its batch is asked for; without a loader, where the optimizer's step before it was over.
+        phase = Phase.DATA if recorder.step_of == "batch" else Phase.OTHER
+        phases[phase] = max(0.0, phases[phase] - self.between)
+        self.between = 0.0
+        return phases
+
     def _is_left_out(self, net: float, number: int, ready: int, last_pass: int) -> bool:
         """Whether a step, the `number`-th of its pass, is not like the steady ones."""
         if self.left_out < self.wish.skip:
             self.left_out += 1
             self.skipped += net
-            if self.left_out == self.wish.skip:
-                self.sync()  # what the device has still to do belongs to steps that do not count
             return True
         if not self.steps and self.wish.expected and net > _UNSETTLED * self.wish.expected and not self._disturbed():
             self.skipped += net
@@ -117,9 +131,9 @@ class Open:
 
     def over(self) -> Measured:
         """The block as it was measured."""
-        before = time.perf_counter()
+        before = self.now()
         self.sync()
-        self.seconds += time.perf_counter() - before
+        self.seconds += self.now() - before
         mean = tuple(seconds / self.steps for seconds in self.phases)
         taken, on = self.reading.taken(), tuple(sorted(self.on))
         return Measured(self.began, self.seconds, self.steps, on, self.wish.part, mean, "", taken.share, taken.disturbs)

@@ -78,12 +78,14 @@ class Driver:
         """A step is over: between two steps, before the next batch is asked for."""
         if self._wishes is None or os.getpid() != self._pid:
             return None
+        began = self._recorder.now()
+        number = self._recorder.current.batches - self._begun_at
         if self._open is None:
             self._begin_if_ready()
-            return None
-        number = self._recorder.current.batches - self._begun_at
-        if self._open.step(self._recorder, number, self._ready(), self._last_pass):
+        elif self._open.step(self._recorder, number, self._ready(), self._last_pass):
             self._block_over(self._open)
+        if self._open is not None:
+            self._open.between = self._recorder.now() - began
         return None
 
     def on_pass(self, opened: OpenPass, began: bool) -> None:
@@ -97,6 +99,8 @@ class Driver:
             return
         self._pass_over(opened.batches - self._begun_at)
         self._begun_at = 0
+        if self._open is not None:
+            self._open.between = 0.0  # the next step begins with the next pass
 
     def _validation_over(self, opened: OpenPass) -> None:
         """Take in what a batch of validation took, unless it compiled kernels or filled a cache."""

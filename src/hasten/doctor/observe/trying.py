@@ -128,9 +128,12 @@ class Trying:
         if time.monotonic() > self._until:
             self._end()
             return
+        began = self._recorder.now()
         if block.step(self._recorder, max(0, self._recorder.current.batches), 0, self._last_pass):
             measured = block.over()
             self._next((measured.step_seconds, measured.steps))
+        if self._open is not None:
+            self._open.between = self._recorder.now() - began
 
     def _next(self, measured: tuple[float, int] | None) -> None:
         try:
