@@ -24,6 +24,7 @@ from hasten.evidence import (
     Sampled,
     Severity,
     Surroundings,
+    TriedLive,
 )
 from tests.doctor.findings.made import event, evidence
 
@@ -338,6 +339,17 @@ class TestDebugTools:
         finding = of("debug_tools_on", evidence(events=(event("anomaly"),), measured=(many,)))
         assert finding is not None
         assert finding.worth == pytest.approx(0.6)
+
+    def test_anomaly_detection_that_was_switched_off_in_the_run(self) -> None:
+        live = TriedLive("debug_tools_on", "debug_off", "true", (), 2.0, 1.9, 2.1, blocks=4, steps=20.0, before=0.01)
+        seen = evidence(events=(event("anomaly"),), measured=(self.SLOW,), tried=(live,))
+        finding = of("debug_tools_on", seen)
+        assert finding is not None
+        assert (finding.worth, finding.how_known) == (0.5, HowKnown.MEASURED)
+        assert "2.00x [1.90, 2.10] as fast a step" in finding.details[0]
+        both = of("debug_tools_on", dataclasses.replace(seen, events=(event("anomaly"), event("profiler"))))
+        assert both is not None
+        assert both.how_known is HowKnown.ESTIMATED, "the profiler was on in all blocks"
 
     def test_a_profiler_that_never_ends(self) -> None:
         finding = of("debug_tools_on", evidence(events=(event("profiler"),)))

@@ -92,6 +92,15 @@ def test_nothing_is_switched_in_a_run_that_a_person_goes_on_with() -> None:
         assert not dataclasses.replace(asked, **left_out).tries  # type: ignore[arg-type]
 
 
+def test_anomaly_detection_is_switched_off_and_on(tmp_path: Path) -> None:
+    _, evidence = heard(tmp_path, "import torch\ntorch.autograd.set_detect_anomaly(True)\n" + MANY_TENSORS)
+    assert evidence.flags.anomaly, "as the script has it, after the last block too"
+    (one,) = [one for one in evidence.tried if one.technique == "debug_off"]
+    assert (one.finding, one.failed) == ("debug_tools_on", "")
+    (finding,) = FINDINGS["debug_tools_on"].findings(evidence)
+    assert finding.details[0].startswith(f"switched on and off in this run, in {one.blocks} blocks each")
+
+
 def test_what_there_is_no_time_for_is_said_and_gives_no_worth(tmp_path: Path) -> None:
     done, evidence = heard(tmp_path, MANY_TENSORS, trying=0.2)
     assert (done.code, evidence.ended, evidence.steps) == (0, "complete", 12)

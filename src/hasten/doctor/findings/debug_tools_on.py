@@ -49,13 +49,14 @@ from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
 from hasten.doctor.source.syntax import dotted, is_word, walk
-from hasten.evidence import Evidence, Finding, Measurement, Severity, severity_of
-from hasten.evidence.weigh import in_words, share_of, steady_seconds
+from hasten.evidence import Evidence, Finding, HowKnown, Measurement, Severity, severity_of
+from hasten.evidence.weigh import in_words, share_of, steady_seconds, switched
 from hasten.techniques.compute.debug_off import DebugOff
 
 
 class DebugToolsOn(Rule):
     cure = DebugOff
+    tried = True
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
@@ -77,17 +78,26 @@ class DebugToolsOn(Rule):
         }
         tried = [one for one in evidence.measured_for(cls.name) if one.where in found and one.calls]
         seconds = sum(event.seconds for event in events if event.kind == "gradcheck") / steps
-        worth = share_of(evidence, seconds + _of_tools(evidence, tried)) or None
+        live: tuple[str, ...] = ()
+        worth, how_known = share_of(evidence, seconds + _of_tools(evidence, tried)), HowKnown.ESTIMATED
+        if set(found) == {"anomaly"}:  # of several tools it is the one that was switched
+            worth, how_known, live = switched(evidence, cls.name, worth, how_known)
         first = next((place for place in found.values() if place), "")
         return cls.finding(
             f"{' and '.join(names[kind] for kind in found)} left on in the training",
             f"take {' and '.join(cures[kind] for kind in found)}",
             severity_of(worth) if worth and worth >= 0.05 else Severity.MEDIUM,
-            worth,
+            worth or None,
+            how_known,
             place=first,
-            details=tuple(map(in_words, tried)),
+            details=(*live, *map(in_words, tried)),
             setting="true" if "anomaly" in found else "",
         )
+
+    @classmethod
+    def may_help(cls, evidence: Evidence) -> bool:
+        """Where anomaly detection is on."""
+        return bool(cls.findings(evidence))
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
