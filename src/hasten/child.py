@@ -25,7 +25,9 @@ from typing import IO, Any
 
 _MARK = "HASTEN_CHILD_"
 _PR_SET_PDEATHSIG = 1
-_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL
+PATIENCE = 2.0
+"""Seconds between SIGTERM and SIGKILL."""
+
 _ABOUT_TO_START = 0.2  # seconds within which a process that was forked bears its mark
 _UNTIL_GONE = 5.0  # seconds after which a process that SIGKILL does not end (in a broken file system) is given up
 
@@ -64,7 +66,7 @@ class Child:
         except subprocess.TimeoutExpired:
             return None
 
-    def end(self, patience: float = _PATIENCE) -> None:
+    def end(self, patience: float = PATIENCE) -> None:
         """End it and all that it started: asked with SIGTERM, and after `patience` seconds with SIGKILL."""
         with suppress(ProcessLookupError, PermissionError):
             if patience and self.process.poll() is None:
@@ -89,6 +91,15 @@ def start_logged(
         return Child(arguments, env, stdin=stdin, stdout=log, stderr=log)
     except OSError as error:
         raise HastenError(f"cannot start {arguments[0]}: {error.strerror or error}") from None
+
+
+def running_for() -> float:
+    """Return the seconds since this process was started; its CPU seconds where the system does not tell that."""
+    try:
+        started = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
+    except (OSError, AttributeError, IndexError, ValueError):
+        return time.process_time()
 
 
 def how_it_ended(code: int) -> str:

@@ -204,7 +204,10 @@ def test_twenty_seconds_say_the_best_that_they_can(tuning: Tuning) -> None:
     is_consistent(tuning, done.out)
     assert "too short" not in done.err
     assert tuning.plan().techniques in ({}, {"helps": True})
-    assert {one.name for one in tuning.proof().tried} <= {"helps", "harms"}
+    proof = tuning.proof()
+    assert {one.name for one in proof.tried} <= {"helps", "harms"}
+    if proof.blocks:  # the script as it is may take longer alone
+        assert proof.used_seconds <= proof.budget_seconds
 
 
 @pytest.mark.slow  # a whole tune, and a run

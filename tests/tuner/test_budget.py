@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -87,6 +88,39 @@ def test_a_claim_that_others_disturbed_is_measured_once_more_where_there_is_time
     tune._in_turn()
     assert sum("others disturbed it" in line for line in said) == times
     assert (tune.found.disturbed() is None) == bool(times)
+
+
+def test_nothing_is_started_for_which_no_time_is_left(tmp_path: Path) -> None:
+    """The second of a pair, where the first took all of it; nor a search that would end before the script trains."""
+    trials = Trials((sys.executable, "-c", "open('ran', 'w')"), (), tmp_path, TrialOptions(str(tmp_path)), 0.0)
+    assert (trials.run({}).outcome, trials.done, list(tmp_path.iterdir())) == ("timeout", [], [])
+    said: list[str] = []
+    tune = _Tune(trials, TuneOptions(budget=20.0), said.append, None, time.monotonic() - 15.0)
+    tune.asked = Applicable((Candidate("fused_optimizer", True),), {}, ())
+    tune.found, tune.startup = Found(Course(tune.asked.candidates)), 9.0
+    tune._search()
+    assert said == ["no time is left for a search: 5 s, and the script takes 9 s before it trains"]
+    assert tune.found.would_ask == ["what helps at all: 5 s were left for a script that starts in 9 s"]
+
+
+def test_a_budget_holds_what_the_process_took_before_and_its_report(tmp_path: Path) -> None:
+    trials = Trials((sys.executable,), (), tmp_path, TrialOptions(str(tmp_path)), 0.0)
+    tune = _Tune(trials, TuneOptions(budget=45.0, started=4.0), lambda _: None, None, -4.0)
+    assert tune.end == pytest.approx(-4.0 + 45.0 - 6.0)
+    told = "import time\ntime.sleep(0.5)\nfrom hasten.child import running_for\nprint(running_for())"
+    before = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert 0.5 <= float(done.stdout) <= time.monotonic() - before + 0.02
+
+
+@pytest.mark.parametrize(
+    ("budget", "training", "block"),
+    [(20.0, 600.0, 0.5), (180.0, 600.0, 0.6), (3600.0, 600.0, 1.0), (120.0, 1.6, 0.2), (120.0, 0.1, 0.1)],
+)
+def test_a_block_is_longer_in_a_long_tune_and_shorter_in_a_short_training(
+    budget: float, training: float, block: float
+) -> None:
+    assert module._block_seconds(budget, training) == pytest.approx(block)
 
 
 def test_a_check_that_is_ended_says_nothing_of_the_plan(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from hasten import messages
+from hasten.child import running_for
 from hasten.cli.command import process_arguments, script_of
 from hasten.cli.script import training
 from hasten.cli.target import keep_former, refuse_other_files
@@ -107,7 +109,12 @@ def tune(
     options = TuneOptions(_seconds(budget), seeds, only_these, order, processes, store)
     _writable(out)
     try:
-        tuned = _shown(options.budget, lambda say, on_block: tune_training(arguments, command, options, say, on_block))
+        tuned = _shown(
+            options.budget,
+            lambda say, on_block: tune_training(
+                arguments, command, dataclasses.replace(options, started=running_for()), say, on_block
+            ),
+        )
     except DoesNotFitError as error:
         messages.tell(f"hasten: {error.message.splitlines()[0]}: looking for a plan under which it fits")
         fit_into(arguments, command, None, options.budget, only_these, out, ran_out="as tune's first trial showed")

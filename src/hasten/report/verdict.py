@@ -86,7 +86,7 @@ def verdict(proof: Proof) -> TuneVerdict:
 def _nothing(proof: Proof) -> TuneVerdict:
     """Nothing was kept: since nothing helped, or since nothing could be looked at."""
     measured = [one for one in proof.tried if words.known(one.ratio)]
-    if not proof.tried and not proof.blocks:
+    if not proof.tried:
         return TuneVerdict("nothing", "Nothing was measured", "Whether anything helps here is not known.")
     tried = words.count(len(proof.tried), "setting")
     if not measured:

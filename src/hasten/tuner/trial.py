@@ -16,7 +16,7 @@ from typing import IO
 
 import psutil
 
-from hasten.child import Child, how_it_ended, start_logged
+from hasten.child import PATIENCE, Child, how_it_ended, start_logged
 from hasten.errors import OUT_OF_MEMORY, HastenError
 from hasten.evidence import Evidence, read_evidence
 from hasten.messages import is_terminal
@@ -89,11 +89,13 @@ class Trials:
             probe: Ask the datasets what repeats itself.
             timeout: Seconds after which it counts as hung.
         """
+        if (left := self.deadline - time.monotonic()) <= 0:
+            return Trial(dict(plan), seed, "timeout", 0.0, "no time was left for it")
         folder = self.scratch / f"t{len(self.done)}"
         folder.mkdir()
         options = replace(self.options, scratch=str(folder), seed=seed, probe=probe)
         config = RunConfig(dict(plan), str(folder / "evidence.json"), self.command, options, quiet=True)
-        trial = self._run(config, folder, min(timeout, max(5.0, self.deadline - time.monotonic())))
+        trial = self._run(config, folder, min(timeout, left))
         self.done.append(trial)
         shutil.rmtree(folder, ignore_errors=True)
         return trial
@@ -107,7 +109,8 @@ class Trials:
                 code = child.wait(timeout)
             finally:
                 seconds = time.monotonic() - start
-                child.end()
+                # What the budget ends is not asked first: nothing of it is looked at any more.
+                child.end(patience=0.0 if time.monotonic() >= self.deadline else PATIENCE)
                 peak, taken = watch.stop(), reading.taken()
         said = (folder / "log").read_text(errors="replace").strip()
         trial = self._judge(config, folder, code, seconds, peak, said)

@@ -34,6 +34,8 @@ from hasten.warm.options import WarmOptions
 from hasten.warm.record import Measured
 
 _BLOCK_SECONDS = (0.5, 1.0)
+_BLOCKS_OF_A_RUN = 8  # of a training so short that longer ones would be too few
+_SHORTEST_BLOCK = 0.1  # seconds
 _SHORTEST_SEARCH = 8.0  # seconds for which the proof gives way first, and then the check
 _CLAIM_SHARE = 0.25  # of the time for the search
 _CHECKED_STEPS = (2, 6)  # a pass in the check
@@ -41,8 +43,8 @@ _SLOW_STEP = 0.5  # seconds: of slower ones one pass is checked, not two
 _CHECKS = 3  # after so many checks with something taken back each, the rest goes unchecked, and is said to
 _ONE_THREAD = 2.0  # times as long as on all cores, roughly, a step takes in the check
 _LONG = 300.0  # seconds of budget from which on stricter parts of the plan are checked apart
-_LATEST = 1.1  # of the budget: what goes on then is ended, and not held against the plan
 _LEAST_FOR_BASELINE = 60.0  # seconds
+_REPORT = 1.5  # times as long as this process's own start takes what it does behind the last measurement, at the most
 
 Say = Callable[[str], None]
 OnBlock = Callable[[Block, Claimed | None], None]
@@ -59,6 +61,8 @@ class TuneOptions:
         order: Seed of the search's own draws; another one asks in another order.
         processes: Ask with a process of its own for each question, as for scripts that cannot be tuned warm.
         store: Folder in which what was learned is kept, and looked up; None: nowhere.
+        started: Seconds that this process took before, which the budget holds too. What it does behind the last
+            measurement, above all the report, takes about as long, and is kept free at the end.
     """
 
     budget: float = 180.0
@@ -67,6 +71,7 @@ class TuneOptions:
     order: int = 0
     processes: bool = False
     store: Path | None = None
+    started: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,10 +99,10 @@ def tune(
     Raises:
         HastenError: The training fails by itself, does not train, or the budget is too short for it.
     """
-    start = time.monotonic()
+    start = time.monotonic() - options.started
     with scratch_folder() as scratch:
         # The script as it is may take longer, or a small budget would end in nothing.
-        deadline = start + max(_LATEST * options.budget, _LEAST_FOR_BASELINE)
+        deadline = start + max(options.budget, _LEAST_FOR_BASELINE)
         trials = Trials(arguments, tuple(command), scratch, TrialOptions(str(scratch)), deadline)
         return _Tune(trials, options, say, on_block, start).run()
 
@@ -107,8 +112,9 @@ class _Tune:
 
     def __init__(self, trials: Trials, options: TuneOptions, say: Say, on_block: OnBlock | None, start: float) -> None:
         self.trials, self.options, self.say, self.on_block = trials, options, say, on_block
-        self.start, self.end = start, start + options.budget
-        self.latest = start + _LATEST * options.budget
+        self.start, self.end = start, start + options.budget - _REPORT * options.started
+        self.check_took = 0.0  # seconds of the last check
+        self.block = _BLOCK_SECONDS[0]  # seconds
         self.notes: list[str] = []
         self.interrupted = self.taken_back = False
         self.pairs: list[tuple[Trial, Trial]] = []
@@ -121,6 +127,7 @@ class _Tune:
         self.baseline = self._baseline()
         self.startup, self.step = self.baseline.startup, self.baseline.timing.step
         self.length = length_of(self.trials.command, self.baseline.timing)
+        self.block = _block_seconds(self.options.budget, self.length.epochs * seconds_per_epoch(self.baseline.timing))
         self._recall()
         self.asked = self._applicable(warm=not self._apart())
         self.found = self._found(warm=not self._apart())
@@ -145,7 +152,7 @@ class _Tune:
         """Run the script as it is, for a shortened pass: its evidence, and how long a step is."""
         self.say("running the script as it is")
         baseline = run_baseline(self.trials, self.options.budget)
-        self.trials.deadline = self.latest
+        self.trials.deadline = self.end
         self.notes += baseline.notes
         self.say(f"a step takes {baseline.timing.step * 1e3:.1f} ms; it starts in {baseline.startup:.0f} s")
         return baseline
@@ -186,6 +193,11 @@ class _Tune:
         if not self.asked.candidates:
             self.say("no technique applies to this training")
             return
+        if (left := self.end - time.monotonic()) < self.startup + self.block:
+            took, rest = f"{self.startup:.0f} s", f"{max(0.0, left):.0f} s"
+            self.say(f"no time is left for a search: {rest}, and the script takes {took} before it trains")
+            self.found.would_ask.append(f"what helps at all: {rest} were left for a script that starts in {took}")
+            return
         if why := self._apart():
             self._search_apart(why)
         elif not self._warm().search():
@@ -206,14 +218,13 @@ class _Tune:
     def _warm(self) -> Warm:
         """Prepare the search in one process."""
         until = self._search_end()
-        least, most = _BLOCK_SECONDS
         claim = _CLAIM_SHARE * max(0.0, until - time.monotonic() - self.startup)
         options = WarmOptions(
             candidates=self.asked.candidates,
             results="",
             search_until=until - claim,
             claim_until=until,
-            block_seconds=min(most, max(least, self.options.budget / 300)),
+            block_seconds=self.block,
             seed=self.options.order,
             total_steps=_total_steps(self.length, self.baseline.timing),
             validation_share=validation_share(self.baseline.evidence),
@@ -257,7 +268,7 @@ class _Tune:
             batches=self._checked_steps(),
             epochs=1 if self.step > _SLOW_STEP else 2,
             seconds=60.0 + 6 * self.baseline.trial.seconds,
-            until=self.latest,
+            until=self.end,
             brief=self.options.budget < _LONG,
             threads=self.baseline.evidence.flags.threads,
         )
@@ -265,7 +276,8 @@ class _Tune:
         for _ in range(_CHECKS):
             if not found.chosen:
                 return
-            if self.end - time.monotonic() < 0.5 * self._check_seconds():
+            began = time.monotonic()
+            if self.end - began < (self.check_took or 0.5 * self._check_seconds()):
                 found.would_ask.append("the check, step by step, whether the plan keeps its word")
                 return
             self.say(f"checking {', '.join(found.plan())} step by step")
@@ -274,12 +286,12 @@ class _Tune:
                     self.trials.arguments, self.trials.command, found.plan(), options, self.say, self.trials.scratch
                 )
             except HastenError as error:  # a script that trains, but not under a check's eyes
-                if time.monotonic() >= self.latest:
+                if time.monotonic() >= self.end:
                     found.would_ask.append("the check, step by step, which took longer than the budget")
                     return
                 self.notes.append(f"the plan was not checked step by step: {error.message.splitlines()[0]}")
                 return
-            self.checked = checked
+            self.checked, self.check_took = checked, time.monotonic() - began
             if checked.ok is not False:
                 return
             first = checked.first
@@ -322,7 +334,7 @@ class _Tune:
         seconds = min(20.0, self.end - time.monotonic() - self.startup)
         if seconds > _SHORTEST_SEARCH / 2:
             self.say(f"measuring {', '.join(found.plan())} once more, {why}")
-            options = WarmOptions(self.asked.candidates, "", 0.0, 0.0)
+            options = WarmOptions(self.asked.candidates, "", 0.0, 0.0, block_seconds=self.block)
             warm = Warm(self.trials, found, options, self.startup, self.say, self._told)
             warm.claim(time.monotonic() + self.startup + seconds)
 
@@ -332,8 +344,7 @@ class _Tune:
         for seed in range(self.options.seeds):
             if not self.found.chosen:
                 return
-            end = self.end if seed else self.latest
-            if time.monotonic() + each > end:
+            if time.monotonic() + each > self.end:
                 if not seed:
                     self.found.would_ask.append("a pair of fresh processes: start-up, first epoch, losses")
                 return
@@ -343,7 +354,7 @@ class _Tune:
                 self.trials.run(plan, seed, timeout=180 + 6 * self.baseline.trial.seconds)
                 for plan in sides[:: -1 if seed % 2 else 1]
             )
-            if "timeout" in (first.outcome, second.outcome) and time.monotonic() >= self.trials.deadline:
+            if "timeout" in (first.outcome, second.outcome) and time.monotonic() >= self.end:
                 self.found.would_ask.append("a pair of fresh processes: it took longer than the budget")
                 return
             a, b = (second, first) if seed % 2 else (first, second)
@@ -375,6 +386,12 @@ class _Tune:
             notes=[*self.notes, *self.found.notes],
             noise=self.quiet.noise(self.found),
         )
+
+
+def _block_seconds(budget: float, training: float) -> float:
+    """Seconds of a block: the longer the budget the longer, and some of them fit into a short training."""
+    least, most = _BLOCK_SECONDS
+    return min(most, max(least, budget / 300), max(_SHORTEST_BLOCK, training / _BLOCKS_OF_A_RUN))
 
 
 def _total_steps(length: Length, timing: Timing) -> int:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hasten.child import Child
+from hasten.child import PATIENCE, Child
 from hasten.taps.config import RunConfig
 from hasten.techniques import Liveness
 from hasten.tuner.found import Found
@@ -17,7 +17,7 @@ from hasten.warm.options import FILLING, FILLS, WarmOptions
 from hasten.warm.record import Event, Measured, read
 
 _POLL = 0.2
-_RESTARTS = 6
+_RESTARTS = 24  # time ends it before, as a rule
 _LEAST_BLOCKS = 3  # good ones, or the script cannot be tuned warm
 _QUIET, _QUIET_COMPILING = 45.0, 240.0  # seconds without a block after which a process hangs
 _OVERTIME = 8.0  # seconds behind the end of a process's time, beyond two blocks, after which it is ended
@@ -62,6 +62,7 @@ class Warm:
     def search(self) -> bool:
         """Search until the time is out; False where this script cannot be tuned in one process."""
         for _ in range(_RESTARTS):
+            before = sum(map(_counts, self._found.blocks))
             process = self._one()
             if process.done:
                 return True
@@ -71,7 +72,8 @@ class Warm:
                 return False
             if not process.crashed:
                 self._drop_what_only_filled(process)
-            if self._plain_crashes > 1 or self._left() < self._startup + _NOTHING_LEFT:
+            nothing = not process.crashed and sum(map(_counts, self._found.blocks)) == before
+            if nothing or self._plain_crashes > 1 or self._left() < self._startup + _NOTHING_LEFT:
                 break
             self._say(f"{process.why}; started again without it" if process.blamed else f"{process.why}; started again")
         self._found.chosen = self._found.course.chosen()
@@ -192,7 +194,7 @@ class _Process:
             try:
                 code = self._follow(child, Path(self._options.results), startup)
             finally:
-                child.end()
+                child.end(patience=0.0 if self.late else PATIENCE)  # all that it says is in its record already
         if not self.done and not self.crashed and not self.late and code != 0:
             self.crashed = True
             said = last_lines(folder / "log").splitlines()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from hasten.techniques import CATALOGUE, Effect, Liveness
@@ -47,6 +48,7 @@ _AGREES = 0.5  # of what an earlier tune left open: as far new blocks may move i
 _FINE = 0.02  # of log(seconds per step): a spread at which what was known need not be asked again
 _NO_DOUBT = 1e-3
 _LEAST_BLOCKS = 2  # on and off, before anything is settled
+_LATEST = 8  # blocks that tell how long the next takes
 
 
 class Course:
@@ -80,6 +82,7 @@ class Course:
         self.out: dict[int, str] = {}  # off for good, and why
         self.lasting: set[int] = set()  # of them: off in the next tune too
         self.careful = careful
+        self._took: deque[tuple[float, float]] = deque(maxlen=_LATEST)  # seconds of blocks, and what others took
         self._lot = random.Random(seed)
         self._last = self.of(Liveness.LAST) if live else set()
 
@@ -95,6 +98,20 @@ class Course:
     def saw(self, on: Collection[int], seconds: float, process: int = 0, disturbed: bool = False) -> None:
         """A block was measured."""
         self.posterior.add(on, seconds, process, disturbed)
+
+    def took(self, seconds: float, taken: float | None) -> None:
+        """A block took so many seconds, with all that does not count; others took such a share of the CPU meanwhile."""
+        self._took.append((seconds, taken or 0.0))
+
+    @property
+    def block_seconds(self) -> float:
+        """Seconds that a block takes, with all that does not count, by the latest; 0.0 before the first."""
+        return statistics.median(seconds for seconds, _ in self._took) if self._took else 0.0
+
+    @property
+    def taken(self) -> float:
+        """Share of the CPU that others take, from 0 to 1, by the latest blocks; 0.0 where that cannot be seen."""
+        return statistics.median(taken for _, taken in self._took) if self._took else 0.0
 
     def saw_validation(self, on: Collection[int], seconds: float, process: int = 0) -> None:
         """A pass of validation took so many seconds a batch."""

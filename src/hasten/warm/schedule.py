@@ -16,17 +16,17 @@ from hasten.warm.record import Event, Measured
 
 _WARM_UP = 3  # steps of a new process that do not count: kernels are chosen, memory is first touched
 _COMPILE_BLOCKS = 5
-_COMPILE_SECONDS = 30.0  # left of the search, or compiling is not tried
+_COMPILE_SECONDS = 30.0  # left of the search on a quiet machine, or compiling is not tried
+_MOST_TAKEN = 0.9  # of the CPU: what others take beyond that makes compiling no longer in what it is expected to take
 _COMPILE_SAVES = 0.3  # of a step at the most, as a rule
 _COMPILE_WORTH = 2.0  # compiling may be tried where that, over the full training, is so many times what it takes
 # Compiled kernels are kept for the run to come: of a small ResNet's 31 s it pays 8 again (tracing, loading). Where this
 # search found them there, it took those 8 itself.
 _AGAIN, _AGAIN_SECONDS = 0.3, 8.0
-_SEARCHING = 0.85  # of the search's time; then the best sets are measured in turn
 _PLAIN_EVERY = 12  # blocks of the search, of which one is of the script as it is
-_ROUNDS = 3
-_STEPS = 6  # that a block takes at the least, with those behind the switch that do not count
-_LATE = 5.0  # seconds that the last round may take longer
+_ROUNDS = 3  # in which the best sets are measured in turn
+_SETTLING = (0.15, 0.4)  # of the search's time that is kept for these, at the least and at the most
+_FEW_ROUNDS = 6  # blocks: two rounds of three sets, which it is kept for in between
 _LEAST_PAIRS, _MOST_PAIRS = 3, 8
 _MOST_TURNS = 3 * _MOST_PAIRS  # with the pairs that others disturbed
 
@@ -68,13 +68,14 @@ def search(course: Course, options: WarmOptions) -> Wishes:
     plain: frozenset[int] = frozenset()
     yield from ask(course, Wish(plain, "baseline", skip=_WARM_UP))
     if not options.former:  # a process before this one has asked this
-        yield from ask(course, Wish(plain, "baseline", skip=0))
-        for _ in range(2):
+        # Where a budget bears few blocks, the first with all on is worth more than those around it.
+        if _bears(3, course, options):
+            yield from ask(course, Wish(plain, "baseline", skip=0))
+        yield from ask(course, Wish(course.all_on(), "all on"))
+        if _bears(1, course, options):
             yield from ask(course, Wish(course.all_on(), "all on"))
-    aside = _COMPILE_SECONDS if _may_pay(course, options) else 0.0
-    until = began + _SEARCHING * max(0.0, options.search_until - began - aside)
     asked = 0
-    while time.monotonic() < until and course.doubtful():
+    while time.monotonic() + course.block_seconds < _settling_from(began, course, options) and course.doubtful():
         asked += 1
         # The script as it is now and then, so that drift is not taken for the effect of what was on meanwhile.
         on = course.wants() if asked % _PLAIN_EVERY else plain
@@ -87,13 +88,12 @@ def play_off(course: Course, options: WarmOptions, host: Host) -> Wishes:
     if not finalists:
         return
     blocks: dict[frozenset[int], list[Measured]] = {on: [] for on in finalists}
-    each = (_STEPS * math.exp(course.posterior.level) + options.block_seconds) * len(finalists)
-    rounds = min(_ROUNDS, int((options.search_until + _LATE - time.monotonic()) / each))
-    for turn in range(rounds if rounds > 1 else 0):
+    rounds = next((n for n in range(_ROUNDS, 1, -1) if _bears(n * len(finalists), course, options)), 0)
+    for turn in range(rounds):
         for on in finalists[:: -1 if turn % 2 else 1]:
-            if len(finalists) < 2 or time.monotonic() > options.search_until + _LATE:
+            if len(finalists) < 2 or not _bears(1, course, options):
                 break
-            measured = yield Wish(on, "play-off", exact=bool(on & host.by_pass))
+            measured = yield from _block(course, Wish(on, "play-off", exact=bool(on & host.by_pass)))
             if _saw(course, measured):
                 blocks[on].append(measured)
     paces = _comparable(blocks)
@@ -126,7 +126,33 @@ def _comparable(blocks: Mapping[frozenset[int], Sequence[Measured]]) -> dict[fro
 
 def ask(course: Course, wish: Wish) -> Wishes:
     """Ask for a block, and take it in."""
-    _saw(course, (yield wish))
+    _saw(course, (yield from _block(course, wish)))
+
+
+def _block(course: Course, wish: Wish) -> Generator[Wish, Measured, Measured]:
+    """Ask for a block; what it takes, with the steps in front of it that do not count, tells what the next will."""
+    began = time.monotonic()
+    measured = yield wish
+    course.took(time.monotonic() - began, measured.taken)
+    return measured
+
+
+def _search_end(course: Course, options: WarmOptions) -> float:
+    """When the search must be over: three pairs of the claim fit behind it, as long as blocks take here."""
+    return min(options.search_until, options.claim_until - 2 * _LEAST_PAIRS * course.block_seconds)
+
+
+def _bears(blocks: int, course: Course, options: WarmOptions) -> bool:
+    """Whether the search has time for so many more blocks."""
+    return time.monotonic() + blocks * course.block_seconds <= _search_end(course, options)
+
+
+def _settling_from(began: float, course: Course, options: WarmOptions) -> float:
+    """When the best sets begin to be measured in turn."""
+    aside = _compile_seconds(course) if _may_pay(course, options) else 0.0
+    whole = max(0.0, _search_end(course, options) - began - aside)
+    least, most = (share * whole for share in _SETTLING)
+    return began + whole - min(most, max(least, _FEW_ROUNDS * course.block_seconds))
 
 
 def _saw(course: Course, measured: Measured) -> bool:
@@ -144,6 +170,11 @@ def _may_pay(course: Course, options: WarmOptions) -> bool:
     return most > _COMPILE_WORTH * _COMPILE_SECONDS
 
 
+def _compile_seconds(course: Course) -> float:
+    """What compiling may take: beside others it has less of the CPU."""
+    return _COMPILE_SECONDS / (1 - min(_MOST_TAKEN, course.taken))
+
+
 def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
     """Compile once, on what won, where it may be won back in the full training."""
     for index in sorted(course.of(Liveness.LAST) - set(course.out)):
@@ -152,19 +183,20 @@ def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
             course.drop([index], why)
             host.note(Event("not worth it", (index,), text=why))
             continue
-        if options.search_until - time.monotonic() < _COMPILE_SECONDS:
+        if _search_end(course, options) - time.monotonic() < _compile_seconds(course):
             host.note(Event("not asked", (index,), text="compiling takes longer than the time that was left"))
             continue
         chosen = course.chosen()
         expected = math.exp(course.posterior.level + course.posterior.gain(chosen)[0])
         blocks: dict[frozenset[int], list[Measured]] = {chosen: [], chosen | {index}: []}
         for turn in range(_COMPILE_BLOCKS):
-            measured = yield Wish(chosen | {index}, "compile", skip=3, expected=expected)
+            measured = yield from _block(course, Wish(chosen | {index}, "compile", skip=3, expected=expected))
             if not turn:
                 cost = max(0.0, host.compiling - 3 * expected)
             _note(measured, course, blocks)
-            _note((yield Wish(chosen, "compile")), course, blocks)
-            if time.monotonic() > options.search_until + _COMPILE_SECONDS:
+            _note((yield from _block(course, Wish(chosen, "compile"))), course, blocks)
+            # It may have taken longer than expected: three pairs of the claim are worth more than one more of these.
+            if time.monotonic() + (2 + 2 * _LEAST_PAIRS) * course.block_seconds > options.claim_until:
                 break
         host.note(Event("compiled", (index,), cost))
         if not all(blocks.values()):  # one of the two never ran well: nothing is known of what compiling brings

@@ -1,0 +1,73 @@
+"""A search keeps its time: what a block takes here says how many more there is time for."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+from unittest.mock import patch
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.warm import schedule as module
+from hasten.warm.course import Course
+from hasten.warm.options import Candidate, WarmOptions
+from hasten.warm.record import Measured
+from tests.warm.made import Host
+
+CANDIDATES = (
+    Candidate("channels_last", True),
+    Candidate("fused_optimizer", True),
+    Candidate("cpu_threads", 1),
+    Candidate("compile", "default"),
+)
+TRULY = (-0.4, -0.2, 0.1, -0.1)
+_CLAIM = 6  # blocks: three pairs
+
+
+def ran(block: float, search: float, claim: float, compiling: float, taken: float) -> tuple[float, list[Measured]]:
+    """When a search was over whose blocks take so long, and its blocks."""
+    clock, lot = SimpleNamespace(now=0.0), random.Random(1)
+    course = Course(CANDIDATES)
+    host, seen, measured = Host(course), [], None
+    host.compiling = compiling
+    options = WarmOptions(CANDIDATES, "", search, search + claim, total_steps=100_000)
+    with patch.object(module, "time", SimpleNamespace(monotonic=lambda: clock.now)):
+        wishes = module.schedule(course, options, host)
+        while True:
+            try:
+                wish = next(wishes) if measured is None else wishes.send(measured)
+            except StopIteration:
+                return clock.now, seen
+            pace = 0.05 * math.exp(sum(TRULY[i] for i in wish.on) + lot.gauss(0, 0.02))
+            measured = Measured(clock.now, 20 * pace, 20, tuple(sorted(wish.on)), wish.part, taken=taken)
+            first = 3 in wish.on and not any(3 in one.on for one in seen)
+            clock.now += block + compiling * first
+            seen.append(measured)
+
+
+@given(
+    block=st.floats(0.1, 10), search=st.floats(1, 200), claim=st.floats(0.1, 60), taken=st.floats(0, 1)
+)  # fmt: skip
+def test_it_ends_in_its_time_and_leaves_some_for_the_claim(
+    block: float, search: float, claim: float, taken: float
+) -> None:
+    """The script as it is, all on, and three pairs come first: with time for no more, there is no more."""
+    over, seen = ran(block, search, claim, 20.0 / (1 - min(0.9, taken)), taken)
+    assert next(one.part for one in seen if not one.on) == "baseline"
+    assert any(one.part == "all on" for one in seen)
+    assert sum(one.part in ("plain", "plan") for one in seen) >= _CLAIM
+    assert over <= max(search + claim, (2 + _CLAIM) * block) + 1e-6
+
+
+def test_the_more_time_the_more_is_asked() -> None:
+    few, many = (len(ran(0.6, search, 6.0, 20.0, 0.0)[1]) for search in (3.0, 20.0))
+    assert few < many
+
+
+def test_compiling_beside_others_is_expected_to_take_longer() -> None:
+    """Forty seconds are enough on a quiet machine, not where others have three quarters of the CPU."""
+    quiet, beside = (ran(0.6, 60.0, 20.0, 20.0, taken)[1] for taken in (0.0, 0.75))
+    assert any(one.part == "compile" for one in quiet)
+    assert not any(one.part == "compile" for one in beside)
