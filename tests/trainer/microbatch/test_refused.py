@@ -139,6 +139,22 @@ def test_what_could_not_be_seen_is_said(capfd, caplog):
     assert "could not be seen" in capfd.readouterr().err + caplog.text
 
 
+@pytest.mark.parametrize("name", ["backward", "on_after_backward"])
+def test_what_is_done_to_the_gradients_of_each_part_is_said(capfd, caplog, name):
+    def changes(self, *_, **__):
+        return None
+
+    def backward(self, loss, *_, **__):
+        loss.pow(2).backward()
+
+    own = type("Own", (Net,), {name: backward if name == "backward" else changes})
+    trained(own(), microbatch=4)
+    said = capfd.readouterr().err + caplog.text
+    assert f"microbatch: {name} is called for each part of a batch" in said
+    trained(Net(), microbatch=4)
+    assert "is called for each part" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("flags", [{}, {"precision": "bf16-mixed"}, {"precision": "16-mixed"}], ids=str)
 def test_a_training_that_has_learnt_all_is_not_taken_for_a_wrong_one(flags):
     """Its gradients are what rounding leaves of them."""

@@ -43,6 +43,13 @@ def in_parts(trainer: Trainer, hooks: Hooks, training_step: Called, clear: Calle
         HastenError: Parts would not come to the gradient of the whole.
     """
     refuse(trainer)
+    for name in ("backward", "on_after_backward"):
+        if hooks.of_module(name) is not None:
+            trainer.say(
+                f"microbatch: {name} is called for each part of a batch: what it does to the loss or to gradients it"
+                " does to a part's (clip and change gradients in on_before_optimizer_step, which comes once a step)",
+                once=True,
+            )
     parts = _Parts(trainer, hooks, training_step, clear, backward)
     return _Tried(trainer, parts) if parts.tries else parts.fixed
 
