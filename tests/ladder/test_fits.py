@@ -113,7 +113,7 @@ def weights(folder: Path) -> bytes:
 def test_an_attempt_sets_its_own_bounds_and_an_allocation_beyond_them_is_its_result(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     path = write(tmp_path, "train.py", DEEP)
-    bounds = {"RLIMIT_DATA": 840 * MB}
+    bounds = {"RLIMIT_DATA": 780 * MB}
     attempts = Attempts([sys.executable, str(path)], ("train.py",), tmp_path / "scratch", 8 << 30, bounds=bounds)
     plain = attempts.run()
     assert plain.outcome == "out of memory"

@@ -36,7 +36,10 @@ def boot() -> None:
 
         config = begin(config, config.ranks)
     import_without_collections()
-    optimizers_without_dynamo()
+    if (
+        config.doctor is None
+    ):  # it says what the script costs as it is: a `gc.collect()` walks through torch._dynamo, too
+        optimizers_without_dynamo()
 
     def start() -> None:
         from hasten.taps.session import ProcessSession

@@ -47,6 +47,7 @@ AS_GOOD = 0.015  # of log(seconds per step): sets this near to each other are al
 _AGREES = 0.5  # of what an earlier tune left open: as far new blocks may move its mean
 _FINE = 0.02  # of log(seconds per step): a spread at which what was known need not be asked again
 _NO_DOUBT = 1e-3
+_OF_ITS_OWN = 0.5  # of the deviation before anything was measured: above it, blocks do not tell a candidate from others
 _LEAST_BLOCKS = 2  # on and off, before anything is settled
 _LATEST = 8  # blocks that tell how long the next takes
 
@@ -310,9 +311,10 @@ class Course:
         return whole.only([row for row, wanted in zip(rows, asked, strict=True) if wanted])
 
     def _is_clear(self, index: int, found: CandidateEstimate) -> bool:
-        """Whether enough is known of a candidate: from two blocks on either side, or from one that left no doubt."""
+        """Whether enough is known of it: by two blocks on either side that tell it from others, or one without doubt."""
         blocks, doubt = self.posterior.asked(index), min(found.helps, 1 - found.helps)
-        if blocks >= _LEAST_BLOCKS:
+        own = self.candidates[index].known is not None or found.spread < _OF_ITS_OWN * self.posterior.priors[index][1]
+        if blocks >= _LEAST_BLOCKS and own:
             return doubt < 1 - _SETTLED or abs(found.mean) + found.spread < 2 * _WORTH
         return blocks >= 1 and doubt < _NO_DOUBT
 

@@ -127,6 +127,8 @@ def test_host_embeddings(tmp_path, monkeypatch):
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     monkeypatch.setattr(HostEmbeddings, "device", "cpu")  # in the place of a GPU, so that rows take their way
+    for embedding in (torch.nn.Embedding, torch.nn.EmbeddingBag):  # a forward stays replaced while a table needs it
+        monkeypatch.setattr(embedding, "forward", embedding.forward)
     left = []
     for size in (None, 1):
         trainer = quiet(host_embeddings=size, max_epochs=2, gradient_clip_val=0.1, accumulate_grad_batches=2)
@@ -141,6 +143,12 @@ def test_host_embeddings(tmp_path, monkeypatch):
         left.append(trainer.model.state_dict())
     assert all(torch.equal(left[2][name], left[3][name]) for name in left[2])
     assert not all(torch.equal(left[0][name], left[2][name]) for name in left[0])
+
+
+def test_fp8():
+    """What it computes stands in tests/techniques/test_fp8.py."""
+    with pytest.raises(hasten.HastenError, match="fp8"):  # neither a GPU nor torchao, or one that is too old
+        quiet(fp8=True, accelerator="cpu")
 
 
 def test_chunked_loss(tmp_path):

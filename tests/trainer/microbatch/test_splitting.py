@@ -62,7 +62,19 @@ def batches(count):
     ).map(lambda inner: {"first": rows(count), "rest": inner})
 
 
-@given(st.data(), st.integers(2, 9), st.integers(1, 10))
+@pytest.mark.parametrize("rest", [
+    (torch.tensor([[0], [1]]), torch.tensor(3.0)),
+    (["a", "b"], 5),
+    (["a", "b"], torch.tensor(3.0)),
+    ("a name", [7, 8]),
+], ids=str)  # fmt: skip
+def test_columns_of_two_samples_beside_what_is_alike_for_both(rest):
+    batch = {"first": rows(2), "rest": rest}
+    assert same(joined(split(batch, 1)), batch)
+
+
+# Not 2: of two samples, two texts may be an entry for each of them.
+@given(st.data(), st.integers(3, 9), st.integers(1, 10))
 def test_parts_joined_are_the_batch(data, count, size):
     batch = data.draw(batches(count))
     parts = split(batch, size)

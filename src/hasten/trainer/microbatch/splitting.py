@@ -87,10 +87,16 @@ class _Leaves:
 
         `[x, y]` of two samples is columns: each has two rows. So is a batch itself, but for one of texts alone.
         """
-        if len(part) != self._count:
+        if len(part) != self._count or self._are_columns_and_constants(part):
             return False
         rows = [len(tensor) if tensor.dim() else 0 for tensor in tensors(part)]
         return not rows or (part is not self._batch and any(one != self._count for one in rows))
+
+    def _are_columns_and_constants(self, part: list[Any] | tuple[Any, ...]) -> bool:
+        """Whether it is columns of all samples beside what is the same for each: `(x, weight)`, of two samples."""
+        columns = [one for one in part if _rows(one) == self._count]
+        others = [one for one in part if _rows(one) != self._count]
+        return bool(columns) and bool(others) and all(_rows(one) is None for one in others)
 
 
 class _Cut:
@@ -114,6 +120,13 @@ class _Cut:
         if isinstance(leaf, list | tuple) and not isinstance(self._rows, slice):
             return type(leaf)([leaf[row] for row in self._rows])
         return leaf[self._rows]
+
+
+def _rows(entry: Any) -> int | None:
+    """Return how long a column is; None: it is a single value."""
+    if isinstance(entry, torch.Tensor | numpy.ndarray):
+        return len(entry) if entry.ndim else None
+    return len(entry) if isinstance(entry, list | tuple | Mapping) else None
 
 
 def _lists_of_samples(batch: Any) -> list[list[Any] | tuple[Any, ...]]:
