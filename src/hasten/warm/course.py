@@ -311,7 +311,7 @@ class Course:
         return whole.only([row for row, wanted in zip(rows, asked, strict=True) if wanted])
 
     def _is_clear(self, index: int, found: CandidateEstimate) -> bool:
-        """Whether enough is known of it: by two blocks on either side that tell it from others, or one without doubt."""
+        """Whether enough is known: by two blocks on either side that tell it from others, or one without doubt."""
         blocks, doubt = self.posterior.asked(index), min(found.helps, 1 - found.helps)
         own = self.candidates[index].known is not None or found.spread < _OF_ITS_OWN * self.posterior.priors[index][1]
         if blocks >= _LEAST_BLOCKS and own:
