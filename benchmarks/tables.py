@@ -27,8 +27,9 @@ hand (same model, batch size, optimizer and data). Ratios are of whole epochs, t
 plan's speed beside the twin's; the goal was 0.9.
 
 Plans were found in one process that trains on ([how](tune.md)), on {machine};
-two quiet cores, two pairs each. The image training was tuned by the present search, the other three by the one before changes of 2026-11-23 to its budgets and
-its estimate of noise. One of the MLP's two pairs was disturbed: its ratios lie far apart.
+two quiet cores, two pairs each. The image training was tuned by the present search, the other three by the one before
+changes of 2026-11-23 to its budgets and its estimate of noise. One of the MLP's two pairs was disturbed: its ratios lie
+far apart.
 
 Where the image plan stays behind the twin, looked at stage by stage in two runs each (19.4 ms a step beside 15.7): the
 twin stores its weights channels last, so that compiled code need not turn them and their gradients (about 1.5 ms;
@@ -108,9 +109,9 @@ check the words of a message. How tests are sorted: [README](../benchmarks/light
 GUARDS = """## What guards cost
 
 `benchmarks/guard_cost.py`: each technique as it is, beside itself at commit 474bcd3, which had no guards, on a
-training in which it acts; CPU time a step on one thread, in turn, the median of five pairs (least to most). The goal was 1.01;
-{missed} of {all} are above it on steps this short. A guard costs microseconds a call, so that longer steps hide it; the
-blocks of `activation_checkpointing` are run again with everything they saw, which the old one did not do.
+training in which it acts; CPU time a step on one thread, in turn, the median of five pairs (least to most). The goal
+was 1.01; {missed} of {all} are above it on steps this short. A guard costs microseconds a call, so that longer steps
+hide it; the blocks of `activation_checkpointing` are run again with everything they saw, which the old one did not do.
 
 | technique | a step | with guards |
 |---|---|---|
