@@ -313,7 +313,8 @@ class Course:
     def _is_clear(self, index: int, found: CandidateEstimate) -> bool:
         """Whether enough is known: by two blocks on either side that tell it from others, or one without doubt."""
         blocks, doubt = self.posterior.asked(index), min(found.helps, 1 - found.helps)
-        own = self.candidates[index].known is not None or found.spread < _OF_ITS_OWN * self.posterior.priors[index][1]
+        expected, spread = self.posterior.priors[index]
+        own = expected * found.mean > 0 or found.spread < _OF_ITS_OWN * spread  # or it may bear the blame of others
         if blocks >= _LEAST_BLOCKS and own:
             return doubt < 1 - _SETTLED or abs(found.mean) + found.spread < 2 * _WORTH
         return blocks >= 1 and doubt < _NO_DOUBT
