@@ -49,8 +49,19 @@ def ran_here(code: str, folder: Path, *arguments: str | Path) -> Done:
     return Done(process.returncode, out, err)
 
 
+def _close_what_is_open() -> None:
+    """Close pytest's descriptors; Popen takes that for the program's beginning.
+
+    Their numbers stay taken: what pytest left behind may close them later, and would close what the program opened.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number != null:
+            os.dup2(null, number, inheritable=False)
+
+
 def _run(code: str, words: list[str], mounts: str | None) -> None:
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # those of pytest; and Popen takes it for the program's beginning
+    _close_what_is_open()
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
     sys.argv = words
     signal.signal(signal.SIGINT, signal.default_int_handler)
