@@ -27,9 +27,8 @@ hand (same model, batch size, optimizer and data). Ratios are of whole epochs, t
 plan's speed beside the twin's; the goal was 0.9.
 
 Plans were found in one process that trains on ([how](tune.md)), on {machine};
-two quiet cores, two pairs each. The image training was tuned by the present search, the other three by the one before
-changes of 2026-11-23 to its budgets and its estimate of noise. One of the MLP's two pairs was disturbed: its ratios lie
-far apart.
+two quiet cores, two pairs each, before changes of 2026-11-23 to the search's budgets and its estimate of noise. One of
+the MLP's two pairs was disturbed: its ratios lie far apart.
 
 Where the image plan stays behind the twin, looked at stage by stage in two runs each (19.4 ms a step beside 15.7): the
 twin stores its weights channels last, so that compiled code need not turn them and their gradients (about 1.5 ms;
@@ -56,8 +55,8 @@ the script's own progress lines. Neither uses hasten's clock. Two pairs each: a 
 slows down, not as the best that can be had.
 
 Tuned in two minutes: vae, mnist_rnn, super_resolution, nanogpt, mingpt_adder, dcgan_fake, timm_train and
-yunjey_feedforward by the present search ([how](tune.md)) on two quiet cores; mnist, imagenet_dummy and the two word
-language models by the search before it, at a high priority beside other work (load 10 to 14). The other three rows
+yunjey_feedforward by the search of commit cd136b9 ([how](tune.md)) on two quiet cores; mnist, imagenet_dummy and the
+two word language models by the search before it, at a high priority beside other work (load 10 to 14). The other three rows
 are those of the search before that, which asked one question a process in 60 to 140 seconds; they are not measured
 again yet.
 """
