@@ -55,10 +55,10 @@ the script's own progress lines. Neither uses hasten's clock. Two pairs each: a 
 slows down, not as the best that can be had.
 
 Tuned in two minutes: vae, mnist_rnn, super_resolution, nanogpt, mingpt_adder, dcgan_fake, timm_train and
-yunjey_feedforward by the search of commit cd136b9 ([how](tune.md)) on two quiet cores; mnist, imagenet_dummy and the
-two word language models by the search before it, at a high priority beside other work (load 10 to 14). The other three rows
-are those of the search before that, which asked one question a process in 60 to 140 seconds; they are not measured
-again yet.
+yunjey_feedforward by the search of commit cd136b9 ([how](tune.md)) on two quiet cores; mnist, imagenet_dummy and
+the two word language models by the search before it, at a high priority beside other work (load 10 to 14). The
+other three rows are those of the search before that, which asked one question a process in 60 to 140 seconds; they
+are not measured again yet.
 """
 
 REGRET = """## What a short budget leaves behind
