@@ -202,7 +202,7 @@ def test_a_number_takes_the_first_blocks(count: int) -> None:
     assert run.installed()["activation_checkpointing"] == ("block" if count == 1 else f"{min(count, 3)} x block")
     every = trained(activation_checkpointing=True)[1]
     assert kept_less < kept * (1 - 0.8 * min(count, 3) / 3)
-    assert (kept_less == every) is (count >= 3)
+    assert (kept_less < every * 1.01) is (count >= 3)  # a step counter of 8 bytes may fall inside or outside
 
 
 def test_a_path_that_a_model_does_not_have_is_said() -> None:

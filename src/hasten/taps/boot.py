@@ -36,9 +36,8 @@ def boot() -> None:
 
         config = begin(config, config.ranks)
     import_without_collections()
-    if (
-        config.doctor is None
-    ):  # it says what the script costs as it is: a `gc.collect()` walks through torch._dynamo, too
+    # The doctor says what the script costs as it is: a `gc.collect()` walks through torch._dynamo, too.
+    if config.doctor is None:
         optimizers_without_dynamo()
 
     def start() -> None:
