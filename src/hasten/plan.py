@@ -78,7 +78,7 @@ class Plan:
         except FileNotFoundError:
             raise HastenError(
                 f"no plan at {path}",
-                "make one with `hasten tune SCRIPT`, name another with --plan FILE, or run with --no-plan",
+                "`hasten tune SCRIPT` makes one; `hasten run --auto SCRIPT` needs none, and --no-plan uses none",
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise HastenError(f"cannot read the plan {path}: {error}") from None

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hasten
 from hasten import HastenError
-from hasten.callbacks import Callback, ModelCheckpoint
+from hasten.callbacks import Callback, ModelCheckpoint, NaNWatch
 
 X = torch.arange(64 * 4, dtype=torch.float32).reshape(64, 4) / 256
 Y = (X.sum(1) > 2).long()
@@ -72,6 +72,35 @@ def test_the_progress_line_says_what_ran_and_the_loss_as_it_is(trainer, capsys, 
     said = capsys.readouterr().out
     assert line in said
     assert "loss 8" in said
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fix"),
+    [(lambda net, x: net(x).pow(2), "one number"), (lambda net, x: net(x).mean().detach(), "no graph")],
+    ids=["many numbers", "detached"],
+)
+def test_torchs_error_about_a_loss_gets_a_note_that_says_whose_it_is(trainer, spoil, fix):
+    class Spoilt(Constant):
+        def training_step(self, batch, batch_idx):
+            return spoil(self.net, batch[0])
+
+    with pytest.raises(RuntimeError) as error:
+        trainer().fit(Spoilt(), loader())
+    (note,) = error.value.__notes__
+    assert "Spoilt.training_step" in note
+    assert fix in note
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_logged_loss_that_is_nan_at_the_end_is_said_unless_it_is_watched(trainer, capsys, watched):
+    class Diverged(Constant):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx) * float("nan")
+            self.log_dict({"train_loss": loss, "accuracy": 0.5})
+            return loss
+
+    trainer(callbacks=[NaNWatch()] if watched else None).fit(Diverged(), loader())
+    assert ("train_loss was nan at the end" in capsys.readouterr().err) is not watched
 
 
 def test_no_weights_are_scored_that_were_not_asked_for(trainer, tmp_path):

@@ -88,7 +88,7 @@ def tune(
     from hasten.tuner.tune import tune as tune_training
 
     command = training(ctx)
-    arguments = process_arguments(command)
+    arguments = process_arguments(command, "tune")
     _compiles(command)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
         signal.signal(signal.SIGHUP, signal.default_int_handler)

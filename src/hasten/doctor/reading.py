@@ -31,7 +31,7 @@ def _read(path: Path) -> Diagnosis:
     try:
         data = files.parse_json(files.read_bytes(path))
     except FileNotFoundError:
-        raise HastenError(f"no file {path}") from None
+        raise HastenError(f"no file {path}", f"`hasten doctor --json {path} SCRIPT` writes one") from None
     except OSError as error:
         raise HastenError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:

@@ -112,7 +112,8 @@ def check(plan: Plan) -> None:
             hint = ""
             if isinstance(setting, str) and isinstance(technique.values, tuple):
                 words = [value for value in technique.values if isinstance(value, str)]
-                close = difflib.get_close_matches(setting, words, n=1)
+                close = [word for word in words if word.startswith(setting)]  # "bf16" is "bf16-mixed", not "bf16-true"
+                close = close or difflib.get_close_matches(setting, words, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else ""
             raise HastenError(f"{plan.where(name)}: {name} = {toml_value(setting)}: {name} {wrong}", hint)
         if why := technique.clashes(setting, plan.techniques):

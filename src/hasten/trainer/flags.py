@@ -52,12 +52,19 @@ OF_OLD = {
     "default_save_path": "default_root_dir=PATH",
     "row_log_interval": "log_every_n_steps=N",
     "log_save_interval": "log_every_n_steps=N",
-    "auto_lr_find": "nothing yet",
+    "auto_lr_find": "hasten.callbacks.LRFinder().find(trainer, model, loader) before fit",
     "auto_scale_batch_size": 'trainer.find_batch_size(model, loader) before fit, or microbatch="auto"',
     "replace_sampler_ddp": "use_distributed_sampler=BOOL",
     "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
     "torch_compile": "compile=True",
     "gradient_checkpointing": "activation_checkpointing=True",
+    "mixed_precision": 'precision="bf16-mixed" or "16-mixed"',
+    "logging_steps": "log_every_n_steps=N",
+    "eval_steps": "val_check_interval=N",
+    "output_dir": "default_root_dir=PATH",
+    "report_to": "logger=...",
+    "learning_rate": "give it to the optimizer in configure_optimizers",
+    "per_device_train_batch_size": "the batch_size of the DataLoader",
 }
 """Flags of Trainers of earlier years, and of neighbours, with what to say today."""
 

@@ -21,7 +21,10 @@ def loss_of(output: Any) -> Any:
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]
     if isinstance(output, Mapping):
-        raise misconfigured("when training_step returns a dict, the 'loss' key needs to be present")
+        raise misconfigured(
+            "when training_step returns a dict, the 'loss' key needs to be present",
+            f"it returned {', '.join(map(repr, output)) or 'an empty dict'}; return {{'loss': loss, ...}}",
+        )
     raise misconfigured(
         f"training_step gave a {type(output).__name__}: it must return a Tensor, a dict, or None (to skip the batch)"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from hasten.errors import is_out_of_memory
 from hasten.parallel import guard, open_world
 from hasten.parallel.sharded import share_of
 from hasten.trainer import attachments, checks, evaluate, feeding, rank_checks, setting_up, signals, spawned
+from hasten.trainer.callbacks import NaNWatch
 from hasten.trainer.loop import FitLoop
 from hasten.trainer.profiling import measures
 from hasten.trainer.stages import Function
@@ -46,6 +48,8 @@ def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
             explained = engine.strategy.explained(error)
             if trainer.training and is_out_of_memory(error):
                 error.add_note(_where_memory_ran_out(trainer))
+            if trainer.training and (note := _about_the_loss(trainer, error)):
+                error.add_note(note)
             _failed(trainer, error)
             if explained is not None:
                 raise explained from error
@@ -93,6 +97,18 @@ def _where_memory_ran_out(trainer: Trainer) -> str:
         f" {progress.global_step}).\n  {fix} computes a batch in parts, to the same gradient; `hasten batch` finds the"
         " largest that fits. Checkpoints that were written are whole."
     )
+
+
+def _about_the_loss(trainer: Trainer, error: BaseException) -> str:
+    """Return what to do where torch refuses the loss that `training_step` returned; nothing for other errors."""
+    said = str(error) if isinstance(error, RuntimeError) and trainer.model.automatic_optimization else ""
+    if said.startswith("grad can be implicitly created only for scalar outputs"):
+        fix = "it must be one number, as loss.mean() is"
+    elif said.startswith("element 0 of tensors does not require grad"):
+        fix = "it has no graph (detach(), item(), no_grad(), or no parameter to train)"
+    else:
+        return ""
+    return f"hasten: probably the loss that {type(trainer.model).__name__}.training_step returned: {fix}"
 
 
 def _failed(trainer: Trainer, error: BaseException) -> None:
@@ -160,6 +176,8 @@ def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
         trainer.profiler.describe()
     trainer.stage.status, trainer.stage.stage = "finished", None
     _tell_of_techniques(trainer, fn)
+    if fn == "fit":
+        _tell_of_nan(trainer)
     return answer
 
 
@@ -171,6 +189,18 @@ def _tell_of_techniques(trainer: Trainer, fn: str) -> None:
     if fn == "fit":
         for line in (*run.idle(), *run.left_alone()):
             trainer.say(line, once=True)
+
+
+def _tell_of_nan(trainer: Trainer) -> None:
+    """Say that a logged loss was NaN at the end: nobody reads it as it trains, unless a NaNWatch does."""
+    if any(isinstance(callback, NaNWatch) for callback in trainer.callbacks):
+        return
+    for name, value in trainer.metrics.callback.items():
+        if "loss" in name and math.isnan(float(value)):  # the run is over: waiting for the device holds nothing up
+            trainer.say(
+                f"{name} was nan at the end\n  callbacks=[NaNWatch()] stops at the first such step and names it"
+            )
+            return
 
 
 def _stage(trainer: Trainer, fn: str, resumed: dict[str, Any] | None, **options: Any) -> Any:

@@ -200,7 +200,7 @@ def precision(name: str, value: Any) -> str:
     full = PRECISIONS.get(str(value))
     if full is None:
         close = difflib.get_close_matches(str(value), PRECISIONS, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = f"did you mean {PRECISIONS[close[0]]!r}? " if close else ""
         known = ", ".join(dict.fromkeys(PRECISIONS.values()))
         raise WrongValueError(f"Precision {value!r} is invalid", f"{hint}there are: {known}")
     return full
