@@ -306,6 +306,9 @@ def test_bars_and_headline_tell_the_same(make):
     other = {"baseline": {"forward": 0.392}, "plan": {"forward": 0.102}}
     text = Page(render(make(phases=other))).text
     assert "These sums give 3.84x, the claim is 2.31x: steps were not the same ones" in text
+    text = Page(render(make(phases={"baseline": {"forward": 0.392}, "plan": {}}))).text
+    assert "the phases of the plan's steps were not measured" in text
+    assert "saved" not in text.split("Where a step's time goes")[1].split("What each technique brings")[0]
 
 
 def test_nothing_measured_is_not_nothing_that_helps(nothing):

@@ -78,6 +78,14 @@ def test_a_short_phase_is_still_seen(make):
     assert "▏" in screen(make(phases={"baseline": {"data": 1.0, "other": 0.001}, "plan": {"data": 1.0}}))
 
 
+def test_phases_that_were_not_measured_are_not_shown_as_no_time(stopped):
+    """The claim comes before the proof: a tune that ended in between has no phases of the plan."""
+    text = screen(stopped(phases={"baseline": {"data": 0.4, "forward": 0.2}, "plan": {}}))
+    assert "0 ms" not in text.replace("400 ms", "").replace("200 ms", "").replace("600 ms", "")
+    assert "baseline -> plan" not in text
+    assert "the phases of the plan's steps were not measured" in " ".join(text.split())
+
+
 def test_without_a_terminal_there_are_no_escapes(make):
     assert "\x1b" not in screen(make())
     assert "\x1b[" in screen(make(), force_terminal=True, color_system="standard")

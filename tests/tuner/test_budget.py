@@ -90,6 +90,24 @@ def test_a_claim_that_others_disturbed_is_measured_once_more_where_there_is_time
     assert (tune.found.disturbed() is None) == bool(times)
 
 
+@pytest.mark.parametrize("taken_back", [True, False])
+def test_it_says_why_the_claim_is_measured_in_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, taken_back: bool
+) -> None:
+    """A script that ends before its search is over leaves no claim: then nothing was taken back."""
+    trials = Trials((sys.executable,), (), tmp_path, TrialOptions(str(tmp_path)), time.monotonic() + 100.0)
+    said: list[str] = []
+    tune = _Tune(trials, TuneOptions(budget=100.0), said.append, None, time.monotonic())
+    tune.asked = Applicable((Candidate("fused_optimizer", True), Candidate("set_to_none", True)), {}, ())
+    tune.found, tune.startup = Found(Course(tune.asked.candidates), chosen=frozenset({0, 1})), 1.0
+    if taken_back:
+        tune._take_back(["set_to_none"], "it does nothing")
+    monkeypatch.setattr(Warm, "claim", lambda self, until: None)
+    tune._claim_where_missing()
+    assert said[-1].startswith("measuring fused_optimizer")
+    assert ("once more, without what was taken back" in said[-1]) == taken_back
+
+
 def test_nothing_is_started_for_which_no_time_is_left(tmp_path: Path) -> None:
     """The second of a pair, where the first took all of it; nor a search that would end before the script trains."""
     trials = Trials((sys.executable, "-c", "open('ran', 'w')"), (), tmp_path, TrialOptions(str(tmp_path)), 0.0)

@@ -134,7 +134,8 @@ class _TunePage:
         shown = phases(self.proof)
         if not shown:
             return
-        sides = [("before", "dim"), ("after", "green")] if self.proof.techniques else [("before", "dim")]
+        two = verdict.plan_was_phased(self.proof)
+        sides = [("before", "dim"), ("after", "green")] if two else [("before", "dim")]
         self.screen.heading("Where a step's time goes" + (", baseline -> plan" if len(sides) == 2 else ""))
         longest = max(max(row.before, row.after) for row in shown)
         unit = max(sum(row.before for row in shown), sum(row.after for row in shown))
@@ -156,6 +157,8 @@ class _TunePage:
         self.console.print(Padding(table, (0, 0, 0, 2), expand=False))
         if gap := verdict.phase_gap(self.proof):
             self.screen.say(self._text(f"{gap}.", "yellow"))
+        if self.proof.techniques and not two:
+            self.screen.say(self._text(f"{verdict.PLAIN_PHASES}.", "dim"))
 
     def _lost(self) -> None:
         rows = technique_words.lost(self.proof)

@@ -16,6 +16,7 @@ _DOUBT = (
     "A quiet machine may not bear it out: threads that wait for each other lose several times what is taken from one "
     "core, so that a side with fewer threads looks faster than it is."
 )
+PLAIN_PHASES = "This is the script as it is: the phases of the plan's steps were not measured"
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,11 @@ def phases(proof: Proof) -> list[PhaseChange]:
         if any(pair):
             rows.append(PhaseChange(name, words.phase(name), *pair))
     return rows
+
+
+def plan_was_phased(proof: Proof) -> bool:
+    """Whether the phases of the plan's steps were measured; else no claim was measured in turn."""
+    return bool(proof.techniques) and any(row.after for row in phases(proof))
 
 
 def phase_gap(proof: Proof) -> str:

@@ -322,18 +322,19 @@ class _Tune:
             self.pairs = []
 
     def _claim_where_missing(self) -> None:
-        """Measure the claim, where parts of the plan were taken back since it was measured."""
+        """Measure the claim, where the search ended before it, or parts of the plan were taken back since then."""
         if not self.found.sides():
-            self._claim_again("without what was taken back")
+            taken_back = "once more, without what was taken back"
+            self._claim_apart(taken_back if self.taken_back else "against the script as it is, in turn")
 
-    def _claim_again(self, why: str) -> None:
+    def _claim_apart(self, how: str) -> None:
         """Measure the claim in a process of its own, as far as there is time."""
         found = self.found
         if not found.chosen or not found.warm:
             return
         seconds = min(20.0, self.end - time.monotonic() - self.startup)
         if seconds > _SHORTEST_SEARCH / 2:
-            self.say(f"measuring {', '.join(found.plan())} once more, {why}")
+            self.say(f"measuring {', '.join(found.plan())} {how}")
             options = WarmOptions(self.asked.candidates, "", 0.0, 0.0, block_seconds=self.block)
             warm = Warm(self.trials, found, options, self.startup, self.say, self._told)
             warm.claim(time.monotonic() + self.startup + seconds)
@@ -363,7 +364,7 @@ class _Tune:
             if a.timing and b.timing:
                 self.say(f"fresh processes: {a.timing.step * 1e3:.1f} ms -> {b.timing.step * 1e3:.1f} ms a step")
             if not seed and self.found.claim() is not None and self.found.disturbed() is not None:
-                self._claim_again("since others disturbed it: they may be gone by now")
+                self._claim_apart("once more, since others disturbed it: they may be gone by now")
 
     def _take_back(self, names: list[str], reason: str, lasting: bool = False) -> None:
         self.say(f"taken back: {', '.join(names)}: {reason}")
