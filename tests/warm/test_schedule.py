@@ -7,6 +7,7 @@ import random
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,3 +72,61 @@ def test_compiling_beside_others_is_expected_to_take_longer() -> None:
     quiet, beside = (ran(0.6, 60.0, 20.0, 20.0, taken)[1] for taken in (0.0, 0.75))
     assert any(one.part == "compile" for one in quiet)
     assert not any(one.part == "compile" for one in beside)
+
+
+@pytest.mark.parametrize("blocks", [8, 17, 22, 27, 40, 1000])
+def test_what_a_script_settled_before_it_ended_stands(blocks: int) -> None:
+    """A script that ends behind so many blocks, started again each time, ends with what one that goes on chooses.
+
+    What a process had settled is not searched again, and what it had compiled and measured often enough neither.
+    """
+    clock, lot, disk = SimpleNamespace(now=0.0), random.Random(1), 12.0
+    course, former, starts, compiled = Course(CANDIDATES), [], 0, 0
+    parts: list[list[str]] = []
+    with patch.object(module, "time", SimpleNamespace(monotonic=lambda: clock.now)):
+        while clock.now < 220.0:
+            options = WarmOptions(
+                CANDIDATES, "", 200.0, 220.0, total_steps=100_000, seed=starts, former=tuple(former),
+                settled=None if course.settled is None else tuple(course.settled),
+                compiling=12.0 if compiled else None,
+            )  # fmt: skip
+            inside, starts, seen = Course(CANDIDATES, starts), starts + 1, 0
+            for on, seconds, disturbed in former:
+                inside.saw(on, seconds, -1, disturbed)
+            inside.drop(course.out, "before")
+            host = Host(inside)
+            wishes = module.schedule(inside, options, host)
+            wish, kernels = next(wishes), False
+            parts.append([])
+            while seen < blocks and clock.now < 220.0:
+                clock.now += 0.6
+                if 3 in wish.on and not kernels:
+                    kernels, host.compiling = True, disk
+                    clock.now, disk, compiled = clock.now + disk, 4.0, compiled + 1
+                pace = 0.05 * math.exp(sum(TRULY[i] for i in wish.on) + lot.gauss(0, 0.02))
+                measured = Measured(clock.now, 20 * pace, 20, tuple(sorted(wish.on)), wish.part)
+                parts[-1].append(wish.part)
+                if wish.part not in ("plain", "plan"):
+                    course.saw(measured.on, pace)
+                    former.append((measured.on, pace, False))
+                seen += 1
+                try:
+                    wish = wishes.send(measured)
+                except StopIteration:
+                    break
+                for event in host.events:
+                    if event.kind == "settled":
+                        course.settle(frozenset(event.on))
+                    elif event.kind == "not worth it":
+                        course.drop(event.on, event.text)
+                host.events.clear()
+            else:
+                clock.now += 3.0
+                continue
+            break
+    assert course.chosen() >= {0, 1}
+    assert 2 not in course.chosen()
+    settled = [number for number, one in enumerate(parts) if "play-off" in one or "compile" in one]
+    assert not any("search" in one for one in parts[settled[0] + 1 :] if settled), "what was settled is searched again"
+    if blocks > 20:
+        assert 3 in course.chosen(), "compiled kernels make steps a tenth shorter"

@@ -44,7 +44,8 @@ class Found:
         chosen: Indices of the plan's candidates.
         compiling: Seconds that compiling took; None where it was not tried.
         notes: Faults, stops and the like, a sentence each.
-        would_ask: What was left open for want of time, a sentence each.
+        not_asked: Indices of candidates for which no time was left -> what they would have taken.
+        would_ask: What else was left open for want of time, a sentence each.
     """
 
     course: Course
@@ -53,6 +54,7 @@ class Found:
     chosen: frozenset[int] = frozenset()
     compiling: float | None = None
     notes: list[str] = field(default_factory=list)
+    not_asked: dict[int, str] = field(default_factory=dict)
     would_ask: list[str] = field(default_factory=list)
 
     def plan(self) -> dict[str, Setting]:

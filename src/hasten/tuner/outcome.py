@@ -43,6 +43,7 @@ from hasten.warm.posterior import CandidateEstimate
 from hasten.warm.record import Measured
 
 _POINTS = 200
+_SURE = 0.97  # that a technique helps, or does not: no reader calls it doubtful
 _NOT_IN_A_STEP = (Phase.VALIDATION, Phase.CHECKPOINT)
 
 
@@ -243,16 +244,20 @@ def _why_lost(found: Found, index: int, estimate: CandidateEstimate) -> str:
         return "another setting of it is better"
     if estimate.helps < 0.5:
         return "it makes steps slower here"
+    if estimate.helps > _SURE:
+        return "it helps in the blocks of the search, but the plan was settled on blocks in turn without it"
     return f"too little, or too unsure: it helps with {estimate.helps:.0%} probability"
 
 
 def _doubtful(found: Found) -> tuple[str, ...]:
-    """What the search would still ask with more time."""
-    course, found_ = found.course, found.course.estimates(found.chosen)
+    """What the search would still ask with more time: not what is as good as known, though few blocks were its own."""
+    course, known = found.course, found.course.estimates(found.chosen)
     return tuple(
-        f"{course.candidates[i].called}: helps with {found_[i].helps:.0%} probability after {found_[i].blocks} blocks"
+        f"{course.candidates[i].called}: helps with {known[i].helps:.0%} probability after "
+        f"{known[i].blocks} block{'s' * (known[i].blocks != 1)}"
         for i in course.doubtful()
-    )
+        if 1 - _SURE < known[i].helps < _SURE
+    ) + tuple(f"{course.candidates[i].called}: {why}" for i, why in found.not_asked.items())
 
 
 def _comment(kept: KeptTechnique) -> str:

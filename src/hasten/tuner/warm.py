@@ -64,7 +64,7 @@ class Warm:
         for _ in range(_RESTARTS):
             before = sum(map(_counts, self._found.blocks))
             process = self._one()
-            if process.done:
+            if process.done or len(self._found.sides()) >= _PAIRS:
                 return True
             if process.late:
                 break
@@ -105,7 +105,9 @@ class Warm:
             self._found.course.drop(unfilled, "the training ends before its cache is full, so no block could tell")
 
     def _left(self) -> float:
-        return self._options.search_until - time.monotonic()
+        """Seconds for what a further process does: the claim too, where the search had settled on something."""
+        settled = self._found.course.settled is not None
+        return (self._options.claim_until if settled else self._options.search_until) - time.monotonic()
 
     def _one(self) -> _Process:
         folder = self._trials.scratch / f"w{time.monotonic_ns()}"
@@ -121,6 +123,8 @@ class Warm:
                 (block.on, block.step_seconds, block.disturbed) for block in self._found.blocks if _counts(block)
             ),
             out=tuple(self._found.course.out),
+            settled=None if (settled := self._found.course.settled) is None else tuple(sorted(settled)),
+            compiling=self._found.compiling,
             early_ends=0 if self._ran else self._options.early_ends,
         )
         process = _Process(self._trials, self._found, options, self._on_block, self._step)
@@ -255,8 +259,10 @@ class _Process:
                 found.chosen = frozenset(event.on)
             case "compiled":
                 found.compiling = event.seconds
+                for index in event.on:
+                    found.not_asked.pop(index, None)
             case "not asked":
-                found.would_ask += [f"{found.course.candidates[i].called}: {event.text}" for i in event.on]
+                found.not_asked |= dict.fromkeys(event.on, event.text)
             case "validated":
                 found.course.saw_validation(event.on, event.seconds)
             case "over":

@@ -222,6 +222,13 @@ class Course:
         """This set ran faster than the others that may be the best: it is what is chosen."""
         self._settled = on
 
+    @property
+    def settled(self) -> frozenset[int] | None:
+        """What was settled, without a last technique that failed since; None before that, or if others of it failed."""
+        if self._settled is None or (self._settled & set(self.out)) - self._last:
+            return None
+        return self._settled - set(self.out)
+
     def best_measured(self) -> frozenset[int]:
         """Of all sets that ran, those first that may be the best, the first that is as fast as any of them."""
         seen = [block.on for block in self.posterior.seen if not block.on & (set(self.out) | self._last)]

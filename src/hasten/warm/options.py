@@ -67,6 +67,8 @@ class WarmOptions:
         prior: What an earlier tune knew of the candidates and of pairs of them.
         early_ends: How often a pass of the script may end before its length, so that its validation is seen.
         out: Indices of candidates that are off for good.
+        settled: Indices of what an earlier process settled on: the search is over; None: it is not.
+        compiling: Seconds that compiling took in an earlier process; None where it was not tried.
     """
 
     candidates: tuple[Candidate, ...]
@@ -83,6 +85,8 @@ class WarmOptions:
     out: tuple[int, ...] = ()
     early_ends: int = 0
     prior: Prior | None = None
+    settled: tuple[int, ...] | None = None
+    compiling: float | None = None
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> WarmOptions:
@@ -90,10 +94,18 @@ class WarmOptions:
         candidates = tuple(Candidate(**one) for one in data.pop("candidates"))
         former = tuple((tuple(on), seconds, disturbed) for on, seconds, disturbed in data.pop("former"))
         plan = data.pop("plan")
+        settled = data.pop("settled")
         out = tuple(data.pop("out"))
         prior = data.pop("prior")
-        known = None if prior is None else Prior.from_json(prior)
-        return cls(candidates, former=former, plan=None if plan is None else tuple(plan), out=out, prior=known, **data)
+        return cls(
+            candidates,
+            former=former,
+            plan=None if plan is None else tuple(plan),
+            settled=None if settled is None else tuple(settled),
+            out=out,
+            prior=None if prior is None else Prior.from_json(prior),
+            **data,
+        )
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,12 @@ def schedule(course: Course, options: WarmOptions, host: Host) -> Wishes:
     """Ask for one block after the other."""
     plan = frozenset(options.plan) if options.plan is not None else None
     if plan is None:
-        yield from search(course, options)
-        yield from play_off(course, options, host)
+        if options.settled is not None:  # the script came to its end behind that: what it had settled stands
+            course.settle(frozenset(options.settled))
+            yield from ask(course, Wish(frozenset(), "baseline", skip=_WARM_UP))  # how fast this process is
+        else:
+            yield from search(course, options)
+            yield from play_off(course, options, host)
         yield from _compile(course, options, host)
         plan = course.chosen()
     host.note(Event("chosen", tuple(sorted(plan))))
@@ -149,7 +153,7 @@ def _bears(blocks: int, course: Course, options: WarmOptions) -> bool:
 
 def _settling_from(began: float, course: Course, options: WarmOptions) -> float:
     """When the best sets begin to be measured in turn."""
-    aside = _compile_seconds(course) if _may_pay(course, options) else 0.0
+    aside = _compile_seconds(course, options) if _may_pay(course, options) else 0.0
     whole = max(0.0, _search_end(course, options) - began - aside)
     least, most = (share * whole for share in _SETTLING)
     return began + whole - min(most, max(least, _FEW_ROUNDS * course.block_seconds))
@@ -170,20 +174,27 @@ def _may_pay(course: Course, options: WarmOptions) -> bool:
     return most > _COMPILE_WORTH * _COMPILE_SECONDS
 
 
-def _compile_seconds(course: Course) -> float:
-    """What compiling may take: beside others it has less of the CPU."""
+def _compile_seconds(course: Course, options: WarmOptions) -> float:
+    """What compiling may take: beside others it has less of the CPU; what was compiled before is kept on disk."""
+    if options.compiling is not None:
+        return _again(options.compiling) + 2 * _COMPILE_BLOCKS * course.block_seconds
     return _COMPILE_SECONDS / (1 - min(_MOST_TAKEN, course.taken))
+
+
+def _again(cost: float) -> float:
+    """What compiling takes another time, of the seconds that it took once."""
+    return max(_AGAIN * cost, min(cost, _AGAIN_SECONDS))
 
 
 def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
     """Compile once, on what won, where it may be won back in the full training."""
-    for index in sorted(course.of(Liveness.LAST) - set(course.out)):
+    for index in sorted(course.of(Liveness.LAST) - set(course.out) - course.chosen()):
         if not _may_pay(course, options):
             why = f"compiling takes {_COMPILE_SECONDS:.0f} s or so, more than it could save in a training this short"
             course.drop([index], why)
             host.note(Event("not worth it", (index,), text=why))
             continue
-        if _search_end(course, options) - time.monotonic() < _compile_seconds(course):
+        if _search_end(course, options) - time.monotonic() < _compile_seconds(course, options):
             host.note(Event("not asked", (index,), text="compiling takes longer than the time that was left"))
             continue
         chosen = course.chosen()
@@ -193,23 +204,28 @@ def _compile(course: Course, options: WarmOptions, host: Host) -> Wishes:
             measured = yield from _block(course, Wish(chosen | {index}, "compile", skip=3, expected=expected))
             if not turn:
                 cost = max(0.0, host.compiling - 3 * expected)
+                host.note(Event("compiled", (index,), cost))
             _note(measured, course, blocks)
             _note((yield from _block(course, Wish(chosen, "compile"))), course, blocks)
             # It may have taken longer than expected: three pairs of the claim are worth more than one more of these.
-            if time.monotonic() + (2 + 2 * _LEAST_PAIRS) * course.block_seconds > options.claim_until:
+            last = time.monotonic() + (2 + 2 * _LEAST_PAIRS) * course.block_seconds > options.claim_until
+            faster, saved = _compiled(blocks, options.total_steps)
+            if turn or last:  # the script may come to its end behind any block: what was measured until then stands
+                _settle(chosen | {index} if faster and saved >= _again(cost) else chosen, course, host)
+            if last:
                 break
-        host.note(Event("compiled", (index,), cost))
-        if not all(blocks.values()):  # one of the two never ran well: nothing is known of what compiling brings
-            continue
-        plain, compiled = (statistics.median(seen) for seen in _comparable(blocks).values())
-        saved = max(0.0, math.exp(plain) - math.exp(compiled)) * options.total_steps
-        again = max(_AGAIN * cost, min(cost, _AGAIN_SECONDS))
-        if saved < again:
-            why = f"a run pays {again:.0f} s for compiling, which saves {saved:.0f} s of the full training"
+        if all(blocks.values()) and saved < _again(cost):
+            why = f"a run pays {_again(cost):.0f} s for compiling, which saves {saved:.0f} s of the full training"
             course.drop([index], why)
             host.note(Event("not worth it", (index,), text=why))
-        elif compiled < plain - AS_GOOD:
-            _settle(chosen | {index}, course, host)  # measured in turn just now
+
+
+def _compiled(blocks: Mapping[frozenset[int], Sequence[Measured]], steps: int) -> tuple[bool, float]:
+    """Whether steps are faster compiled, and the seconds that so many save, by blocks without and with it in turn."""
+    if not all(blocks.values()):  # one of the two never ran well: nothing is known of what compiling brings
+        return False, 0.0
+    plain, compiled = (statistics.median(seen) for seen in _comparable(blocks).values())
+    return compiled < plain - AS_GOOD, max(0.0, math.exp(plain) - math.exp(compiled)) * steps
 
 
 def _note(measured: Measured, course: Course, blocks: dict[frozenset[int], list[Measured]]) -> None:
