@@ -41,16 +41,16 @@ def quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def trials(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, **options: int) -> Trials:
+def trials(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, **options: float) -> Trials:
     """A training by this script, in a folder of its own."""
     write(folder, "work/train.py", text)
     (folder / "scratch").mkdir()
     monkeypatch.chdir(folder / "work")
-    bounds = TrialOptions("", **{"batches": 20, "epochs": 2, **options})
+    bounds = TrialOptions("", **{"batches": 20, "epochs": 2, **options})  # type: ignore[arg-type]
     return Trials([PYTHON, "train.py"], ("train.py",), folder / "scratch", bounds, time.monotonic() + 300)
 
 
-def one(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, timeout: float = 90.0, **options: int) -> Trial:
+def one(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, timeout: float = 90.0, **options: float) -> Trial:
     """The trial of a script; whatever it did, its files are gone."""
     trial = trials(folder, text, monkeypatch, **options).run({}, timeout=timeout)
     assert list((folder / "scratch").iterdir()) == []
@@ -156,3 +156,19 @@ def test_a_trial_that_the_budget_cuts_is_held_against_no_technique(
     assert (several.done[-1].plan, several.done[-1].outcome) == ({"channels_last": True}, "timeout")
     assert (found.course.out, found.notes) == ({}, [])
     assert "longer than the budget" in found.would_ask[0]
+
+
+@pytest.mark.parametrize("slow", ["train(9, then=lambda epoch: time.sleep(100))", "wait = 0.3; train()"])
+def test_a_trial_of_so_many_seconds_ends_in_an_evaluation_and_among_slow_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """What a tune asks of the script as it is: the search needs what more steps or an evaluation would take."""
+    text = TRAIN.replace("            loss.backward()", "            loss.backward()\n            time.sleep(wait)")
+    trial = one(
+        tmp_path, text.replace("import torch\n", "import torch\nwait = 0.0\n", 1) + slow, monkeypatch, most_seconds=1.0
+    )
+    assert trial.ok, trial.reason
+    assert trial.timing is not None
+    assert trial.evidence is not None
+    assert 7 <= trial.evidence.steps <= 20
+    assert trial.evidence.ended_at - trial.evidence.step_start[0] < 30

@@ -19,6 +19,7 @@ CANDIDATES = (
     Candidate("sample_cache", "samples"),
     Candidate("matmul_precision", "medium"),
     Candidate("precision", "bf16-mixed"),
+    Candidate("loader_workers", {"num_workers": 1}),
 )
 
 
@@ -57,3 +58,28 @@ def test_what_fresh_processes_do_not_confirm_is_taken_back_whole() -> None:
     trouble = trouble_of(one, pairs(0.012, 2.4, one.plan()), Length(90, "assumed"))
     assert trouble is not None
     assert trouble.blamed == ("sample_cache", "precision")
+
+
+@pytest.mark.parametrize(
+    ("step", "rest", "chosen", "blamed"),
+    [
+        (
+            0.008,
+            0.26,
+            (2, 3),
+            ("loader_workers",),
+        ),  # a short epoch, of which starting workers takes more than they save
+        (0.012, 0.06, (2, 3), ("loader_workers", "precision")),  # steps are slower: nobody knows by what
+        (0.008, 0.26, (2,), ("precision",)),
+        (0.008, 0.06, (2, 3), ()),
+    ],
+)
+def test_where_only_the_passes_begin_slower_workers_go_and_the_rest_stays(
+    step: float, rest: float, chosen: tuple[int, ...], blamed: tuple[str, ...]
+) -> None:
+    one = found(*chosen)
+    before, after = Timing((0.01,) * 4, 79, 0.06, 2.4, {}), Timing((step,) * 4, 79, rest, 2.4, {})
+    evidence = with_losses(STEADY)
+    fresh = [(Trial({}, 0, "ok", 4.0, "", evidence, before), Trial(one.plan(), 0, "ok", 4.0, "", evidence, after))]
+    trouble = trouble_of(one, fresh, Length(90, "assumed"))
+    assert set(trouble.blamed if trouble else ()) == set(blamed)

@@ -33,6 +33,8 @@ class TrialOptions:
         cut: Whether passes are cut at all.
         pass_seconds: Seconds after which a loader's first pass ends before `batches`; 0.0: never.
         at_least: Seconds of training before `epochs` ends the trial.
+        most_seconds: Seconds from the first step on after which the trial ends, also in an evaluation between passes,
+            once it has a few steps; 0.0: never.
     """
 
     scratch: str
@@ -45,6 +47,7 @@ class TrialOptions:
     cut: bool = True
     pass_seconds: float = 0.0
     at_least: float = 0.0
+    most_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

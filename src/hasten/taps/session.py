@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,7 +26,7 @@ from hasten.files import mark_of
 from hasten.switchboard import Switchboard
 from hasten.taps.bounds import Bounds
 from hasten.taps.built import Built
-from hasten.taps.config import RunConfig
+from hasten.taps.config import RunConfig, TrialOptions
 from hasten.taps.evidence import gather, run_of
 from hasten.taps.protocol import Session
 from hasten.taps.seeds import fix_torch_seeds
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from hasten.taps.tuned import Told
 
 _COMPILED_BY = 5  # steps after which compilation is over and a trial's seconds count
+_FEWEST = 7  # steps of a trial that ends by its clock: with two to warm up, four behind them tell a pace
+_POLL = 0.1
 
 
 class ProcessSession(Session):
@@ -247,6 +250,8 @@ class ProcessSession(Session):
         trial, recorder = self.trial, self.run.recorder
         if trial is None or recorder is None:
             return
+        if steps == 1 and trial.most_seconds:
+            threading.Thread(target=self._end_in_time, args=(trial, recorder), daemon=True).start()
         enough = trial.steps if recorder.step_of == "optimizer" else 2 * trial.batches + 20
         if steps == _COMPILED_BY:
             self._since = recorder.now()
@@ -255,6 +260,13 @@ class ProcessSession(Session):
         late = self._since is not None and recorder.now() - self._since > bound
         if (enough <= steps and (recorder.step_of == "optimizer" or not trial.cut)) or (late and steps >= 10):
             self.complete()
+
+    def _end_in_time(self, trial: TrialOptions, recorder: Recorder) -> None:
+        """End the trial when its time is over: a slow step, or an evaluation, may go on for long."""
+        time.sleep(trial.most_seconds)
+        while recorder.steps < _FEWEST:
+            time.sleep(_POLL)
+        self.complete()
 
     def complete(self) -> None:
         """The trial has what it wanted, or doctor has heard enough: leave the evidence, end the process at once."""

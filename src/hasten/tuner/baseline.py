@@ -17,6 +17,7 @@ class DoesNotFitError(HastenError):
 
 _PASS_SECONDS = (0.7, 2.5)  # of training in a shortened pass: at the least, and at the most
 _MOST_BATCHES = 400
+_SHARE = 0.15  # of the budget: so long the script may train, and evaluate, in its first trial
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def run_baseline(trials: Trials, budget: float) -> Baseline:
     trials.options = dataclasses.replace(
         trials.options,
         batches=_MOST_BATCHES, steps=_MOST_BATCHES, epochs=1, pass_seconds=seconds, at_least=seconds,
-        seconds=seconds + 1,
+        seconds=seconds + 1, most_seconds=_SHARE * budget,
     )  # fmt: skip
     timeout = max(60.0, budget / 2)
     trial = trials.run({}, probe=True, timeout=timeout)
@@ -79,6 +80,7 @@ def _bound(trials: Trials, evidence: Evidence, timing: Timing, seconds: float, b
         seconds=max(12.0, budget / 30),
         pass_seconds=0.0,
         at_least=0.0,
+        most_seconds=0.0,
     )
 
 

@@ -10,10 +10,11 @@ from hasten.tuner.length import Length
 from hasten.tuner.outcome import effects_of, full_run, timings_of
 from hasten.tuner.parity import parity_of
 from hasten.tuner.proof import Answer, beside_others
-from hasten.tuner.stats import ratio_of
+from hasten.tuner.stats import ratio_of, steps_of
 from hasten.tuner.trial import Trial
 
 _PAID_AT_THE_START = ("sample_cache", "loader_workers", "compile")
+_PAID_IN_EACH_PASS = ("loader_workers",)
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,12 @@ def trouble_of(found: Found, pairs: list[tuple[Trial, Trial]], length: Length) -
     timings = timings_of(pairs)
     if timings and (speed := ratio_of(timings)).ratio < 1.0:
         beside = beside_others(taken_of([side for pair in pairs for side in pair]))
-        return Trouble(f"fresh processes did not confirm it: {speed.ratio:.2f}x{beside}", whole)
+        told = f"{speed.ratio:.2f}x{beside}"
+        in_each_pass = tuple(name for name in plan if name in _PAID_IN_EACH_PASS)
+        if in_each_pass and in_each_pass != whole and (steps := steps_of(timings).ratio) > 1.0:
+            reason = f"steps of fresh processes are {steps:.2f}x as fast, whole epochs {told}: each pass begins slower"
+            return Trouble(reason, in_each_pass)
+        return Trouble(f"fresh processes did not confirm it: {told}", whole)
     if (run := full_run(timings, length)) is not None and run.ratio < 1.0:
         epochs = f"{run.epochs} epoch{'s' * (run.epochs != 1)}"
         reason = (
