@@ -33,6 +33,19 @@ def test_a_process_that_runs_already_changes_over(train: Train) -> None:
     assert train(script, cpu_threads=2).left == {"threads": 2}
 
 
+def test_a_script_that_sets_another_number_trains_on_the_plan_s(train: Train) -> None:
+    """As many scripts do by an argument of their own; a plan that it overrode would be measured and not act."""
+    script = """
+import torch
+torch.set_num_threads(3)
+model = torch.nn.Linear(4, 1)
+model(torch.randn(2, 4))
+torch.save({"threads": torch.get_num_threads()}, "left.pt")
+"""
+    assert train(script).left == {"threads": 3}
+    assert train(script, cpu_threads=2).left == {"threads": 2}
+
+
 @pytest.mark.parametrize(
     ("cores", "threads", "device", "expected"),
     [

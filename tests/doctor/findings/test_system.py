@@ -155,6 +155,17 @@ def test_more_threads_than_cores_are_named() -> None:
     assert finding.severity is Severity.MEDIUM
 
 
+@pytest.mark.parametrize(("omp", "by_script"), [(None, True), (4, True), (8, False)])
+def test_threads_that_the_script_asks_for_itself_are_not_set_by_the_environment(
+    omp: int | None, by_script: bool
+) -> None:
+    """torch takes no more threads than there are cores by itself."""
+    finding = ThreadsOversubscribed.run(evidence(surroundings=Surroundings(omp_threads=omp, threads=8), use=FULL))
+    assert finding is not None
+    assert ("make that torch.set_num_threads(4)" in finding.fix) == by_script
+    assert ("set OMP_NUM_THREADS=4" in finding.fix) != by_script
+
+
 def test_threads_beside_busy_workers_are_named() -> None:
     """Four threads, and workers that keep three of the four cores busy."""
     finding = ThreadsOversubscribed.run(evidence(use=use(cpu=4.0, workers=3.0)))

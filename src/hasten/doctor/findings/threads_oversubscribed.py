@@ -65,9 +65,15 @@ class ThreadsOversubscribed(Rule):
         compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
         of = f" in {processes} processes" if processes > 1 else ""
         beside = f" beside loader workers that keep {working:.1f} busy" if working >= 0.5 else ""
+        by_script = around.threads not in (around.omp_threads, min(cores, around.threads))
+        fix = (
+            f"the script asks for them, whatever OMP_NUM_THREADS is: make that torch.set_num_threads({each})"
+            if by_script
+            else f"set OMP_NUM_THREADS={each} (or torch.set_num_threads({each}) at the start)"
+        )
         return cls.finding(
             f"{threads} threads compute{of} on {cores} cores{beside}, and no core is idle: threads wait for each other",
-            f"set OMP_NUM_THREADS={each} (or torch.set_num_threads({each}) at the start)",
+            fix,
             Severity.MEDIUM if compute >= 0.2 else Severity.NOTE,
             details=(f"forward and backward, which these threads compute, take {percent(compute)} of the step",),
             setting=str(each),

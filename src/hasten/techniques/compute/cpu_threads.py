@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 from hasten.evidence import Evidence, Machine
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Refusal, Resource
+from hasten.techniques.compute.compile import KERNEL_THREADS
 from hasten.techniques.switches import ProcessWide
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 
 class CpuThreads(ProcessWide):
     """Set the number of intra-op threads (OMP_NUM_THREADS and torch's own).
 
     Small steps lose more in waking threads than they gain; workers want cores of their own. Sums are split
-    otherwise, hence `rounding`. Under the Trainer, whose process runs already, torch's own number alone is set.
+    otherwise, hence `rounding`. Under the Trainer, whose process runs already, torch's own number alone is set; where a
+    script calls `torch.set_num_threads` itself, it is set once more before the model's first forward.
     """
 
     name = "cpu_threads"
@@ -53,3 +59,11 @@ class CpuThreads(ProcessWide):
         if torch.get_num_threads() != self.setting:
             self._switches.set(torch.get_num_threads, torch.set_num_threads, int(str(self.setting)))
         self.did("process")
+
+    def model(self, model: Module, args: tuple[Any, ...]) -> None:
+        """Set it again where the script has called `torch.set_num_threads` by its first forward."""
+        from torch.utils.data import get_worker_info
+
+        # A loader's worker that computes keeps its one thread, and so does a check, which says so by this variable.
+        if self.active and get_worker_info() is None and KERNEL_THREADS not in os.environ:
+            self.process()
