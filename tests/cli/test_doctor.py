@@ -14,7 +14,7 @@ import pytest
 
 from hasten.doctor.verdict.diagnosis import Diagnosis, read_diagnosis
 from hasten.evidence import Evidence, read_evidence
-from tests.taps.forks import command
+from tests.taps.forks import command, launched
 from tests.taps.scripts import HASTEN, Done, execute, write
 
 TRAIN = """
@@ -114,6 +114,12 @@ SCRIPTS = {
         """,
 }
 _ASLEEP = ("stuck", "stuck in a step")  # run side by side, as processes of their own: they take no CPU
+_FORKED = (
+    "raises",
+    "killed by -9",
+    "never trains",
+    "trains in a fork",
+)  # where the start of a Python tells nothing more
 OPTIONS = {"stuck": ["--seconds", "6"], "stuck in a step": ["--seconds", "12"], "killed by -9": ["--steps", "1000"]}
 
 
@@ -133,7 +139,10 @@ def examined(folder: Path, name: str) -> Seen:
     write(folder, "train.py", SCRIPTS[name])
     options = [*OPTIONS.get(name, ["--steps", "60"]), "--no-sample", "--json", "d.json", "--evidence", "e.json"]
     line = ["doctor", *options, "train.py", "--steps", "its own", "--html=page"]
-    done = execute(HASTEN, *line, cwd=folder) if name in _ASLEEP else command(folder, *line)
+    if name in _ASLEEP:
+        done = execute(HASTEN, *line, cwd=folder)
+    else:
+        done = launched(folder, HASTEN, *line) if name in _FORKED else command(folder, *line)
     return Seen(done, read_diagnosis(folder / "d.json"), read_evidence(folder / "e.json"), folder)
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.taps.forks import command
+
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )
@@ -40,8 +42,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subpr
     script = folder / "train<script>alert(1)</script>.py".replace("/", "")
     script.write_text(TRAINING)
     evidence = folder / "<b>today" / "evidence.json"
-    command = [sys.executable, "-m", "hasten", "run", "--no-plan", "--evidence", str(evidence), str(script)]
-    run = subprocess.Popen(command, cwd=folder)
+    words = [sys.executable, "-m", "hasten", "run", "--no-plan", "--evidence", str(evidence), str(script)]
+    run = subprocess.Popen(words, cwd=folder)
     deadline = time.monotonic() + 60
     while not evidence.with_name("evidence.live.json").exists():
         assert run.poll() is None
@@ -54,8 +56,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subpr
 
 @pytest.fixture(scope="module")
 def address(runs: tuple[Path, subprocess.Popen[bytes]]) -> Iterator[str]:
-    command = [sys.executable, "-m", "hasten", "watch", str(runs[0])]
-    served = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = [sys.executable, "-m", "hasten", "watch", str(runs[0])]
+    served = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert served.stdout is not None
     yield served.stdout.readline().strip()
     served.send_signal(signal.SIGINT)
@@ -73,9 +75,9 @@ def state(address: str) -> dict[str, object]:
 
 def in_browser(address: str, profile: Path, seconds: int) -> str:
     """The page as the browser has it after so many seconds."""
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--dump-dom"]
+    words = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--dump-dom"]
     done = subprocess.run(
-        [*command, f"--timeout={seconds * 1000}", f"--virtual-time-budget={seconds * 1000}", address],
+        [*words, f"--timeout={seconds * 1000}", f"--virtual-time-budget={seconds * 1000}", address],
         capture_output=True,
         text=True,
         timeout=100,
@@ -126,8 +128,7 @@ def test_a_run_that_was_killed_is_said(address: str, runs: tuple[Path, subproces
 
 
 def test_a_place_that_is_not_there(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hasten", "watch", str(tmp_path / "nowhere")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "no such file or folder" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = command(tmp_path, "watch", tmp_path / "nowhere")
+    assert done.code == 2
+    assert "no such file or folder" in done.err
+    assert "Traceback" not in done.err

@@ -63,14 +63,21 @@ torch.manual_seed(1)""",
 )
 
 
+_plain: dict[tuple[str, int], Trial] = {}  # a script as it is, by its seed: several tests compare plans with it
+
+
 @pytest.fixture
 def pairs(tmp_path: Path) -> Pairs:
     """Run pairs of trials, one a seed: the script as it is, and under a plan."""
 
     def run(script: str, plan: Mapping[str, Setting], seeds: int, first: int = 0) -> list[tuple[Trial, Trial]]:
         (tmp_path / "train.py").write_text(script)
-        seeds_of = range(first, first + seeds)
-        return [(one(tmp_path, {}, seed), one(tmp_path, plan, seed)) for seed in seeds_of]
+        made = []
+        for seed in range(first, first + seeds):
+            if (script, seed) not in _plain:
+                _plain[script, seed] = one(tmp_path, {}, seed)
+            made.append((_plain[script, seed], one(tmp_path, plan, seed)))
+        return made
 
     return run
 

@@ -227,6 +227,6 @@ def _in_ranks(folder):
 def test_in_every_rank(tmp_path):
     from hasten.parallel import spawn
 
-    skipped, all_finite = spawn(_in_ranks, 2, (tmp_path / "kept",))
+    skipped, all_finite = spawn(_in_ranks, 2, (tmp_path / "kept",), strategy="ddp_fork")
     assert (skipped, all_finite) == (1, True)
     assert all(finite(read(path)["state_dict"]) for path in (tmp_path / "kept").glob("*.ckpt"))
