@@ -249,7 +249,10 @@ def test_a_plan_that_spoils_the_result_is_not_called_faster(make):
 def test_a_check_that_failed_is_said_with_its_place(make):
     text = Page(render(make(check=checked(False)))).text
     assert "2.31x as fast, but the result is not the same" in text
-    assert "same steps does not hold The plan parts from the training as it is. step 2: conv1.weight" in text
+    assert (
+        "same steps does not hold The plan changes the training more than its techniques may. step 2: conv1.weight"
+        in text
+    )
 
 
 def test_what_was_not_looked_at_is_not_known_and_not_refuted(stopped):

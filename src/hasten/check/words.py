@@ -23,12 +23,12 @@ def answer(found: Checked) -> str:
     if not found.plan:
         return "Nothing to check: the plan is empty."
     if found.ok is None:
-        return "Not known: it could not be found out whether the plan keeps its word."
-    return "The plan keeps its word." if found.ok else "The plan parts from the training as it is."
+        return "Not known: whether the plan changes the training could not be found out."
+    return f"The plan changes {'no more' if found.ok else 'the training more'} than its techniques may."
 
 
 def reason(found: Checked) -> list[str]:
-    """Return what parts first and which technique it is; nothing where nothing parts."""
+    """Return what differs first and which technique it is; nothing where nothing does."""
     first = found.first
     lines = [f"{first.place}: {first.what}: {first.how}"] if first is not None and found.ok is False else []
     if found.culprits:
@@ -57,7 +57,7 @@ def _plan(run: Compared) -> str:
 
 def _outcome(run: Compared) -> str:
     if not run.ok:
-        return run.note or "parts"
+        return run.note or "differs"
     margin = ""
     if run.level != "exact":
         shows = f"; a change of {percent(run.sees)} in a gradient would have shown" if run.sees else ""

@@ -33,9 +33,9 @@ def check(
 
     Losses, gradients, weights, buffers, optimizer state, random states, samples and saved files must be equal to the
     bit where the plan's techniques are `exact`, within the script's own rounding where they are `rounding`; of
-    `sampling` it is said which random stream moved. The first thing that parts is named, and which technique it is.
+    `sampling` it is said which random stream moved. The first difference is named, and the technique behind it.
 
-    Exit codes: 0 the plan keeps its word; 1 it parts; 2 bad input; 3 that could not be found out.
+    Exit codes: 0 no difference beyond that; 1 a difference; 2 bad input; 3 that could not be found out.
 
     Examples: hasten check train.py --epochs 90; hasten check --resume "--resume last.pt" train.py
     """

@@ -62,10 +62,8 @@ def tune(
         "", help="Find the cheapest plan that fits into so much memory: 8GiB, 500MB.", metavar="SIZE"
     ),
     only: list[str] = typer.Option([], help="Try this technique only (may be repeated).", metavar="NAME"),
-    order: int = typer.Option(
-        0, help="Seed of the search's own draws: another one asks in another order.", metavar="N"
-    ),
-    processes: bool = typer.Option(False, help="Ask in processes of their own, not in one that runs."),
+    order: int = typer.Option(0, help="Seed of the search: another one measures in another order.", metavar="N"),
+    processes: bool = typer.Option(False, help="Measure each set in a process of its own, not in one that runs."),
     no_memory: bool = typer.Option(False, "--no-memory", help="Neither use nor keep what tunes learn, in .hasten."),
 ) -> None:
     """Find what makes a training faster without spoiling its result; write a plan and a proof.

@@ -13,7 +13,7 @@ _STYLES = {True: "bold green", False: "bold red", None: "bold yellow"}
 
 
 def show(found: Checked, console: Console) -> None:
-    """Print what a check found: whether the plan keeps its word, what parts first, and what was compared.
+    """Print what a check found: whether the plan changes the training, what differs first, and what was compared.
 
     Args:
         found: The check's result.

@@ -278,7 +278,7 @@ class _Tune:
                 return
             began = time.monotonic()
             if self.end - began < (self.check_took or 0.5 * self._check_seconds()):
-                found.would_ask.append("the check, step by step, whether the plan keeps its word")
+                found.would_ask.append("the check, step by step, whether the plan changes the training")
                 return
             self.say(f"checking {', '.join(found.plan())} step by step")
             try:
@@ -297,7 +297,7 @@ class _Tune:
             first = checked.first
             assert first is not None
             names = list(checked.culprits) or list(found.plan())
-            why = f"it does not keep its word: {first.place}: {first.what}: {first.how}"
+            why = f"it changes more than it may: {first.place}: {first.what}: {first.how}"
             self._take_back(names, why, lasting=bool(checked.culprits))
         self.checked = None
         if found.chosen:
