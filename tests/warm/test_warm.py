@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hasten.evidence import read_evidence
 from hasten.taps.config import TrialOptions
 from hasten.tuner import warm as module
 from hasten.tuner.found import Found
@@ -139,6 +140,26 @@ def test_where_nothing_helps_nothing_is_chosen(search: Search) -> None:
     assert done.names == set()
     assert done.found.claim() is None
     assert done.blocks("plain", "plan") == []
+
+
+def test_what_a_script_does_behind_its_training_is_waited_for_once(
+    search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It trains for 200 steps, 2.4 s, and tests what it has trained; all later processes end with their last step."""
+    monkeypatch.setattr(module, "_RESTARTS", 3)
+    ran: list[tuple[int, bool]] = []
+    run = module._Process.run
+
+    def listened(process: module._Process, folder: Path, startup: float) -> None:
+        run(process, folder, startup)
+        ran.append((process._options.last_step, read_evidence(folder / "evidence.json").ended == "complete"))
+
+    monkeypatch.setattr(module._Process, "run", listened)
+    train = "for _ in range(200): step(torch.randn(4, 4))\n"
+    done = search(TRAIN + train + "wait(3.0)", ("helps", "harms"), seconds=100.0)
+    assert done.ok
+    assert ran == [(0, False), (199, True), (199, True)], "a step lies between two of the optimizer's"
+    assert done.names == {"helps"}
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

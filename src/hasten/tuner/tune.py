@@ -257,8 +257,9 @@ class _Tune:
         return max(least, min(most, int(self.options.budget / 8 / max(each, 1e-6))))
 
     def _pair_seconds(self) -> float:
-        trained = self.baseline.trial.seconds - self.startup
-        return 2 * self.startup + 1.5 * self.trials.options.epochs * trained + 1
+        trained, claim = self.baseline.trial.seconds - self.startup, self.found.claim()
+        sides = 1 + 1 / max(1.0, claim.ratio if claim is not None else 1.0)
+        return 2 * self.startup + 0.75 * sides * self.trials.options.epochs * trained + 1
 
     # -- the check ------------------------------------------------------------------------------------------
 
@@ -324,8 +325,8 @@ class _Tune:
     def _claim_where_missing(self) -> None:
         """Measure the claim, where the search ended before it, or parts of the plan were taken back since then."""
         if not self.found.sides():
-            taken_back = "once more, without what was taken back"
-            self._claim_apart(taken_back if self.taken_back else "against the script as it is, in turn")
+            again = "once more, without what was taken back"
+            self._claim_apart(again if self.taken_back else "against the script as it is, in turn")
 
     def _claim_apart(self, how: str) -> None:
         """Measure the claim in a process of its own, as far as there is time."""

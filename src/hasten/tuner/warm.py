@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hasten.child import PATIENCE, Child
+from hasten.errors import HastenError
+from hasten.evidence import read_evidence
 from hasten.taps.config import RunConfig
 from hasten.techniques import Liveness
 from hasten.tuner.found import Found
@@ -24,6 +26,7 @@ _OVERTIME = 8.0  # seconds behind the end of a process's time, beyond two blocks
 _OVERTIME_COMPILING = 60.0
 _STEPS_OF_A_BLOCK = 8  # at the most where steps take long, with those that do not count
 _PAIRS = 6  # of a claim that is measured in several processes
+_LONG_END = 1.5  # seconds behind a process's last step that are worth not waiting for
 _NOTHING_LEFT = 3.0  # seconds of search in which a further process would measure nothing
 
 Say = Callable[[str], None]
@@ -58,6 +61,7 @@ class Warm:
         self._ran: set[int] = set()  # candidates that were on in a good block
         self._plain_crashes = 0
         self._processes = 0
+        self._last_step = 0  # of a process that went on for long behind it
 
     def search(self) -> bool:
         """Search until the time is out; False where this script cannot be tuned in one process."""
@@ -123,12 +127,15 @@ class Warm:
                 (block.on, block.step_seconds, block.disturbed) for block in self._found.blocks if _counts(block)
             ),
             out=tuple(self._found.course.out),
+            last_step=self._last_step,
             settled=None if (settled := self._found.course.settled) is None else tuple(sorted(settled)),
             compiling=self._found.compiling,
             early_ends=0 if self._ran else self._options.early_ends,
         )
         process = _Process(self._trials, self._found, options, self._on_block, self._step)
         process.run(folder, self._startup)
+        if not (process.done or process.crashed or process.late or options.early_ends):
+            self._last_step = max(self._last_step, _last_step(folder / "evidence.json"))
         shutil.rmtree(folder, ignore_errors=True)
         self._ran.update(*(block.on for block in self._found.blocks if _counts(block)))
         if process.crashed:
@@ -269,6 +276,21 @@ class _Process:
                 self.crashed = event.text == "nan"
                 self.done = not self.crashed  # also where the claim's passes did not come in time: nobody's fault
                 self.why = "the loss turned to NaN" if self.crashed else event.text
+
+
+def _last_step(path: Path) -> int:
+    """Steps of a process that came to its end, where it did something else for long behind them; else 0.
+
+    A language model is tested on its whole test set, an image is sampled, weights are written: seconds of each process.
+    """
+    try:
+        evidence = read_evidence(path)
+    except HastenError:  # it left none: it was ended by something else
+        return 0
+    if not evidence.step_start:
+        return 0
+    behind = evidence.ended_at - evidence.step_start[-1] - sum(evidence.step_phases[-1])
+    return evidence.steps if behind > _LONG_END else 0
 
 
 def _counts(block: Measured) -> bool:

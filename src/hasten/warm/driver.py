@@ -84,6 +84,8 @@ class Driver:
             self._begin_if_ready()
         elif self._open.step(self._recorder, number, self._ready(), self._last_pass):
             self._block_over(self._open)
+        if 0 < self._options.last_step <= steps and self._wishes is not None:
+            self._complete()  # nothing is left to measure: the search goes on in the next process
         if self._open is not None:
             self._open.between = self._recorder.now() - began
         return None

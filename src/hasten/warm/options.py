@@ -69,6 +69,8 @@ class WarmOptions:
         out: Indices of candidates that are off for good.
         settled: Indices of what an earlier process settled on: the search is over; None: it is not.
         compiling: Seconds that compiling took in an earlier process; None where it was not tried.
+        last_step: Steps behind which an earlier process trained no more, and did something else for long: the process
+            ends there; 0: it goes on to its end.
     """
 
     candidates: tuple[Candidate, ...]
@@ -87,6 +89,7 @@ class WarmOptions:
     prior: Prior | None = None
     settled: tuple[int, ...] | None = None
     compiling: float | None = None
+    last_step: int = 0
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> WarmOptions:
