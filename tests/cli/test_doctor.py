@@ -114,12 +114,8 @@ SCRIPTS = {
         """,
 }
 _ASLEEP = ("stuck", "stuck in a step")  # run side by side, as processes of their own: they take no CPU
-_FORKED = (
-    "raises",
-    "killed by -9",
-    "never trains",
-    "trains in a fork",
-)  # where the start of a Python tells nothing more
+# Started as forks: what is shown of them is how they end, not how they start.
+_FORKED = ("raises", "killed by -9", "never trains", "trains in a fork")
 OPTIONS = {"stuck": ["--seconds", "6"], "stuck in a step": ["--seconds", "12"], "killed by -9": ["--steps", "1000"]}
 
 
