@@ -57,7 +57,7 @@ class SampleCache(Technique):
     sources = ("Falcon, tip 1", "Lin, tip 1", "Lin, tip 3")
     values = ("decoded", "samples", "both")
     example = '{keep = "decoded", where = "disk"}'
-    acts_on = "a map-style dataset"
+    acts_on = 'a map-style dataset (for "decoded": with a `loader(path)` function)'
     liveness = Liveness.PASS
 
     def __init__(self, setting: Any) -> None:
