@@ -15,7 +15,7 @@ import sys
 import torch
 from torch import nn
 
-from hasten.batch.inside import peak_bytes, reset_peak
+from hasten.batch.trial_observer import peak_bytes, reset_peak
 from hasten.run import Run
 from hasten.techniques import CATALOGUE, build
 

@@ -3,7 +3,7 @@
     nice -n -19 python benchmarks/memory_ladder.py [--json FILE] [--only NAME] [--shares 0.7 0.45] [--pairs 3]
 
 A limit lies between what a script has before it trains and what it has at its peak as it is, at these shares. "By
-hand" is every set of the rungs, with 0, a quarter, half, three quarters and all of the blocks computed again, tried
+hand" is every set of the savings, with 0, a quarter, half, three quarters and all of the blocks computed again, tried
 without a limit: the one with the shortest step whose peak is within the same room. Then both plans run in turn
 (A B A B) under the limit; what counts is the median of the pairs' ratios of seconds a step. Each try is a process of
 its own: some steps and a validation, twice. About an hour on two quiet cores.
@@ -25,9 +25,9 @@ from hand_tuned import machine
 from hasten import HastenError
 from hasten.batch.attempt import Attempt, Attempts, free_bytes
 from hasten.evidence import this_machine
-from hasten.ladder.limit import asked
-from hasten.ladder.rungs import acting, blocks_in, in_order, rungs_for
-from hasten.ladder.search import climb
+from hasten.memory_search.limit import asked
+from hasten.memory_search.savings import acting, blocks_in, in_order, savings_for
+from hasten.memory_search.search import find_plan
 from hasten.plan import Setting
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,8 +62,8 @@ class Tries:
 
 
 def by_hand(tries: Tries) -> Iterator[Plan]:
-    """Give every plan that a person might try: sets of the rungs that act, with shares of the blocks."""
-    every = {rung.name: rung.setting for rung in rungs_for(this_machine()) if not rung.instead_of}
+    """Give every plan that a person might try: sets of the savings that act, with shares of the blocks."""
+    every = {saving.name: saving.setting for saving in savings_for(this_machine()) if not saving.instead_of}
     all_on = tries.kept(in_order(every))
     names = [name for name in every if all_on.outcome == "ok" and name in acting(every, all_on)]
     blocks = blocks_in(all_on)
@@ -88,7 +88,9 @@ def compare(tries: Tries, share: float, pairs: int) -> dict[str, object]:
     limit = asked(round(room / 0.95), on_gpu=False)
     start = time.monotonic()
     try:
-        found = climb(tries.under(limit.room), limit, rungs_for(this_machine()), lambda line: print(f"    {line}"))
+        found = find_plan(
+            tries.under(limit.room), limit, savings_for(this_machine()), lambda line: print(f"    {line}")
+        )
     except HastenError as error:
         return {"limit": limit.size, "plain": plain.peak, "fits": False, "why": error.message.splitlines()[0]}
     seconds = time.monotonic() - start

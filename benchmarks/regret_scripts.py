@@ -18,7 +18,7 @@ from hand_tuned import BENCHMARKS, CASES, result_of
 from public.run import Script, Workplace, execute, load_scripts
 
 from hasten.plan import Plan
-from hasten.tuner.key import without_paths
+from hasten.tuner.training_key import without_paths
 
 OWN = ("image", "lstm", "mlp", "gpt")
 PUBLIC = (

@@ -23,11 +23,11 @@ from typing import Any
 from hand_tuned import machine
 
 from hasten.target import words
-from hasten.target.account import TargetOptions
 from hasten.target.found import Found
+from hasten.target.full_run import Candidate, FullRun, FullRuns, time_to
 from hasten.target.goal import Goal
 from hasten.target.search import search
-from hasten.target.whole import Candidate, WholeRun, WholeRuns, time_to
+from hasten.target.spending import TargetOptions
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 _TARGET_AT = 0.9  # of the length
@@ -68,9 +68,9 @@ CASES = {
 }
 
 
-def runs_of(case: Case, goal: Goal, scratch: Path) -> WholeRuns:
+def runs_of(case: Case, goal: Goal, scratch: Path) -> FullRuns:
     script, *arguments = case.command.split()
-    return WholeRuns([sys.executable, str(SCRIPTS / script), *arguments], (script, *arguments), scratch, goal)
+    return FullRuns([sys.executable, str(SCRIPTS / script), *arguments], (script, *arguments), scratch, goal)
 
 
 def target_of(case: Case, scratch: Path) -> Goal:
@@ -87,12 +87,12 @@ def target_of(case: Case, scratch: Path) -> Goal:
     return goal.within_reach_of(best)
 
 
-def on_fresh_seeds(runs: WholeRuns, found: Found, case: Case, seeds: int) -> dict[str, list[WholeRun]]:
+def on_fresh_seeds(runs: FullRuns, found: Found, case: Case, seeds: int) -> dict[str, list[FullRun]]:
     """Time all three in turn; seeds go on where the search's own ended."""
     sides = {"as it is": Candidate(), "expert": Candidate(case.expert)}
     if found.winner is not None:
         sides["hasten"] = found.winner.candidate
-    timed: dict[str, list[WholeRun]] = {name: [] for name in sides}
+    timed: dict[str, list[FullRun]] = {name: [] for name in sides}
     for seed in range(100, 100 + seeds):
         for name in list(sides)[:: -1 if seed % 2 else 1]:
             run = runs.run(sides[name], 1.0, seed, name, runs.goal, None)

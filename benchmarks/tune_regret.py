@@ -38,9 +38,9 @@ from hand_tuned import BENCHMARKS, machine
 from regret_scripts import OWN, PUBLIC, Failed, Training, trainings, tuned
 
 from hasten.files import write_whole
+from hasten.online.cpu_contention import Reading
 from hasten.plan import Plan
-from hasten.tuner.key import without_paths
-from hasten.warm.taken import Reading
+from hasten.tuner.training_key import without_paths
 
 Techniques = dict[str, Any]
 Row = dict[str, Any]  # what is kept of a script

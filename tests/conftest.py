@@ -34,8 +34,8 @@ settings.load_profile("same")
 # Their tests wait for many seconds each and compute little: searches, time-outs, trainings that sleep.
 WAITING = (
     "cli/test_tune.py",
-    "warm/test_warm.py",
-    "warm/test_auto.py",
+    "online/test_online_search.py",
+    "online/test_auto.py",
     "cli/test_target.py",
     "trainer/test_tuning.py",
     "cli/test_bench_loader.py",

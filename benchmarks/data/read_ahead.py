@@ -29,9 +29,9 @@ SIDES: dict[str, dict[str, Any]] = {
     "workers 1": {"loader_workers": 1},
     "workers 2": {"loader_workers": 2},
 }
-SCRIPT = """
-import hashlib, json, random, sys, time
-import numpy as np, psutil, torch
+DATASET = """
+import json, random, sys, time
+import numpy as np, torch
 from pathlib import Path
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
@@ -54,6 +54,11 @@ class Images(Dataset):
         if torch.rand(1) < 0.5:
             image = image.transpose(Image.FLIP_LEFT_RIGHT)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
+"""
+SCRIPT = (
+    DATASET
+    + """
+import hashlib, psutil
 
 torch.manual_seed(0), random.seed(0), torch.set_num_threads(1)
 loader = DataLoader(Images(sys.argv[1]), 32, shuffle=True)
@@ -70,6 +75,7 @@ for epoch in range(int(sys.argv[3])):
 state = hashlib.sha256(repr((random.getstate(), torch.get_rng_state().tolist(), marks)).encode()).hexdigest()
 print(json.dumps({"seconds": seconds, "state": state, "memory": memory}))
 """
+)
 
 
 def draw(folder: Path, count: int) -> None:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from read_ahead import draw
+from read_ahead import DATASET, draw
 
 GRID: dict[str, tuple[int, int, dict[str, Any]]] = {  # num_workers, prefetch_factor, plan
     "0 workers": (0, 0, {}),
@@ -42,32 +42,9 @@ GRID: dict[str, tuple[int, int, dict[str, Any]]] = {  # num_workers, prefetch_fa
     "2 workers, prefetch 2": (2, 2, {}),
     "2 workers, prefetch 4": (2, 4, {}),
 }
-SCRIPT = """
-import json, random, sys, time
-import numpy as np, torch
-from pathlib import Path
-from PIL import Image
-from torch.utils.data import DataLoader, Dataset
-
-def default_loader(path):
-    with open(path, "rb") as file:
-        return Image.open(file).convert("RGB")
-
-class Images(Dataset):
-    def __init__(self, root):
-        self.samples = [(str(path), number % 10) for number, path in enumerate(sorted(Path(root).glob("*.jpg")))]
-        self.loader = default_loader
-    def __len__(self):
-        return len(self.samples)
-    def __getitem__(self, index):
-        path, label = self.samples[index]
-        image = self.loader(path)
-        left, top = random.randrange(image.width - 224), random.randrange(image.height - 224)
-        image = image.crop((left, top, left + 224, top + 224))
-        if torch.rand(1) < 0.5:
-            image = image.transpose(Image.FLIP_LEFT_RIGHT)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
-
+SCRIPT = (
+    DATASET
+    + """
 wait, epochs, workers, prefetch = float(sys.argv[1]), *map(int, sys.argv[2:])
 torch.manual_seed(0), random.seed(0), torch.set_num_threads(1)
 options = {"num_workers": workers, "prefetch_factor": prefetch} if workers else {}
@@ -87,6 +64,7 @@ for epoch in range(epochs):
     print(f"epoch {epoch} loss {loss.item():.4f}")
 print(json.dumps({"seconds": seconds}))
 """
+)
 ENV = {**os.environ, "NO_COLOR": "1"}
 
 

@@ -135,7 +135,7 @@ class Run:
         return call
 
     def installed(self) -> dict[str, str]:
-        """What each technique acted on, for the report."""
+        """Return what each technique acted on, for the report."""
         return {
             technique.name: ", ".join(
                 f"{count} x {what}" if count > 1 else what for what, count in technique.acted.items()
@@ -145,7 +145,7 @@ class Run:
         }
 
     def left_alone(self) -> list[str]:
-        """What techniques did not act on although they were meant to, and why."""
+        """Return what techniques were meant to act on and did not, and why."""
         return [
             f"{technique.name} {what}"
             for technique in self.techniques

@@ -120,7 +120,7 @@ class Switchboard(Run):
         return [line for line in super().idle() if line.partition(" ")[0] in names]
 
     def left_alone(self) -> list[str]:
-        """What techniques that are on throughout did not act on, and why."""
+        """Return what techniques that are on throughout did not act on, and why."""
         names = {technique.name for technique in self._fixed}
         return [line for line in super().left_alone() if line.partition(" ")[0] in names]
 
@@ -215,7 +215,7 @@ class _Chain:
 
 
 class _Link:
-    """What one technique wraps: the call behind it, which changes as others are switched."""
+    """A call wrapped by one technique; the call behind it changes as others are switched."""
 
     __slots__ = ("inner", "wrapped")
 

@@ -13,7 +13,7 @@ from hasten import HastenError
 from hasten.batch.noise import Critical, as_json, critical_batch, lines, steps_to_look_at
 from hasten.batch.words import as_json as page_as_json
 from hasten.batch.words import lines as page
-from hasten.techniques.convergence.folded import folded
+from hasten.techniques.convergence.gradient_sketch import sketch
 from hasten.techniques.convergence.noise_scale import NoiseScale
 from tests.batch.test_search import MB, attempts_of, found_by
 
@@ -159,25 +159,25 @@ def test_folded_gradients_keep_their_products() -> None:
     rows = [[torch.randn(size, generator=draw) for size in sizes] for _ in range(2)]
     rows[1] = [one + 0.5 * other for one, other in zip(rows[1], rows[0], strict=True)]
     flat = [torch.cat(row) for row in rows]
-    whole = [folded(list(row), sizes, width=10**6) for row in rows]
+    whole = [sketch(list(row), sizes, width=10**6) for row in rows]
     assert all(torch.equal(one, other) for one, other in zip(whole, flat, strict=True))
-    small = [folded(list(row), sizes, width=4096) for row in rows]
+    small = [sketch(list(row), sizes, width=4096) for row in rows]
     assert [len(one) for one in small] == [4096, 4096]
     for one, other in ((0, 0), (0, 1), (1, 1)):
         off = float(small[one] @ small[other] - flat[one] @ flat[other])
         assert abs(off) < 5 / math.sqrt(4096) * float(flat[one].norm() * flat[other].norm())
-    assert torch.equal(folded(list(rows[0]), sizes, width=4096), small[0])  # the same signs each time
+    assert torch.equal(sketch(list(rows[0]), sizes, width=4096), small[0])  # the same signs each time
 
 
 def test_parameters_without_gradients_are_zeros_and_sparse_ones_are_read() -> None:
     sparse = torch.sparse_coo_tensor([[1]], [[2.0, 3.0]], (4, 2))
-    assert folded([None, sparse], [3, 8]).tolist() == [0, 0, 0, 0, 0, 2, 3, 0, 0, 0, 0]
+    assert sketch([None, sparse], [3, 8]).tolist() == [0, 0, 0, 0, 0, 2, 3, 0, 0, 0, 0]
 
 
 def test_the_folding_draws_nothing_from_the_scripts_random_state() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    folded([torch.ones(100)], [100], width=10)
+    sketch([torch.ones(100)], [100], width=10)
     assert torch.equal(torch.get_rng_state(), before)
 
 

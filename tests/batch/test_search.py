@@ -15,7 +15,7 @@ import pytest
 
 from hasten import HastenError
 from hasten.batch.attempt import Attempt, Attempts, value_of
-from hasten.batch.search import Found, Line, line_through, search
+from hasten.batch.search import BatchSearchResult, Line, line_through, search
 from hasten.batch.words import as_json, lines, rate_factor, rule, split
 from hasten.cli.size import size_in_bytes
 from hasten.evidence import Evidence
@@ -56,7 +56,7 @@ class Lawful(Attempts):
         return evidence_of(loaders=(dataclasses.replace(LOADER, samples=self.samples, batch_size=8),))
 
 
-def found_by(limit: int, **law: Any) -> Found:
+def found_by(limit: int, **law: Any) -> BatchSearchResult:
     values = {"fixed": 200 * MB, "per_sample": 2 * MB, "overhead": 0.03, "samples": 100_000, **law}
     return search(Lawful([], (), Path(), limit).law(**values), 0, lambda line: None)
 

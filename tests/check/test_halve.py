@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.check.halve import culprits
+from hasten.check.run import culprits
 
 NAMES = [f"technique_{number}" for number in range(18)]
 

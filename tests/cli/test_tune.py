@@ -17,8 +17,8 @@ from hasten.child import family
 from hasten.plan import Plan
 from hasten.techniques import CATALOGUE
 from hasten.tuner.proof import Answer, Proof
+from tests.online import planted
 from tests.taps.scripts import HASTEN, Done, ctrl_c_works, environment, execute, write
-from tests.warm import planted
 
 pytestmark = pytest.mark.timeout(600)  # many processes each, on a machine that others may load
 

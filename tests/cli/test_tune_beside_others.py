@@ -9,7 +9,7 @@ import pytest
 
 from hasten.tuner.proof import Answer
 from tests.cli.test_tune import WAITS, Tuning, is_consistent, only
-from tests.warm.neighbours import neighbours
+from tests.online.neighbours import neighbours
 
 
 @pytest.mark.slow  # a whole tune, beside processes that keep all cores busy

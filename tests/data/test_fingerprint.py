@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hasten.data.fingerprint import Unnamed, fingerprint
-from hasten.data.look import Look
+from hasten.data.snapshot import Snapshot
 from tests.taps.scripts import environment, execute, write
 
 ASK = """
@@ -25,7 +25,7 @@ ASK = """
     import numpy as np, torch
     from torch.utils.data import Dataset
     from hasten.data.fingerprint import Unnamed, fingerprint
-    from hasten.data.look import Look
+    from hasten.data.snapshot import Snapshot
 
     class Colour(enum.Enum):
         RED = 1
@@ -63,7 +63,7 @@ ASK = """
         def __getitem__(self, index): return torch.tensor([len(word) for word in self.words])
 
     def name(data):
-        look = Look({"dataset": data})
+        look = Snapshot({"dataset": data})
         assert not look.blind, look.blind
         try:
             return fingerprint(look, {"dataset": data})
@@ -117,7 +117,7 @@ class Data:
 
 
 def name_of(data: Any) -> str:
-    return fingerprint(Look({"dataset": data}), {"dataset": data})
+    return fingerprint(Snapshot({"dataset": data}), {"dataset": data})
 
 
 CHANGES: dict[str, Callable[[Data], object]] = {
@@ -187,9 +187,9 @@ def test_an_edited_line_is_found_wherever_it_stands(what: str, tmp_path: Path, m
     def name(level: int) -> str:
         room: dict[str, Any] = {"__name__": "script", "folder": tmp_path}
         exec(MADE[what].format(level=level), room)
-        look = Look({"dataset": (data := Holder(room["held"]))})
-        assert not look.blind
-        return fingerprint(look, {"dataset": data})
+        snapshot = Snapshot({"dataset": (data := Holder(room["held"]))})
+        assert not snapshot.blind
+        return fingerprint(snapshot, {"dataset": data})
 
     if what == "a method of a Path":  # its text is the script's own, too
         with pytest.raises(Unnamed, match="which cannot be told"):

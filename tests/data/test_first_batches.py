@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 
 from hasten.data import DataLoader, SampleError
 from hasten.data.elastic import KeyedBatch
-from hasten.data.first_batches import Cut, KeyedPart
+from hasten.data.first_batches import KeyedPart, SplitIndices
 from tests.data.loader_trainings import Faulty, Keyed, Numbers
 
 Point = collections.namedtuple("Point", "x y")
@@ -157,7 +157,7 @@ def test_what_workers_inherit_is_left_alone_by_their_collections():
 def test_parts_are_the_batches(sizes, workers):
     batches = [KeyedBatch(list(range(10 * at, 10 * at + size)), 1, 2, at) for at, size in enumerate(sizes)]
     ahead = iter(batches)
-    cut, seen = Cut(workers), []
+    cut, seen = SplitIndices(workers), []
     while True:
         try:
             seen.append(cut.next(ahead.__next__))

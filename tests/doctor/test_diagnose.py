@@ -14,9 +14,9 @@ import pytest
 from hasten.doctor import diagnose as room
 from hasten.doctor.diagnose import diagnose, merged
 from hasten.doctor.rule import Rule
-from hasten.doctor.verdict.cases import NO_TIME
 from hasten.doctor.verdict.compare import compare
 from hasten.doctor.verdict.diagnosis import Pauses, read_diagnosis
+from hasten.doctor.verdict.measure_cases import NO_TIME
 from hasten.evidence import Event, Evidence, Finding, HowKnown, Measurement, OptimizerFacts, Pass, Severity
 from tests.doctor.made import GPU_MACHINE, model, run, use
 

@@ -12,7 +12,7 @@ from hasten.doctor import listen as room
 from hasten.doctor.diagnose import diagnose
 from hasten.doctor.listen import Heard, listen
 from hasten.doctor.verdict import measure
-from hasten.doctor.verdict.cases import Case, Job
+from hasten.doctor.verdict.measure_cases import Case, Job
 from hasten.taps.config import DoctorOptions
 from tests.doctor.views import diagnoses
 from tests.taps.scripts import write

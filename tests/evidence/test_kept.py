@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.evidence import Phase
-from hasten.evidence.kept import KeptSteps
 from hasten.evidence.recorder import Recorder
+from hasten.evidence.step_thinning import KeptSteps
 
 
 @given(most=st.sampled_from([2, 4, 32]), steps=st.integers(0, 500))

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.evidence import Phase
-from hasten.evidence.kept import KeptSteps
 from hasten.evidence.recorder import Recorder
+from hasten.evidence.step_thinning import KeptSteps
 from tests.evidence.made_script import Batches
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten
-from hasten.parallel.by_value import ByValue
+from hasten.parallel.spawn import ByValue
 
 
 def crossed(value: Any) -> Any:

@@ -11,8 +11,8 @@ import pytest
 
 from hasten.report.html import render
 from hasten.report.words import command
-from hasten.tuner.places import shorten
 from hasten.tuner.proof import Block, Skipped, Tried
+from hasten.tuner.report_paths import shorten
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hasten.online.course import Course
+from hasten.online.options import Candidate
+from hasten.online.record import Measured
 from hasten.report.course import plain_step
 from hasten.report.progress import TuneProgress
 from hasten.tuner.found import Claimed, Found
 from hasten.tuner.proof import Block, Proof
-from hasten.warm.course import Course
-from hasten.warm.options import Candidate
-from hasten.warm.record import Measured
 
 EVIL = "\x1b[2J[red]x\x07"
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hasten import HastenError
 from hasten.target.arguments import Arguments, Role, arguments_of, role_of, varied, with_arguments
 from hasten.target.candidates import asked_for, at_length, lengths_of, proposed
-from hasten.target.whole import Candidate
+from hasten.target.full_run import Candidate
 
 ROLES = {
     Role.RATE: ["--lr", "--learning-rate", "--learning_rate", "--base-lr", "--max_lr", "optim.lr", "lr", "+optim.lr"],

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from hasten import HastenError
 from hasten.target.goal import Goal, parse_goal
-from hasten.target.lines import fits, meant, numbers_of
-from hasten.target.readings import LOGGED, PRINTED, Readings
+from hasten.target.readings import LOGGED, PRINTED, Readings, fits, meant, numbers_of
 
 # A line, a name that a person may give, and its value there.
 SAID = {

@@ -13,15 +13,15 @@ import pytest
 from hasten import HastenError
 from hasten.report import target_page
 from hasten.target import words
-from hasten.target.account import TargetOptions
+from hasten.target.full_run import Candidate, FullRun, FullRuns, time_to
 from hasten.target.goal import Goal, parse_goal
 from hasten.target.readings import PRINTED, Reading, Readings
 from hasten.target.search import search
-from hasten.target.whole import Candidate, WholeRun, WholeRuns, time_to
+from hasten.target.spending import TargetOptions
 from hasten.tuner.proof import Answer
 
 
-class Lawful(WholeRuns):
+class Lawful(FullRuns):
     """Each epoch takes a second for batch 8, less for larger ones; the loss falls by rate x steps, with a best rate.
 
     `diverges` above that rate, `crashes` at that batch, `unlucky` seeds under which other arguments never get there.
@@ -31,7 +31,7 @@ class Lawful(WholeRuns):
     unlucky: tuple[int, ...] = ()
     interrupted_after = 0
 
-    def first(self) -> tuple[WholeRun, Readings]:
+    def first(self) -> tuple[FullRun, Readings]:
         readings = Readings(self.goal)
         run = self._law(Candidate(), 1.0, 0, "first", None, False)
         for one in run.readings:
@@ -49,7 +49,7 @@ class Lawful(WholeRuns):
         goal: Goal,
         most: float | None,
         stop: bool = False,
-    ) -> WholeRun:
+    ) -> FullRun:
         if self.interrupted_after and len(self.done) >= self.interrupted_after:
             raise KeyboardInterrupt
         run = self._law(candidate, share, seed, part, most, stop, goal)
@@ -65,13 +65,13 @@ class Lawful(WholeRuns):
         most: float | None,
         stop: bool,
         goal: Goal | None = None,
-    ) -> WholeRun:
+    ) -> FullRun:
         own = dict(zip(self.command[1::2], self.command[2::2], strict=True)) | dict(candidate.arguments)
         batch, rate, epochs = (
             float(own.get(name, value)) for name, value in (("--batch-size", 8), ("--lr", 0.001), ("--epochs", 8))
         )
         if batch == self.crashes:
-            return WholeRun(candidate, share, seed, part, "crashed", 0.1, None, False, (), "exit code 1")
+            return FullRun(candidate, share, seed, part, "crashed", 0.1, None, False, (), "exit code 1")
         pace = 0.1 + 0.9 * 8 / batch  # seconds an epoch
         gain = 0.0 if rate > self.diverges or (seed in self.unlucky and candidate.arguments) else min(rate, self.best)
         readings = []
@@ -83,7 +83,7 @@ class Lawful(WholeRuns):
                 break
         whole = len(readings) == int(epochs)
         outcome = "reached" if met is not None else "missed" if whole else "slower"
-        return WholeRun(candidate, share, seed, part, outcome, now, met, whole, tuple(readings))
+        return FullRun(candidate, share, seed, part, outcome, now, met, whole, tuple(readings))
 
 
 def lawful(goal: str = "val_loss<=4", command: str = "t.py --lr 0.001 --batch-size 8 --epochs 8", **law: Any) -> Lawful:

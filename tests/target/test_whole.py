@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hasten.target.full_run import Candidate, FullRuns
 from hasten.target.goal import parse_goal
 from hasten.target.readings import LOGGED, Tail
-from hasten.target.whole import Candidate, WholeRuns
 from tests.taps.forked_pythons import forked_pythons
 from tests.taps.scripts import write
 
@@ -46,10 +46,10 @@ with SummaryWriter("runs") as writer:
 """
 
 
-def runs_of(folder: Path, text: str, goal: str, *words: str) -> WholeRuns:
+def runs_of(folder: Path, text: str, goal: str, *words: str) -> FullRuns:
     script = write(folder, "train.py", text)
     (folder / "scratch").mkdir()
-    return WholeRuns([sys.executable, str(script), *words], ("train.py", *words), folder / "scratch", parse_goal(goal))
+    return FullRuns([sys.executable, str(script), *words], ("train.py", *words), folder / "scratch", parse_goal(goal))
 
 
 def test_tensorboard_is_heard_and_the_parser_and_the_optimizer_are_known(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import hasten
-from hasten.ladder.knapsack import as_setting
+from hasten.memory_search.knapsack import as_setting
 from hasten.run import Run
 from hasten.techniques import CATALOGUE, Refusal, build
 from hasten.techniques.compute.compile import compiler
 from hasten.techniques.memory.activation_checkpointing import ActivationCheckpointing, Checkpointed
-from hasten.techniques.memory.pieces import cuts
+from hasten.techniques.memory.sequential_segments import cuts
 from tests.techniques.conftest import Train, evidence_of, identical
 
 ROWS = 1500

@@ -23,10 +23,9 @@ from tests.techniques.conftest import CPU, GPU, Train, close, evidence_of, ident
 ROWS, COLUMNS = 4200, 64  # just above 1 MiB in float32
 
 
-@pytest.fixture
-def technique(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostEmbeddings]:
-    """The technique, for tables of 1 MiB; a CPU's are kept from the CPU, so rows take the whole way."""
-    monkeypatch.setattr(HostEmbeddings, "device", "cpu")
+def installed(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[HostEmbeddings]:
+    """Install the technique, for tables of 1 MiB that are kept from a device, and take it out again."""
+    monkeypatch.setattr(HostEmbeddings, "device", device)
     made = HostEmbeddings(1)
     made.process()
     yield made
@@ -35,6 +34,12 @@ def technique(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostEmbeddings]:
     made.over()
     assert nn.Embedding.forward.__module__ == "torch.nn.modules.sparse"
     assert nn.Embedding._apply is nn.Module._apply
+
+
+@pytest.fixture
+def technique(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostEmbeddings]:
+    """The technique on a CPU whose tables are kept from the CPU, so that rows take the whole way."""
+    yield from installed(monkeypatch, "cpu")
 
 
 @pytest.fixture

@@ -13,19 +13,13 @@ from torch import Tensor, nn
 from hasten.techniques.compute.precision import device_to_cast
 from hasten.techniques.memory.host_embeddings import HostEmbeddings
 from tests.techniques.conftest import identical
-from tests.techniques.test_host_embeddings import COLUMNS, ROWS, Bags, Words, batch
+from tests.techniques.test_host_embeddings import COLUMNS, ROWS, Bags, Words, batch, installed
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostEmbeddings]:
     """The technique, which keeps tables of 1 MiB from "meta"."""
-    monkeypatch.setattr(HostEmbeddings, "device", "meta")
-    made = HostEmbeddings(1)
-    made.process()
-    yield made
-    made.restore()
-    made._kept.clear()
-    made.over()
+    yield from installed(monkeypatch, "meta")
 
 
 def where(model: nn.Module) -> dict[str, str]:

@@ -15,7 +15,7 @@ import pytest
 from hasten.evidence import Evidence, Probe
 from hasten.taps.config import RunConfig, environment
 from hasten.techniques import CATALOGUE, Choices, Refusal
-from hasten.techniques.data.crossing import holds_open
+from hasten.techniques.data.fork_safety import holds_open
 from hasten.techniques.data.loader_workers import LoaderWorkers
 from tests.techniques.conftest import CPU, LOADER, evidence_of
 from tests.techniques.test_loader_workers import TWO

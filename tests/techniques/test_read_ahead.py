@@ -16,7 +16,7 @@ from tests.techniques.test_sample_cache import IMAGES
 
 # How many images threads made and the training took, in place of reading them itself.
 TAKEN = """
-    import hasten.data.ahead as ahead
+    import hasten.data.read_ahead as ahead
     taken = [0]
     def counted(self, task, may_give=ahead.ReadFunction._may_give):
         given = may_give(self, task)
@@ -287,7 +287,7 @@ def test_images_in_memory_are_bounded_and_let_go_with_their_sample(train: Train)
     import gc
     from PIL import Image as Images_
     try:
-        import hasten.data.ahead as ahead
+        import hasten.data.read_ahead as ahead
         ahead._MOST_BYTES = 5 * 6 * 6 * 4
     except ImportError: pass  # plain
     def images(): return sum(isinstance(one, Images_.Image) for one in gc.get_objects())

@@ -82,7 +82,7 @@ def compared(train: Train, script: str, setting: str) -> tuple[int, int]:
 
 
 # Samples that are made again to be compared would count as read; the audit has a test of its own below.
-NOT_LOOKED_OVER = "import hasten.techniques.data.kept as kept; kept._AUDITED, kept._LOT = 0, 10**9"
+NOT_LOOKED_OVER = "import hasten.techniques.data.memoized as kept; kept._AUDITED, kept._LOT = 0, 10**9"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

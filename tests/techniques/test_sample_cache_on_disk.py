@@ -81,7 +81,7 @@ BEGIN = """
 """
 # Samples that are made again to be compared would count as read; the lot is of memory's tests, too.
 NOT_LOOKED_OVER = """
-    import hasten.techniques.data.kept as kept, hasten.techniques.data.kept_on_disk as later
+    import hasten.techniques.data.memoized as kept, hasten.techniques.data.memoized_on_disk as later
     kept._AUDITED, kept._LOT, later._LOT = 0, 10**9, 10**9
 """
 
@@ -162,7 +162,7 @@ def test_a_sample_that_is_no_longer_what_is_made_is_found_and_its_file_goes(run:
 def test_of_what_a_former_run_kept_more_is_compared_and_what_went_out_is_said(run: Run) -> None:
     """Of samples that differ where nothing shows it, past those that are compared first."""
     script = f"""{BEGIN}
-    import itertools, hasten.techniques.data.kept as kept
+    import itertools, hasten.techniques.data.memoized as kept
     kept._AUDITED, kept._lot.random = 6, itertools.cycle([0.9, 0.04]).__next__  # one in 20 takes it, one in 200 not
     fit(DataLoader(Images("images"), 4), epochs=2)
     """
@@ -266,7 +266,7 @@ def test_what_does_not_repeat_itself_is_refused_with_the_reason(run: Run, tmp_pa
 def test_a_training_that_is_killed_leaves_what_the_next_may_use(run: Run) -> None:
     """SIGKILL in the middle of an epoch, of training and worker alike."""
     script = f"""{NOT_LOOKED_OVER}
-    import hasten.techniques.data.kept_on_disk as kept_on_disk
+    import hasten.techniques.data.memoized_on_disk as kept_on_disk
     kept_on_disk._EVERY, kept_on_disk._SHARE = 0.0, 0  # written at once
     {BEGIN}
     os.setpgid(0, 0)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from hasten.data.look import Look
-from hasten.data.repeats import why_not_repeated
+from hasten.data.determinism import why_not_deterministic
+from hasten.data.snapshot import Snapshot
 from tests.techniques.conftest import Train
 
 SCRIPT = """
@@ -247,7 +247,7 @@ def test_what_code_names_is_refused_where_it_cannot_be_followed(body: str) -> No
     inside: dict[str, Any] = {"__name__": "script", "Path": Path, "torch": torch, "np": np, "random": random}
     inside |= {"os": os, "sys": sys}
     exec(f"class Data:\n folder = 'x'\n def __getitem__(self, index): {body}", inside)
-    assert BODIES[body] in (why := why_not_repeated(Look({"dataset": inside["Data"]()})))
+    assert BODIES[body] in (why := why_not_deterministic(Snapshot({"dataset": inside["Data"]()})))
     assert bool(BODIES[body]) == bool(why)
 
 

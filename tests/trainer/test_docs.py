@@ -14,7 +14,8 @@ import pytest
 
 from hasten import Trainer
 from hasten.trainer.callbacks import __all__ as callbacks
-from hasten.trainer.config import Config, tables
+from hasten.trainer.config import Config
+from hasten.trainer.config_docs import tables
 from hasten.trainer.flags import OF_OLD
 from hasten.trainer.hooks import ModuleHooks
 from hasten.trainer.logged import MAY_LOG

@@ -128,9 +128,9 @@ def test_the_mean_is_weighted_by_batch_size():
     st.sampled_from(["mean", "sum", "min", "max"]),
 )
 def test_the_epoch_value_is_the_weighted_mean_of_all_values(pairs, reduce_fx):
-    from hasten.trainer.logged import Board
+    from hasten.trainer.logged import LoggedValues
 
-    board = Board(training=True)
+    board = LoggedValues(training=True)
     for value, size in pairs:
         board.begin_batch(torch.zeros(size))
         board.log("training_step", "x", torch.tensor(value), on_step=False, on_epoch=True, reduce_fx=reduce_fx)

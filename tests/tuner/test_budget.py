@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from hasten.errors import HastenError
+from hasten.online.candidates import Applicable
+from hasten.online.course import Course
+from hasten.online.options import Candidate
+from hasten.online.record import Measured
 from hasten.taps.config import TrialOptions
 from hasten.tuner import tune as module
 from hasten.tuner.check import CheckOptions, check
 from hasten.tuner.found import Found
+from hasten.tuner.online_search import OnlineSearch
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.tune import TuneOptions, _Tune
-from hasten.tuner.warm import Warm
-from hasten.warm.candidates import Applicable
-from hasten.warm.course import Course
-from hasten.warm.options import Candidate
-from hasten.warm.record import Measured
 
 
 class Slow(Trials):
@@ -76,12 +76,12 @@ def test_a_claim_that_others_disturbed_is_measured_once_more_where_there_is_time
     sides = [Measured(float(at), 1.0, 9, (0,) * (at % 2), "plan" if at % 2 else "plain") for at in range(8)]
     tune.found.blocks += [dataclasses.replace(side, taken=0.5, disturbed=True) for side in sides]
 
-    class Quiet(Warm):
+    class Quiet(OnlineSearch):
         def claim(self, until: float) -> None:
             assert clock.now < until <= budget
             tune.found.blocks += sides
 
-    monkeypatch.setattr(module, "Warm", Quiet)
+    monkeypatch.setattr(module, "OnlineSearch", Quiet)
     monkeypatch.setattr(_Tune, "_pair_seconds", lambda self: 20.0)
     baseline: Any = SimpleNamespace(trial=SimpleNamespace(seconds=10.0))
     tune.baseline, tune.startup = baseline, 8.0
@@ -102,7 +102,7 @@ def test_it_says_why_the_claim_is_measured_in_a_process_of_its_own(
     tune.found, tune.startup = Found(Course(tune.asked.candidates), chosen=frozenset({0, 1})), 1.0
     if taken_back:
         tune._take_back(["set_to_none"], "it does nothing")
-    monkeypatch.setattr(Warm, "claim", lambda self, until: None)
+    monkeypatch.setattr(OnlineSearch, "claim", lambda self, until: None)
     tune._claim_where_missing()
     assert said[-1].startswith("measuring fused_optimizer")
     assert ("once more, without what was taken back" in said[-1]) == taken_back

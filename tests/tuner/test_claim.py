@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hasten.online.course import Course
+from hasten.online.options import Candidate
+from hasten.online.record import Measured
 from hasten.tuner.found import Found
-from hasten.warm.course import Course
-from hasten.warm.options import Candidate
-from hasten.warm.record import Measured
 
 PLAN = (0,)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from hasten.evidence import Evidence, ModelFacts, this_machine
+from hasten.online.course import Course
+from hasten.online.options import Candidate, OnlineOptions
 from hasten.tuner.found import Found
-from hasten.tuner.key import Key, key_of
 from hasten.tuner.store import Recalled, applied, drop_again, recall, remember
-from hasten.warm.course import Course
-from hasten.warm.options import Candidate, WarmOptions
+from hasten.tuner.training_key import Key, key_of
 from tests.report.conftest import build
 from tests.tuner.evidence import evidence
 
@@ -135,8 +135,8 @@ def test_a_process_is_told_what_is_known(folder: Path) -> None:
     remember(folder, key(), tuned(), build())
     recalled = recall(folder, key())
     assert recalled is not None
-    options = WarmOptions(applied(CANDIDATES, recalled), "", 0.0, 0.0, prior=recalled.prior)
-    read = WarmOptions.from_json(json.loads(json.dumps(dataclasses.asdict(options))))
+    options = OnlineOptions(applied(CANDIDATES, recalled), "", 0.0, 0.0, prior=recalled.prior)
+    read = OnlineOptions.from_json(json.loads(json.dumps(dataclasses.asdict(options))))
     one = Course(read.candidates, prior=read.prior)
     other = Course(options.candidates, prior=options.prior)
     assert one.all_on() == other.all_on()

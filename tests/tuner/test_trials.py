@@ -9,12 +9,12 @@ import psutil
 import pytest
 
 from hasten.errors import HastenError
+from hasten.online.course import Course
+from hasten.online.options import Candidate
 from hasten.taps.config import TrialOptions
-from hasten.tuner.apart import search_apart
 from hasten.tuner.found import Found
+from hasten.tuner.process_search import search_apart
 from hasten.tuner.trial import Trial, Trials
-from hasten.warm.course import Course
-from hasten.warm.options import Candidate
 from tests.taps.scripts import PYTHON, write
 
 TRAIN = """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from hasten.online.course import Course
+from hasten.online.options import Candidate
 from hasten.plan import Setting
 from hasten.tuner.found import Found
 from hasten.tuner.length import Length
 from hasten.tuner.timing import Timing
 from hasten.tuner.trial import Trial
 from hasten.tuner.trouble import trouble_of
-from hasten.warm.course import Course
-from hasten.warm.options import Candidate
 from tests.tuner.evidence import with_losses
 
 STEADY = [2.0 - 0.001 * step for step in range(100)]

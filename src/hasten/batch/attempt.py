@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from hasten.batch.course import read_course
-from hasten.batch.inside import VARIABLE
+from hasten.batch.attempt_progress import read_course
+from hasten.batch.trial_observer import VARIABLE
 from hasten.child import Child
 from hasten.errors import OUT_OF_MEMORY, HastenError
 from hasten.evidence import Evidence, Phase, read_evidence
@@ -27,7 +27,7 @@ from hasten.plan import Setting
 from hasten.taps.config import DoctorOptions, RunConfig, TrialOptions, environment
 from hasten.techniques.base import FAILED
 from hasten.techniques.memory.allocator import LEAN
-from hasten.techniques.rerun.costs import BlockCost
+from hasten.techniques.recompute.costs import BlockCost
 from hasten.tuner.command_line import with_argument
 from hasten.tuner.trial import last_lines
 
@@ -36,7 +36,7 @@ _POLL = 0.02  # seconds between two looks at a process's memory
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one batch size came to.
+    """The result of one batch size.
 
     Attributes:
         size: Samples in a batch.
@@ -134,7 +134,7 @@ class Attempts:
             many: Batches of each look.
 
         Returns:
-            What it came to, and what was seen: see `hasten.batch.gradients.GradientLook`.
+            What it came to, and what was seen: see `hasten.batch.gradients.GradientSampler`.
         """
         with self._folder() as folder:
             result = folder / "gradients.json"
@@ -169,13 +169,13 @@ class Attempts:
             folder: For what the script writes, and what the process leaves.
             size: Samples in a batch, for the record.
             trial: Its bounds, see `TrialOptions`.
-            asked: What `hasten.batch.inside` is told beside limits.
+            asked: What `hasten.batch.trial_observer` is told beside limits.
             arguments: The process's arguments.
             plan: Technique -> setting.
             more: Variables of its environment.
         """
         doctor = DoctorOptions(
-            steps=0, seconds=0.0, listener=os.getpid(), sample=False, observers=("hasten.batch.inside",)
+            steps=0, seconds=0.0, listener=os.getpid(), sample=False, observers=("hasten.batch.trial_observer",)
         )
         left, bounds = str(folder / "evidence.json"), TrialOptions(str(folder), **trial)
         config = RunConfig(dict(plan), left, self.command, bounds, quiet=True, doctor=doctor)

@@ -12,12 +12,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hasten.taps.protocol import Session
-from hasten.techniques.convergence.folded import folded
+from hasten.techniques.convergence.gradient_sketch import sketch
 
 _NO_BACKWARD = "the optimizer steps without a backward by torch.autograd.backward"
 
 
-class GradientLook:
+class GradientSampler:
     """Takes gradients of single batches after some steps of a training, with no step between them.
 
     The script's loop goes on: its optimizer finds no gradients meanwhile, and makes no step. A gradient is taken behind
@@ -73,7 +73,7 @@ class GradientLook:
                 self._end("the optimizer's closure goes backward several times")
                 return
             gradients = [parameter.grad for parameter in self._parameters]
-            self._fresh = folded(gradients, [parameter.numel() for parameter in self._parameters])
+            self._fresh = sketch(gradients, [parameter.numel() for parameter in self._parameters])
             if self._in_closure:
                 self._take()
 

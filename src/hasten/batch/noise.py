@@ -18,7 +18,7 @@ _GRADIENTS = 32  # batches in a look
 
 @dataclass(frozen=True)
 class Critical:
-    """What a script's gradients said of its critical batch.
+    """The critical batch of a script, by its gradients.
 
     Attributes:
         looks: Steps made before, and the noise scale there, in this order.
@@ -67,7 +67,7 @@ def critical_batch(
     many = min(_GRADIENTS, samples // own) if samples else _GRADIENTS
     if many < FEWEST:
         return Critical((), f"a pass through the data has fewer than {FEWEST} batches")
-    say(f"gradients of {many} batches of {own} at weights that stand still, after {_listed(at)} steps")
+    say(f"gradients of {many} batches of {own} at weights that stand still, after {', '.join(map(str, at))} steps")
     attempt, seen = attempts.gradients(at, many)
     looks, why = [], str(seen["why"])
     for look in seen["looks"]:
@@ -118,10 +118,6 @@ def lines(critical: Critical) -> list[str]:
         *page,
         "As a rule it rises as the loss falls: later in a training, more samples a step pay than at its start.",
     ]
-
-
-def _listed(at: Sequence[int]) -> str:
-    return ", ".join(map(str, at))
 
 
 def _number(value: float) -> str:

@@ -1,20 +1,20 @@
-"""What a search for a batch size found, for code to read and for a person to print."""
+"""The result of a search for a batch size, for code to read and for a person to print."""
 
 from __future__ import annotations
 
 from hasten.batch.attempt import Attempt
-from hasten.batch.search import Found
+from hasten.batch.search import BatchSearchResult
 from hasten.batch.words import lines, rate_factor, split
 
 
 class BatchSizes:
-    """What `Trainer.find_batch_size` found; `print` shows it as `hasten batch` does.
+    """The result of `Trainer.find_batch_size`; `print` shows it as `hasten batch` does.
 
     Attributes:
         found: The search, with each attempt.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: BatchSearchResult) -> None:
         self.found = found
 
     @property
@@ -44,7 +44,7 @@ class BatchSizes:
 
     @property
     def rate_factor(self) -> float:
-        """What the learning rate is multiplied by for `saturated`, by a rule of thumb."""
+        """Factor of the learning rate for `saturated`, by a rule of thumb."""
         return rate_factor(self.found)
 
     @property

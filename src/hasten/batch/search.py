@@ -72,8 +72,8 @@ def line_through(attempts: list[Attempt]) -> Line:
 
 
 @dataclass
-class Found:
-    """What a search came to.
+class BatchSearchResult:
+    """The result of a search.
 
     Attributes:
         own: The script's own batch size.
@@ -99,7 +99,7 @@ class Found:
     critical: Critical | None = None
 
 
-def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) -> Found:
+def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) -> BatchSearchResult:
     """Try larger and larger batches, predict the largest that fits, and verify it by an attempt.
 
     Args:
@@ -142,7 +142,9 @@ def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) ->
     ran = [one for one in attempts.done if one.outcome == "ok"]
     best = max(one.rate for one in ran)
     saturated = min(one.size for one in ran if one.rate >= _SATURATED * best)
-    return Found(own, attempts.limit, samples, line, verified.size, verified, bound, saturated, attempts.done)
+    return BatchSearchResult(
+        own, attempts.limit, samples, line, verified.size, verified, bound, saturated, attempts.done
+    )
 
 
 def _run(attempts: Trials, size: int, own: int, say: Callable[[str], None]) -> Attempt:

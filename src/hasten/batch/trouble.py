@@ -1,4 +1,4 @@
-"""What stands in the way of a training that does not fit, where it is not the training's own tensors."""
+"""Why a training does not fit, where its own tensors are not the reason."""
 
 from __future__ import annotations
 

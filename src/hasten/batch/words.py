@@ -1,4 +1,4 @@
-"""What a search for a batch size found, in words and as JSON."""
+"""The result of a search for a batch size, in words and as JSON."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 from hasten.batch import noise
-from hasten.batch.search import Found
+from hasten.batch.search import BatchSearchResult
 from hasten.techniques.convergence import noise_scale, rates
 
 SCHEMA = "hasten-batch/1"
 
 
-def as_json(found: Found, command: tuple[str, ...]) -> dict[str, Any]:
+def as_json(found: BatchSearchResult, command: tuple[str, ...]) -> dict[str, Any]:
     """Return plain data, for a file."""
     return {
         "schema": SCHEMA,
@@ -39,31 +39,31 @@ def as_json(found: Found, command: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def split(found: Found) -> dict[str, int]:
+def split(found: BatchSearchResult) -> dict[str, int]:
     """Return what the largest batch's peak goes to, in bytes; the rest is torch, the script and its data."""
     parts = dict(found.verified.split)
     parts["activations_and_batches"] = round(found.line.per_sample * found.verified.size)
     return {**parts, "rest": max(0, found.verified.peak - sum(parts.values()))}
 
 
-def is_adaptive(found: Found) -> bool:
+def is_adaptive(found: BatchSearchResult) -> bool:
     """Whether an optimizer divides by the size of gradients, as Adam does."""
     return rates.is_adaptive(found.verified.optimizers)
 
 
-def rate_factor(found: Found) -> float:
+def rate_factor(found: BatchSearchResult) -> float:
     """Return what the learning rate is multiplied by for the batch at which throughput saturates."""
     return round(rates.rate_factor(found.saturated / found.own, is_adaptive(found)), 2)
 
 
-def rule(found: Found) -> str:
+def rule(found: BatchSearchResult) -> str:
     """Return the rule behind the rate, and where it comes from."""
     if is_adaptive(found):
         return "a rule, not measured: the square root, and beta2 to the power, of the batch's factor; arXiv 2507.07101"
     return "a rule, not measured: in proportion to the batch, with a warm-up; Goyal et al. 2017"
 
 
-def lines(found: Found) -> list[str]:
+def lines(found: BatchSearchResult) -> list[str]:
     """Return the page for a terminal."""
     bounds = {
         "memory": f"the next ones would not stay within {gigabytes(found.limit)}",
@@ -96,7 +96,7 @@ def lines(found: Found) -> list[str]:
     return page
 
 
-def forecast(found: Found) -> dict[str, dict[str, float]]:
+def forecast(found: BatchSearchResult) -> dict[str, dict[str, float]]:
     """Return what the noise scale foretells of the batch at which throughput saturates; {} where there is none."""
     last = found.critical.last if found.critical is not None else None
     if last is None or found.saturated == found.own:
@@ -112,13 +112,13 @@ def forecast(found: Found) -> dict[str, dict[str, float]]:
     }
 
 
-def last_value(found: Found) -> float:
+def last_value(found: BatchSearchResult) -> float:
     """Return the latest noise scale; infinite where there is none."""
     last = found.critical.last if found.critical is not None else None
     return last.value if last is not None else math.inf
 
 
-def _critical(found: Found) -> list[str]:
+def _critical(found: BatchSearchResult) -> list[str]:
     """Say what the critical batch is, and what it means for batch and rate."""
     if found.critical is None:
         return []
@@ -138,7 +138,7 @@ def _critical(found: Found) -> list[str]:
     return page
 
 
-def _leaner(found: Found) -> list[str]:
+def _leaner(found: BatchSearchResult) -> list[str]:
     """Say how to need less, where the C library keeps much."""
     kept = max(one.peak - found.line.peak(one.size) for one in found.attempts if one.outcome == "ok")
     if found.verified.device != "cpu" or kept < 0.2 * found.verified.peak:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from hasten.by_hand.handed import HandedOver, sort
 from hasten.by_hand.named import Setting, technique_settings
+from hasten.by_hand.prepared import Prepared, sort
 from hasten.plan import Plan
 
 __all__ = ["autocast", "backward", "end", "setup"]
 
-_current: HandedOver | None = None
+_current: Prepared | None = None
 
 
 def setup(
@@ -62,7 +62,7 @@ def setup(
         _current.end(said=True)
         _current = None
     if _current is None:
-        _current = HandedOver(settings, remarks)
+        _current = Prepared(settings, remarks)
     changed = _current.add(models, optimizers, loaders)
     result = tuple(changed.get(id(part), part) for part in parts)
     return result[0] if len(result) == 1 else result

@@ -1,4 +1,4 @@
-"""What a check found. No torch."""
+"""The result of a check. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hasten.plan import Setting
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         plan: The plan.

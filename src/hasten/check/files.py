@@ -1,4 +1,4 @@
-"""What two runs saved, file by file."""
+"""Compares the files that two runs saved."""
 
 from __future__ import annotations
 

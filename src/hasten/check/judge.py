@@ -1,4 +1,4 @@
-"""What measured differences mean: whether a plan's run stays within the script's own rounding. No torch."""
+"""Judges measured differences: whether a plan's run stays within the script's own rounding. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from hasten.check.agreed import Agreed, agreed
+from hasten.check.agreement import Agreement, agreement_of
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect
 
@@ -81,7 +81,7 @@ class Compared:
     worst_at: str = ""
     sees: float = 0.0
     note: str = ""
-    agreed: Agreed | None = None
+    agreed: Agreement | None = None
 
 
 def level_of(plan: Mapping[str, Setting]) -> Effect:
@@ -144,7 +144,7 @@ def judged(
     if seen["first"] is not None:
         return Compared(**common, ok=False, first=Difference(**seen["first"]))
     if level is Effect.EXACT:
-        return Compared(**common, ok=True, agreed=Agreed(seen["counts"]["step"]))
+        return Compared(**common, ok=True, agreed=Agreement(seen["counts"]["step"]))
     table = _Noise(noise, strong, roundoff_of(plan))
     worst, worst_at, first = 0.0, "", None
     first_step = next((moment for moment in seen["measured"] if moment["kind"] == "step"), None)
@@ -169,8 +169,8 @@ def judged(
     )
 
 
-def _agreed(measured: Sequence[Any], table: _Noise, first: Difference | None) -> Agreed | None:
-    found = agreed(measured, table.bound, table.moved)
+def _agreed(measured: Sequence[Any], table: _Noise, first: Difference | None) -> Agreement | None:
+    found = agreement_of(measured, table.bound, table.moved)
     if found is None or first is None or first.size is None or not first.what.startswith("gradient: "):
         return found
     # The one that parts is named, be it by one step or by all together.

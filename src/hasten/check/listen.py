@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from hasten.check.noise import Noise
-from hasten.check.witness import Parted, Witness
+from hasten.check.witness import Diverged, Witness
 from hasten.techniques.memory import step_in_backward
 
 
@@ -56,7 +56,7 @@ def _safely(witness: Witness, tell: Any, *args: Any) -> Any:
         return None
     try:
         return tell(*args)
-    except Parted:
+    except Diverged:
         return None
     except Exception as error:  # the check is then no answer, and says so
         witness.failed = witness.failed or f"{type(error).__name__}: {error}"

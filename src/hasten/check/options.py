@@ -1,4 +1,4 @@
-"""What a process that records or follows a track is told. No torch."""
+"""Options of a process that records or follows a track. No torch."""
 
 from __future__ import annotations
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from hasten.check.checked import Checked
 from hasten.check.files import ROUNDED, FileDifference, Load, compare_files, saved_by_torch
-from hasten.check.halve import culprits
 from hasten.check.judge import Compared, level_of, parts_of, roundoff_of
-from hasten.check.runs import Ended, Lap, Runner, Runs, Say, Techniques
+from hasten.check.runs import Ended, ReferenceRun, Runner, Runs, Say, Techniques
 from hasten.errors import HastenError
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect
@@ -22,7 +21,7 @@ _TIMES_ITSELF = 6.0  # what noise moves by a sixth of the bound is not held agai
 _PLAIN_FIRST, _PLAN_FIRST = "saved as it is, resumed under the plan", "saved under the plan, resumed as it is"
 
 
-class Saved(NamedTuple):
+class SavedFiles(NamedTuple):
     """How saved files are read, and from which folder their names are told."""
 
     load: Load
@@ -58,13 +57,13 @@ def check_plan(
         HastenError: The plain run fails, or trains nothing.
     """
     runs = Runs(run, folder, say, at_once, brief)
-    return _Check(runs, plan, folder, say, Saved(load, here or Path.cwd()), brief).run(resume)
+    return _Check(runs, plan, folder, say, SavedFiles(load, here or Path.cwd()), brief).run(resume)
 
 
 class _Check:
     """One check as it goes on."""
 
-    def __init__(self, runs: Runs, plan: Techniques, folder: Path, say: Say, files: Saved, brief: bool) -> None:
+    def __init__(self, runs: Runs, plan: Techniques, folder: Path, say: Say, files: SavedFiles, brief: bool) -> None:
         self._runs = runs
         self._brief = brief
         self._saved = files
@@ -76,7 +75,7 @@ class _Check:
 
     def run(self, resume: bool) -> Checked:
         try:
-            lap = Lap("first", self._folder / "tracks" / "first")
+            lap = ReferenceRun("first", self._folder / "tracks" / "first")
             begun = self._runs.begin(lap)
             parts = parts_of(self._plan)[-1 if self._brief else 0 :]
             for part, _ in parts:
@@ -110,7 +109,7 @@ class _Check:
 
     # -- which technique it is -------------------------------------------------------------------------------
 
-    def _blame(self, lap: Lap, runs: list[Compared], files: list[FileDifference]) -> list[str]:
+    def _blame(self, lap: ReferenceRun, runs: list[Compared], files: list[FileDifference]) -> list[str]:
         """Which techniques it is: one that parts alone, or a smallest set that does so together."""
         parted = next((run for run in runs if run.ok is False), None)
         suspects: Techniques = {}
@@ -128,7 +127,9 @@ class _Check:
 
         return self._halved(suspects, parts)
 
-    def _blame_resume(self, first: Lap, second: Lap, resumed: list[tuple[str, Compared]]) -> list[str]:
+    def _blame_resume(
+        self, first: ReferenceRun, second: ReferenceRun, resumed: list[tuple[str, Compared]]
+    ) -> list[str]:
         """The same of a run that went on from a checkpoint."""
         way, parted = next(((way, run) for way, run in resumed if run.ok is False), ("", None))
 
@@ -159,16 +160,18 @@ class _Check:
     # -- what was saved, and going on from it ----------------------------------------------------------------
 
     def _files(
-        self, lap: Lap, parts: list[tuple[dict[str, Setting], Effect]], runs: list[Compared], ends: list[Ended]
+        self, lap: ReferenceRun, parts: list[tuple[dict[str, Setting], Effect]], runs: list[Compared], ends: list[Ended]
     ) -> list[FileDifference]:
-        """What was saved otherwise, though what it was made of is the same."""
+        """Return what was saved otherwise, though what it was made of is the same."""
         found: list[FileDifference] = []
         for (plan, level), compared, ended in zip(parts, runs, ends, strict=True):
             if compared.ok and level is not Effect.SAMPLING:  # random states and scores that are saved may differ there
                 found += self._saved_otherwise(lap, plan, ended, level)
         return sorted(set(found))
 
-    def _saved_otherwise(self, lap: Lap, plan: Techniques, ended: Ended, level: Effect) -> list[FileDifference]:
+    def _saved_otherwise(
+        self, lap: ReferenceRun, plan: Techniques, ended: Ended, level: Effect
+    ) -> list[FileDifference]:
         assert lap.plain is not None
         rounded = 0.0 if level is Effect.EXACT else ROUNDED
         found = compare_files(lap.plain.saved, ended.saved, rounded, *self._saved)
@@ -179,7 +182,7 @@ class _Check:
             own |= self._saved_otherwise_by_itself(lap, max(lap.roundoff, roundoff_of(plan)))
         return [one for one in found if (one.file, one.at) not in own and (one.file, "") not in own]
 
-    def _saved_otherwise_by_itself(self, lap: Lap, roundoff: float) -> set[tuple[str, str]]:
+    def _saved_otherwise_by_itself(self, lap: ReferenceRun, roundoff: float) -> set[tuple[str, str]]:
         """Places in files at which plain runs differ: two that are alike, or those under noise."""
         assert lap.plain is not None
         if roundoff not in self._own_files:
@@ -196,12 +199,12 @@ class _Check:
         return set(self._own_files[roundoff])
 
     def _resume(
-        self, lap: Lap, parts: list[tuple[dict[str, Setting], Effect]], ends: list[Ended]
+        self, lap: ReferenceRun, parts: list[tuple[dict[str, Setting], Effect]], ends: list[Ended]
     ) -> tuple[list[tuple[str, Compared]], list[str]]:
         """Saved plain and gone on with under the plan; saved under the plan and gone on with plain."""
         assert lap.plain is not None
         start = _copied(lap.plain.saved, self._folder / "saved-plain")
-        second = Lap("second", self._folder / "tracks" / "second", start)
+        second = ReferenceRun("second", self._folder / "tracks" / "second", start)
         begun = self._runs.begin(second)
         chosen = list(zip(parts, ends, strict=True))
         chosen = [chosen[0], chosen[-1]] if len(chosen) > 1 else chosen  # the strictest part, and the whole
@@ -240,3 +243,40 @@ def _told(found: list[FileDifference]) -> list[tuple[str, str]]:
     for file, at, how in found:
         words.setdefault(file, f"{at} {how}".strip())
     return sorted(words.items())
+
+
+def culprits(names: Sequence[str], parts: Callable[[list[str]], bool]) -> list[str]:
+    """Return a smallest part of a plan that still parts from the plain run.
+
+    Args:
+        names: Techniques that together part from it.
+        parts: Whether these techniques alone do.
+
+    Returns:
+        One name where one technique is to blame; two or more where only their combination is. Source: A. Zeller,
+        R. Hildebrandt, Simplifying and Isolating Failure-Inducing Input (2002).
+    """
+    known: dict[tuple[str, ...], bool] = {}
+
+    def do(names: list[str]) -> bool:
+        key = tuple(names)
+        if key not in known:
+            known[key] = parts(names)
+        return known[key]
+
+    left = list(names)
+    pieces = 2
+    while len(left) > 1:
+        size = -(-len(left) // pieces)
+        chunks = [left[start : start + size] for start in range(0, len(left), size)]
+        if smaller := next((chunk for chunk in chunks if len(chunk) < len(left) and do(chunk)), None):
+            left, pieces = smaller, 2
+            continue
+        rests = [[name for name in left if name not in chunk] for chunk in chunks]
+        if pieces > 2 and (smaller := next((rest for rest in rests if do(rest)), None)):
+            left, pieces = smaller, max(2, pieces - 1)
+            continue
+        if pieces >= len(left):
+            break
+        pieces = min(len(left), 2 * pieces)
+    return left

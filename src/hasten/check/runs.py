@@ -63,7 +63,7 @@ class Runner(Protocol):
 
 
 @dataclass
-class Lap:
+class ReferenceRun:
     """One plain run and its track; the others follow it."""
 
     name: str
@@ -100,7 +100,7 @@ class Runs:
             self._run.stop()
         self._pool.shutdown()
 
-    def _start(self, plan: Techniques, lap: Lap, **options: Any) -> tuple[Ended, Any]:
+    def _start(self, plan: Techniques, lap: ReferenceRun, **options: Any) -> tuple[Ended, Any]:
         with self._lock:
             self._number += 1
             # A short name: sockets of loader workers lie below it, whose paths may have 108 letters.
@@ -116,18 +116,18 @@ class Runs:
             ended = replace(ended, failed="")  # the others failed since it left
         return ended, seen
 
-    def begin(self, lap: Lap) -> Future[tuple[Ended, Any]]:
+    def begin(self, lap: ReferenceRun) -> Future[tuple[Ended, Any]]:
         lap.track.mkdir(parents=True)
         return self._pool.submit(self._record, lap)
 
-    def _record(self, lap: Lap) -> tuple[Ended, Any]:
+    def _record(self, lap: ReferenceRun) -> tuple[Ended, Any]:
         try:
             return self._start({}, lap, role=RECORDS)
         finally:
             for track in lap.track.parent.glob(f"{lap.track.name}*"):  # of each rank
                 (track / "done").touch()  # who follows waits for no more, however it ended
 
-    def plain(self, lap: Lap, begun: Future[tuple[Ended, Any]]) -> Any:
+    def plain(self, lap: ReferenceRun, begun: Future[tuple[Ended, Any]]) -> Any:
         lap.plain, seen = begun.result()
         if lap.plain.failed:
             raise script_fails(lap.plain.failed, lap.plain.log)
@@ -148,19 +148,21 @@ class Runs:
             self.notes.append(f"the training is large: tensors were compared in every {seen['stride']}th step")
         return seen
 
-    def _follow(self, lap: Lap, plan: Techniques, level: Effect) -> tuple[Ended, Any]:
+    def _follow(self, lap: ReferenceRun, plan: Techniques, level: Effect) -> tuple[Ended, Any]:
         exact = level is Effect.EXACT
         return self._start(plan, lap, role=FOLLOWS, exact=exact, redraws=level is Effect.SAMPLING)
 
-    def begin_to_follow(self, lap: Lap, plan: Techniques, level: Effect) -> Future[tuple[Ended, Any]]:
+    def begin_to_follow(self, lap: ReferenceRun, plan: Techniques, level: Effect) -> Future[tuple[Ended, Any]]:
         """Run the training under a plan beside the plain one, in its turn."""
         return self._pool.submit(self._follow, lap, plan, level)
 
-    def follow(self, lap: Lap, plan: Techniques, level: Effect) -> tuple[Ended, Any]:
+    def follow(self, lap: ReferenceRun, plan: Techniques, level: Effect) -> tuple[Ended, Any]:
         """Do so and wait for it."""
         return self.begin_to_follow(lap, plan, level).result()
 
-    def noise(self, lap: Lap, roundoff: float, count: int = NOISES, times: float = 1.0) -> list[tuple[Ended, Any]]:
+    def noise(
+        self, lap: ReferenceRun, roundoff: float, count: int = NOISES, times: float = 1.0
+    ) -> list[tuple[Ended, Any]]:
         """Plain runs under noise of so many times this size; each is made once, and serves for both laps."""
         known = self._noises.setdefault((roundoff, times), [])
         asked = [
@@ -171,7 +173,7 @@ class Runs:
         return [(ended, seen) for ended, seen in known if seen is not None and not seen["failed"]]
 
     def judge(
-        self, lap: Lap, plan: Techniques, level: Effect, ended: Ended, seen: Any, other_start: bool = False
+        self, lap: ReferenceRun, plan: Techniques, level: Effect, ended: Ended, seen: Any, other_start: bool = False
     ) -> Compared:
         if ended.failed or seen is None:
             how = f"the script fails under the plan: {ended.failed or 'it left nothing'}"
@@ -186,9 +188,9 @@ class Runs:
         return compared
 
     def _held(
-        self, lap: Lap, plan: Techniques, level: Effect, seen: Any, other_start: bool, in_doubt: bool = False
+        self, lap: ReferenceRun, plan: Techniques, level: Effect, seen: Any, other_start: bool, in_doubt: bool = False
     ) -> Compared:
-        """What a run shows, held against plain runs under noise."""
+        """Judge a run against plain runs under noise."""
         if level is Effect.EXACT:
             return judged(plan, level, seen, [])
         roundoff = max(lap.roundoff, roundoff_of(plan))
@@ -200,7 +202,7 @@ class Runs:
         noise, stronger = ([seen for _, seen in runs] for runs in (weak, strong))
         return judged(plan, level, seen, noise, strong=stronger, other_start=other_start)
 
-    def _parts_from_itself(self, lap: Lap) -> Difference | None:
+    def _parts_from_itself(self, lap: ReferenceRun) -> Difference | None:
         """Where a second plain run parts from the first, if it does."""
         if lap.name not in self.repeats:
             ended, seen = self.follow(lap, {}, Effect.EXACT)

@@ -1,4 +1,4 @@
-"""What a training holds, by name: parameters, gradients, buffers, optimizer state, random states."""
+"""The state of a training by name: parameters, gradients, buffers, optimizer state, random states."""
 
 from __future__ import annotations
 

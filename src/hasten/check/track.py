@@ -17,7 +17,7 @@ _DONE = "done"
 
 @dataclass
 class Moment:
-    """What a training holds at one moment.
+    """The state of a training at one moment.
 
     Attributes:
         kind: "batch", "step", "validation" or "end".

@@ -25,7 +25,7 @@ _MOST_OF_A_BATCH = 64 << 20  # bytes of a batch that is carried over to a run wh
 _MOST_OF_AN_OUTPUT = 1 << 20  # elements of a validation's output that are kept
 
 
-class Parted(Exception):  # noqa: N818 - no error: it ends a run that has shown what it was asked
+class Diverged(Exception):  # noqa: N818 - no error: it ends a run that has shown what it was asked
     """The run has parted from its track, and the first difference is noted."""
 
 
@@ -133,7 +133,7 @@ class Witness:
             return
         self._leave = lambda: None  # the process is about to end, with the exit code that it has
         values = {**self._kept(state.weights(self.names)), **self._kept(state.buffers(self.names))}
-        with contextlib.suppress(Parted):
+        with contextlib.suppress(Diverged):
             self._note(Moment("end", "the end", state.random_states(), values=values, cut=cut))
         self.finish()
 
@@ -298,7 +298,7 @@ class Witness:
     def _quit(self) -> None:
         self.finish()
         self._leave()
-        raise Parted
+        raise Diverged
 
     # -- helpers ----------------------------------------------------------------------------------------------
 

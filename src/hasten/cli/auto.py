@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from hasten.errors import HastenError
+from hasten.online.auto_plan import new_files
+from hasten.online.options import AutoOptions
+from hasten.online.switches import read_schedule
 from hasten.tuner.length import epochs_named
-from hasten.warm.auto_plan import new_files
-from hasten.warm.options import AutoOptions
-from hasten.warm.switches import read_schedule
 
 
 def options_of(command: list[str], auto: bool, out: Path, replay: Path | None) -> AutoOptions:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hasten import messages
 from hasten.cli.command import LAUNCHERS, process_arguments
-from hasten.cli.launch import How, prepared
+from hasten.cli.launch import RunOptions, prepared
 from hasten.errors import HastenError
 from hasten.evidence import this_machine
 from hasten.plan import DEFAULT_NAME
@@ -69,7 +69,7 @@ class Devices:
         return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def spread(command: list[str], how: How, wide: Devices) -> int:
+def spread(command: list[str], how: RunOptions, wide: Devices) -> int:
     """Run the training on several devices; return its exit code.
 
     Raises:
@@ -96,7 +96,7 @@ def spread(command: list[str], how: How, wide: Devices) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(command: list[str], how: How, wide: Devices, options: RankOptions) -> int:
+def _run(command: list[str], how: RunOptions, wide: Devices, options: RankOptions) -> int:
     # A machine that cannot be reached is said below; torch's native code would print its stack for each attempt.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from hasten.parallel import choose_devices  # with torch, which takes seconds to import

@@ -14,15 +14,15 @@ from hasten.evidence import this_machine
 from hasten.evidence.live import is_live, live_path
 from hasten.evidence.schema import is_evidence
 from hasten.files import check_target, mark_of
+from hasten.online.auto_plan import AUTO_NAME
+from hasten.online.options import AutoOptions
 from hasten.plan import DEFAULT_NAME, Plan
 from hasten.taps.config import RankOptions, RunConfig, environment
 from hasten.techniques import check, remarks
-from hasten.warm.auto_plan import AUTO_NAME
-from hasten.warm.options import AutoOptions
 
 
 @dataclass(frozen=True)
-class How:
+class RunOptions:
     """The options of `hasten run`."""
 
     plan: Path
@@ -54,17 +54,17 @@ def launch_quickly(words: list[str]) -> None:
     except argparse.ArgumentError:
         return
     if not unknown:
-        launch(without_python(words[split:]), How(**vars(options)))
+        launch(without_python(words[split:]), RunOptions(**vars(options)))
 
 
-def launch(command: list[str], how: How) -> None:
+def launch(command: list[str], how: RunOptions) -> None:
     """Check everything, set the environment, and replace this process by the training's."""
     arguments, env = prepared(command, how)
     sys.stdout.flush()
     os.execve(arguments[0], arguments, env)
 
 
-def prepared(command: list[str], how: How, ranks: RankOptions | None = None) -> tuple[list[str], dict[str, str]]:
+def prepared(command: list[str], how: RunOptions, ranks: RankOptions | None = None) -> tuple[list[str], dict[str, str]]:
     """Check everything; return the training's command and environment.
 
     Args:
@@ -101,7 +101,7 @@ def prepared(command: list[str], how: How, ranks: RankOptions | None = None) -> 
     return arguments, environment(config, dict(os.environ)) if listens else dict(os.environ)
 
 
-def _auto_of(command: list[str], how: How) -> AutoOptions:
+def _auto_of(command: list[str], how: RunOptions) -> AutoOptions:
     from hasten.cli.auto import options_of  # what a run under a plan does not need
 
     if how.no_plan or how.plan != Path(DEFAULT_NAME):

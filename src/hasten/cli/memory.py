@@ -16,7 +16,7 @@ from hasten.files import check_target, json_of, write_whole
 from hasten.plan import DEFAULT_NAME
 
 if TYPE_CHECKING:
-    from hasten.ladder.limit import Limit
+    from hasten.memory_search.limit import Limit
 
 _WITHOUT = ("seeds", "order", "processes", "no_memory")
 _LEAST = 120.0  # seconds after which a trial is ended
@@ -36,7 +36,7 @@ def check_memory(memory: str, asked: frozenset[str]) -> Limit | None:
         return None
     from hasten.cli.size import size_in_bytes
     from hasten.evidence import this_machine
-    from hasten.ladder import limit
+    from hasten.memory_search import limit
 
     size = size_in_bytes(memory, "--memory")
     if alone := [name for name in _WITHOUT if name in asked]:
@@ -70,10 +70,10 @@ def fit_into(
     from hasten.batch.attempt import Attempts
     from hasten.child import scratch_folder
     from hasten.evidence import this_machine
-    from hasten.ladder.limit import standing
-    from hasten.ladder.rungs import rungs_for
-    from hasten.ladder.search import climb
-    from hasten.ladder.words import SCHEMA, as_json, lines, plan_of
+    from hasten.memory_search.limit import standing
+    from hasten.memory_search.savings import savings_for
+    from hasten.memory_search.search import find_plan
+    from hasten.memory_search.words import SCHEMA, as_json, lines, plan_of
 
     machine = this_machine()
     on_gpu = machine.device == "cuda"
@@ -88,7 +88,7 @@ def fit_into(
     with scratch_folder() as scratch:
         timeout = max(_LEAST, budget / 2)
         attempts = Attempts(arguments, tuple(command), scratch, limit.room, timeout, on_gpu=on_gpu, bounds=limit.bounds)
-        found = climb(attempts, limit, rungs_for(machine, only), say, until, ran_out)
+        found = find_plan(attempts, limit, savings_for(machine, only), say, until, ran_out)
     if found.chosen.plan:
         keep_former(out)
         plan_of(found, tuple(command), machine, version("torch")).write(out)

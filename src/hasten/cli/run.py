@@ -7,10 +7,10 @@ from pathlib import Path
 import typer
 
 from hasten.cli.devices import Devices, spread
-from hasten.cli.launch import How, launch
+from hasten.cli.launch import RunOptions, launch
 from hasten.cli.script import training
+from hasten.online.auto_plan import AUTO_NAME
 from hasten.plan import DEFAULT_NAME
-from hasten.warm.auto_plan import AUTO_NAME
 
 
 def run(
@@ -45,7 +45,7 @@ def run(
     Examples: hasten run train.py --epochs 90; hasten run --auto train.py; hasten run --plan other.toml -m pkg.train;
     hasten run --devices 4 train.py; hasten run torchrun --nproc-per-node 2 train.py (written for several already).
     """
-    how = How(plan, no_plan, evidence, any_machine, quiet, auto, out, replay)
+    how = RunOptions(plan, no_plan, evidence, any_machine, quiet, auto, out, replay)
     wide = Devices(devices, accelerator, batch, nodes, rdzv_endpoint, rdzv_conf)
     if wide.wanted():
         raise typer.Exit(spread(training(ctx), how, wide))

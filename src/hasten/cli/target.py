@@ -99,11 +99,11 @@ def tune_to_target(
     from hasten.child import scratch_folder
     from hasten.report import target_page
     from hasten.target import words
-    from hasten.target.account import TargetOptions
     from hasten.target.found import is_found
+    from hasten.target.full_run import FullRuns
     from hasten.target.goal import parse_goal
     from hasten.target.search import search
-    from hasten.target.whole import WholeRuns
+    from hasten.target.spending import TargetOptions
 
     goal = parse_goal(target)
     out = out.with_name(TARGET_NAME) if out.name == DEFAULT_NAME else out  # never the plan that `hasten run` takes
@@ -114,7 +114,7 @@ def tune_to_target(
     check_target(figures, "the figures", is_found, fix)
     check_target(page, "the report", is_page, fix)
     with scratch_folder() as scratch:
-        whole = WholeRuns(arguments, tuple(command), scratch, goal, line)
+        whole = FullRuns(arguments, tuple(command), scratch, goal, line)
         found = search(whole, TargetOptions(vary, runs, seeds, budget), messages.timed())
     if found.plan:
         keep_former(out)

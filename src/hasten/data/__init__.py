@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hasten.data.loader import DataLoader
-    from hasten.data.making import Fault, SampleError
     from hasten.data.parquet import ParquetDataset
     from hasten.data.remote.options import Remote, RemoteError
+    from hasten.data.sample_fetcher import Fault, SampleError
     from hasten.data.sample_keys import SampleRng, sample_rng
     from hasten.data.sample_store import SampleStore
 
@@ -26,11 +26,11 @@ __all__ = [
 
 _ROOMS = {
     "DataLoader": "loader",
-    "Fault": "making",
+    "Fault": "sample_fetcher",
     "ParquetDataset": "parquet",
     "Remote": "remote.options",
     "RemoteError": "remote.options",
-    "SampleError": "making",
+    "SampleError": "sample_fetcher",
     "SampleRng": "sample_keys",
     "SampleStore": "sample_store",
     "sample_rng": "sample_keys",

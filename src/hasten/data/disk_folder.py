@@ -1,4 +1,4 @@
-"""The folder on a disk in which kept samples lie: which disk, how many bytes, and which file goes first."""
+"""The folder of cached samples on a disk: which disk, how many bytes, and which file is evicted first."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A name for the state of things that samples are made of, the same in every process that finds the same state.
+"""A fingerprint of all that samples are made of: equal in every process that finds the same state.
 
-A `Look` tells within a process whether anything changed, by identity. Here the same parts are told by what they are:
-code by its instructions, arrays by their bytes, library classes by name and the library's version. What cannot be told
-so has no name, and says why.
+A `Snapshot` tells within a process whether anything changed, by identity. Here the same parts are told by what they
+are: code by its instructions, arrays by their bytes, library classes by name and the library's version. What cannot be
+told so has no name, and says why.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import types
 from pathlib import Path, PurePath
 from typing import Any
 
-from hasten.data.look import Look
-from hasten.data.look_parts import ATOMS, Node
-from hasten.data.look_stamp import Stamp
-from hasten.data.reach import is_trusted, words
-from hasten.data.switches import replaced_in_libraries, switches
+from hasten.data.code_references import is_trusted, words
+from hasten.data.content_stamp import Stamp
+from hasten.data.library_state import library_state, replaced_in_libraries
+from hasten.data.snapshot import Snapshot
+from hasten.data.snapshot_parts import ATOMS, Node
 
 _VERSION = "hasten samples 1"
 _MAIN = {"__mp_main__": "__main__"}  # the script, in a worker that was not forked
@@ -49,15 +49,15 @@ class Unnamed(Exception):  # noqa: N818 - no error: it says that samples cannot 
     """Something that samples are made of cannot be told from the outside; the message says what."""
 
 
-def fingerprint(look: Look, roots: dict[str, Any]) -> str:
-    """Return a name for the state of what a look went through, 40 hexadecimal digits.
+def fingerprint(snapshot: Snapshot, roots: dict[str, Any]) -> str:
+    """Return a name for the state of what a snapshot went through, 40 hexadecimal digits.
 
     It also stands for what decides beside that: Python, libraries, the processor, torch's and Pillow's switches, the
     working folder that relative paths begin in. Where samples may depend on the order of a set of strings, which each
     start of Python makes another, the name is good for this process and those forked from it.
 
     Args:
-        look: Of these roots, not blind.
+        snapshot: Of these roots, not blind.
         roots: What samples are made of, by name.
 
     Raises:
@@ -65,17 +65,17 @@ def fingerprint(look: Look, roots: dict[str, Any]) -> str:
     """
     if replaced := replaced_in_libraries():
         raise Unnamed(f"the script has put a function of its own in the place of {replaced}")
-    if "hash" in look.names:
+    if "hash" in snapshot.names:
         raise Unnamed("samples' code names `hash`, which differs from process to process")
-    naming = _Naming(look)
-    naming.say(_VERSION, platform.python_version(), str(Path.cwd()), switches())
-    if look.names & {"set", "frozenset"}:  # may go through strings in the order of their hashes
+    naming = _Naming(snapshot)
+    naming.say(_VERSION, platform.python_version(), str(Path.cwd()), library_state())
+    if snapshot.names & {"set", "frozenset"}:  # may go through strings in the order of their hashes
         naming.say(hash("its order"))
     try:
         for name, root in roots.items():
             naming.say(name)
             naming.visit(root)
-        for met in look.reached():  # what code imports as it runs hangs from no object
+        for met in snapshot.reached():  # what code imports as it runs hangs from no object
             naming.visit(met)
     except RecursionError:
         raise Unnamed("what samples are made of is nested too deeply to be named") from None
@@ -83,15 +83,15 @@ def fingerprint(look: Look, roots: dict[str, Any]) -> str:
 
 
 class _Naming:
-    """Goes through the parts of a look in an order that does not depend on the process."""
+    """Goes through the parts of a snapshot in an order that does not depend on the process."""
 
-    def __init__(self, look: Look) -> None:
-        nodes, stamps = look.parts()
+    def __init__(self, snapshot: Snapshot) -> None:
+        nodes, stamps = snapshot.parts()
         self._nodes: dict[int, list[Node]] = {}
         for node in nodes:
             self._nodes.setdefault(id(node[1]), []).append(node)
         self._stamps: dict[int, Stamp] = {id(stamp.thing): stamp for stamp in stamps}
-        self._reached = {id(met) for met in look.reached()}
+        self._reached = {id(met) for met in snapshot.reached()}
         self._seen: dict[int, tuple[int, Any]] = {}  # with the value: its id is no other's then
         self._hash = hashlib.blake2b(digest_size=20)
 

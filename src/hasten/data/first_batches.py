@@ -1,4 +1,4 @@
-"""The first batches of a pass, each split over all workers: the training waits for a part of a batch, not for a whole.
+"""Splits the first batches of a pass over all workers: the training waits for a part of a batch, not for a whole.
 
 Without it, W workers make W batches at the same time, and the first is there when one worker has made all of its
 samples. Energon does the same by its `first N batches` (its PR 40).
@@ -63,7 +63,7 @@ def splits(loader: Any) -> bool:
     )
 
 
-class Cut:
+class SplitIndices:
     """The indices that workers get: those of the first batches in parts.
 
     Args:

@@ -15,11 +15,11 @@ from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler,
 
 from hasten.data import rng
 from hasten.data.elastic import ElasticBatches, ElasticSampler, Order, check_rank
-from hasten.data.making import ON_ERROR, Fault, Ledger
-from hasten.data.passes import InProcess, Processes
+from hasten.data.passes import InProcess, WorkerProcesses
 from hasten.data.permutation import Permutation, key_of
+from hasten.data.sample_fetcher import ON_ERROR, Fault, Ledger
 from hasten.data.sample_keys import Reseed, unmoved
-from hasten.data.thread_pass import Threads
+from hasten.data.thread_pass import ThreadPass
 from hasten.errors import HastenError
 from hasten.messages import warn
 
@@ -142,9 +142,9 @@ class DataLoader(TorchDataLoader[Any]):
         if not self.num_workers:
             return InProcess(self)
         if self.workers == "thread":
-            return Threads(self)
+            return ThreadPass(self)
         self.check_worker_number_rationality()
-        return Processes(self)
+        return WorkerProcesses(self)
 
     @contextlib.contextmanager
     def lent(self, **others: Any) -> Iterator[None]:

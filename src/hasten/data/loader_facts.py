@@ -1,4 +1,4 @@
-"""What a loader is made of, and what a change of it spoils when a pass is resumed."""
+"""Facts about a loader, and which changes of it spoil a resumed pass."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def has_own_place(loader: Any) -> bool:
 
 
 def facts_of(loader: Any) -> dict[str, Any]:
-    """What must not change for a state to be exact."""
+    """Return the facts that must not change for a state to be exact."""
     facts: dict[str, Any] = {"loader": type(loader).__name__}
     if isinstance(loader, DataLoader):
         batch_size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
@@ -51,7 +51,7 @@ def facts_of(loader: Any) -> dict[str, Any]:
 
 
 def changes(state: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What has changed since the state was saved, and what that spoils."""
+    """Return changes since the state was saved, and what they spoil."""
     then, batches = state["facts"], state["batches"]
     found = []
     for name, spoilt in (
@@ -87,7 +87,7 @@ def _workers_mattered(state: dict[str, Any]) -> bool:
 
 
 def doubts(state: dict[str, Any], plan: WorkerWatch) -> list[str]:
-    """What turned out while the pass was brought to where it stood."""
+    """Return what turned out while the pass was restored."""
     found, batches = [], state["batches"]
     if plan.short:
         found.append(f"the pass has fewer than the {batches} batches that were consumed of it: it ends here")

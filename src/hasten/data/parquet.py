@@ -17,9 +17,9 @@ from hasten.data.parquet_files import files_of, together
 from hasten.data.parquet_images import ImageError
 from hasten.data.parquet_order import FileOrder, LaneOrder
 from hasten.data.permutation import Indices
-from hasten.data.remote.ahead import Ahead
-from hasten.data.remote.files import Coming, RemoteFile
+from hasten.data.remote.files import PendingRead, RemoteFile
 from hasten.data.remote.options import Remote
+from hasten.data.remote.prefetch import RowGroupPrefetch
 from hasten.errors import HastenError
 
 _BUDGET = 256 << 20  # bytes of row groups that are open at a time, as far as `window` is not given
@@ -112,10 +112,10 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         self._open: OrderedDict[int, _Loading] = OrderedDict()
         self._lock = threading.Lock()
         self._process = os.getpid()
-        self._ahead: Ahead | None = None
+        self._ahead: RowGroupPrefetch | None = None
         if self._reader is not None:
             self._reader.forget()
-            self._ahead = Ahead(self._begin, self._reader.remote.ahead)
+            self._ahead = RowGroupPrefetch(self._begin, self._reader.remote.ahead)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_lock", "_ahead")}
@@ -214,13 +214,13 @@ class ParquetDataset(Dataset[dict[str, Any]]):
                 found.append(loading)
         return found
 
-    def _begin(self, number: int) -> Coming | None:
+    def _begin(self, number: int) -> PendingRead | None:
         """Have a row group fetched, if its file is not on a local disk."""
         group = self._groups[number]
         file = self._files[group.file]
         return file.begin(group.number, self._names) if isinstance(file, RemoteFile) else None
 
-    def _read(self, group: _Group, coming: Coming | None = None) -> list[Any]:
+    def _read(self, group: _Group, coming: PendingRead | None = None) -> list[Any]:
         file = self._files[group.file]
         if isinstance(file, RemoteFile):
             table = file.read(group.number, self._names, coming)
@@ -294,7 +294,7 @@ class _Loading:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.arrays: list[Any] | None = None
-        self.coming: Coming | None = None
+        self.coming: PendingRead | None = None
 
 
 def _passing(table: Any, condition: Any) -> Indices:

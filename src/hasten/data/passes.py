@@ -26,10 +26,20 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from hasten.child import die_with_parent
-from hasten.data.deaths import RaisedWhereWaited
-from hasten.data.first_batches import Cut, Packed, in_memory_order, splits
-from hasten.data.making import COLLATING, IDLE, Collate, Made, SampleError, Source, shared_bytes, shm_free, shm_text
+from hasten.data.first_batches import Packed, SplitIndices, in_memory_order, splits
+from hasten.data.sample_fetcher import (
+    COLLATING,
+    IDLE,
+    Collate,
+    FetchedBatch,
+    SampleError,
+    SampleFetcher,
+    shared_bytes,
+    shm_free,
+    shm_text,
+)
 from hasten.data.sample_keys import unmoved
+from hasten.data.worker_deaths import DeferredWorkerDeath
 from hasten.messages import warn
 
 HUNG = 4.0  # seconds in one sample after which a worker that is waited for is named
@@ -59,7 +69,7 @@ class Counted:
             place.over = True
             self._hasten_ledger.tell()
             raise
-        if type(batch) is Made:
+        if type(batch) is FetchedBatch:
             self._hasten_ledger.note(batch.faults)
             batch = batch.batch
         place.batches += 1
@@ -72,7 +82,7 @@ class InProcess(Counted, _SingleProcessDataLoaderIter):
 
     def __init__(self, loader: Any) -> None:
         self._hasten_count(loader)
-        source = Source(loader.dataset, loader.collate_fn, loader.on_error, shared=True)
+        source = SampleFetcher(loader.dataset, loader.collate_fn, loader.on_error, shared=True)
         self._hasten_draws = source.reseed is not None
         with loader.lent(dataset=source, collate_fn=Collate(loader.collate_fn, source, shares=False)):
             super().__init__(loader)
@@ -84,10 +94,10 @@ class InProcess(Counted, _SingleProcessDataLoaderIter):
             return _SingleProcessDataLoaderIter._next_data(self)
 
 
-class Start:
+class WorkerInit:
     """A `worker_init_fn`: the user's own, and what lets the loader say what this worker does."""
 
-    def __init__(self, then: Callable[[int], Any] | None, source: Source, beats: Any, folder: str) -> None:
+    def __init__(self, then: Callable[[int], Any] | None, source: SampleFetcher, beats: Any, folder: str) -> None:
         self._then = then
         self._source = source
         self._beats = beats
@@ -116,7 +126,7 @@ class Start:
             beat[3] = os.getpid()
 
 
-class Processes(Counted, RaisedWhereWaited, _MultiProcessingDataLoaderIter):
+class WorkerProcesses(Counted, DeferredWorkerDeath, _MultiProcessingDataLoaderIter):
     """Batches made by worker processes; one that is killed or hangs is named with what it was making."""
 
     def __init__(self, loader: Any) -> None:
@@ -132,8 +142,8 @@ class Processes(Counted, RaisedWhereWaited, _MultiProcessingDataLoaderIter):
         self._hasten_dataset = type(loader.dataset).__name__
         self._hasten_first = loader.num_workers if splits(loader) else 0
         self._hasten_collate = loader.collate_fn
-        source = Source(loader.dataset, loader.collate_fn, loader.on_error, shared=True)
-        start = Start(loader.worker_init_fn, source, beats, self._hasten_stacks)
+        source = SampleFetcher(loader.dataset, loader.collate_fn, loader.on_error, shared=True)
+        start = WorkerInit(loader.worker_init_fn, source, beats, self._hasten_stacks)
         collate = Collate(loader.collate_fn, source, shares=True)
         with loader.lent(dataset=source, collate_fn=collate, worker_init_fn=start):
             super().__init__(loader)
@@ -141,7 +151,7 @@ class Processes(Counted, RaisedWhereWaited, _MultiProcessingDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._hasten_count(loader)
-        self._hasten_cut = Cut(self._hasten_first)
+        self._hasten_cut = SplitIndices(self._hasten_first)
         self._hasten_over = 0  # parts on their way of a batch of which another part failed
         super()._reset(loader, first_iter)
 
@@ -179,7 +189,7 @@ class Processes(Counted, RaisedWhereWaited, _MultiProcessingDataLoaderIter):
             raise
         if self._pin_memory:
             batch = pin_memory(batch)
-        return Made(batch, faults) if faults else batch
+        return FetchedBatch(batch, faults) if faults else batch
 
     def _next_data(self) -> Any:
         batch = super()._next_data()

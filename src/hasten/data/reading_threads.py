@@ -1,4 +1,4 @@
-"""Threads that make what comes next of a dataset, while the training goes on with what it has."""
+"""Threads that prefetch from a dataset while the training goes on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from contextvars import Context, copy_context
 from typing import Any
 
 from hasten.data import default_type
-from hasten.data.carried import is_plain_array
-from hasten.data.opened import opened
+from hasten.data.opened_files import opened
+from hasten.data.round_trip import is_plain_array
 
-_pools: weakref.WeakSet[Threads] = weakref.WeakSet()
+_pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 _hooked = False
 _FEW = 8  # parts of a sample that are looked at for its size
 _PATIENCE = 10.0  # seconds that a fork waits for a thread
@@ -100,7 +100,7 @@ def bytes_of(sample: Any) -> int:
     return int(getattr(sample, "nbytes", 0)) if is_plain_array(sample) else 0
 
 
-class Threads:
+class ThreadPool:
     """A few daemon threads that run tasks in the order they come.
 
     Nothing is under way in them while a process forks: a child has none of them, and would wait forever for a lock that
@@ -148,7 +148,7 @@ class Threads:
 
 
 def _work(tasks: Any, function: Callable[[Any], Any], busy: Any) -> None:
-    """What a thread does; it holds nothing of who asked, so that it ends with that."""
+    """Run tasks in a thread; it refers to nothing of who asked, so that it ends with that."""
     default_type.makes_samples()
     while (item := tasks.get()) is not None:
         with busy:

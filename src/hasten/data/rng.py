@@ -170,7 +170,7 @@ def _same_kind(now: Any, kept: Any) -> bool:
 
 
 def raw(found: dict[str, Any]) -> tuple[Any, ...]:
-    """What `state(())` and `states_of(found)` say, quick to take, to compare and to send to another process."""
+    """Return `state(())` and `states_of(found)` in a form quick to take, to compare and to send to another process."""
     own = tuple((path, _bytes(kept)) for path, kept in states_of(found).items()) if found else ()
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else _numpy_raw(numpy), _torch_bytes(), own

@@ -14,8 +14,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hasten.data import default_type, rng
-from hasten.data.making import IDLE, Collate, Source
 from hasten.data.passes import HUNG, Counted
+from hasten.data.sample_fetcher import IDLE, Collate, SampleFetcher
 from hasten.data.sample_keys import unmoved
 from hasten.errors import HastenError
 from hasten.frames import frame_of
@@ -36,7 +36,7 @@ class _Task:
         self.worker: int | None = None
 
 
-class Threads(Counted, _BaseDataLoaderIter):
+class ThreadPass(Counted, _BaseDataLoaderIter):
     """Batches made by threads, given in order.
 
     For datasets that release the GIL where their time goes (files, decoding, NumPy, pyarrow): batches need no copy
@@ -73,7 +73,7 @@ class Threads(Counted, _BaseDataLoaderIter):
             self._put()
 
     def _maker(self, loader: Any, worker: int) -> Any:
-        source = Source(loader.dataset, loader.collate_fn, loader.on_error, shared=False)
+        source = SampleFetcher(loader.dataset, loader.collate_fn, loader.on_error, shared=False)
         source.watched(self._beats[worker], worker)
         collate = Collate(loader.collate_fn, source, shares=False)
         pins = pin_memory if self._pin_memory else None
@@ -170,7 +170,7 @@ class Threads(Counted, _BaseDataLoaderIter):
 
 
 def _work(tasks: Any, make: Any, worker: int, init: Any) -> None:
-    """What a thread does: no reference to the iterator, so that a pass that was left lets it end."""
+    """Run tasks in a thread, without a reference to the iterator: a pass that was left lets it end."""
     default_type.makes_samples()
     failed: BaseException | None = None
     try:
@@ -198,7 +198,7 @@ def _refuse_draws(loader: Any) -> None:
     """
     if not len(loader.dataset):
         return
-    source = Source(loader.dataset, loader.collate_fn, "raise", shared=False)
+    source = SampleFetcher(loader.dataset, loader.collate_fn, "raise", shared=False)
     with unmoved():
         before = rng.digest()
         try:

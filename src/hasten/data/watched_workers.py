@@ -23,7 +23,7 @@ _DEPTH = 8  # states kept of each worker: something may read a few batches ahead
 
 
 class WorkerWatch:
-    """What the main process knows of one set of workers, and how the next set has to start.
+    """The main process's record of one set of workers, and how the next set has to start.
 
     Args:
         states: By worker, the random state (`rng.raw`) it starts with; others start as torch seeds them.
@@ -93,7 +93,7 @@ _generators: dict[str, Any] = {}  # in a worker process: its dataset's own gener
 _reported: Any = None
 
 
-class _Start:
+class _WorkerInit:
     """A `worker_init_fn`: the user's own, then the state that this worker is to go on from."""
 
     def __init__(self, then: Callable[[int], Any] | None, collate: Any, states: dict[int, Any]) -> None:
@@ -173,7 +173,7 @@ def _open(loader: Any, kind: Any, watch: WorkerWatch) -> Any:
     collate, init = loader.collate_fn, loader.worker_init_fn
     if not _drawless(loader.dataset, collate):
         loader.collate_fn = _Stamp(collate)
-    loader.worker_init_fn = _Start(init, collate, watch.start)
+    loader.worker_init_fn = _WorkerInit(init, collate, watch.start)
     watch.number = loader.num_workers
     try:
         iterator = kind(loader, watch, *options)
@@ -265,7 +265,7 @@ def settle(iterator: Any) -> None:
 
 
 def _plainly(data: Any) -> Any:
-    """What came from a worker: StatefulDataLoader's send more with it."""
+    """Return a worker's batch: StatefulDataLoader's workers send more with it."""
     return (
         data[0] if type(data) is tuple and data and type(data[0]) in (Stamped, _IterableDatasetStopIteration) else data
     )

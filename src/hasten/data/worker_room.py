@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from hasten.data.making import shm_free
+from hasten.data.sample_fetcher import shm_free
 from hasten.evidence.machine import memory_free, memory_limit, usable_cores
 
 _LEAST = 16 << 20  # bytes that a forked worker takes at least, as far as none was measured

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from hasten.doctor.findings import FINDINGS
 from hasten.doctor.rule import Rule, same_place
-from hasten.doctor.verdict.diagnosis import Diagnosis
+from hasten.doctor.verdict.diagnosis import Diagnosis, Pauses
 from hasten.doctor.verdict.machine_advice import advice
-from hasten.doctor.verdict.pauses import pauses
+from hasten.doctor.verdict.not_observed import unseen
 from hasten.doctor.verdict.resource import verdict
-from hasten.doctor.verdict.unseen import unseen
 from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Phase, Severity
 from hasten.evidence.finding import worst_first
 
@@ -37,7 +37,10 @@ def diagnose(
         notes: What was done to the run.
     """
     failed: list[str] = []
-    findings = merged(_each_once(list(_findings(evidence, failed))), _true_here(source_findings, evidence))
+    findings = merged(
+        _each_once(list(_findings(evidence, failed))),
+        [one for one in source_findings if FINDINGS.get(one.name, Rule).holds(one, evidence)],
+    )
     phases = mean_phases(evidence)
     lengths = [sum(evidence.step_phases[index]) for index in evidence.steady()]
     return Diagnosis(
@@ -87,7 +90,7 @@ def _blocks(lengths: Sequence[float]) -> tuple[float, ...]:
 
 
 def _findings(evidence: Evidence, failed: list[str]) -> Iterable[Finding]:
-    """What every rule says; one that fails is named in `failed`."""
+    """Yield the findings of every rule; one that fails is named in `failed`."""
     for name, rule in FINDINGS.items():
         try:
             yield from rule.findings(evidence)
@@ -107,11 +110,6 @@ def _each_once(found: list[Finding]) -> list[Finding]:
         )
 
     return [one for one in found if not FINDINGS.get(one.name, Rule).gives_way or not explained(one)]
-
-
-def _true_here(read: Sequence[Finding], evidence: Evidence) -> list[Finding]:
-    """Return what was read from the source, without what the run disproves."""
-    return [one for one in read if FINDINGS.get(one.name, Rule).holds(one, evidence)]
 
 
 def merged(measured: Sequence[Finding], read: Sequence[Finding]) -> list[Finding]:
@@ -147,3 +145,47 @@ def _version() -> str:
         return version("hasten")
     except PackageNotFoundError:
         return ""
+
+
+_OUTLIER = 3.0  # times the median
+_MOST = 20
+_FOR_A_TREND = 20  # steady steps
+
+
+def pauses(evidence: Evidence) -> Pauses:
+    """The pauses of a run; without steps only what can be told of its start."""
+    lengths = evidence.step_seconds
+    if not lengths:
+        return Pauses()
+    from_the_start = evidence.number(0) == 0  # a live file holds the last steps only
+    began = min([0.0, *evidence.used.at[:1]])
+    return Pauses(
+        start_up=evidence.step_start[0] - began if from_the_start else math.nan,
+        first_step=lengths[0] if from_the_start else math.nan,
+        epoch_starts=tuple(over.first - over.start for over in evidence.passes if over.trained),
+        outliers=_outliers(evidence, lengths),
+        trend=_trend([lengths[index] for index in evidence.steady()]),
+    )
+
+
+def _outliers(evidence: Evidence, lengths: list[float]) -> tuple[tuple[int, float], ...]:
+    steady = evidence.steady()
+    if not steady:
+        return ()
+    bound = _OUTLIER * statistics.median(lengths[index] for index in steady)
+    disturbed = set(evidence.disturbed)
+    long = [
+        (evidence.number(index), lengths[index])
+        for index in range(1, len(lengths))
+        if lengths[index] > bound > 0 and evidence.number(index) not in disturbed
+    ]
+    return tuple(sorted(sorted(long, key=lambda one: -one[1])[:_MOST]))
+
+
+def _trend(steady: list[float]) -> float:
+    if len(steady) < _FOR_A_TREND:
+        return 0.0
+    quarter = len(steady) // 4
+    first, last = statistics.median(steady[:quarter]), statistics.median(steady[-quarter:])
+    trend = last / first - 1 if first > 0 else 0.0
+    return trend if math.isfinite(trend) else 0.0

@@ -43,7 +43,7 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 @dataclass(frozen=True)
 class Heard:
-    """What was heard of a run.
+    """Evidence heard from a run, and how the run ended.
 
     Attributes:
         evidence: What it left behind, or what could be told without it; with the use of the machine.

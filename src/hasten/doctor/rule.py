@@ -1,4 +1,4 @@
-"""What a finding is made of: one class in one file of `doctor/findings`."""
+"""The base class of findings: one class in one file of `doctor/findings`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the training used of the machine, sampled from the doctor's own process: the training pays nothing for it."""
+"""Samples the training's use of the machine from the doctor's own process: the training pays nothing for it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ class Sampler:
     Args:
         pid: The process.
         gpus: The machine's GPUs.
-        clock: The clock that evidence's `origin` is read from.
         interval: Seconds between two samples.
     """
 
@@ -61,13 +60,11 @@ class Sampler:
         self,
         pid: int,
         gpus: Gpus | None = None,
-        clock: Callable[[], float] = time.perf_counter,
         interval: float = _INTERVAL,
     ) -> None:
         self.gpus = gpus if gpus is not None else Gpus()
         self.failed: list[str] = []  # what could not be read, and why
         self._pid = pid
-        self._clock = clock
         self._interval = interval
         self._family: dict[int, psutil.Process] = {}
         self._parents: dict[int, int] = {}
@@ -125,7 +122,7 @@ class Sampler:
 
     def _row(self) -> _Row:
         return _Row(
-            at=self._clock(),
+            at=time.perf_counter(),  # the clock of evidence's `origin`
             members=self._members(),
             cores=self._ask("the machine's cores", _cores, ()),
             disk=self._ask("the machine's disks", _disk, (0, 0)),

@@ -1,4 +1,4 @@
-"""What the control groups of this process allow it: CPU time and memory, of cgroup v1 and v2. Without torch.
+"""CPU time and memory that the control groups of this process allow, of cgroup v1 and v2. Without torch.
 
 A container, a SLURM job and a systemd scope are control groups, and these may lie inside each other: the least limit
 of all of them counts. A machine without any limit, and one that is not Linux, answer None.

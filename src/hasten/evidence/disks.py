@@ -1,4 +1,4 @@
-"""What kind of file system and disk a folder lies on (Linux)."""
+"""The file system and disk that a folder lies on (Linux)."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def loader_facts(loader: Any, options: dict[str, Any], where: str) -> LoaderFact
     from torch.utils.data import IterableDataset, default_collate
 
     context = options.get("multiprocessing_context")
-    handed = getattr(loader, "_hasten_workers", None)  # workers that a technique gave it: see hasten.data.handed_over
+    handed = getattr(loader, "_hasten_workers", None)  # workers that a technique gave it: see hasten.data.worker_pass
     method = context if isinstance(context, str) else getattr(context, "_name", None)
     return LoaderFacts(
         dataset=type(options["dataset"]).__name__,

@@ -45,7 +45,7 @@ def severity_of(worth: float | None) -> Severity:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, where, what it may be worth, and what to do.
+    """One problem: what, where, what it may be worth, and what to do.
 
     Attributes:
         name: Of the rule, as in `# hasten: ignore[name]`: "workers_zero".

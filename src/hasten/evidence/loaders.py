@@ -9,7 +9,7 @@ from hasten.evidence.observed import Stages
 
 @dataclass(frozen=True)
 class Probe:
-    """What a trial found out about a map-style dataset by asking it for a few samples.
+    """Facts about a map-style dataset, from asking it for a few samples.
 
     Attributes:
         repeatable: The same index gave the same sample under other random states; None: could not be asked.
@@ -91,7 +91,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Consumed:
-    """What a training took of its loader, by its evidence. `waited`: share of its steady steps, 0 to 1."""
+    """A training's use of its loader, by its evidence. `waited`: share of its steady steps, 0 to 1."""
 
     samples_per_s: float
     batches_per_s: float

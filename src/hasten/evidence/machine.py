@@ -1,4 +1,4 @@
-"""What this machine is, found without torch."""
+"""Describes this machine, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `doctor` observes beyond steps and phases: events by line, layers, operators, inputs, machine use over time.
+"""Observations of `doctor` beyond steps and phases: events by line, layers, operators, inputs, machine use.
 
 Every field has a default, since most runs leave only some of this. Series are columns of equal length.
 """
@@ -133,7 +133,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a few steps under torch's profiler and with hooks on every layer showed.
+    """Observations of a few steps under torch's profiler and with hooks on every layer.
 
     Attributes:
         steps: Numbers (from 0) of the steps that were looked into; their times do not count.
@@ -164,7 +164,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the first batches of the training loader hold, and which sizes came later.
+    """Contents of the training loader's first batches, and which sizes came later.
 
     Attributes:
         shapes: Distinct shapes of the first tensor, with how often each came, most frequent first (at most 64).
@@ -278,7 +278,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What lies around the training process.
+    """The environment of the training process.
 
     Attributes:
         omp_threads: OMP_NUM_THREADS as it was set, or None.

@@ -1,4 +1,4 @@
-"""What a batch or an output is made of, whatever the script puts it in."""
+"""Takes a batch or an output apart, whatever the script puts it in."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _look(value: Any, found: list[Any], seen: set[int]) -> str:
 
 
 def _held(leaf: Any) -> dict[str, Any] | None:
-    """What an object holds that torch does not know as a collection, by name; None: nothing to be looked into."""
+    """Return the contents of an object that torch does not know as a collection, by name; None: none."""
     import torch
 
     if isinstance(leaf, Mapping):

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hasten.evidence.kept import KeptSteps
 from hasten.evidence.open_pass import BLANK, STALE_AFTER, OpenPass, StepMarker, adding_up, first_step_so_far
 from hasten.evidence.schema import Pass, Phase
+from hasten.evidence.step_thinning import KeptSteps
 
 _KEPT = 20_000  # steps kept at the most
 _KEPT_RESTING = 1024  # the same where the clock may rest

@@ -148,7 +148,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one run leaves behind.
+    """Evidence that one run leaves behind.
 
     Attributes:
         step_start: When each training step began.
@@ -280,7 +280,7 @@ class Evidence:
         return [one for one in self.measured if one.finding == finding and not one.failed]
 
     def tried_live(self, finding: str) -> TriedLive | None:
-        """What switching this rule's cure on and off in the run itself showed; None where it was not, or failed."""
+        """Return what switching this rule's cure in the run showed; None where it was not switched, or failed."""
         return next((one for one in self.tried if one.finding == finding and not one.failed), None)
 
     @property

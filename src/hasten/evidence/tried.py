@@ -1,4 +1,4 @@
-"""What was switched on and off in a training that ran."""
+"""Techniques that were switched on and off in a training that ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What something is worth: seconds as a share of the steady step."""
+"""The worth of a finding: seconds as a share of the steady step."""
 
 from __future__ import annotations
 

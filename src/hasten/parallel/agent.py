@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from hasten import messages
 from hasten.errors import HastenError
-from hasten.parallel import fate
+from hasten.parallel import rank_failures
 from hasten.parallel.rank_stderr import RankStderr
 
 _FOLLOW = str(Path(__file__).with_name("follow.py"))
@@ -198,7 +198,7 @@ def _explain(error: ChildFailedError, ranks: Ranks) -> int:
         where = f" (rank {culprit.rank})" if culprit.code == 1 else ""
         raise HastenError(culprit.said["message"] + where, culprit.said["fix"], culprit.said["code"])
     size = ranks.devices * ranks.nodes
-    what = f"rank {culprit.rank} of {size} on {socket.gethostname()} {fate.how_it_ended(culprit.code)}"
+    what = f"rank {culprit.rank} of {size} on {socket.gethostname()} {rank_failures.how_it_ended(culprit.code)}"
     messages.tell(f"hasten: {what}, so all ranks were ended{culprit.words()}")
     return culprit.code if culprit.code > 0 else 128 - culprit.code
 
@@ -217,7 +217,7 @@ class _End:
         text = self.said.get("text", "")
         if self.said.get("message"):
             return 0
-        if text and not fate.is_symptom(text):
+        if text and not rank_failures.is_symptom(text):
             return 1
         if not text and (first or self.code not in (-signal.SIGTERM, -signal.SIGABRT)):  # by which the agent ends them
             return 2

@@ -19,7 +19,7 @@ _AHEAD = 1024  # batches of which rank 0 tells the order at once
 
 
 class LoaderState:
-    """What is known of one DataLoader of a script.
+    """Facts about one DataLoader of a script.
 
     Attributes:
         trained: Its batches are trained on.

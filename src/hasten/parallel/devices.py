@@ -1,4 +1,4 @@
-"""What `accelerator=` and `devices=` mean on this machine."""
+"""Resolves `accelerator=` and `devices=` on this machine."""
 
 from __future__ import annotations
 

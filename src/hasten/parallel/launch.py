@@ -21,7 +21,7 @@ import torch
 from hasten import messages
 from hasten.errors import HastenError
 from hasten.evidence import this_machine
-from hasten.parallel import fate, world
+from hasten.parallel import rank_failures, world
 from hasten.parallel.command import own_command, rank_environment
 from hasten.parallel.devices import Devices, choose_devices
 from hasten.parallel.place import Place, find_place
@@ -155,7 +155,7 @@ def guard(of: World) -> Iterator[None]:
             if _ranks is not None and _ranks.is_mine():
                 _ranks.explain(error)
             elif of.launcher != "hasten" and not isinstance(error, HastenError) and is_lost_partner(error):
-                raise fate.lost_partner(of.rank, of.size, str(error)) from error
+                raise rank_failures.lost_partner(of.rank, of.size, str(error)) from error
         raise
 
 
@@ -248,7 +248,7 @@ class Ranks:
         """Send a signal to every rank that runs."""
         for child in self.children:
             if child.code() is None:
-                fate.send(child, number)
+                rank_failures.send(child, number)
 
     def explain(self, error: BaseException) -> None:
         """This rank ends with `error`: end the others; raises the error that names a culprit if it was another."""
@@ -256,24 +256,24 @@ class Ranks:
         if isinstance(error, SystemExit | KeyboardInterrupt):
             self.expected = True
             self._wait(_LEAVING_SECONDS)  # they may be leaving too
-            fate.end_all(self.children)
+            rank_failures.end_all(self.children)
         elif isinstance(error, HastenError) and error is self._failure:
-            fate.end_all(self.children)
+            rank_failures.end_all(self.children)
         elif is_lost_partner(error):
             failure = self._conclude()
-            fate.end_all(self.children)
+            rank_failures.end_all(self.children)
             if failure is not None:
                 raise failure from error
         else:
             self.expected = True
-            fate.end_all(self.children)
+            rank_failures.end_all(self.children)
 
     def _conclude(self) -> HastenError | None:
         """Find out who is to blame, once, whoever asks first."""
         with self._lock:
             if self._failure is None and not self.expected:
-                fate.settle(self.children)
-                self._failure = fate.verdict(self.children, self.size)
+                rank_failures.settle(self.children)
+                self._failure = rank_failures.verdict(self.children, self.size)
                 self.expected = True
             return self._failure
 
@@ -286,7 +286,7 @@ class Ranks:
             return
         # A signal wakes the main thread out of whatever Python it is in; _on_signal raises there.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
-        fate.end_all(self.children)
+        rank_failures.end_all(self.children)
         if not self._heard.wait(_UNHEARD_SECONDS):  # inside of native code, waiting for a rank that is gone
             messages.tell(f"hasten: {failure}")
             os._exit(1)
@@ -326,10 +326,10 @@ class Ranks:
             while not self._wait(_ENDING_SECONDS):
                 left = ", ".join(str(child.rank) for child in self.children if child.code() is None)
                 messages.tell(f"hasten: rank 0 is done and waits for rank {left} to end; Ctrl-C ends it")
-        fate.end_all(self.children)
+        rank_failures.end_all(self.children)
         bad = [child for child in self.children if child.code()]
         if bad and not already and not failed:
-            messages.tell(f"hasten: {fate.verdict(bad, self.size)}")
+            messages.tell(f"hasten: {rank_failures.verdict(bad, self.size)}")
 
 
 def is_lost_partner(error: BaseException) -> bool:
@@ -338,7 +338,7 @@ def is_lost_partner(error: BaseException) -> bool:
 
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, dist.DistError) or fate.is_symptom(str(seen)):
+        if isinstance(seen, dist.DistError) or rank_failures.is_symptom(str(seen)):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hasten.errors import HastenError
-from hasten.parallel.parted_loss import Loss, PartedLoss, Verdict
+from hasten.parallel.microbatch_loss import Loss, MicrobatchLoss, Verdict
 from hasten.parallel.world import World
 
 _SPLIT = "_hasten_stages"
@@ -172,7 +172,7 @@ class Pipeline:
     """
 
     def __init__(self, own: Stage, place: Place, loss: Loss, microbatches: int, schedule: str) -> None:
-        self.own, self.place, self._loss = own, place, PartedLoss(loss)
+        self.own, self.place, self._loss = own, place, MicrobatchLoss(loss)
         self._microbatches, self._kind = microbatches, schedule
         self._schedules: dict[Any, Any] = {}
         self._looked = False

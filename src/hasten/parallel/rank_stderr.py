@@ -1,4 +1,4 @@
-"""What ranks other than 0 write to stderr, shown with the rank before each line."""
+"""Shows the stderr of ranks other than 0, with the rank before each line."""
 
 from __future__ import annotations
 

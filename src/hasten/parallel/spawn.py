@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -10,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
 import torch
 
 from hasten.errors import HastenError
 from hasten.evidence import this_machine
-from hasten.parallel import fate
-from hasten.parallel.by_value import ByValue
+from hasten.parallel import rank_failures
 from hasten.parallel.command import rank_environment
 from hasten.parallel.follow import follow
 from hasten.parallel.rendezvous import serve_store
@@ -81,7 +82,7 @@ def spawn(
         result: T = _result_of(children)
         return result
     finally:  # also on Ctrl-C
-        fate.end_all(children)
+        rank_failures.end_all(children)
         for child in children:
             child.process.join(1.0)
             child.report.close()
@@ -98,13 +99,13 @@ def _result_of(children: list[_FunctionChild]) -> Any:
         for child in children:
             child.listen()
         if any(child.code() for child in children):
-            fate.settle(children)
+            rank_failures.settle(children)
             for child in children:
                 child.listen()
-            raise fate.verdict(children, len(children)) or HastenError("A rank ended.", "")
+            raise rank_failures.verdict(children, len(children)) or HastenError("A rank ended.", "")
     children[0].listen()
     if children[0].failed or not children[0].told:
-        raise fate.verdict(children, len(children)) or HastenError("Rank 0 gave no result.", "")
+        raise rank_failures.verdict(children, len(children)) or HastenError("Rank 0 gave no result.", "")
     return children[0].result
 
 
@@ -187,3 +188,54 @@ def _run(report: Connection, parent: int, env: dict[str, str], job: ByValue) -> 
             close_current()
             report.send((False, "SystemExit: the function ended without a result"))
         raise SystemExit(error.code if isinstance(error, SystemExit) else 1) from None
+
+
+class ByValue:
+    """A value that each process it is sent to gets a copy of, its tensors too.
+
+    torch sends a tensor on the CPU as shared memory. Ranks that train one module would then all step the same
+    weights, each adding its update to those of the others. Tensors that were shared before stay so: a person's
+    counter, say. What shares memory within the value (tied weights) still does in the copy.
+
+    Args:
+        value: Anything that can be sent to a process that is being started.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        written = io.BytesIO()
+        _Copying(written, pickle.HIGHEST_PROTOCOL).dump(self.value)
+        return _read, (written.getvalue(),)
+
+
+def _read(written: bytes) -> ByValue:
+    return ByValue(pickle.loads(written))  # from the process that started this one
+
+
+class _Copying(ForkingPickler):
+    """Writes tensors as bytes, each piece of memory once."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.storage.TypedStorage):  # a new one for each tensor: the memory below is one object
+            return _typed, (value._untyped_storage, value.dtype)
+        if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu" and not value.is_shared():
+            return _memory, (torch.empty(0, dtype=torch.uint8).set_(value).numpy().tobytes(),)
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not _is_shared(value):
+            return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_shared()
+
+
+def _typed(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
+
+
+def _memory(written: bytes) -> torch.UntypedStorage:
+    if not written:
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(bytearray(written), dtype=torch.uint8).untyped_storage()

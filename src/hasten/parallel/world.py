@@ -86,7 +86,7 @@ class World:
 
     @property
     def store(self) -> Store | None:
-        """What ranks leave for each other without meeting; None when alone."""
+        """The store in which ranks leave values for each other without a collective; None when alone."""
         if self._store is not None or self.size == 1:
             return self._store
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]

@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """What was planned, from what, and what it stands on."""
+    """A plan for a cluster, its inputs and its assumptions."""
 
     job: Job
     network: Network

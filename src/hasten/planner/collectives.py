@@ -15,7 +15,7 @@ ALGORITHMS = ("auto", "ring", "tree")
 
 @dataclass(frozen=True)
 class Network:
-    """What connects the devices: one figure for all links, the slowest one's.
+    """The network between devices: one figure for all links, the slowest one's.
 
     Attributes:
         bandwidth: Bytes per second that each device can send to its neighbor while all do ("busbw" of nccl-tests).

@@ -30,7 +30,7 @@ _KEEPS = {
 
 @dataclass(frozen=True)
 class Given:
-    """What a person says beside the evidence; None: as the evidence has it.
+    """Values that a person gives beside the evidence; None: as the evidence has it.
 
     Attributes:
         batch: "per-device" (each device computes the measured batch: weak scaling) or "global" (all share it: strong).

@@ -1,4 +1,4 @@
-"""What of an exchange the step waits for: buckets beside the backward, units beside forward and backward."""
+"""How much of an exchange the step waits for: buckets beside the backward, units beside forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs under each strategy: seconds, seconds spent waiting, bytes sent, memory. Plain arithmetic."""
+"""The cost of a step under each strategy: seconds, waiting, bytes sent, memory. Plain arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the charts are drawn with: a scale, and a few SVG shapes placed in percent of the width.
+"""Draws charts: a scale, and a few SVG shapes placed in percent of the width.
 
 Text keeps its size whatever the width; colours come from the page's style sheet by class.
 """

@@ -1,4 +1,4 @@
-"""What every HTML page is made with: templates in which all text is escaped, and a file written whole."""
+"""Makes HTML pages: templates in which all text is escaped, and a file written whole."""
 
 from __future__ import annotations
 

@@ -27,12 +27,8 @@ def parity(proof: Proof) -> Same:
         return Same(answer, "Whether the losses stay the same is not known", words.clean(why))
     if answer is Answer.HOLDS:
         return Same(answer, "Parity holds", _seen(checks) or words.clean(proof.parity.note) or "no loss changed")
-    changed = ", ".join(_difference(check) for check in checks if not check.ok)
+    changed = ", ".join(f"{words.clean(check.what)} {words.signed(check.change)}" for check in checks if not check.ok)
     return Same(answer, "Parity does NOT hold", changed or words.clean(proof.parity.note) or "the losses differ")
-
-
-def _difference(check: ParityCheck) -> str:
-    return f"{words.clean(check.what)} {words.signed(check.change)}"
 
 
 def _seen(checks: tuple[ParityCheck, ...]) -> str:

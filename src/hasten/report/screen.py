@@ -1,4 +1,4 @@
-"""What the terminal views print with: text that cannot steer the terminal, columns, bars."""
+"""Prints terminal views: text that cannot steer the terminal, columns, bars."""
 
 from __future__ import annotations
 

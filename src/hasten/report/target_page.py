@@ -11,9 +11,9 @@ from hasten.report import drawing, words
 from hasten.report.page import environment, write_whole
 from hasten.target import words as target_words
 from hasten.target.found import Found
-from hasten.target.whole import WholeRun
-from hasten.tuner.places import without_paths
+from hasten.target.full_run import FullRun
 from hasten.tuner.proof import Answer
+from hasten.tuner.report_paths import without_paths
 
 _HEIGHT = 220.0
 
@@ -69,5 +69,5 @@ def course_chart(found: Found) -> Markup:
     return drawing.svg(f"{found.goal.name} by seconds", description, _HEIGHT + 22, parts)
 
 
-def _line(run: WholeRun) -> list[tuple[float, float]]:
+def _line(run: FullRun) -> list[tuple[float, float]]:
     return [(one.seconds, one.value) for one in run.readings if math.isfinite(one.value)]

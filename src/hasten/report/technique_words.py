@@ -1,4 +1,4 @@
-"""What each technique brings, in rows: kept or not, how much, between what ends, and how sure that is."""
+"""Rows of techniques: kept or not, how much each brings, between what ends, and how sure that is."""
 
 from __future__ import annotations
 

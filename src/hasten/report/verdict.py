@@ -1,4 +1,4 @@
-"""What a proof says, in sentences; the terminal and the page print the same ones."""
+"""A proof in sentences; the terminal and the page print the same ones."""
 
 from __future__ import annotations
 

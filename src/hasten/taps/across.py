@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hasten import messages
-from hasten.data.orders import why_not
+from hasten.data.sampler_order import why_not
 from hasten.errors import HastenError
 from hasten.evidence import Phase, facts
 from hasten.parallel.averaging import Averaging

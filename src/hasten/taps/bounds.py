@@ -96,7 +96,7 @@ class Bounds:
             self._session.complete()
 
     def _alike(self, index: int) -> Any:
-        """What a loader is known by: one that is rebuilt for each epoch is the same one again."""
+        """Return a loader's identity: one that is rebuilt for each epoch is the same one again."""
         if not 0 <= index < len(self._session.loaders):
             return index
         facts = self._session.loaders[index].facts

@@ -1,4 +1,4 @@
-"""What a script has built: its loaders, models and optimizers, as the evidence has them."""
+"""Objects that a script has built: its loaders, models and optimizers, as the evidence has them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Built:
         self._trains_in = threading.get_ident()  # the thread that makes the steps
 
     def facts(self, recorder: Recorder, ask: bool = False) -> dict[str, Any]:
-        """What the script has built so far; `ask`: ask datasets what of them repeats itself."""
+        """Return what the script has built so far; `ask`: ask datasets what of them repeats itself."""
         session, roles = self._session, recorder.roles()
         watched, optimizers = list(session.run.models.values()), list(session.optimizers.items())
         return {

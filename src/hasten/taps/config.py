@@ -1,4 +1,4 @@
-"""What a process is told by the hasten that started it, in the variable HASTEN_RUN. No torch."""
+"""The configuration that hasten hands to a process it starts, in the variable HASTEN_RUN. No torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hasten.check.options import WitnessOptions
+from hasten.online.options import AutoOptions, OnlineOptions
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Liveness, build
-from hasten.warm.options import AutoOptions, WarmOptions
 
 VARIABLE = "HASTEN_RUN"
 SITE = Path(__file__).resolve().parent / "site"
@@ -146,7 +146,7 @@ class RunConfig:
     doctor: DoctorOptions | None = None
     live: str = ""
     witness: WitnessOptions | None = None
-    warm: WarmOptions | None = None
+    warm: OnlineOptions | None = None
     auto: AutoOptions | None = None
     former: str = ""
     ranks: RankOptions | None = None
@@ -163,7 +163,7 @@ class RunConfig:
             trial=TrialOptions(**trial) if trial else None,
             doctor=DoctorOptions(**doctor) if doctor else None,
             witness=WitnessOptions(**witness) if witness else None,
-            warm=WarmOptions.from_json(warm) if warm else None,
+            warm=OnlineOptions.from_json(warm) if warm else None,
             auto=AutoOptions(**auto) if auto else None,
             ranks=RankOptions(**{**ranks, "gpus": tuple(ranks["gpus"])}) if ranks else None,
         )
@@ -181,7 +181,7 @@ def environment(config: RunConfig, base: dict[str, str]) -> dict[str, str]:
     return env
 
 
-def _for_switching(warm: WarmOptions, env: dict[str, str]) -> None:
+def _for_switching(warm: OnlineOptions, env: dict[str, str]) -> None:
     """Set what compiling needs in the environment; the rest is switched, or would change the script as it is too."""
     for one in warm.candidates:
         technique = CATALOGUE[one.name]

@@ -45,7 +45,7 @@ def _observed(session: Session) -> dict[str, Any]:
 def run_of(config: RunConfig, recorder: Recorder | None) -> Run:
     """The Run of this process: techniques on throughout, or switched while it goes on."""
     if config.auto is not None:
-        from hasten.warm.together import board_of
+        from hasten.online.rank_sync import board_of
 
         return board_of(config.auto, recorder)
     if config.doctor is not None and config.doctor.tries:

@@ -54,7 +54,7 @@ def _tap_forward(session: Session) -> None:
         return outermost(self, args, kwargs)
 
     tap(Module, "__call__", lambda _: __call__)
-    from hasten.techniques.rerun.forward import tell_inside
+    from hasten.techniques.recompute.forward import tell_inside
 
     tell_inside.append(_set_inside)
 
@@ -109,7 +109,7 @@ class _WatchedModules:
 
 
 def _outermost(session: Session, plain: Any, torch: Any) -> Any:
-    """What runs in place of an outermost module's forward."""
+    """Run in place of an outermost module's forward."""
     run, grad_enabled = session.run, torch.is_grad_enabled
 
     def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

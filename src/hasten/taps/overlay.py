@@ -119,7 +119,7 @@ class Overlay:
         return at or "/", links > 0
 
     def _link(self, absolute: str) -> str | None:
-        """What a link holds; None for anything else."""
+        """Return a link's target; None for anything else."""
         try:
             inside = self.lstat(self.root + absolute)
             return self.readlink(self.root + absolute) if stat.S_ISLNK(inside.st_mode) else None
@@ -297,6 +297,6 @@ class Overlay:
         return layer.startswith(self.root) or os.path.join(layer, name) not in self.removed
 
     def names(self, absolute: str) -> list[str]:
-        """What the script sees in a folder."""
+        """Return the entries of a folder as the script sees them."""
         found = (name for layer in self.layers(absolute) for name in self.listdir(layer) if self.shows(layer, name))
         return list(dict.fromkeys(found))

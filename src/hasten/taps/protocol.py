@@ -1,4 +1,4 @@
-"""What taps and observers know of the process they listen to."""
+"""The interface of a session, as taps and observers see it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from hasten.evidence import Evidence, TriedLive
     from hasten.evidence.facts import LearningRates
     from hasten.evidence.recorder import Recorder
+    from hasten.online.driver import Driver
     from hasten.run import Run
     from hasten.taps.config import RunConfig, TrialOptions
-    from hasten.warm.driver import Driver
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Observer(Protocol):
 
 
 class Session(ABC):
-    """What hasten does in one process, as its taps, bounds and observers see it.
+    """A process's session, as taps, bounds and observers see it.
 
     Attributes:
         config: What this process was told.

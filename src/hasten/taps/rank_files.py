@@ -138,7 +138,7 @@ def _key(file: Any, loads: Counter[str]) -> str:
 
 
 def _bytes_of(path: str) -> tuple[int, int]:
-    """What a file is known by again: its size, and a checksum of its end."""
+    """Return a file's identity: its size, and a checksum of its end."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _COMPARED))

@@ -43,7 +43,7 @@ _POLL = 0.1
 
 
 class ProcessSession(Session):
-    """What hasten does in this process from the import of torch to the end."""
+    """hasten's work in this process, from the import of torch to the end."""
 
     current: ClassVar[ProcessSession | None] = None
 
@@ -68,7 +68,7 @@ class ProcessSession(Session):
     @classmethod
     def start(cls, config: RunConfig) -> None:
         """Set every tap; one that cannot be set is skipped and named."""
-        from hasten.taps import data, modules, optimizers, results, sandbox, unseen
+        from hasten.taps import data, modules, no_compile, optimizers, results, sandbox
 
         session = cls.current = cls(config)
         if config.trial is not None:
@@ -88,7 +88,7 @@ class ProcessSession(Session):
             session._observe()
         if config.witness is not None:
             session._witness()
-        session._tap(unseen)  # last: it marks what the others have loaded
+        session._tap(no_compile)  # last: it marks what the others have loaded
         session._watch_the_steps()
         session._drive()
         session._tune_the_run()
@@ -148,7 +148,7 @@ class ProcessSession(Session):
         board, recorder = self.run, self.run.recorder
         if self.config.warm is None or not isinstance(board, Switchboard) or recorder is None or self.rank:
             return
-        from hasten.warm.driver import Driver
+        from hasten.online.driver import Driver
 
         # The tune that started this process works, too, when a block is over.
         self.driver = Driver(self.config.warm, board, recorder, self.complete, root=os.getppid())
@@ -167,7 +167,7 @@ class ProcessSession(Session):
 
     @property
     def rank(self) -> int:
-        """Of this process, as its launcher said; only rank 0 leaves evidence."""
+        """The rank of this process, as its launcher said; only rank 0 leaves evidence."""
         said = os.environ.get("RANK", "0")
         return int(said) if said.isdecimal() else 0
 
@@ -339,7 +339,7 @@ class ProcessSession(Session):
             messages.tell(f"hasten: {line}")
 
     def _whole(self, heard: Evidence) -> Evidence:
-        """What was heard, with what was tried behind it."""
+        """Return the evidence heard, with what was tried after it."""
         if self.recorded is not None and self._asks_datasets(self.recorded):
             heard = dataclasses.replace(heard, loaders=self.built.facts(self.recorded, True)["loaders"])
         tried = self.tried() if self.tried is not None else ()

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from hasten import messages
 from hasten.evidence import Evidence
 from hasten.evidence.recorded import so_far as evidence_so_far
+from hasten.online.auto import Around, Auto
+from hasten.online.eligibility import ranks_differ, told_without_asking
+from hasten.online.rank_sync import Following, Leading, LeadingBoard
+from hasten.online.replay import Replay
+from hasten.online.switches import read_schedule
 from hasten.switchboard import Switchboard
-from hasten.warm.alone import ranks_differ
-from hasten.warm.auto import Around, Auto
-from hasten.warm.installed import told_without_asking
-from hasten.warm.replay import Replay
-from hasten.warm.switches import read_schedule
-from hasten.warm.together import Following, Leading, LeadingBoard
 
 if TYPE_CHECKING:
     from hasten.taps.built import Built

@@ -36,7 +36,7 @@ _LOOKS = re.compile(
 
 
 class Role(StrEnum):
-    """What an argument sets, as its name says."""
+    """Return what an argument sets, by its name."""
 
     RATE = "rate"
     BATCH = "batch"

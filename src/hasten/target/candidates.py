@@ -1,4 +1,4 @@
-"""What is tried: the script's own arguments for rate and batch with other values, and at other lengths."""
+"""Candidates to try: the script's own arguments for rate and batch with other values, and at other lengths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from hasten.errors import HastenError
 from hasten.plan import Setting
 from hasten.target.arguments import Argument, Arguments, Role, role_of, shown
-from hasten.target.whole import Candidate
+from hasten.target.full_run import Candidate
 from hasten.techniques.convergence.rates import rate_factor
 
 _BATCHES = (1, 4, 16)  # times the script's own

@@ -1,4 +1,4 @@
-"""What a search for the time to a goal found, as plain data; written to `hasten-target.json`."""
+"""The result of a search for the time to a goal, as plain data; written to `hasten-target.json`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from hasten import files
 from hasten.evidence.interval import middle_of
 from hasten.evidence.plain import finite
+from hasten.target.full_run import FullRun
 from hasten.target.goal import Goal
-from hasten.target.whole import WholeRun
-from hasten.tuner.places import without_paths
 from hasten.tuner.proof import Answer, Ratio
+from hasten.tuner.report_paths import without_paths
 
 SCHEMA = "hasten-target/1"
 _ENOUGH = 3  # pairs of fresh seeds behind a claim
@@ -68,8 +68,8 @@ class Found:
     goal: Goal
     understood: str
     example: str
-    runs: tuple[WholeRun, ...]
-    winner: WholeRun | None
+    runs: tuple[FullRun, ...]
+    winner: FullRun | None
     command: tuple[str, ...]
     offered: tuple[str, ...]
     plan: dict[str, Any]
@@ -84,7 +84,7 @@ class Found:
     schema: str = field(default=SCHEMA)
 
     @property
-    def first(self) -> WholeRun:
+    def first(self) -> FullRun:
         """The script as it is, with its own seeds."""
         return self.runs[0]
 

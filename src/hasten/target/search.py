@@ -9,14 +9,13 @@ from dataclasses import dataclass
 
 import hasten
 from hasten.errors import HastenError
-from hasten.target.account import Account, Say, TargetOptions, useless_after
 from hasten.target.arguments import varied, with_arguments
+from hasten.target.baseline import Plain, run_plain
 from hasten.target.candidates import asked_for, at_length, lengths_of, proposed
-from hasten.target.found import Found
-from hasten.target.fresh_seeds import FreshSeeds
+from hasten.target.found import Found, SeedPair
+from hasten.target.full_run import Candidate, FullRun, FullRuns, time_to
 from hasten.target.goal import Goal
-from hasten.target.plain import Plain, run_plain
-from hasten.target.whole import Candidate, WholeRun, WholeRuns, time_to
+from hasten.target.spending import Account, Say, TargetOptions, useless_after
 
 _KEPT = 3  # of so many candidates one goes on to the next length
 _LONGER = 1.5  # times what was too short on a fresh seed
@@ -30,7 +29,7 @@ _USUAL_GAIN = 1.4
 
 @dataclass
 class _Length:
-    """What is known of one length of training.
+    """Results of one length of training.
 
     Attributes:
         share: Of the script's own length.
@@ -43,7 +42,7 @@ class _Length:
     seconds: float
 
 
-def search(runs: WholeRuns, options: TargetOptions, say: Say) -> Found:
+def search(runs: FullRuns, options: TargetOptions, say: Say) -> Found:
     """Find the arguments with which a training reaches a goal soonest.
 
     Args:
@@ -71,13 +70,13 @@ def search(runs: WholeRuns, options: TargetOptions, say: Say) -> Found:
 class _Search:
     """One search as it goes on."""
 
-    def __init__(self, runs: WholeRuns, options: TargetOptions, say: Say, plain: Plain) -> None:
+    def __init__(self, runs: FullRuns, options: TargetOptions, say: Say, plain: Plain) -> None:
         self.account = Account(runs, options, say, plain)
         self.runs, self.options, self.say, self.plain = runs, options, say, plain
         self.wanted = varied(options.vary, plain.arguments)
         self.interrupted = False
-        self.finalists: list[WholeRun] = []
-        self.winner: WholeRun | None = None
+        self.finalists: list[FullRun] = []
+        self.winner: FullRun | None = None
         self.fresh = FreshSeeds(self.account)
         self.origin: dict[int, Candidate] = {}  # id of a run (all are kept) -> its candidate, for the whole length
         self.untried, self.notes = self.account.untried, self.account.notes
@@ -144,7 +143,7 @@ class _Search:
             if self.finalists and not alive:
                 return
 
-    def _may_win(self, run: WholeRun, times: float) -> bool:
+    def _may_win(self, run: FullRun, times: float) -> bool:
         """Whether a run may be the best when it is so many times as long: one with a large batch is soon at its end."""
         return not run.reached and (not self.finalists or times * run.seconds < self.finalists[0].seconds)
 
@@ -171,7 +170,7 @@ class _Search:
         assert seconds is not None
         return _Length(share, easier, seconds)
 
-    def _try(self, candidate: Candidate, share: float, part: str, goal: Goal, most: float | None) -> WholeRun:
+    def _try(self, candidate: Candidate, share: float, part: str, goal: Goal, most: float | None) -> FullRun:
         """Run a candidate for a share of the length, with the script's own seeds; one that ran to its end, once."""
         shorter = at_length(candidate, self.plain.arguments, share)
         if (
@@ -187,7 +186,7 @@ class _Search:
         self._consider(run)
         return run
 
-    def _rank(self, run: WholeRun, length: _Length) -> tuple[float, float]:
+    def _rank(self, run: FullRun, length: _Length) -> tuple[float, float]:
         """The sooner a run reached what the script as it is reaches at this length, the better; then by its best."""
         seconds = time_to(length.goal, run.readings)
         best = self.runs.goal.best(reading.value for reading in run.readings)
@@ -197,7 +196,7 @@ class _Search:
     def _not_tried(self, left: list[Candidate]) -> None:
         self.untried += [f"{candidate}: it would have cost more than --runs or --budget allow" for candidate in left]
 
-    def _consider(self, run: WholeRun) -> None:
+    def _consider(self, run: FullRun) -> None:
         """Note a run that reached the goal, came to its end and was sooner than the script as it is, or shorter."""
         if run.to_goal is None or not run.whole:
             return
@@ -232,7 +231,7 @@ class _Search:
 
     def _confirm(self) -> None:
         """Run the best, and the script as it is, on seeds that the search has not seen; a miss is the end of it."""
-        asked: list[WholeRun] = []
+        asked: list[FullRun] = []
         while len(asked) < _FINALISTS:
             finalist = next((run for run in self.finalists if run not in asked), None)
             if finalist is None:
@@ -247,7 +246,7 @@ class _Search:
             self._lengthen(finalist)
         self.fresh.pairs = []
 
-    def _lengthen(self, run: WholeRun) -> None:
+    def _lengthen(self, run: FullRun) -> None:
         """Have what was too short on another seed run for half as long again."""
         share = min(1.0, _LONGER * run.share)
         if self.plain.arguments.length is not None and run.share < 1 and self.account.affords(_LONGER * run.seconds):
@@ -281,3 +280,54 @@ class _Search:
             notes=tuple(self.notes),
             interrupted=self.interrupted,
         )
+
+
+class FreshSeeds:
+    """Runs finalists and the script as it is on the seeds 1, 2, ..., in turn.
+
+    Args:
+        account: The search's.
+
+    Attributes:
+        pairs: Both sides of each seed, of the finalist that was asked last.
+    """
+
+    def __init__(self, account: Account) -> None:
+        self.pairs: list[SeedPair] = []
+        self._account = account
+        self._plain: dict[int, FullRun] = {}  # by seed
+
+    def why_not(self, finalist: FullRun) -> str:
+        """Return why a finalist is not the winner; "" if it is, also where there was no time to see."""
+        account, self.pairs = self._account, []
+        for seed in range(1, account.options.seeds + 1):
+            if not account.affords(finalist.seconds + (0.0 if seed in self._plain else account.plain.to_goal)):
+                account.untried.append(
+                    f"fresh seeds from {seed} on: they would have cost more than --runs or --budget allow"
+                )
+                return ""
+            if seed % 2:
+                self._plain_of(seed)
+            most = max(2 * finalist.seconds, account.plain.to_goal)
+            goal = account.runs.goal
+            run = account.runs.run(finalist.candidate, finalist.share, seed, "fresh seeds", goal, most)
+            account.tell(run)
+            if account.out_of_time:
+                return ""
+            if run.to_goal is None:
+                return f"missed the target on a fresh seed ({run.outcome})"
+            plain = self._plain_of(seed)
+            if plain.to_goal is not None or (plain.lived and not account.out_of_time):
+                self.pairs.append(SeedPair(seed, plain.to_goal, plain.seconds, run.to_goal, run.seconds))
+        return ""
+
+    def _plain_of(self, seed: int) -> FullRun:
+        """Run the script as it is on a seed, until it has reached the goal; once."""
+        account = self._account
+        if seed not in self._plain:
+            goal = account.runs.goal
+            run = self._plain[seed] = account.runs.run(Candidate(), 1.0, seed, "fresh seeds", goal, None, stop=True)
+            account.tell(run)
+            if run.to_goal is None and not account.out_of_time:
+                account.notes.append(f"under seed {seed} the script as it is did not reach the target: {run.outcome}")
+        return self._plain[seed]

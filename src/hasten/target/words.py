@@ -1,4 +1,4 @@
-"""What a search for the time to a goal found, in words: for the terminal and the page."""
+"""The result of a search for the time to a goal, in words: for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from hasten.target.found import Found, SeedPair
-from hasten.target.whole import WholeRun
+from hasten.target.full_run import FullRun
 from hasten.tuner.proof import Answer
 
 
@@ -83,7 +83,7 @@ def command_line(found: Found, plan: str = "") -> str:
     return shlex.join(["python", *words] if words[0] == "-m" or words[0].endswith(".py") else words)
 
 
-def row(run: WholeRun, found: Found) -> tuple[str, str, str, str, str]:
+def row(run: FullRun, found: Found) -> tuple[str, str, str, str, str]:
     """Return a run as a row: part, what it was run with, outcome, seconds, best value."""
     best = found.goal.best(reading.value for reading in run.readings)
     seed = f", seed {run.seed}" if run.seed else ""

@@ -1,4 +1,4 @@
-"""What a technique is, and the few places where one may act. No torch at import time."""
+"""The base class of techniques, and the few places where one may act. No torch at import time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAILED = "failed: "  # begins what `Technique.failed` notes in a run's evidence
 
 
 class Effect(StrEnum):
-    """What a technique may do to the result of a training."""
+    """A technique's effect on the result of a training."""
 
     EXACT = "exact"
     ROUNDING = "rounding"
@@ -44,7 +44,7 @@ class Liveness(StrEnum):
 
 
 class Resource(StrEnum):
-    """What a technique relieves; tune tries first what relieves the part that takes longest."""
+    """The resource that a technique relieves; tune tries first what relieves the part that takes longest."""
 
     DATA = "data"
     TRANSFER = "transfer"
@@ -111,7 +111,7 @@ class Technique:
 
     @classmethod
     def check(cls, setting: Setting) -> str:
-        """What is wrong with a setting, or ""."""
+        """Return what is wrong with a setting, or ""."""
         if isinstance(cls.values, tuple):
             if any(setting == value and type(setting) is type(value) for value in cls.values):
                 return ""
@@ -147,7 +147,7 @@ class Technique:
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """What is worth trying on a run that left this evidence."""
+        """Return settings worth trying on a run that left this evidence."""
         raise NotImplementedError
 
     # -- the places, in the order in which a run reaches them -----------------------------------------
@@ -219,7 +219,7 @@ class Technique:
     # -- kept in a checkpoint, so that a training that goes on does so with the same numbers ----------
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be kept to go on exactly: plain values and tensors; {} for most techniques."""
+        """Return the state needed to go on exactly: plain values and tensors; {} for most techniques."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

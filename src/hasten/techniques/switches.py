@@ -1,4 +1,4 @@
-"""What is changed for the whole process during a training, and put back behind it."""
+"""Settings changed for the whole process during a training, and restored behind it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Guest:
-    """What a run needs beside hasten's own where something in it was written for another framework: here nothing."""
+    """Additions to a run in which something was written for another framework: here none."""
 
     moves_batches = False
     """Whether batches go through `.to` on a CPU too."""
@@ -51,7 +51,7 @@ class Guest:
 
 
 class Adapter:
-    """What hasten's Trainer asks about the framework in use. This is the answer where there is none."""
+    """Answers to hasten's Trainer about the framework in use: here there is none."""
 
     warning: type[Warning] = UserWarning
     """The category of warnings about what may be meant: what people filter."""
@@ -60,9 +60,9 @@ class Adapter:
     log_name = "hasten"
     """The name under which the Trainer logs."""
     owners = ("Module", "DataModule")
-    """What modules and datamodules are called in a profile."""
+    """Names of modules and datamodules in a profile."""
     kinds_of_module = "`hasten.Module`"
-    """What a model may be, for messages."""
+    """Kinds of models, for messages."""
 
     def in_use(self) -> bool:
         """Return whether this process has imported the framework."""

@@ -1,4 +1,4 @@
-"""What a Trainer comes with: callbacks, loggers, a profiler; those given and those by default."""
+"""Builds the callbacks, loggers and profiler of a Trainer: those given and those by default."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hasten.trainer.adapter import adapter
 from hasten.trainer.callbacks import GradientAccumulationScheduler, ModelCheckpoint, ModelSummary, Progress, Timer
 from hasten.trainer.callbacks.base import callbacks_named, state_key
 from hasten.trainer.errors import misconfigured
+from hasten.trainer.flag_values import seconds
 from hasten.trainer.loggers import CSVLogger
 from hasten.trainer.loggers.base import Nothing
 from hasten.trainer.profiling import PROFILERS, NoProfiler
-from hasten.trainer.values import seconds
 
 if TYPE_CHECKING:
     from hasten.trainer.config import Config

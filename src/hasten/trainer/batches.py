@@ -75,7 +75,7 @@ class _MovableMeta(type):
 
 
 class MOVABLE(metaclass=_MovableMeta):
-    """What has a `.to`: tensors, packed sequences, graphs of other libraries."""
+    """Objects with a `.to`: tensors, packed sequences, graphs of other libraries."""
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a checkpoint of a training holds."""
+"""Contents of a training's checkpoint."""
 
 from __future__ import annotations
 

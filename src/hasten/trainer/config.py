@@ -1,24 +1,22 @@
 # ruff: noqa: RUF009  # `_flag` makes a field
 """Config: the Trainer's flags. Each is declared, documented and checked here, and nowhere else.
 
-The Trainer's signature and docstring, and the tables of docs/trainer.md, are made from it; `python -m
-hasten.trainer.config` prints those tables.
+The Trainer's signature and docstring, and the tables of docs/trainer.md, are made from it by `config_docs.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, cast
+from typing import Any, ParamSpec
 
 from hasten.plan import Plan, Setting
-from hasten.trainer import values
+from hasten.trainer import flag_values as values
 from hasten.trainer.errors import ContradictionError, misconfigured
-from hasten.trainer.values import ClipAlgorithm as ClipAlgorithm
+from hasten.trainer.flag_values import ClipAlgorithm as ClipAlgorithm
 
 _P = ParamSpec("_P")
 
@@ -90,7 +88,10 @@ class Config:
         None, HOW_LONG, 'stop after this long: a timedelta, `"DD:HH:MM:SS"` or `{"hours": 2}`', values.duration
     )
     limit_train_batches: int | float | None = _flag(
-        None, HOW_LONG, "batches an epoch: an int counts them, a float is a share. None: all", values.share_or_count
+        None,
+        HOW_LONG,
+        "batches an epoch: an int counts them, a float is a share. None: all",
+        values.share_or_count,
     )
     limit_val_batches: int | float | None = _flag(
         None, HOW_LONG, "the same for validation; 0: no validation", values.share_or_count
@@ -98,7 +99,10 @@ class Config:
     limit_test_batches: int | float | None = _flag(None, HOW_LONG, "the same for test", values.share_or_count)
     limit_predict_batches: int | float | None = _flag(None, HOW_LONG, "the same for predict", values.share_or_count)
     overfit_batches: int | float = _flag(
-        0.0, HOW_LONG, "train and validate on so many training batches, the same in each epoch", values.share_or_count
+        0.0,
+        HOW_LONG,
+        "train and validate on so many training batches, the same in each epoch",
+        values.share_or_count,
     )
     fast_dev_run: int | bool = _flag(
         False, HOW_LONG, "run so many batches of everything (True: 1), without logs and checkpoints", values.to_try
@@ -184,7 +188,10 @@ class Config:
     background_saves: bool = _flag(True, FILES, "write checkpoints while training goes on", values.switch)
 
     seed: int | None = _flag(
-        None, MISTAKES, "seed Python, NumPy and torch before anything is drawn; None: they are left alone", values.seed
+        None,
+        MISTAKES,
+        "seed Python, NumPy and torch before anything is drawn; None: they are left alone",
+        values.seed,
     )
     deterministic: bool | str | None = _flag(
         None, MISTAKES, 'deterministic kernels only (True); `"warn"`: where there are any', values.deterministic
@@ -192,7 +199,10 @@ class Config:
     detect_anomaly: bool = _flag(False, MISTAKES, "find the operation that made a NaN; slow", values.switch)
     profiler: Any = _flag(None, MISTAKES, '`"simple"` or `"pytorch"`; see [profiler](#profiler)')
     barebones: bool = _flag(
-        False, MISTAKES, "nothing but the loop: no logs, checkpoints, progress, summary, sanity check", values.switch
+        False,
+        MISTAKES,
+        "nothing but the loop: no logs, checkpoints, progress, summary, sanity check",
+        values.switch,
     )
 
     plan: str | Path | Plan | None = _flag(
@@ -359,42 +369,3 @@ class Config:
 def sugar() -> dict[str, str]:
     """Return the techniques that flags are sugar for: flag -> technique."""
     return {flag.name: flag.metadata["technique"] for flag in fields(Config) if flag.metadata["technique"]}
-
-
-def documentation() -> str:
-    """Return the flags as the `Args` section of a docstring."""
-    return "\n".join(
-        f"        {flag.name}: {flag.metadata['doc']}. Default: {flag.default!r}." for flag in fields(Config)
-    )
-
-
-def takes(config: Callable[_P, Any]) -> Callable[[Any], Callable[Concatenate[Any, _P], None]]:
-    """Give a Trainer's `__init__` the arguments of its Config, for type checkers and for `help`."""
-    flags = list(inspect.signature(config).parameters.values())
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-    def signed(init: Any) -> Callable[Concatenate[Any, _P], None]:
-        init.__signature__ = inspect.Signature([own, *flags])
-        return cast("Callable[Concatenate[Any, _P], None]", init)
-
-    return signed
-
-
-def tables() -> dict[str, str]:
-    """Return the tables of docs/trainer.md, by their titles."""
-    groups = dict.fromkeys(flag.metadata["group"] for flag in fields(Config))
-    return {group: _table(group) for group in groups}
-
-
-def _table(group: str) -> str:
-    rows = [flag for flag in fields(Config) if flag.metadata["group"] == group]
-    lines = [f"| `{flag.name}` | `{_literal(flag.default)}` | {flag.metadata['doc']} |" for flag in rows]
-    return "\n".join(("| flag | default | what it does |", "|---|---|---|", *lines))
-
-
-def _literal(default: Any) -> str:
-    return f'"{default}"' if isinstance(default, str) else repr(default)
-
-
-if __name__ == "__main__":
-    print("\n\n".join(f"{title}:\n\n{table}" for title, table in tables().items()))

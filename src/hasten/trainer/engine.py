@@ -14,7 +14,7 @@ from hasten.trainer import feeding, hooks, profiling
 from hasten.trainer.adapter import Guest, adapter
 from hasten.trainer.callbacks.base import Callback
 from hasten.trainer.feeding import Feed
-from hasten.trainer.logged import Board, NoBoard
+from hasten.trainer.logged import LoggedValues, NothingLogged
 from hasten.trainer.module import Module
 from hasten.trainer.outermost import found_in
 from hasten.trainer.precision import precision_named
@@ -49,7 +49,7 @@ class Stopping:
 
 @dataclass
 class Prediction:
-    """What a prediction that runs has given so far.
+    """Outputs so far of a prediction that runs.
 
     Attributes:
         outputs: By batch, or by loader and batch.
@@ -64,7 +64,7 @@ class Prediction:
 
 @dataclass
 class Optimizing:
-    """What `configure_optimizers` gave.
+    """Optimizers and schedulers that `configure_optimizers` gave.
 
     Attributes:
         optimizers: As it gave them.
@@ -89,7 +89,7 @@ class Optimizing:
 
 
 class Engine:
-    """What a Trainer builds for its runs.
+    """Objects that a Trainer builds for its runs.
 
     Attributes:
         run: The techniques that are installed.
@@ -128,7 +128,7 @@ class Engine:
         self.feeds = {kind: Feed() for kind in _KINDS}
         self.optimizing = Optimizing()
         self.loop: FitLoop | None = None
-        self.board: Board | None = None
+        self.board: LoggedValues | None = None
         self.stopping = Stopping()
         self.prediction = Prediction()
         self.val_check_batch: float = math.inf
@@ -172,11 +172,11 @@ class Engine:
 
     # -- logging -----------------------------------------------------------------------------------------
 
-    def new_board(self, training: bool) -> Board:
+    def new_board(self, training: bool) -> LoggedValues:
         """Return where values are logged; with `barebones` it keeps none."""
         if self.trainer.config.barebones:
-            return NoBoard(training)
-        return Board(training, None if self.world.size == 1 else self._reduce, self.trainer.misconfigured)
+            return NothingLogged(training)
+        return LoggedValues(training, None if self.world.size == 1 else self._reduce, self.trainer.misconfigured)
 
     def _reduce(self, value: torch.Tensor, reduce_op: str = "mean", group: Any = None) -> torch.Tensor:
         operation = str(reduce_op).lower().replace("avg", "mean")

@@ -14,7 +14,7 @@ from hasten.trainer import feeding, signals, sources, steps
 
 if TYPE_CHECKING:
     from hasten.trainer.hooks import Hooks
-    from hasten.trainer.logged import Board
+    from hasten.trainer.logged import LoggedValues
     from hasten.trainer.sources import Combined
     from hasten.trainer.trainer import Trainer
 
@@ -84,7 +84,7 @@ class _Running:
     def batches(self, limits: list[float]) -> Iterator[tuple[Any, int, int]]:
         """Yield batches, each with its number and its loader's."""
         batches = sources.evaluation_batches(self._source, limits, self._trainer.engine.run)
-        return feeding.DrawnInTurn(batches).steps() if self._draws else batches
+        return feeding.LoadersInTurn(batches).steps() if self._draws else batches
 
     def prepared(self, batch: Any, index: int) -> Any:
         """Return a batch as the step gets it."""
@@ -121,7 +121,7 @@ class _Running:
 def evaluate(
     trainer: Trainer,
     hooks: Hooks,
-    board: Board,
+    board: LoggedValues,
     source: Combined,
     limits: list[float],
     kind: str,
@@ -180,7 +180,7 @@ def evaluate(
     return results
 
 
-def _loader_is_over(trainer: Trainer, board: Board) -> dict[str, Any]:
+def _loader_is_over(trainer: Trainer, board: LoggedValues) -> dict[str, Any]:
     board.stepping = False
     return {} if trainer.sanity_checking else trainer.collect()
 

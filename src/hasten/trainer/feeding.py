@@ -12,7 +12,7 @@ from hasten.loading import with_options
 from hasten.parallel import agree_on_batches, distributed_loader
 from hasten.trainer import sources
 from hasten.trainer.batches import to_device
-from hasten.trainer.values import is_duration, seconds
+from hasten.trainer.flag_values import is_duration, seconds
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -157,8 +157,8 @@ def draws(method: Any) -> bool:
     return "dataloader_iter" in inspect.signature(method).parameters
 
 
-class Drawn:
-    """What a step that takes `dataloader_iter` draws from: (batch, batch_idx, dataloader_idx), on the host.
+class DataLoaderIterator:
+    """Iterator for a step that takes `dataloader_iter`: (batch, batch_idx, dataloader_idx), on the host.
 
     Args:
         fetch: Gives the next batch.
@@ -168,11 +168,11 @@ class Drawn:
     def __init__(self, fetch: Callable[[], Any], done: int = 0) -> None:
         self._fetch, self.done = fetch, done
 
-    def itself(self) -> Drawn:
+    def itself(self) -> DataLoaderIterator:
         """Return this, in place of a batch."""
         return self
 
-    def __iter__(self) -> Drawn:
+    def __iter__(self) -> DataLoaderIterator:
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
@@ -181,7 +181,7 @@ class Drawn:
         return batch, self.done - 1, 0
 
 
-class DrawnInTurn:
+class LoadersInTurn:
     """The same for an evaluation: batches of one loader after the other.
 
     Args:
@@ -192,7 +192,7 @@ class DrawnInTurn:
         self._batches = batches
         self._next = next(batches, None)
 
-    def __iter__(self) -> DrawnInTurn:
+    def __iter__(self) -> LoadersInTurn:
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
@@ -201,7 +201,7 @@ class DrawnInTurn:
             raise StopIteration
         return batch
 
-    def steps(self) -> Iterator[tuple[DrawnInTurn, int, int]]:
+    def steps(self) -> Iterator[tuple[LoadersInTurn, int, int]]:
         """Give this to one step after the other, while there are batches left."""
         while self._next is not None:
             yield self, *self._next[1:]

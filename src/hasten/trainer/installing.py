@@ -26,7 +26,7 @@ NEEDS_NOTHING = {
 
 @dataclass(frozen=True)
 class Installed:
-    """What a Trainer installs.
+    """Techniques that a Trainer installs.
 
     Attributes:
         settings: Technique name -> setting.

@@ -1,4 +1,4 @@
-"""What `self.log` keeps: values on their device, unread, until somebody shows or writes them."""
+"""Values of `self.log`: on their device, unread, until somebody shows or writes them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def levels(
     return step, epoch
 
 
-class Board:
+class LoggedValues:
     """The values logged in one kind of loop.
 
     Args:
@@ -301,14 +301,14 @@ class Board:
             entry.valid = True
 
 
-class NoBoard(Board):
+class NothingLogged(LoggedValues):
     """Keeps nothing, for `barebones`."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Keep nothing."""
 
 
-class NamesOnly(NoBoard):
+class NamesOnly(NothingLogged):
     """Keeps the names of what is logged, and nothing else.
 
     Attributes:

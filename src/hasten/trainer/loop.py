@@ -11,7 +11,7 @@ import torch
 from hasten import messages
 from hasten.data import rng
 from hasten.trainer import feeding, signals, sources, steps
-from hasten.trainer.logged import Board
+from hasten.trainer.logged import LoggedValues
 from hasten.trainer.optimizing import step_schedulers
 from hasten.trainer.outputs import manual_outputs_of, outputs_of
 from hasten.trainer.validation import Validation
@@ -36,7 +36,7 @@ class FitLoop:
         self.engine = trainer.engine
         self.progress = trainer.progress
         self.feed = self.engine.feeds["train"]
-        self.board: Board = self.engine.new_board(training=True)
+        self.board: LoggedValues = self.engine.new_board(training=True)
         self.last = False
         self.ahead: feeding.Lookahead | None = None
         self.cut: dict[str, Any] | None = None  # the state of an epoch that max_steps cut short
@@ -236,7 +236,7 @@ class FitLoop:
         """Return what gives a batch, what each goes through, and the step."""
         if not feeding.draws(self.trainer.model.training_step):
             return self.fetch, feeding.preparing(self.trainer, "train"), step
-        drawn = feeding.Drawn(self.fetch, self.progress.batch_idx)
+        drawn = feeding.DataLoaderIterator(self.fetch, self.progress.batch_idx)
         return drawn.itself, [], self._drawing(step, drawn)
 
     def _finish_resumed_batch(self) -> None:
@@ -252,7 +252,7 @@ class FitLoop:
         if self.last:
             step_schedulers(self.trainer, "epoch", plateau=False)
 
-    def _drawing(self, step: steps.Step, drawn: feeding.Drawn) -> steps.Step:
+    def _drawing(self, step: steps.Step, drawn: feeding.DataLoaderIterator) -> steps.Step:
         """Return a step that draws its batches itself: each of them counts, and the last one ends the epoch."""
 
         def stepped(batch: Any, batch_idx: int, opens: bool, closes: bool) -> Any:

@@ -316,7 +316,7 @@ class Module(ModuleHooks, torch.nn.Module):
 
     @property
     def hparams(self) -> Hyperparameters:
-        """What `save_hyperparameters` kept; entries are attributes too."""
+        """Hyperparameters that `save_hyperparameters` kept; entries are attributes too."""
         if self._hparams is None:
             object.__setattr__(self, "_hparams", Hyperparameters())
         assert self._hparams is not None

@@ -1,4 +1,4 @@
-"""What `training_step` gives: its loss, and what hooks get of it."""
+"""Reads the output of `training_step`: its loss, and what hooks get of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks of a training, as text that ranks compare before the first step."""
+"""Facts that must be the same on all ranks of a training, as text that ranks compare before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run sets up before its first batch: data, loggers, the module on its device, optimizers."""
+"""Sets up a run before its first batch: data, loggers, the module on its device, optimizers."""
 
 from __future__ import annotations
 

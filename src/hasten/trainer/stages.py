@@ -1,4 +1,4 @@
-"""What a Trainer is doing, and what was logged so far."""
+"""The stage a Trainer is in, and the values logged so far."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Function(StrEnum):
-    """What a person called."""
+    """The Trainer method that a person called."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -17,7 +17,7 @@ class Function(StrEnum):
 
 
 class Running(StrEnum):
-    """What runs now."""
+    """The loop that runs now."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -52,7 +52,7 @@ class Status(StrEnum):
 
 @dataclass(eq=False)
 class Stage:
-    """What the Trainer is in the middle of.
+    """The stage that a Trainer is in.
 
     Texts become members of these, which equal them.
 

@@ -16,14 +16,15 @@ from hasten.trainer import arguments, checks, feeding, installing, session, step
 from hasten.trainer.adapter import adapter
 from hasten.trainer.attachments import Attachments
 from hasten.trainer.checkpointing import Checkpointing
-from hasten.trainer.config import Config, documentation, takes
+from hasten.trainer.config import Config
+from hasten.trainer.config_docs import documentation, takes
 from hasten.trainer.engine import Engine
 from hasten.trainer.errors import refuse_class
 from hasten.trainer.flags import FlagAttribute, refuse_unknown
 from hasten.trainer.loggers.base import Logger
 from hasten.trainer.loss_module import LossModule
 from hasten.trainer.progress import Progress
-from hasten.trainer.readable import Readable
+from hasten.trainer.properties import TrainerProperties
 from hasten.trainer.seeding import seed_everything as seed_everything
 from hasten.trainer.stages import Metrics, Stage
 
@@ -38,7 +39,7 @@ _BUILT = ("accelerator", "strategy", "callbacks", "logger", "profiler")
 """Flags whose name on a Trainer is what was built from them."""
 
 
-class Trainer(Readable):
+class Trainer(TrainerProperties):
     __doc__ = f"""Train, validate, test and predict.
 
     Attributes:
@@ -196,7 +197,7 @@ class Trainer(Readable):
         Raises:
             HastenError: The batch size cannot be changed, the module not copied, or the own batch size does not fit.
         """
-        from hasten.trainer.finding import find
+        from hasten.trainer.finders import find
 
         fit = {"model": model, "datamodule": datamodule, "loss": loss, "optimizer": optimizer}
         return find(self, fit, train_dataloaders, val_dataloaders, memory, timeout)

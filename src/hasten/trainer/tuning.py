@@ -20,17 +20,17 @@ from hasten.evidence import Evidence, this_machine
 from hasten.evidence.recorded import so_far
 from hasten.evidence.recorder import Recorder
 from hasten.files import read_bytes
+from hasten.online.auto import Around, Auto
+from hasten.online.auto_plan import AUTO_NAME, new_files
+from hasten.online.eligibility import replayed, switchable, told_without_asking
+from hasten.online.options import AutoOptions
+from hasten.online.rank_sync import Following, Leading, LeadingBoard
+from hasten.online.replay import Replay
+from hasten.online.switches import Switched, is_schedule, read_schedule
 from hasten.plan import Setting
 from hasten.switchboard import Switchboard
 from hasten.techniques import CATALOGUE, build
 from hasten.trainer.callbacks.step_clock import StepClock
-from hasten.warm.auto import Around, Auto
-from hasten.warm.auto_plan import AUTO_NAME, new_files
-from hasten.warm.installed import replayed, switchable, told_without_asking
-from hasten.warm.options import AutoOptions
-from hasten.warm.replay import Replay
-from hasten.warm.switches import Switched, is_schedule, read_schedule
-from hasten.warm.together import Following, Leading, LeadingBoard
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer

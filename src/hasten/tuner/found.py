@@ -1,4 +1,4 @@
-"""What a search found: the blocks, what is known of each technique, and the claim."""
+"""The result of a search: the blocks, what is known of each technique, and the claim."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hasten.evidence.interval import middle_of
+from hasten.online.course import Course
+from hasten.online.cpu_contention import Reading
+from hasten.online.record import Measured
 from hasten.plan import Setting
-from hasten.tuner.proof import Ratio
+from hasten.tuner.proof import MachineNoise, Ratio
 from hasten.tuner.trial import Trial
-from hasten.warm.course import Course
-from hasten.warm.record import Measured
 
 _APART = 15.0  # seconds between two sides of a pair, beyond which the machine may be another
 _LEAST_PAIRS = 3  # that nobody disturbed, or a claim is of disturbed ones too, and says so
@@ -20,7 +21,7 @@ _LEAST_PAIRS = 3  # that nobody disturbed, or a claim is of disturbed ones too, 
 
 @dataclass(frozen=True)
 class Claimed:
-    """What can be claimed of a plan.
+    """A claim about a plan.
 
     Attributes:
         speedup: How many times faster it is.
@@ -143,3 +144,15 @@ def taken_of(measured: Sequence[Measured | Trial]) -> float | None:
     if not any(one.disturbed for one in measured):
         return None
     return statistics.fmean(one.taken or 0.0 for one in measured)
+
+
+class Quiet:
+    """How quiet the machine is: reads CPU times when made, and again when asked."""
+
+    def __init__(self) -> None:
+        self._before = Reading()
+
+    def noise(self, found: Found) -> MachineNoise:
+        """What was seen since."""
+        taken = self._before.taken()
+        return MachineNoise(taken.steal, taken.others, found.course.posterior.noise if found.blocks else None)

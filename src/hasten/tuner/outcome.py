@@ -11,13 +11,15 @@ from dataclasses import dataclass
 import hasten
 from hasten.check.checked import Checked
 from hasten.evidence import PHASES, Phase, this_machine
+from hasten.online.candidates import Applicable
+from hasten.online.posterior import CandidateEstimate
+from hasten.online.record import Measured
 from hasten.plan import Plan
 from hasten.techniques import CATALOGUE, Effect
 from hasten.tuner.baseline import Baseline
 from hasten.tuner.found import Claimed, Found, taken_of
 from hasten.tuner.length import Length, full_seconds
 from hasten.tuner.parity import agreement_of, parity_of
-from hasten.tuner.places import shorten
 from hasten.tuner.proof import (
     Answer,
     Block,
@@ -35,12 +37,10 @@ from hasten.tuner.proof import (
     beside_others,
     in_words,
 )
+from hasten.tuner.report_paths import shorten
 from hasten.tuner.stats import ratio_of, steps_of
 from hasten.tuner.timing import Timing
 from hasten.tuner.trial import Trial, Trials
-from hasten.warm.candidates import Applicable
-from hasten.warm.posterior import CandidateEstimate
-from hasten.warm.record import Measured
 
 _POINTS = 200
 _SURE = 0.97  # that a technique helps, or does not: no reader calls it doubtful
@@ -159,7 +159,7 @@ def timings_of(pairs: Sequence[tuple[Trial, Trial]]) -> list[tuple[Timing, Timin
 
 
 def effects_of(found: Found) -> set[Effect]:
-    """What the plan's techniques may do to the result."""
+    """Return the effects of the plan's techniques on the result."""
     return {CATALOGUE[name].effect_of(setting) for name, setting in found.plan().items()}
 
 
@@ -250,7 +250,7 @@ def _why_lost(found: Found, index: int, estimate: CandidateEstimate) -> str:
 
 
 def _doubtful(found: Found) -> tuple[str, ...]:
-    """What the search would still ask with more time: not what is as good as known, though few blocks were its own."""
+    """Return what the search would still ask with more time: not what is as good as known, by few blocks too."""
     course, known = found.course, found.course.estimates(found.chosen)
     return tuple(
         f"{course.candidates[i].called}: helps with {known[i].helps:.0%} probability after "

@@ -85,7 +85,7 @@ def parity_of(pairs: Sequence[_Pair], effects: Collection[str] | None = None) ->
 
 @dataclass
 class _Findings:
-    """What was found, in sentences: what refutes parity, what leaves it open, what else there is to say."""
+    """Results in sentences: what refutes parity, what leaves it open, what else there is to say."""
 
     checks: list[ParityCheck] = field(default_factory=list)
     against: list[str] = field(default_factory=list)

@@ -20,9 +20,9 @@ from hasten.check.checked import Checked
 from hasten.errors import HastenError
 from hasten.evidence import Machine
 from hasten.evidence.figures import percent
+from hasten.online.candidates import Skipped
 from hasten.plan import Setting
-from hasten.tuner.places import without_paths
-from hasten.warm.candidates import Skipped
+from hasten.tuner.report_paths import without_paths
 
 SCHEMA = "hasten-report/2"
 
@@ -38,7 +38,7 @@ def beside_others(disturbed: float | None) -> str:
 
 
 class Answer(StrEnum):
-    """What can be said of a promise: nothing more, nothing less."""
+    """The verdict on a promise."""
 
     HOLDS = "holds"
     DOES_NOT = "does not hold"

@@ -17,13 +17,13 @@ from pathlib import Path
 from hasten import files
 from hasten.errors import HastenError
 from hasten.evidence.plain import read_plain
+from hasten.online.course import Course
+from hasten.online.options import Candidate
+from hasten.online.prior import Prior
 from hasten.plan import Setting
 from hasten.tuner.found import Found
-from hasten.tuner.key import Key, changes, without_paths
 from hasten.tuner.proof import Proof, beside_others
-from hasten.warm.course import Course
-from hasten.warm.options import Candidate
-from hasten.warm.prior import Prior
+from hasten.tuner.training_key import Key, changes, without_paths
 
 SCHEMA = "hasten-store/1"
 FOLDER = ".hasten"
@@ -39,7 +39,7 @@ _MOST = 3.0  # of log(seconds per step): no technique does more, whatever a file
 
 @dataclass(frozen=True)
 class Learned:
-    """What was found of one setting.
+    """Results for one setting.
 
     Attributes:
         name: The technique's.
@@ -89,7 +89,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Recalled:
-    """What is known of a training from an earlier tune.
+    """Knowledge of a training from an earlier tune.
 
     Attributes:
         said: A line for the person: what it is, or what changed.
@@ -150,7 +150,7 @@ def _text(stored: Stored) -> str:
 
 
 def _learned(found: Found) -> tuple[Learned, ...]:
-    """What a search knows of each setting that was measured, now or before, or that is off for good."""
+    """Yield what a search knows of each setting that was measured, now or before, or that is off for good."""
     course = found.course
     learned = []
     for index, (one, estimate) in enumerate(zip(course.candidates, course.estimates(found.chosen), strict=True)):
@@ -241,7 +241,7 @@ def _recalled(stored: Stored, said: str, same: bool) -> Recalled:
 
 
 def _of(folder: Path, key: Key, trouble: list[str]) -> Iterator[tuple[Path, Stored]]:
-    """What is kept of this script, on any machine; files that are none are told to `trouble`."""
+    """Yield what is kept of this script, on any machine; files that are none are told to `trouble`."""
     name = re.compile(re.escape(key.stem) + r"-[0-9a-f]{12}\.json")
     try:
         paths = sorted(path for path in folder.iterdir() if name.fullmatch(path.name))[:_MOST_FILES]

@@ -46,7 +46,7 @@ class Timing:
 
     @property
     def cost(self) -> float:
-        """What a trial is judged by: seconds per step, with the epoch's other costs spread over its steps."""
+        """Seconds per step, with the epoch's other costs spread over its steps: a trial is judged by it."""
         return self.cost_of(self.step)
 
     def cost_of(self, step: float) -> float:
@@ -124,7 +124,7 @@ def _rest(evidence: Evidence, passes: list[Pass], step: float, batches: int) -> 
 
 
 def _rest_of(evidence: Evidence, one: Pass, end: float | None, step: float, batches: int) -> float:
-    """What one pass and what follows it, until `end`, took beyond steady steps; scaled to a whole epoch."""
+    """Seconds that one pass and what follows it, until `end`, took beyond steady steps; scaled to a whole epoch."""
     inside = _steps_of(evidence, one)
     starts = max(0.0, sum(evidence.step_phases[inside[0]]) - step) if inside else 0.0
     nested = sum(evidence.step_phases[i][phase] for i in inside for phase in _PER_EPOCH)

@@ -20,10 +20,10 @@ from hasten.child import PATIENCE, Child, how_it_ended, start_logged
 from hasten.errors import OUT_OF_MEMORY, HastenError
 from hasten.evidence import Evidence, read_evidence
 from hasten.messages import is_terminal
+from hasten.online.cpu_contention import Reading
 from hasten.plan import Setting
 from hasten.taps.config import RunConfig, TrialOptions, environment
 from hasten.tuner.timing import Timing, timing_of
-from hasten.warm.taken import Reading
 
 _POLL = 0.25
 _LAST_LINES = 12
@@ -147,7 +147,7 @@ def _last(said: str) -> str:
 
 
 def _outcome(code: int | None, evidence: Evidence | None, said: str, seconds: float) -> tuple[str, str]:
-    """What became of a trial's process, and why in one line."""
+    """Return how a trial's process ended, and why in one line."""
     last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
     if code is None and not (evidence and evidence.ended == "complete"):
         return "timeout", f"not done after {seconds:.0f} s"

@@ -19,7 +19,7 @@ _PAID_IN_EACH_PASS = ("loader_workers",)
 
 @dataclass(frozen=True)
 class Trouble:
-    """What the proof found, and the techniques that are taken back for it."""
+    """Problems that the proof found, and the techniques that are taken back for them."""
 
     reason: str
     blamed: tuple[str, ...]

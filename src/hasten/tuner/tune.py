@@ -12,26 +12,25 @@ from pathlib import Path
 from hasten.check.checked import Checked
 from hasten.child import scratch_folder
 from hasten.errors import HastenError
+from hasten.online.candidates import Applicable, applicable, validation_share
+from hasten.online.course import Course
+from hasten.online.options import OnlineOptions
+from hasten.online.record import Measured
 from hasten.plan import Plan
 from hasten.taps.config import TrialOptions
-from hasten.tuner.apart import search_apart
 from hasten.tuner.baseline import Baseline, run_baseline
 from hasten.tuner.check import CheckOptions, check
-from hasten.tuner.found import Claimed, Found
-from hasten.tuner.key import Key, key_of
+from hasten.tuner.found import Claimed, Found, Quiet
 from hasten.tuner.length import Length, length_of, seconds_per_epoch
+from hasten.tuner.online_search import OnlineSearch
 from hasten.tuner.outcome import Measurements, block_of, plan_of, proof_of
+from hasten.tuner.process_search import search_apart
 from hasten.tuner.proof import Block, Proof, beside_others, in_words
-from hasten.tuner.quiet import Quiet
 from hasten.tuner.store import Recalled, applied, drop_again, recall, remember
 from hasten.tuner.timing import Timing
+from hasten.tuner.training_key import Key, key_of
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.trouble import trouble_of
-from hasten.tuner.warm import Warm
-from hasten.warm.candidates import Applicable, applicable, validation_share
-from hasten.warm.course import Course
-from hasten.warm.options import WarmOptions
-from hasten.warm.record import Measured
 
 _BLOCK_SECONDS = (0.5, 1.0)
 _BLOCKS_OF_A_RUN = 8  # of a training so short that longer ones would be too few
@@ -215,11 +214,11 @@ class _Tune:
         self.say(f"asking in processes of their own: {why}")
         search_apart(self.trials, self.found, self.baseline.trial, self._search_end(), self.say, self._told)
 
-    def _warm(self) -> Warm:
+    def _warm(self) -> OnlineSearch:
         """Prepare the search in one process."""
         until = self._search_end()
         claim = _CLAIM_SHARE * max(0.0, until - time.monotonic() - self.startup)
-        options = WarmOptions(
+        options = OnlineOptions(
             candidates=self.asked.candidates,
             results="",
             search_until=until - claim,
@@ -231,7 +230,7 @@ class _Tune:
             early_ends=min(3, self.length.epochs - 1),
             prior=self.recalled.prior if self.recalled is not None else None,
         )
-        return Warm(self.trials, self.found, options, self.startup, self.say, self._told, self.step)
+        return OnlineSearch(self.trials, self.found, options, self.startup, self.say, self._told, self.step)
 
     def _told(self, block: Measured) -> None:
         if self.on_block is not None:
@@ -336,8 +335,8 @@ class _Tune:
         seconds = min(20.0, self.end - time.monotonic() - self.startup)
         if seconds > _SHORTEST_SEARCH / 2:
             self.say(f"measuring {', '.join(found.plan())} {how}")
-            options = WarmOptions(self.asked.candidates, "", 0.0, 0.0, block_seconds=self.block)
-            warm = Warm(self.trials, found, options, self.startup, self.say, self._told)
+            options = OnlineOptions(self.asked.candidates, "", 0.0, 0.0, block_seconds=self.block)
+            warm = OnlineSearch(self.trials, found, options, self.startup, self.say, self._told)
             warm.claim(time.monotonic() + self.startup + seconds)
 
     def _in_turn(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hasten.doctor.findings import FINDINGS, IN_CODE
-from hasten.doctor.lint.check import Checked
+from hasten.doctor.lint.check import LintResult
 from hasten.doctor.lint.formats import as_sarif
 from hasten.doctor.rule import SECTIONS
 from tests.doctor.lint.scripts import found
@@ -60,6 +60,6 @@ def test_the_example_shows_the_finding_and_what_to_write_instead_does_not(tmp_pa
 
 
 def test_sarif_has_every_page_as_its_help() -> None:
-    rules = as_sarif(Checked((), (), 0), "1.0")["runs"][0]["tool"]["driver"]["rules"]
+    rules = as_sarif(LintResult((), (), 0), "1.0")["runs"][0]["tool"]["driver"]["rules"]
     helps = {rule["id"]: rule["help"]["markdown"] for rule in rules if rule["id"] in FINDINGS}
     assert helps == {name: FINDINGS[name].page() for name in IN_CODE}

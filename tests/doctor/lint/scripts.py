@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from hasten.doctor.lint.check import Found, check_text
+from hasten.doctor.lint.check import SourceFinding, check_text
 from hasten.doctor.lint.mend import Mended, mend
 from hasten.doctor.source.read import read_text
 
@@ -60,7 +60,7 @@ def write(folder: Path, code: str) -> Path:
     return path
 
 
-def found(folder: Path, code: str, name: str = "") -> list[Found]:
+def found(folder: Path, code: str, name: str = "") -> list[SourceFinding]:
     """What is found in this code, by this rule."""
     return [one for one in check_text(read_text(write(folder, code))) if name in ("", one.finding.name)]
 

@@ -8,7 +8,7 @@ from tests.doctor.observe.listening import HEAD, at, event, kinds, observed
 
 COPIES = """
 from hasten.doctor.observe import copies
-from hasten.doctor.observe.log import event_log
+from hasten.doctor.observe.event_log import event_log
 from hasten.taps.session import ProcessSession
 if ProcessSession.current is not None:
     copies.tap_copies(ProcessSession.current, event_log(ProcessSession.current), anyway=True)

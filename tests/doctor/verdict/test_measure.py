@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from hasten.doctor.verdict import measure as measuring
-from hasten.doctor.verdict.cases import TINY_OPERATORS, Case, Job, aims, attention_shape, groups
 from hasten.doctor.verdict.jobs import jobs
 from hasten.doctor.verdict.measure import in_turn, measure
-from hasten.doctor.verdict.turns import build, switched, take_turns
+from hasten.doctor.verdict.measure_cases import TINY_OPERATORS, Case, Job, aims, attention_shape, groups
+from hasten.doctor.verdict.measure_process import build, switched, take_turns
 from hasten.evidence import Event, Evidence, Layer, Measurement, Sampled, read_evidence
 from hasten.techniques.memory.allocator import TUNABLES
 from tests.doctor.findings.made import event, evidence

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from hasten.doctor.verdict.diagnosis import Diagnosis, Verdict
 from hasten.doctor.views import charts, timeline, wording
-from hasten.doctor.views.excerpt import excerpt
-from hasten.doctor.views.page import render, write
+from hasten.doctor.views.page import excerpt, render, write
 from hasten.errors import HastenError
 from hasten.evidence import PHASES, Evidence, Use
 from hasten.report.drawing import Scale

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hasten.data.convert.source import Bad, Piece, fingerprint_of, pieces_of_rows
+from hasten.data.convert.source import BadRecord, Piece, fingerprint_of, pieces_of_rows
 from hasten.data.permutation import Permutation
 from hasten.errors import HastenError
 
@@ -61,17 +61,17 @@ class ImageFolder:
         """Yield images after the first `start` in the order they are written."""
         return pieces_of_rows(self._rows(start), self.schema(), start, size, skip_bad)
 
-    def _rows(self, start: int) -> Iterator[dict[str, Any] | Bad]:
+    def _rows(self, start: int) -> Iterator[dict[str, Any] | BadRecord]:
         order = Permutation(len(self._files), 0, 0) if self._shuffle else None
         for number in range(start, len(self._files)):
             path, label = self._files[number if order is None else int(order(number))]
             try:
                 data = path.read_bytes()
             except OSError as error:
-                yield Bad(str(path), f"cannot be read: {error.strerror}")
+                yield BadRecord(str(path), f"cannot be read: {error.strerror}")
                 continue
             if why := why_no_image(data):
-                yield Bad(str(path), why)
+                yield BadRecord(str(path), why)
                 continue
             row = {"image": data, "file": str(path.relative_to(self._folder))}
             yield {**row, "label": label} if self.classes else row

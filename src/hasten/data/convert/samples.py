@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hasten.data.convert.source import Bad, Piece, fingerprint_of, pieces_of_rows
+from hasten.data.convert.source import BadRecord, Piece, fingerprint_of, pieces_of_rows
 from hasten.data.permutation import Permutation
 from hasten.errors import HastenError
 
@@ -109,14 +109,14 @@ class Samples:
             return number
         return int(Permutation(len(self._dataset), 0, 0)(number))
 
-    def _rows(self, start: int, end: int) -> Iterator[dict[str, Any] | Bad]:
+    def _rows(self, start: int, end: int) -> Iterator[dict[str, Any] | BadRecord]:
         order = Permutation(len(self._dataset), 0, 0) if self._shuffle else None
         for number in range(start, end):
             index = number if order is None else int(order(number))
             try:
                 row = {name: _plain(value) for name, value in _parts(self._dataset[index]).items()}
             except Exception as error:  # whatever a person's code raises
-                yield Bad(f"sample {index} of {self._name}", f"{type(error).__name__}: {error}")
+                yield BadRecord(f"sample {index} of {self._name}", f"{type(error).__name__}: {error}")
                 continue
             yield row
 

@@ -1,4 +1,4 @@
-"""What is converted: something that gives pieces of a table, and can go on where an earlier run stopped."""
+"""A source to convert: gives pieces of a table, and can go on where an earlier run stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hasten.errors import HastenError
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadRecord:
     """A record that cannot be converted.
 
     Attributes:
@@ -36,7 +36,7 @@ class Piece:
 
     table: Any
     records: int
-    bad: tuple[Bad, ...] = ()
+    bad: tuple[BadRecord, ...] = ()
 
 
 class Source(Protocol):
@@ -72,13 +72,13 @@ class Source(Protocol):
         """
 
 
-def refuse(bad: Bad) -> HastenError:
+def refuse(bad: BadRecord) -> HastenError:
     """Return the error for a bad record."""
     return HastenError(f"{bad.where}: {bad.why}", "mend or remove it, or leave such records out with --skip-bad")
 
 
 def pieces_of_rows(
-    rows: Iterable[dict[str, Any] | Bad], schema: Any, start: int, size: int, skip_bad: bool
+    rows: Iterable[dict[str, Any] | BadRecord], schema: Any, start: int, size: int, skip_bad: bool
 ) -> Iterator[Piece]:
     """Yield pieces of rows that come one by one.
 
@@ -91,11 +91,11 @@ def pieces_of_rows(
     """
     kept: list[dict[str, Any]] = []
     places: list[int] = []
-    bad: list[Bad] = []
+    bad: list[BadRecord] = []
     taken, records = 0, start
     for row in rows:
         records += 1
-        if isinstance(row, Bad):
+        if isinstance(row, BadRecord):
             if not skip_bad:
                 raise refuse(row)
             bad.append(row)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.data.convert.images import SUFFIXES, why_no_image
-from hasten.data.convert.source import Bad, Piece, fingerprint_of, pieces_of_rows
+from hasten.data.convert.source import BadRecord, Piece, fingerprint_of, pieces_of_rows
 from hasten.errors import HastenError
 
 _TEXT = ("txt", "text", "json", "caption", "transcript")
@@ -57,7 +57,7 @@ class WebDataset:
         """Yield the samples after the first `start`."""
         return pieces_of_rows(self._rows(start), self.schema(), start, size, skip_bad)
 
-    def _rows(self, start: int) -> Iterator[dict[str, Any] | Bad]:
+    def _rows(self, start: int) -> Iterator[dict[str, Any] | BadRecord]:
         known = set(self.schema().names)
         for number, (file, key, parts) in enumerate(self._samples()):
             if number < start:
@@ -73,7 +73,7 @@ class WebDataset:
                 else:
                     row[name], wrong = _value(_kind(name), data)
                     why = why or (f".{ending}: {wrong}" if wrong else "")
-            yield Bad(f"{file}, {key}", why) if why else row
+            yield BadRecord(f"{file}, {key}", why) if why else row
 
     def _samples(self) -> Iterator[tuple[Path, str, dict[str, bytes]]]:
         """Yield file, key and members of each sample; members of one follow each other."""

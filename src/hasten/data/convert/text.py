@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hasten.data.convert.source import Bad, Piece, fingerprint_of, pieces_of_rows, refuse
+from hasten.data.convert.source import BadRecord, Piece, fingerprint_of, pieces_of_rows, refuse
 from hasten.errors import HastenError
 
 _BLOCK = 1 << 20
@@ -31,7 +31,7 @@ class Csv:
         self._file, self._text = file, text
         self.size = file.stat().st_size
         self._schema: Any = None
-        self._bad: list[Bad] = []
+        self._bad: list[BadRecord] = []
         if not self.size:
             raise HastenError(f"{file} is empty", "a CSV file has the names of its columns in the first line")
 
@@ -83,7 +83,7 @@ class Csv:
             if schema is None:
                 place = f"row {row.number}" if row.number is not None else repr(row.text[:60])
                 why = f"it has {row.actual_columns} fields, the first line {row.expected_columns}"
-                self._bad.append(Bad(f"{self._file}, {place}", why))
+                self._bad.append(BadRecord(f"{self._file}, {place}", why))
             return "skip"
 
         try:
@@ -163,7 +163,7 @@ class JsonLines:
         if rows:
             known = self._with(known, rows, number)
         if known is None:
-            first = next((row for row in self._rows(0) if isinstance(row, Bad)), None)
+            first = next((row for row in self._rows(0) if isinstance(row, BadRecord)), None)
             if first is not None:
                 raise refuse(first)
             raise HastenError(f"{self._file} has no lines", "is it another file?")
@@ -193,7 +193,7 @@ class JsonLines:
         """Yield the lines after the first `start`."""
         return pieces_of_rows(self._rows(start), self.schema(), start, size, skip_bad)
 
-    def _rows(self, start: int) -> Iterator[dict[str, Any] | Bad]:
+    def _rows(self, start: int) -> Iterator[dict[str, Any] | BadRecord]:
         with self._file.open("rb") as file:
             number = 0
             for at, line in enumerate(file, 1):
@@ -205,6 +205,6 @@ class JsonLines:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    yield Bad(f"{self._file}, line {at}", f"it is no JSON: {error}")
+                    yield BadRecord(f"{self._file}, line {at}", f"it is no JSON: {error}")
                     continue
-                yield row if isinstance(row, dict) else Bad(f"{self._file}, line {at}", "it is no JSON object")
+                yield row if isinstance(row, dict) else BadRecord(f"{self._file}, line {at}", "it is no JSON object")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten import files
-from hasten.data.convert.source import Bad, Piece, Source
+from hasten.data.convert.source import BadRecord, Piece, Source
 from hasten.errors import HastenError
 
 STATE = "_convert.json"  # readers of folders of Parquet leave out what begins so
@@ -102,7 +102,7 @@ class Conversion:
 
         schema, path = self._source.schema(), self._out / f"part-{len(self._state['files']):05}.parquet"
         rows = records = written = 0
-        bad: list[Bad] = []
+        bad: list[BadRecord] = []
         try:
             with files.replacing(path) as file:
                 with pq.ParquetWriter(file, schema, **_storing(schema)) as writer:
@@ -213,5 +213,5 @@ def _is_left_over(path: Path) -> bool:
     return path.name.startswith(".hasten-") and path.name.endswith(".tmp")
 
 
-def _line(bad: Bad) -> str:
+def _line(bad: BadRecord) -> str:
     return f"{bad.where}: {bad.why}"

@@ -84,7 +84,7 @@ class Reader:
         return found
 
 
-class Coming:
+class PendingRead:
     """The bytes of a row group's columns, on their way.
 
     Args:
@@ -145,11 +145,11 @@ class RemoteFile:
     def __str__(self) -> str:
         return shown(self.url)
 
-    def begin(self, group: int, columns: Iterable[str]) -> Coming:
+    def begin(self, group: int, columns: Iterable[str]) -> PendingRead:
         """Have a row group's columns fetched."""
-        return Coming(self, group, columns)
+        return PendingRead(self, group, columns)
 
-    def read(self, group: int, columns: list[str], coming: Coming | None = None) -> Any:
+    def read(self, group: int, columns: list[str], coming: PendingRead | None = None) -> Any:
         """Return a row group's columns as a pyarrow Table.
 
         Args:

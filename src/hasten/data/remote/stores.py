@@ -1,4 +1,4 @@
-"""What files are read from: any file system of fsspec, watched for files that change."""
+"""Stores to read files from: any file system of fsspec, watched for files that change."""
 
 from __future__ import annotations
 

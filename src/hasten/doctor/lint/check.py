@@ -21,7 +21,7 @@ UNUSED = "unused_ignore"
 
 
 @dataclass(frozen=True)
-class Found:
+class SourceFinding:
     """One finding with its whole place. Lines and columns from 1, as editors count; the end column is exclusive."""
 
     finding: Finding
@@ -32,8 +32,8 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """What was found in some files.
+class LintResult:
+    """Findings of some files.
 
     Attributes:
         found: By file, line and column.
@@ -41,7 +41,7 @@ class Checked:
         files: How many were.
     """
 
-    found: tuple[Found, ...]
+    found: tuple[SourceFinding, ...]
     errors: tuple[UnreadableError, ...]
     files: int
 
@@ -73,7 +73,7 @@ def lines_of(script: Script, node: cst.CSTNode) -> tuple[int, ...]:
 
 def check_text(
     text: Text, select: Collection[str] = (), strict_ignores: bool = False, heed: bool = True
-) -> list[Found]:
+) -> list[SourceFinding]:
     """The findings of one file, by line; with `heed=False` also those that a comment silences.
 
     Raises:
@@ -107,17 +107,17 @@ def check_text(
         end = place.start if compound else place.end
         end_column = len(lines[end.line - 1]) + 1 if compound and end.line <= len(lines) else end.column + 1
         source = lines[place.start.line - 1] if place.start.line <= len(lines) else ""
-        found.append(Found(finding, place.start.column + 1, end.line, end_column, source))
+        found.append(SourceFinding(finding, place.start.column + 1, end.line, end_column, source))
     for line in ignores.unused if strict_ignores and not select else ():
         what = "this ignore comment silences nothing"
         finding = Finding(UNUSED, what, "remove it", Severity.NOTE, None, HowKnown.READ, str(text.path), line)
-        found.append(Found(finding, 1, line, len(lines[line - 1]) + 1, lines[line - 1]))
+        found.append(SourceFinding(finding, 1, line, len(lines[line - 1]) + 1, lines[line - 1]))
     return sorted(found, key=lambda one: (one.finding.line, one.column, one.finding.name))
 
 
-def check(paths: Sequence[Path], select: Collection[str] = (), strict_ignores: bool = False) -> Checked:
+def check(paths: Sequence[Path], select: Collection[str] = (), strict_ignores: bool = False) -> LintResult:
     """Look at files and folders; a file that cannot be read is named, and the rest goes on."""
-    found: list[Found] = []
+    found: list[SourceFinding] = []
     errors: list[UnreadableError] = []
     files = 0
     for path in python_files(paths):
@@ -128,7 +128,7 @@ def check(paths: Sequence[Path], select: Collection[str] = (), strict_ignores: b
             errors.append(error)
         except RecursionError:
             errors.append(UnreadableError(path, "nested too deep to be looked at"))
-    return Checked(tuple(found), tuple(errors), files)
+    return LintResult(tuple(found), tuple(errors), files)
 
 
 def findings_in(path: Path) -> list[Finding]:

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from hasten.doctor.findings import FINDINGS
-from hasten.doctor.lint.check import UNUSED, Checked, Found
+from hasten.doctor.lint.check import UNUSED, LintResult, SourceFinding
 from hasten.doctor.rule import Rule
 from hasten.evidence import Severity
 
@@ -27,7 +27,7 @@ def shown(path: Path | str) -> str:
         return Path(path).as_posix()
 
 
-def as_text(checked: Checked) -> str:
+def as_text(checked: LintResult) -> str:
     """`file:line:column: severity name: what (fix: ...)`, a finding a line, and a last line that counts."""
     lines = [
         f"{shown(one.finding.file)}:{one.finding.line}:{one.column}: {one.finding.severity} {one.finding.name}: "
@@ -43,7 +43,7 @@ def as_text(checked: Checked) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(checked: Checked, version: str) -> dict[str, Any]:
+def as_json(checked: LintResult, version: str) -> dict[str, Any]:
     """Plain values. `worth` is null throughout: nothing was run. Lines and columns from 1, the end exclusive."""
     return {
         "schema": SCHEMA,
@@ -71,7 +71,7 @@ def as_json(checked: Checked, version: str) -> dict[str, Any]:
     }
 
 
-def as_sarif(checked: Checked, version: str) -> dict[str, Any]:
+def as_sarif(checked: LintResult, version: str) -> dict[str, Any]:
     """A SARIF 2.1.0 log: what code scanning services and editors read."""
     rules = [_rule(rule) for rule in FINDINGS.values() if "code" in rule.seen_in()]
     rules.append(
@@ -115,7 +115,7 @@ def _rule(rule: type[Rule]) -> dict[str, Any]:
     }
 
 
-def _result(one: Found, index: dict[str, int], seen: Counter[tuple[str, str, str]]) -> dict[str, Any]:
+def _result(one: SourceFinding, index: dict[str, int], seen: Counter[tuple[str, str, str]]) -> dict[str, Any]:
     finding = one.finding
     key = (finding.name, finding.file, one.text.strip())
     seen[key] += 1

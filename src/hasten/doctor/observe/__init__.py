@@ -5,7 +5,7 @@ object's `facts()` gives fields of the evidence by name. All but `sampled` liste
 step must cost well under a microsecond; what they cannot do is skipped and named, and never breaks the script.
 """
 
-from hasten.doctor.observe.log import EventLog
+from hasten.doctor.observe.event_log import EventLog
 
 OBSERVERS = tuple(
     f"{__name__}.{subject}"
@@ -15,12 +15,12 @@ OBSERVERS = tuple(
         "optimizing",
         "inputs",
         "stages",
-        "surroundings",
+        "process_environment",
         "sampled",
         "lines",
-        "strays",
+        "unused_gradients",
         "device_clock",
-        "trying",
+        "live_trials",
     )
 )
 BENCH = (f"{__name__}.stages", f"{__name__}.bench")

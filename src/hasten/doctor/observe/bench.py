@@ -30,7 +30,7 @@ from hasten.taps.config import DoctorOptions
 from hasten.taps.protocol import BuiltLoader, Session
 from hasten.taps.tracebacks import describe, in_one_line, place_of
 from hasten.taps.wrapping import tap
-from hasten.techniques.data.crossing import holds_open
+from hasten.techniques.data.fork_safety import holds_open
 
 _FLAME = 4.0  # seconds that a worker is watched for
 _LOOSE = 5  # backwards without a loader after which the script is taken to train without one

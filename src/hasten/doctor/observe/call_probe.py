@@ -1,4 +1,4 @@
-"""What can only be seen by looking closely, in a few steps: searches with a result of unknown size, masks, prints.
+"""Probes a few steps closely: searches with a result of unknown size, masks, prints.
 
 In these steps Python tells of each call into C (`sys.setprofile`), and indexing of tensors is replaced. What was seen
 counts for all steps in the same share; the steps themselves are listed as disturbed.
@@ -13,7 +13,7 @@ from time import perf_counter
 from types import FrameType
 from typing import Any
 
-from hasten.doctor.observe.log import EventLog, device_of, script_place
+from hasten.doctor.observe.event_log import EventLog, device_of, script_place
 from hasten.evidence import Event
 from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import Session

@@ -7,7 +7,7 @@ import sys
 from time import perf_counter
 from typing import Any
 
-from hasten.doctor.observe.log import EventLog, script_place
+from hasten.doctor.observe.event_log import EventLog, script_place
 from hasten.taps.after_import import after_import
 from hasten.taps.protocol import Session
 from hasten.taps.steps_over import NEVER

@@ -1,4 +1,4 @@
-"""What torch.compile counted of itself: graph breaks and recompilations, with reasons."""
+"""Reads torch.compile's own counters: graph breaks and recompilations, with reasons."""
 
 from __future__ import annotations
 

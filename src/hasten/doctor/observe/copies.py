@@ -10,7 +10,7 @@ from collections import deque
 from time import perf_counter
 from typing import Any
 
-from hasten.doctor.observe.log import EventLog, device_of
+from hasten.doctor.observe.event_log import EventLog, device_of
 from hasten.taps.protocol import Session
 from hasten.taps.wrapping import tap
 

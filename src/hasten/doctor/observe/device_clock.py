@@ -23,7 +23,7 @@ _PATIENCE = 3  # steps within which a training has put its model on the GPU
 
 
 class DeviceEvent(Protocol):
-    """What the clock needs of `torch.cuda.Event`."""
+    """The part of `torch.cuda.Event` that the clock uses."""
 
     def query(self) -> bool:
         """Whether all the work queued before it is done."""

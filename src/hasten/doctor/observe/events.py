@@ -14,7 +14,7 @@ from typing import Any
 from hasten.doctor.observe.call_probe import install_call_probe
 from hasten.doctor.observe.calls import tap_calls
 from hasten.doctor.observe.copies import tap_copies
-from hasten.doctor.observe.log import EventLog, device_of, event_log
+from hasten.doctor.observe.event_log import EventLog, device_of, event_log
 from hasten.doctor.observe.remote import tap_files
 from hasten.taps.protocol import Session
 from hasten.taps.results import untapped_for_script

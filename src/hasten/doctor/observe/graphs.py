@@ -15,7 +15,7 @@ from collections import Counter
 from time import perf_counter
 from typing import Any
 
-from hasten.doctor.observe.log import script_place
+from hasten.doctor.observe.event_log import script_place
 from hasten.evidence import Event, MemoryPoint
 from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import Session

@@ -1,4 +1,4 @@
-"""What the training loader's first batches hold, and which sizes came later."""
+"""The contents of the training loader's first batches, and which sizes came later."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def install(session: Session) -> None:
 
 @dataclass(slots=True)
 class _Loader:
-    """What one loader gave."""
+    """Batches that one loader gave."""
 
     looked: int = 0
     shapes: dict[tuple[int, ...], int] = field(default_factory=dict)

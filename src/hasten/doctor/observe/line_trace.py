@@ -14,7 +14,7 @@ from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
-from hasten.doctor.observe.log import _OURS
+from hasten.doctor.observe.event_log import _OURS
 from hasten.evidence.libraries import is_library
 
 _MOST_LINES, _MOST_OF_ONE = 60_000, 600_000  # of a batch and of its first sample: some 30 and 300 ms under the tracer

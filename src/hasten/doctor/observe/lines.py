@@ -15,7 +15,7 @@ from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
-from hasten.doctor.observe.log import Whose, whose
+from hasten.doctor.observe.event_log import Whose, whose
 from hasten.evidence import PHASES, Line, Phase
 from hasten.evidence.recorder import Recorder
 from hasten.frames import frame_of

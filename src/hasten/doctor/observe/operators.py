@@ -1,4 +1,4 @@
-"""What a profile says: operators by time, pointwise ones, attention by hand, how busy the GPU was. No torch."""
+"""Reads a profile: operators by time, pointwise ones, attention by hand, how busy the GPU was. No torch."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class SoftmaxAttention:
 
 @dataclass(frozen=True)
 class OperatorSummary:
-    """What the profiled steps say; per step."""
+    """Figures of the profiled steps, per step."""
 
     operators: tuple[Operator, ...] = ()
     calls: float = 0.0

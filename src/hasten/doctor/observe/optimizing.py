@@ -6,7 +6,7 @@ import functools
 import sys
 from typing import Any
 
-from hasten.doctor.observe.log import event_log, script_place
+from hasten.doctor.observe.event_log import event_log, script_place
 from hasten.doctor.observe.replicas import tap_replicas
 from hasten.evidence.facts import LearningRates
 from hasten.taps.protocol import Session

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from hasten.doctor.observe.log import EventLog, script_place
+from hasten.doctor.observe.event_log import EventLog, script_place
 from hasten.evidence import Event
 from hasten.taps.after_import import after_import
 from hasten.taps.protocol import Session

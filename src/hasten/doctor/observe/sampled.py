@@ -17,9 +17,9 @@ from typing import Any
 
 from hasten.doctor.observe.compiled import before_compiling, has_compiled, what_dynamo_says
 from hasten.doctor.observe.inputs import inputs_of
-from hasten.doctor.observe.layer_look import LayerLook, structure
+from hasten.doctor.observe.layer_probe import LayerProbe, structure
 from hasten.doctor.observe.operators import OperatorSummary, summarise
-from hasten.doctor.observe.profile_look import ProfileLook, watch_for_others
+from hasten.doctor.observe.profiler_steps import ProfileLook, watch_for_others
 from hasten.evidence import Event, Layer, Sampled
 from hasten.evidence.open_pass import OpenPass
 from hasten.evidence.recorder import Recorder
@@ -55,7 +55,7 @@ class StepSampler:
         self._layers: tuple[Layer, ...] = ()
         self._inputs: list[Any] = []
         self._softmaxes: dict[tuple[int, ...], tuple[str, str]] = {}
-        self._layer_look: LayerLook | None = None
+        self._layer_look: LayerProbe | None = None
         self._layers_since = 0
         self._profile: ProfileLook | None = None  # what is going on
         self._profiled: ProfileLook | None = None  # the last that is over and holds a whole step
@@ -133,7 +133,7 @@ class StepSampler:
             self._layers = structure(models)
             count = 1  # the profiler is set up in this step
         else:  # hooks on what is compiled would get it recompiled
-            self._layer_look = LayerLook(
+            self._layer_look = LayerProbe(
                 models, timed=not self._on_gpu(), failed=functools.partial(self._session.run.skip, "looking at a layer")
             )
             self._layers_since = steps

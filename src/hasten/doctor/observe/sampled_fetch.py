@@ -21,7 +21,7 @@ _sampling = False  # a loader inside a dataset, or a second thread, is left alon
 
 @dataclass
 class Samples:
-    """What one process saw of one loader.
+    """One process's samples of one loader.
 
     Attributes:
         copied: Seconds in which batches were made ready to be passed on.

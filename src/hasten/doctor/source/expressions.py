@@ -1,4 +1,4 @@
-"""What an expression holds, by what its names hold: tensors, graphs, arrays."""
+"""Infers the value of an expression from its names: tensors, graphs, arrays."""
 
 from __future__ import annotations
 

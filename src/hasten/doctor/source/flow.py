@@ -1,4 +1,4 @@
-"""What the names of a function hold: tensors, graphs, arrays. A simple data flow, statement by statement."""
+"""Infers the values of names in a function: tensors, graphs, arrays. A simple data flow, statement by statement."""
 
 from __future__ import annotations
 

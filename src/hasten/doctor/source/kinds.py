@@ -1,4 +1,4 @@
-"""What an expression may hold, and what torch's functions make of it."""
+"""Kinds of values in expressions, and which kinds torch's functions return."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntFlag
 
 
 class Kind(IntFlag):
-    """What is known of a value; 0: nothing, or a plain number.
+    """Kinds that a value may have; 0: unknown, or a plain number.
 
     TENSOR: a torch tensor. DEVICE: on the device, where the script uses one. GRAPH: has a graph behind it. ARRAY: a
     NumPy array. MANY: a list, tuple or dict of such.

@@ -1,4 +1,4 @@
-"""What names tell: where they were imported from, and what people call models and optimizers."""
+"""Reads names: where they were imported from, and what people call models and optimizers."""
 
 from __future__ import annotations
 

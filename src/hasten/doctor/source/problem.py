@@ -1,4 +1,4 @@
-"""What a rule hands back of source code: problems, and the changes that mend them."""
+"""Problems that a rule finds in source code, and the changes that mend them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Mend:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a rule found.
+    """A problem that a rule found.
 
     Attributes:
         node: Where; its first character is the place of the finding.

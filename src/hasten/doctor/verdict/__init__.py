@@ -1,1 +1,1 @@
-"""What a run's evidence amounts to: the saturated resource, what trying on the spot showed, two runs compared."""
+"""Conclusions from a run's evidence: the saturated resource, what trying on the spot showed, two runs compared."""

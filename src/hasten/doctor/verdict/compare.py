@@ -52,7 +52,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changed from one run, or several of the same, to another.
+    """Changes from one run, or several of the same, to another.
 
     Attributes:
         before, after: What each says of its run; of several, that of the middle one, with the mean of their phases.

@@ -38,7 +38,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Pauses:
-    """What is not a steady step. Seconds; NaN or empty where there was none.
+    """Time outside steady steps. Seconds; NaN or empty where there was none.
 
     Attributes:
         start_up: From the process's start to the first step.
@@ -57,7 +57,7 @@ class Pauses:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What doctor says of one run.
+    """Doctor's conclusions about one run.
 
     Attributes:
         verdict: The answer.

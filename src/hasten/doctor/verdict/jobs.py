@@ -1,4 +1,4 @@
-"""What to try on the machine after a run, and on which of the run's own shapes. Plain data, no torch."""
+"""Benchmarks to run on the machine after a run, and on which of its shapes. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from hasten.doctor.figures import norm_of
-from hasten.doctor.verdict.cases import (
+from hasten.doctor.verdict.measure_cases import (
     TINY_OPERATORS,
     Case,
     Group,

@@ -1,4 +1,4 @@
-"""What a loader bench shows: how many workers are enough, and what holds the loader up."""
+"""Conclusions from a loader benchmark: how many workers are enough, and what holds the loader up."""
 
 from __future__ import annotations
 

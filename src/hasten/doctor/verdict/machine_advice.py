@@ -1,4 +1,4 @@
-"""What a run's use of CPU, GPU, memory and network says about the machine to rent."""
+"""Which machine to rent, by what a run used of CPU, GPU, memory and network."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from hasten.doctor.verdict.cases import Job
 from hasten.doctor.verdict.jobs import jobs
+from hasten.doctor.verdict.measure_cases import Job
 from hasten.evidence import Evidence, Measurement
 from hasten.evidence.weigh import on_gpu
 from hasten.techniques.memory.allocator import TUNABLES
@@ -53,7 +53,7 @@ def in_turn(wanted: Sequence[Job], device: str, threads: int, seconds: float) ->
     environment.setdefault("GLIBC_TUNABLES", TUNABLES)
     try:
         ran = subprocess.run(
-            [sys.executable, "-m", "hasten.doctor.verdict.turns"],
+            [sys.executable, "-m", "hasten.doctor.verdict.measure_process"],
             input=json.dumps(asked),
             capture_output=True,
             text=True,

@@ -1,4 +1,4 @@
-"""What was used of the machine while the steady steps ran, as means."""
+"""Mean use of the machine while the steady steps ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees of a diagnosis: the terminal, the page, the live page, the comparison."""
+"""Views of a diagnosis: the terminal, the page, the live page, the comparison."""
 
 from pathlib import Path
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
+import tokenize
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from hasten.doctor.verdict.diagnosis import Diagnosis
 from hasten.doctor.views import TEMPLATES, charts, flame_graph, loader_bench, timeline, wording
-from hasten.doctor.views.excerpt import excerpt
 from hasten.evidence import Evidence, Layer, Operator, Severity
 from hasten.evidence.finding import worst_first
+from hasten.evidence.libraries import folders_of_packages
 from hasten.evidence.weigh import process_peak
 from hasten.report import words
 from hasten.report.page import environment, write_whole
@@ -134,3 +136,55 @@ def _sizes(layer: Layer) -> str:
     """A layer's sizes in short, without what is usual: `in channels 3, out channels 64, kernel size 3`."""
     sizes = [(name, value) for name, value in layer.sizes.items() if value != _USUAL.get(name)]
     return words.clean(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in sizes))
+
+
+_AROUND = 3
+_LARGEST = 2 << 20
+_WIDEST = 160
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Numbered lines; `marked` is the number of the one that matters.
+
+    `changed`: the file was written after the run, so the line may be another one.
+    """
+
+    lines: tuple[tuple[int, str], ...]
+    marked: int
+    changed: bool = False
+
+
+def excerpt(file: str, line: int, created: str = "") -> Excerpt | None:
+    """The lines around `file:line`, if that is a Python file that can be read and has such a line.
+
+    Args:
+        file: As a finding names it; nothing but `.py` files is opened, since evidence may come from elsewhere.
+        line: From 1.
+        created: ISO 8601 time of the diagnosis.
+    """
+    if not file or line < 1 or "\0" in file:
+        return None
+    path = Path(file)
+    if not path.is_absolute() and not path.is_file():  # a library's, which is named from its package on
+        among = (Path(folder, file) for folder in folders_of_packages())
+        path = next((one for one in among if one.is_file()), path)
+    try:
+        if path.suffix != ".py" or not path.is_file() or path.stat().st_size > _LARGEST:
+            return None
+        with tokenize.open(path) as opened:  # in the encoding that the file itself names
+            lines = opened.read().split("\n")
+        changed = bool(created) and path.stat().st_mtime > datetime.fromisoformat(created).timestamp()
+    except (OSError, SyntaxError, ValueError):  # not readable, another encoding than it says, or no such time
+        return None
+    if line > len(lines):
+        return None
+    first = max(1, line - _AROUND)
+    shown = [(number, _cut(words.code(text))) for number, text in enumerate(lines[first - 1 : line + _AROUND], first)]
+    while shown and not shown[-1][1] and shown[-1][0] != line:
+        shown.pop()
+    return Excerpt(tuple(shown), line, changed)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."

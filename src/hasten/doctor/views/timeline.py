@@ -1,4 +1,4 @@
-"""What is drawn over the time of a run: its steps, and under them the use of the machine, on one scale."""
+"""Charts over a run's time: its steps, and under them the use of the machine, on one scale."""
 
 from __future__ import annotations
 

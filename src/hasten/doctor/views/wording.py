@@ -1,4 +1,4 @@
-"""What a diagnosis says, in sentences and figures; the terminal and the page print the same ones."""
+"""A diagnosis in sentences and figures; the terminal and the page print the same ones."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def steps_counted(diagnosis: Diagnosis) -> str:
 
 
 def asides(diagnosis: Diagnosis, evidence: Evidence | None) -> list[tuple[str, str]]:
-    """What belongs beside the phases, each with a word for it: the steady step, pauses, a batch's stages, use."""
+    """Return figures to show beside the phases, each with its name: the steady step, pauses, a batch's stages, use."""
     lines = [
         ("steady", step_line(diagnosis)),
         ("pauses", _pauses(diagnosis)),

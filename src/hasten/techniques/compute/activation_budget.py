@@ -1,4 +1,4 @@
-"""What a compiled forward may keep for its backward: torch's budget, with random numbers drawn once."""
+"""A memory budget for what a compiled forward keeps for its backward, with random numbers drawn once."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class Compile(Technique):
             return
         if any(type(layer).__name__ == "OptimizedModule" for layer in model.modules()):
             return
-        from hasten.techniques.compute.unfollowed import why_not_followed
+        from hasten.techniques.compute.untraceable import why_not_followed
 
         if why := why_not_followed(model):
             self.refused(why)

@@ -1,4 +1,4 @@
-"""What stands in a module's call under `compile`: compiled code, or the module's own way where that may differ."""
+"""The call of a module under `compile`: compiled code, or the module's own way where that may differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fused kernel may be handed: it reads a parameter, its gradient and its states as one flat piece of memory."""
+"""Checks what a fused kernel is handed: it reads a parameter, its gradient and its states as flat memory."""
 
 from __future__ import annotations
 

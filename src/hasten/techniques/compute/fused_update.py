@@ -19,7 +19,7 @@ _KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
 
 
 class _Gathered(threading.local):
-    """What a step has just gathered for its update: its list of parameters, and who decides about it."""
+    """The parameters that a step has just gathered for its update, and who decides about them."""
 
     params: Any = None
     updates: Any = None

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from hasten.techniques.compute.unfollowed import codes_of, methods_in, own_functions
+from hasten.data.code_references import codes_of
+from hasten.techniques.compute.untraceable import methods_in, own_functions
 from hasten.techniques.nested import tensors_in
 from hasten.techniques.replaced import Replaced, plain_of
 

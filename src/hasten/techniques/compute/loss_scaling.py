@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hasten.techniques.base import Call
-from hasten.techniques.onlookers import own_function
+from hasten.techniques.gradient_access import own_function
 
 _fine: set[type] = set()  # kinds of nodes that are torch's own
 _UNASKED = 8  # backwards without a step after which overflows are looked for: each look waits for the device

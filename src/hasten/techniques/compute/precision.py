@@ -12,13 +12,13 @@ from hasten import messages
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, Machine
 from hasten.plan import Setting
-from hasten.techniques import onlookers
+from hasten.techniques import gradient_access
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.compute.loss_scaling import LossScaler
 from hasten.techniques.compute.scaled_steps import guard
 from hasten.techniques.compute.true_precision import convert, in_dtype, new_tensors_in
+from hasten.techniques.float32_draws import Float32Draws
 from hasten.techniques.nested import map_tensors
-from hasten.techniques.wide_draws import Wide
 
 _TENSOR_WORK = frozenset(
     [
@@ -73,7 +73,7 @@ class Precision(Technique):
         super().__init__(setting)
         self._scaler = LossScaler(self.let_go, self._dropped) if setting == "16-mixed" else None
         self._converted: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._wides: list[Wide] = []
+        self._wides: list[Float32Draws] = []
         self._scripts_own = False  # whether the script was seen under its own autocast, whose draws are in 16 bits
 
     @property
@@ -126,12 +126,12 @@ class Precision(Technique):
     def process(self) -> None:
         """With fp16: notice who looks at gradients inside the backward, or differentiates by itself."""
         if self._scaler is not None:
-            onlookers.watch(self, Precision._looked)
-            onlookers.watch_own_ways(self, Precision._leave)
+            gradient_access.watch(self, Precision._looked)
+            gradient_access.watch_own_ways(self, Precision._leave)
 
     def restore(self) -> None:
         """Notice nothing more."""
-        onlookers.leave(self)
+        gradient_access.leave(self)
 
     def over(self) -> None:
         """Put torch's own ways to draw random numbers back."""
@@ -293,9 +293,9 @@ class Precision(Technique):
 
         return as_in_forward if scaler is None else scaled
 
-    def _wide(self) -> Wide:
+    def _wide(self) -> Float32Draws:
         name = _TRUE.get(str(self.setting))
-        wide = Wide() if name is None else Wide([name])
+        wide = Float32Draws() if name is None else Float32Draws([name])
         self._wides.append(wide)
         return wide
 

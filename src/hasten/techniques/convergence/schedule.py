@@ -45,7 +45,7 @@ class Schedule(Trajectory):
 
     @classmethod
     def check(cls, setting: Setting) -> str:
-        """Both fields, and nothing else."""
+        """Check that both fields are there, and nothing else."""
         wrong = f"must be a table such as {cls.example}, of kind {' or '.join(KINDS)}"
         if not isinstance(setting, dict) or set(setting) != {"kind", "steps"} or setting["kind"] not in KINDS:
             return wrong

@@ -192,7 +192,7 @@ class _Gather:
         return getattr(self._fetcher, name)
 
     def fetch(self, indices: Any) -> Any:
-        """What `default_collate([dataset[i] for i in indices])` gives."""
+        """Return the result of `default_collate([dataset[i] for i in indices])`."""
         try:
             tensors, rows = self._rows(indices)
         except _OneByOne:

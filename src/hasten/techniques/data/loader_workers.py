@@ -15,7 +15,7 @@ from hasten.evidence.figures import percent
 from hasten.evidence.machine import memory_free
 from hasten.plan import Setting
 from hasten.techniques.base import NO_LOADER, Choices, Effect, Liveness, Refusal, Resource, Technique
-from hasten.techniques.data.crossing import holds_open, no_room_for_sockets
+from hasten.techniques.data.fork_safety import holds_open, no_room_for_sockets
 from hasten.techniques.replaced import Replaced, Replacements
 
 _SHM = Path("/dev/shm")
@@ -134,8 +134,8 @@ class LoaderWorkers(Technique):
             return
         from torch.utils.data import DataLoader
 
-        from hasten.data.handed_over import HandedOver, hand_over
-        from hasten.data.orders import why_not
+        from hasten.data.sampler_order import why_not
+        from hasten.data.worker_pass import WorkerPasses, hand_over
 
         if loader.num_workers or not self.num_workers or _no_children():
             return
@@ -146,7 +146,7 @@ class LoaderWorkers(Technique):
         if why:
             self.refused(why)
             return
-        handed = HandedOver(self.num_workers, self.prefetch_factor, self._let_go, self._fewer)
+        handed = WorkerPasses(self.num_workers, self.prefetch_factor, self._let_go, self._fewer)
         _PASSES.need(self)
         if self.switchable:
             self._note(loader, {"_hasten_workers": handed})
@@ -216,7 +216,7 @@ class LoaderWorkers(Technique):
 def _passes() -> list[Replaced]:
     from torch.utils.data import DataLoader
 
-    from hasten.data.handed_over import handing_over
+    from hasten.data.worker_pass import handing_over
 
     return [Replaced(DataLoader, "_get_iterator", handing_over)]
 
@@ -246,9 +246,9 @@ def _why_not(options: dict[str, Any]) -> str:
     """Why a loader with workers of its own must keep their number; "" where another gives the same samples."""
     from torch.utils.data import default_collate
 
-    from hasten.data.handed_over import says
-    from hasten.data.look import Look
-    from hasten.data.orders import why_not
+    from hasten.data.sampler_order import why_not
+    from hasten.data.snapshot import Snapshot
+    from hasten.data.worker_batch import says
 
     dataset = options["dataset"]
     if why := _unsafe(dataset):
@@ -258,8 +258,12 @@ def _why_not(options: dict[str, Any]) -> str:
         return why
     if options["worker_init_fn"] is not None:
         return "its workers are set up by a worker_init_fn"
-    look = Look({"dataset": dataset, "collate_fn": options["collate_fn"] or default_collate})
-    return (look.blind and f"the dataset {look.blind}") or says(look) or ("samples change what it holds" * look.stores)
+    snapshot = Snapshot({"dataset": dataset, "collate_fn": options["collate_fn"] or default_collate})
+    return (
+        (snapshot.blind and f"the dataset {snapshot.blind}")
+        or says(snapshot)
+        or ("samples change what it holds" * snapshot.stores)
+    )
 
 
 def _counts(cores: int) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 from hasten.data.sample_store import pack
 from hasten.evidence import Probe
 from hasten.techniques.data.batched_fetch import holds_rows
-from hasten.techniques.data.crossing import holds_open
+from hasten.techniques.data.fork_safety import holds_open
 from hasten.techniques.data.sample_cache import with_loader_function
 
 _INDICES = 8

@@ -74,8 +74,8 @@ class ReadAhead(Technique):
         return fetch
 
     def _begin(self, iterator: Any) -> None:
-        from hasten.data.ahead import Ahead
-        from hasten.data.foresight import Foresight
+        from hasten.data.file_predictor import FilePredictor
+        from hasten.data.read_ahead import ReadAheadSampler
 
         if why := _why_not(iterator):
             self.refused(why)
@@ -85,7 +85,7 @@ class ReadAhead(Technique):
         function = self._function_of(inner)
         if function.over:
             return
-        iterator._sampler_iter = Ahead(iterator, function, Foresight(dataset, inner, function.ways))
+        iterator._sampler_iter = ReadAheadSampler(iterator, function, FilePredictor(dataset, inner, function.ways))
         self.did("pass")
 
     def __init__(self, setting: Setting) -> None:
@@ -94,7 +94,7 @@ class ReadAhead(Technique):
 
     def _function_of(self, inner: Any) -> Any:
         """The dataset's function, some results of which are there already; put in its place in the first pass."""
-        from hasten.data.ahead import ReadFunction
+        from hasten.data.read_ahead import ReadFunction
 
         # A cache stays outside: what it holds is not read at all.
         holder, name = (inner.loader, "function") if isinstance(inner.loader, CachedFunction) else (inner, "loader")
@@ -118,7 +118,7 @@ def _why_not(iterator: Any) -> str:
     from torch.utils.data import SubsetRandomSampler
     from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
-    from hasten.data.orders import why_not
+    from hasten.data.sampler_order import why_not
 
     if type(iterator) is not _SingleProcessDataLoaderIter:
         return "its batches are not made by torch's own loop in this process"

@@ -19,8 +19,8 @@ from hasten.evidence.figures import percent
 from hasten.plan import Setting
 from hasten.techniques.base import NO_LOADER, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.data.batched_fetch import holds_rows
-from hasten.techniques.data.kept import DRAWS, Kept, Stale
-from hasten.techniques.data.kept_on_disk import KeptOnDisk
+from hasten.techniques.data.memoized import DRAWS, Memoized, Stale
+from hasten.techniques.data.memoized_on_disk import MemoizedOnDisk
 
 FAST = 20e-6  # seconds: what the cache itself takes per sample
 FROM_DISK, DISK_SPEED = 100e-6, 400e6  # seconds and bytes a second that a modest disk takes for one
@@ -69,7 +69,7 @@ class SampleCache(Technique):
         self._told: set[tuple[str, str]] = set()
         self._cache_dir, self._cache_size = table.get("cache_dir"), table.get("cache_size")
         # (what is kept, id of a dataset) -> the store; that holds the dataset, and is held by its loaders
-        self._kept: weakref.WeakValueDictionary[tuple[str, int], Kept] = weakref.WeakValueDictionary()
+        self._kept: weakref.WeakValueDictionary[tuple[str, int], Memoized] = weakref.WeakValueDictionary()
 
     @classmethod
     def check(cls, setting: Setting) -> str:
@@ -203,23 +203,23 @@ class SampleCache(Technique):
             return fetcher
         return _CachedFetcher(fetcher, kept) if kept.look(whole=True) else fetcher
 
-    def _keeping(self, dataset: Any, roots: dict[str, Any]) -> Kept | None:
-        """What keeps a dataset's samples; None where the disk's folder cannot be used."""
+    def _keeping(self, dataset: Any, roots: dict[str, Any]) -> Memoized | None:
+        """Return the store of a dataset's samples; None where the disk's folder cannot be used."""
         samples = len(dataset)
         name = f"{type(dataset).__qualname__} of {samples:,} samples"
         let_go = functools.partial(self._let_go, name)
         if self.keep == "both" and "dataset" in roots:
             let_go = functools.partial(self._let_go_samples, ("samples", id(dataset)), name)
         if not self.on_disk:
-            return Kept(SampleStore(samples, room()), roots, let_go)
+            return Memoized(SampleStore(samples, room()), roots, let_go)
         try:
             files = DiskStore(samples, SampleFolder(self._cache_dir, self._cache_size))
         except HastenError as error:
             let_go(error.message)
             return None
-        return KeptOnDisk(files, roots, let_go)
+        return MemoizedOnDisk(files, roots, let_go)
 
-    def _in_worker(self, dataset: Any) -> Kept | None:
+    def _in_worker(self, dataset: Any) -> Memoized | None:
         """What a worker that was not forked takes samples from: no loader was built in its process."""
         from torch.utils.data import get_worker_info
 
@@ -273,7 +273,7 @@ def _fetches_of_its_own(dataset: Any) -> str:
 class _CachedFetcher:
     """A fetcher that asks the store first."""
 
-    def __init__(self, fetcher: Any, kept: Kept) -> None:
+    def __init__(self, fetcher: Any, kept: Memoized) -> None:
         self._fetcher = fetcher
         self._kept = kept
 
@@ -281,7 +281,7 @@ class _CachedFetcher:
         return getattr(self._fetcher, name)
 
     def fetch(self, indices: Any) -> Any:
-        """What the fetcher behind it gives, each sample read once."""
+        """Return the batch of the fetcher behind it, each sample read once."""
         fetcher, kept = self._fetcher, self._kept
         if type(indices) not in (list, tuple) or not set(map(type, indices)) <= {int}:
             return fetcher.fetch(indices)
@@ -301,7 +301,7 @@ class _CachedFetcher:
 class CachedFunction:
     """A dataset's `loader(path)` behind a store."""
 
-    def __init__(self, function: Any, kept: Kept) -> None:
+    def __init__(self, function: Any, kept: Memoized) -> None:
         self.function = function
         self._kept = kept
         self.__wrapped__ = function
@@ -327,7 +327,7 @@ def _plain(function: Any) -> Any:
 
 def _again(function: Any, files: DiskStore) -> Any:
     """A copy's function, in front of the same files."""
-    kept = KeptOnDisk(files, {"loader": function}, _tell)
+    kept = MemoizedOnDisk(files, {"loader": function}, _tell)
     return function if kept.is_over() else CachedFunction(function, kept)
 
 

@@ -1,4 +1,4 @@
-"""What workers would bring a loader that has none."""
+"""Estimates the gain of workers for a loader that has none."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.memory.blocks import named, paths_in, repeated, words_of
-from hasten.techniques.memory.pieces import CheckpointedPieces, long_sequentials
-from hasten.techniques.rerun.costs import BlockCost, Meter
+from hasten.techniques.memory.sequential_segments import CheckpointedSegments, long_sequentials
+from hasten.techniques.recompute.costs import BlockCost, Meter
 from hasten.techniques.switches import Switches
 
 SQRT = "sqrt"
@@ -152,9 +152,9 @@ class ActivationCheckpointing(Technique):
     def _cut(self, model: Any) -> None:
         """Run long Sequentials piece by piece."""
         for owner in long_sequentials(model):
-            if not isinstance(vars(owner).get("forward"), CheckpointedPieces):
+            if not isinstance(vars(owner).get("forward"), CheckpointedSegments):
                 made = functools.partial(_repeatable, told=self.tell)
-                vars(owner)["forward"] = CheckpointedPieces(owner, made, lambda: self.active)
+                vars(owner)["forward"] = CheckpointedSegments(owner, made, lambda: self.active)
                 self.did("sequence in pieces")
 
     def tell(self, reason: str) -> None:
@@ -172,7 +172,7 @@ def knows_statistics() -> bool:
 
 
 def _repeatable(block: Any, told: Callable[[str], None], meter: Meter | None = None) -> Any:
-    from hasten.techniques.rerun.forward import Repeatable
+    from hasten.techniques.recompute.forward import Repeatable
 
     kind = type(block).__name__
 

@@ -54,7 +54,7 @@ class Allocator(Technique):
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """What is installed here."""
+        """Return what is installed here."""
         if all(model.device == "cuda" for model in evidence.models) and evidence.models:
             return Refusal("tensors live on the GPU, which has an allocator of its own")
         if "LD_PRELOAD" in os.environ or "GLIBC_TUNABLES" in os.environ:

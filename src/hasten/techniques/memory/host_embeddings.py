@@ -9,7 +9,7 @@ from typing import Any
 from hasten.errors import HastenError
 from hasten.evidence import Evidence
 from hasten.plan import Setting
-from hasten.techniques import onlookers
+from hasten.techniques import gradient_access
 from hasten.techniques.base import Call, Choices, CudaOnly, Effect, Refusal, Resource
 from hasten.techniques.replaced import Replaced
 
@@ -85,13 +85,13 @@ class HostEmbeddings(CudaOnly):
             ]
         for move in self._moves:
             move.put_in_place()
-        onlookers.watch_scaling(self, HostEmbeddings._scaled)
+        gradient_access.watch_scaling(self, HostEmbeddings._scaled)
 
     def restore(self) -> None:
         """Let models be moved whole again; tables that are on the host are still found there."""
         for move in self._moves:
             move.put_back()
-        onlookers.leave(self)
+        gradient_access.leave(self)
 
     def over(self) -> None:
         """Put torch's own forwards back, unless a table that is still there needs ours."""

@@ -56,7 +56,7 @@ class NoGradValidation(Technique):
         from torch.compiler import is_compiling
         from torch.utils._pytree import tree_iter
 
-        from hasten.techniques.rerun.forward import Repeatable
+        from hasten.techniques.recompute.forward import Repeatable
 
         known: weakref.WeakKeyDictionary[Any, Repeatable] = weakref.WeakKeyDictionary()
         grad_enabled = torch.is_grad_enabled
@@ -77,7 +77,7 @@ class NoGradValidation(Technique):
         return validating
 
     def _repeatable(self, module: Any) -> Any:
-        from hasten.techniques.rerun.forward import Repeatable
+        from hasten.techniques.recompute.forward import Repeatable
 
         itself, kind = weakref.ref(module), type(module).__name__
         self.did("model")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hasten import messages
 from hasten.evidence import Evidence
 from hasten.plan import Setting
-from hasten.techniques import onlookers
+from hasten.techniques import gradient_access
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
 
 if TYPE_CHECKING:
@@ -65,11 +65,11 @@ class OptimizerInBackward(Technique):
 
     def process(self) -> None:
         """Notice a script that scales its loss: its gradients are scaled when the backward would step by them."""
-        onlookers.watch_scaling(self, OptimizerInBackward._leave)
+        gradient_access.watch_scaling(self, OptimizerInBackward._leave)
 
     def restore(self) -> None:
         """Notice nothing more."""
-        onlookers.leave(self)
+        gradient_access.leave(self)
 
     def over(self) -> None:
         """Leave the backward and the optimizer's step as they were."""

@@ -1,4 +1,4 @@
-"""What autograd saves in a forward, kept on the host until the backward asks for it."""
+"""Tensors that autograd saves in a forward, kept on the host until the backward asks for them."""
 
 from __future__ import annotations
 

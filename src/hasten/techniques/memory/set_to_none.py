@@ -9,7 +9,7 @@ from typing import Any
 
 from hasten.evidence import Evidence
 from hasten.plan import Setting
-from hasten.techniques import onlookers
+from hasten.techniques import gradient_access
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.memory import zero_pages
 from hasten.techniques.replaced import Replaced
@@ -66,7 +66,7 @@ class SetToNone(Technique):
         sample = torch.nn.Parameter(torch.zeros(1))
         sample.grad = torch.zeros(1)
         self._alone = _holders(sample.grad)
-        onlookers.watch(self, SetToNone._looked)
+        gradient_access.watch(self, SetToNone._looked)
         for owner in (torch.optim.Optimizer, torch.nn.Module):
             self._replaced.append(Replaced(owner, "zero_grad", self._noting))
             self._replaced[-1].put_in_place()
@@ -74,7 +74,7 @@ class SetToNone(Technique):
     def restore(self) -> None:
         """Put torch's own functions back."""
         self._installed, self._zeros = False, []
-        onlookers.leave(self)
+        gradient_access.leave(self)
         while self._replaced:
             self._replaced.pop().put_back()
 

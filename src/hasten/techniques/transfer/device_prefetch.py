@@ -129,7 +129,7 @@ class DevicePrefetch(CudaOnly):
 
 def _order_depends(iterator: Any) -> str:
     """Why no batch may be taken early: its sampler would be asked for another before the training's step; or ""."""
-    from hasten.data.orders import why_not
+    from hasten.data.sampler_order import why_not
 
     order = getattr(iterator, "_index_sampler", None)
     if order is None or _is_iterable(iterator):

@@ -10,7 +10,7 @@ from typing import Any
 from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import NO_LOADER, Choices, CudaOnly, Effect, Liveness, Refusal, Resource
-from hasten.techniques.data.crossing import holds_on_device
+from hasten.techniques.data.fork_safety import holds_on_device
 from hasten.techniques.nested import tensors_in
 from hasten.techniques.replaced import Replaced
 

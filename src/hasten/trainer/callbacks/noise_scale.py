@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hasten.errors import HastenError
-from hasten.techniques.convergence.folded import folded
+from hasten.techniques.convergence.gradient_sketch import sketch
 from hasten.techniques.convergence.noise_scale import of_means
 from hasten.trainer.batches import batch_size
 from hasten.trainer.callbacks.base import Callback
@@ -76,7 +76,7 @@ class GradientNoiseScale(Callback):
         if self._step != trainer.global_step:
             self._step, self._sums = trainer.global_step, []
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._sums.append(folded([one.grad for one in parameters], [one.numel() for one in parameters]))
+        self._sums.append(sketch([one.grad for one in parameters], [one.numel() for one in parameters]))
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Compare the batches of this step, and log."""

@@ -1,4 +1,4 @@
-"""What several callbacks need: metrics by name, finite weights, a line to the person."""
+"""Helpers of several callbacks: metrics by name, finite weights, a line to the person."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a model is made of; `str` makes a table of it.
+    """Layers and parameters of a model; `str` makes a table of them.
 
     Attributes:
         layers: Its modules, down to the depth asked for.

@@ -1,4 +1,4 @@
-"""What is said when a checkpoint cannot be read."""
+"""Errors of a checkpoint that cannot be read."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def read_structure(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What a file's header says."""
+    """The contents of a file's header."""
 
     checksum: str
     structure: str

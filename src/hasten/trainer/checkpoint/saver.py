@@ -85,7 +85,7 @@ class Saver:
 
     @property
     def failures(self) -> tuple[HastenError, ...]:
-        """What failed in the background and was not raised yet, oldest first."""
+        """Return background failures that were not raised yet, oldest first."""
         with self._changed:
             return tuple(self._failures)
 

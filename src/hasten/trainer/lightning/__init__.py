@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Lightning(Adapter):
-    """What hasten's Trainer asks about Lightning 2.5 and later."""
+    """Answers to hasten's Trainer about Lightning 2.5 and later."""
 
     name = "Lightning"
     log_name = "lightning.pytorch.trainer.trainer"  # one that its users have set up

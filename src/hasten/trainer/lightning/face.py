@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Face(Guest):
-    """What Lightning's classes read of a trainer beside its public face."""
+    """Attributes that Lightning's classes read of a trainer beside its public face."""
 
     moves_batches = True
     loads_callbacks = True

@@ -70,7 +70,7 @@ class _Loop(Part):
 
 
 class FitLoop(_Loop):
-    """What is read of `trainer.fit_loop`."""
+    """Stands for `trainer.fit_loop`."""
 
     max_epochs = flag("max_epochs")
     min_epochs = flag("min_epochs")
@@ -145,7 +145,7 @@ class DataSource(Part):
 
 
 class EpochLoop(Part):
-    """What is read of `trainer.fit_loop.epoch_loop`."""
+    """Stands for `trainer.fit_loop.epoch_loop`."""
 
     restarting = False
     global_step = reads("global_step")
@@ -194,7 +194,7 @@ class EpochLoop(Part):
 
 
 class EvaluationLoop(_Loop):
-    """What is read of the validation, test and prediction loops."""
+    """Stands for the validation, test and prediction loops."""
 
     verbose = True
     restarting = False

@@ -63,7 +63,7 @@ class Nothing:
 
 
 class Strategy(Part):
-    """What is read of `trainer.strategy`."""
+    """Stands for `trainer.strategy` where Lightning's classes read it."""
 
     launcher = None
     checkpoint_io = None
@@ -133,7 +133,7 @@ class Strategy(Part):
 
 
 class Precision(Part):
-    """What is read of `trainer.precision_plugin`; see `precision_of`."""
+    """Stands for `trainer.precision_plugin`; see `precision_of`."""
 
     precision = reads("engine.precision.name")
 
@@ -161,7 +161,7 @@ def _precision_kind(package: str, precision: str) -> type[Precision]:
 
 
 class Accelerator(Part):
-    """What is read of `trainer.accelerator`."""
+    """Stands for `trainer.accelerator`."""
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
         if torch.device(device).type == "cuda":
@@ -176,7 +176,7 @@ class Accelerator(Part):
 
 
 class LoggerConnector(Part):
-    """What is read of the part that collects logged values."""
+    """Stands for Lightning's logger connector, which collects logged values."""
 
     _current_fx: str | None = None
     _first_loop_iter: bool | None = None
@@ -195,7 +195,7 @@ class LoggerConnector(Part):
 
 
 class AcceleratorConnector(Part):
-    """What is read of the part that chose the devices."""
+    """Stands for Lightning's accelerator connector, which chose the devices."""
 
     use_distributed_sampler = reads("config.use_distributed_sampler")
 
@@ -205,7 +205,7 @@ class AcceleratorConnector(Part):
 
 
 class CheckpointConnector(Part):
-    """What is read of the part that saves."""
+    """Stands for Lightning's checkpoint connector, which saves."""
 
     def restore(self, path: Any, weights_only: bool | None = None) -> None:
         tuning.restore(self._trainer, path)

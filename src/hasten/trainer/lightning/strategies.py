@@ -1,4 +1,4 @@
-"""What Lightning's strategy objects come to under hasten's Trainer."""
+"""Translates Lightning's strategy objects to hasten's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Lightning's tuner, learning-rate finder and batch-size finder ask of a trainer: its loops, on trial."""
+"""Serves Lightning's tuner, learning-rate finder and batch-size finder: loops, on trial."""
 
 from __future__ import annotations
 

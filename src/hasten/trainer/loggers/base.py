@@ -49,7 +49,7 @@ class Logger:
 
     @property
     def experiment(self) -> Any:
-        """What the library behind the logger works with, for what this class has no method for."""
+        """The library's own object, for what this class has no method for."""
         return None
 
     def agree(self, world: Any) -> None:

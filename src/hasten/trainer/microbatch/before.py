@@ -1,4 +1,4 @@
-"""What a step stands on before its backward, so that a try which ran out of memory leaves nothing."""
+"""State from before a step's backward, restored when the step runs out of memory."""
 
 from __future__ import annotations
 

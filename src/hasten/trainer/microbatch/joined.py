@@ -1,4 +1,4 @@
-"""What the parts of a batch log and give, brought together as the whole batch would have logged and given it."""
+"""Logged values and outputs of microbatches, merged into what the whole batch would have given."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from hasten.trainer.logged import Board
+from hasten.trainer.logged import LoggedValues
 from hasten.trainer.logged_value import value_type
 
-_LOG = inspect.signature(Board.log)
+_LOG = inspect.signature(LoggedValues.log)
 
 
 class Log:
@@ -25,7 +25,7 @@ class Log:
         board: Where values go.
     """
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: LoggedValues) -> None:
         self._board = board
         self._kept: dict[Any, list[tuple[Any, float]]] = {}
         self._how: dict[Any, inspect.BoundArguments] = {}
@@ -46,7 +46,7 @@ class Log:
         self._times.clear()
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Keep a value; arguments as for `Board.log`."""
+        """Keep a value; arguments as for `LoggedValues.log`."""
         bound = _LOG.bind(self._board, *args, **kwargs)
         bound.apply_defaults()
         how = bound.arguments

@@ -1,4 +1,4 @@
-"""Whether a loss is a mean over samples, without which its parts do not add up to it."""
+"""Whether a loss is a mean over samples: only then do the gradients of microbatches add up."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from hasten.check.noise import without_noise
 from hasten.errors import HastenError, is_out_of_memory
 from hasten.trainer.batches import tensors
 from hasten.trainer.errors import misconfigured
-from hasten.trainer.logged import Board
+from hasten.trainer.logged import LoggedValues
 from hasten.trainer.microbatch.before import Before, free_memory, versions
 from hasten.trainer.microbatch.joined import Log, output_of, without_graph
 from hasten.trainer.microbatch.means import Group, Look, groupings, look
@@ -106,7 +106,7 @@ class _Parts:
         return output
 
     @property
-    def board(self) -> Board:
+    def board(self) -> LoggedValues:
         """Where values are logged."""
         board = self._trainer.engine.board
         assert board is not None

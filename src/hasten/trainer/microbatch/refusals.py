@@ -1,4 +1,4 @@
-"""What cannot be computed in parts without another result."""
+"""Why a step cannot be computed in microbatches with the same result."""
 
 from __future__ import annotations
 

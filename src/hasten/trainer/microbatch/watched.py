@@ -1,4 +1,4 @@
-"""Losses of torch's that are a mean over something other than samples, seen where training_step calls them."""
+"""Watches torch's losses for means over something other than samples."""
 
 from __future__ import annotations
 

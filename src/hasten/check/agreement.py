@@ -1,0 +1,91 @@
+"""How closely a plan's gradients and losses agree with the plain run's on the same weights and batches. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_MOST = 1e9  # JSON knows no infinity
+_ALL_NOISE, _TURNED = 0.5, 0.1  # of a tensor's size
+Bound = Callable[[str, float, float], float]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The steps of a plan's run beside the plain run's, each from the same weights and the same batch.
+
+    Weights, buffers and optimizer state are taken over from the plain run after every step, so each step starts from
+    the very weights of the plain run's, not only the first: what is compared never had time to drift apart.
+    A gradient that noise of the plan's roundoff moves by half of its size holds nothing but rounding (a bias in
+    front of a BatchNorm) and is left out. Of the cosine those that it moves by a tenth are, since it turns them.
+
+    Attributes:
+        steps: Optimizer steps compared.
+        loss_gap: Largest relative difference of a step's loss.
+        cosine: Smallest cosine between the gradients of one tensor; 1.0 is the same direction.
+        cosine_of: Name of that tensor.
+        gradient_gap: Norm of the difference over the plain gradient's norm, of the tensor `worst`.
+        worst: The gradient that parts; where none does, the one that comes nearest to what is allowed.
+        allowed: The gap that rounding explains for it.
+    """
+
+    steps: int
+    loss_gap: float = 0.0
+    cosine: float = 1.0
+    cosine_of: str = ""
+    gradient_gap: float = 0.0
+    worst: str = ""
+    allowed: float | None = None
+
+
+def agreement_of(
+    measured: Iterable[Mapping[str, Any]], bound: Bound, moved: Callable[[str], float]
+) -> Agreement | None:
+    """Return how closely the measured steps agree; None where no step was measured.
+
+    Args:
+        measured: The witness's moments: each with `far` of every tensor.
+        bound: Greatest norm that a difference may have, given a tensor's name, its size and that of the whole.
+        moved: By which share of its size noise moves a tensor.
+    """
+    steps = [moment["apart"] for moment in measured if moment["kind"] == "step"]
+    if not steps:
+        return None
+    loss_gap, cosine, cosine_of = 0.0, 1.0, ""
+    share, gap, worst, allowed = -1.0, 0.0, "", None
+    for name, apart, size, along, whole in _tensors(steps):
+        if name.startswith("loss"):
+            loss_gap = max(loss_gap, _finite(apart / size))
+        elif name.startswith("gradient") and moved(name) <= _ALL_NOISE:
+            if moved(name) <= _TURNED and (here := _cosine(apart / size, along)) < cosine:
+                cosine, cosine_of = here, name
+            most = bound(name, size, whole)
+            if (this := _finite(apart / most) if most > 0 else 0.0) > share:
+                share, gap, worst, allowed = this, _finite(apart / size), name, _finite(most / size)
+    return Agreement(len(steps), loss_gap, cosine, _bare(cosine_of), gap, _bare(worst), allowed)
+
+
+def _tensors(steps: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, float, float, float, float]]:
+    """Each tensor of each step that has a size: one that is 0 without the plan has no direction."""
+    for step in steps:
+        for name, (apart, size, along, whole) in step.items():
+            if size > 0:
+                yield name, apart, size, along, whole
+
+
+def _cosine(gap: float, along: float) -> float:
+    """Return the cosine between a tensor b and a = b + difference, from |a - b| / |b| and (a - b) b / |b|^2."""
+    if not math.isfinite(gap):
+        return -1.0
+    length = math.sqrt(max(0.0, 1.0 + 2.0 * along + gap * gap))
+    return max(-1.0, min(1.0, (1.0 + along) / length)) if length > 0 else -1.0
+
+
+def _finite(value: float) -> float:
+    return min(value, _MOST) if value == value else _MOST
+
+
+def _bare(name: str) -> str:
+    return name.partition(": ")[2]

@@ -1,0 +1,185 @@
+"""Stamps of arrays, tensors and random generators: equal for equal contents."""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import random
+import sys
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+_BLOCK = 1 << 15  # elements that are weighed by one row of odd weights
+_MOST_COPIED = 8 << 20  # bytes of an array whose rows are kept: labels and weights of some million samples
+_weights: Any = None
+
+
+class Stamp:
+    """A stamp of an array, tensor or generator, equal for equal contents.
+
+    Args:
+        name: Under which it is spoken of.
+        thing: The object.
+        head: Reads what is quickly read: where it lies, its shape, how often it was changed.
+        body: Reads a number that stands for its contents.
+        size: Bytes of the contents.
+    """
+
+    def __init__(
+        self, name: str, thing: Any, head: Callable[[Any], Any], body: Callable[[Any], Any], size: int
+    ) -> None:
+        self.name, self.size = name, size
+        self._thing, self._head, self._body = thing, head, body
+        self._was = head(thing), body(thing)
+        self._memory = Stamp.memory_of(thing)
+        self._rows: Any = None
+
+    @property
+    def thing(self) -> Any:
+        """The array, tensor or generator itself."""
+        return self._thing
+
+    def told(self) -> bytes:
+        """Return a digest of its contents that is the same in every process."""
+        held = _rows_of(self._thing) if not isinstance(self._thing, bytearray | array.array) else None
+        if held is None and Stamp.memory_of(self._thing) is not None:
+            held = _bits_of(self._thing)
+        if held is None:
+            return repr(self._body(self._thing)).encode()
+        import numpy
+
+        shape = (str(getattr(self._thing, "dtype", "")), tuple(self._thing.shape), _order(self._thing))
+        content = numpy.ascontiguousarray(held).reshape(-1).view(numpy.uint8)
+        return repr(shape).encode() + hashlib.blake2b(content.data, digest_size=20).digest()
+
+    def keep_rows(self) -> bool:
+        """Keep a copy of an array or tensor of many rows, so that single rows can be looked at; False if it is none."""
+        rows = _rows_of(self._thing)
+        if rows is None or rows.ndim == 0 or len(rows) < 2 or rows.nbytes > _MOST_COPIED:
+            return False
+        self._rows = rows.copy()
+        return True
+
+    def row_changed(self, indices: list[Any]) -> bool:
+        """Whether rows are others than when they were kept."""
+        rows = _rows_of(self._thing)
+        asked = [i for i in indices if type(i) is int and -len(self._rows) <= i < len(self._rows)]
+        if rows is None or rows.shape != self._rows.shape or rows.dtype != self._rows.dtype:
+            return True
+        return bool(rows[asked].tobytes() != self._rows[asked].tobytes())
+
+    def changed(self, whole: bool) -> bool:
+        """Whether it is another; `whole`: look at the contents too."""
+        return bool(self._head(self._thing) != self._was[0] or (whole and self._body(self._thing) != self._was[1]))
+
+    def overlaps(self, start: int, end: int) -> bool:
+        """Whether its memory has bytes of this range."""
+        return self._memory is not None and start < self._memory[1] and self._memory[0] < end
+
+    @staticmethod
+    def memory_of(thing: Any) -> tuple[int, int] | None:
+        """Return the first byte and the end of an array's memory; None for anything else."""
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        if torch is not None and isinstance(thing, torch.Tensor):
+            if thing.layout is not torch.strided or thing.device.type == "meta":
+                return None
+            storage = thing.untyped_storage()
+            return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        if numpy is not None and isinstance(thing, numpy.ndarray):
+            low = high = int(thing.__array_interface__["data"][0])
+            for size, stride in zip(thing.shape, thing.strides, strict=True):
+                low, high = low + min(0, (size - 1) * stride), high + max(0, (size - 1) * stride)
+            return low, high + (thing.itemsize if thing.size else 0)
+        return None
+
+    @staticmethod
+    def of(name: str, value: Any) -> Stamp | str | None:
+        """Return a value's stamp; what it is if it has none and cannot be looked into; None if it is something else."""
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        if isinstance(value, array.array | bytearray):
+            return Stamp(name, value, len, lambda held: zlib.crc32(bytes(held)), len(bytes(value)))
+        if isinstance(value, random.SystemRandom):
+            return "draws from the system's random numbers"
+        if isinstance(value, random.Random):
+            return Stamp(name, value, type, lambda held: held.getstate(), 3000)
+        if torch is not None and isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided or value.device.type != "cpu" or value.is_quantized:
+                return f"holds a tensor on {value.device.type} or of an unusual kind"
+            return Stamp(name, value, _tensor_head, _tensor_body, value.numel() * value.element_size())
+        if torch is not None and isinstance(value, torch.Generator):
+            return Stamp(name, value, type, lambda held: held.get_state().numpy().tobytes(), 5000)
+        if numpy is not None:
+            return _of_numpy(numpy, name, value)
+        return None
+
+
+def _rows_of(thing: Any) -> Any:
+    """Return an array of what a stamp stands for; None where it has no rows."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(thing, numpy.ndarray):
+        return thing
+    if torch is None or not isinstance(thing, torch.Tensor) or thing.dtype is torch.bfloat16:
+        return None
+    return None if thing.is_conj() or thing.is_neg() else thing.detach().numpy()
+
+
+def _bits_of(tensor: Any) -> Any:
+    """Return a tensor's bytes as an array: of types that NumPy lacks, of conjugated views."""
+    import torch
+
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _order(thing: Any) -> tuple[int, ...]:
+    """Return strides: they decide which kernels compute."""
+    return tuple(thing.stride()) if hasattr(thing, "stride") else tuple(thing.strides)
+
+
+def _of_numpy(numpy: Any, name: str, value: Any) -> Stamp | str | None:
+    if isinstance(value, numpy.random.Generator):
+        return Stamp(name, value, type, lambda held: repr(held.bit_generator.state), 1000)
+    if isinstance(value, numpy.random.RandomState):
+        return Stamp(name, value, type, lambda held: zlib.crc32(held.get_state()[1]), 2500)
+    if not isinstance(value, numpy.ndarray):
+        return None
+    if isinstance(value, numpy.memmap):
+        return "holds a memory-mapped file"
+    if value.dtype.hasobject:
+        return None if value.dtype == object else "holds an array of records with objects"
+    return Stamp(name, value, _array_head, checksum, value.nbytes)
+
+
+def _tensor_head(tensor: Any) -> Any:
+    version = None if tensor.is_inference() else tensor._version
+    what = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+    return *what, version, len(tensor.__dict__)  # with attributes that a script gives it
+
+
+def _tensor_body(tensor: Any) -> int:
+    return checksum(_bits_of(tensor))
+
+
+def _array_head(held: Any) -> Any:
+    return held.__array_interface__["data"], held.shape, held.strides, held.dtype
+
+
+def checksum(held: Any) -> int:
+    """Return a number that stands for an array's contents: any element changed, or two exchanged, gives another."""
+    global _weights
+    import numpy
+
+    raw = numpy.ascontiguousarray(held).reshape(-1).view(numpy.uint8)
+    even = raw.size // 8 * 8
+    words = raw[:even].view(numpy.uint64)
+    if words.size < 4096:
+        return zlib.crc32(raw.data)
+    if _weights is None:
+        _weights = numpy.random.default_rng(1).integers(0, 2**63, _BLOCK, dtype=numpy.uint64) * 2 + 1
+    sums = []
+    for start in range(0, words.size, _BLOCK):
+        block = words[start : start + _BLOCK]
+        sums.append(int(numpy.dot(block, _weights[: block.size])))
+    return hash((tuple(sums), zlib.crc32(raw[even:].data)))

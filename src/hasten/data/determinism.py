@@ -1,0 +1,56 @@
+"""Which functions give the same result each time, judged by their code and what it reaches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.data.code_references import SAYS, UNREAD, UNSEEN, WRITES, words
+from hasten.data.snapshot import Snapshot
+
+# Names by which code draws random numbers, in random, NumPy and torch.
+_DRAWS = words(
+    "rand randn randint randrange randperm choice choices shuffle sample uniform gauss normal normal_ uniform_ random_ "
+    "bernoulli bernoulli_ multinomial exponential_ permutation permuted betavariate triangular poisson binomial beta "
+    "laplace standard_normal integers getrandbits dropout dropout2d alpha_dropout manual_seed set_state setstate"
+)
+
+
+def why_not_deterministic(snapshot: Snapshot) -> str:
+    """Return why what a snapshot goes through may not give the same each time; "" where it does."""
+    if snapshot.blind:
+        return f"what samples are made of {snapshot.blind}"
+    named = sorted(snapshot.names & (SAYS | WRITES | UNSEEN | UNREAD))
+    if named:
+        return f"samples' code names `{named[0]}`: what that does cannot be seen"
+    if "ops" in snapshot.names and not snapshot.names & {"aten", "prim", "prims", "torchvision"}:
+        return "samples' code names `ops`: an operator may be one that the script has defined"
+    return "making a sample changes what the dataset holds" if snapshot.stores else ""
+
+
+def why_not_threaded(snapshot: Snapshot) -> str:
+    """Return why what a snapshot goes through must not run on another thread, beside the training; "" where it may.
+
+    What draws there would take numbers that are the training's, and nobody could put them back: names decide, also
+    those of objects that are reached (a `RandomCrop` in a list of transforms), before anything runs.
+    """
+    if why := why_not_deterministic(snapshot) or why_it_draws(snapshot):
+        return why
+    module = next((held for held in snapshot.reached() if _is_module(held)), None)
+    return "" if module is None else f"it reaches a {type(module).__qualname__}, which may draw random numbers"
+
+
+def why_it_draws(snapshot: Snapshot) -> str:
+    """Return the name in a snapshot by which code draws random numbers, or ""; a torch.nn.Module may draw, too."""
+    drawing = sorted(name for name in snapshot.names if name in _DRAWS or "random" in name.lower())
+    if drawing:
+        return f"its code names `{drawing[0]}`: it may draw random numbers"
+    for held in snapshot.reached():
+        kind = type(held)
+        if "random" in kind.__name__.lower() or kind.__name__ == "Generator":
+            return f"it reaches a {kind.__qualname__}, which may draw random numbers"
+    return ""
+
+
+def _is_module(held: Any) -> bool:
+    """Whether it is a torch.nn.Module, whose forward may hold a dropout; torchvision's v2 transforms are ones too."""
+    return any(f"{base.__module__}.{base.__name__}" == "torch.nn.modules.module.Module" for base in type(held).__mro__)

@@ -1,0 +1,111 @@
+"""Versions, processor and library switches: what decides a sample's numbers beside its dataset."""
+
+from __future__ import annotations
+
+import decimal
+import functools
+import importlib.metadata
+import locale
+import os
+import platform
+import sys
+import types
+from typing import Any
+
+from hasten.data.code_references import ALWAYS, TRUSTED, is_installed
+from hasten.evidence.libraries import is_library
+from hasten.evidence.machine import this_machine
+
+# Where a library is installed by another name than that it is imported by.
+_DISTRIBUTIONS = {
+    "PIL": ("pillow", "pillow-simd"),
+    "cv2": ("opencv-python", "opencv-python-headless", "opencv-contrib-python", "opencv-contrib-python-headless"),
+    "skimage": ("scikit-image",),
+    "sklearn": ("scikit-learn",),
+}
+_VARIABLES = (
+    *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "NPY_DISABLE_CPU_FEATURES", "OPENBLAS_CORETYPE", "TZ"),
+)
+# With what they are in a process that has not loaded the module yet.
+_ATTRIBUTES = {
+    "PIL.ImageFile.LOAD_TRUNCATED_IMAGES": False,
+    "PIL.Image.MAX_IMAGE_PIXELS": 89478485,
+    "torchvision._image_backend": "PIL",
+    "torchvision._video_backend": "pyav",
+}
+
+
+def library_state() -> tuple[Any, ...]:
+    """Return what of this process decides a sample's numbers beside its dataset, as plain values."""
+    import numpy
+    import torch
+
+    machine = this_machine()
+    of_torch = (
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        getattr(torch.backends.mkldnn, "enabled", None),
+        torch.get_default_device().type,
+    )
+    errors = tuple(sorted(numpy.geterr().items()))
+    texts = (
+        repr(numpy.get_printoptions()),
+        repr(sorted(vars(torch._tensor_str.PRINT_OPTS).items())),
+        *(sys.flags.utf8_mode, locale.getpreferredencoding(False), locale.setlocale(locale.LC_ALL)),
+    )
+    context = decimal.getcontext()
+    decimals = (context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp)
+    variables = tuple((name, os.environ.get(name)) for name in _VARIABLES)
+    attributes = tuple((name, repr(_attribute(name, usual))) for name, usual in _ATTRIBUTES.items())
+    of_libraries = of_torch, errors, texts, decimals
+    return platform.system(), machine.cpu, machine.cpu_flags, versions(), of_libraries, variables, attributes
+
+
+@functools.cache
+def versions() -> tuple[tuple[str, str], ...]:
+    """Return the versions of the libraries that a snapshot does not go into, of those not loaded here, too."""
+    names = sorted(TRUSTED - sys.stdlib_module_names - {"__main__"})
+    found = []
+    for name in (part for top in names for part in _DISTRIBUTIONS.get(top, (top,))):
+        try:
+            found.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return tuple(found)
+
+
+def _attribute(name: str, usual: Any) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(sys.modules.get(module), attribute, usual)
+
+
+def replaced_in_libraries() -> str:
+    """Return the name of a library's function in whose place the script has put its own, or "".
+
+    What a library does is told by its version, unless somebody has patched it: `Image.open = mine`.
+    """
+    for name, module in list(sys.modules.items()):
+        top = name.partition(".")[0]
+        if top not in TRUSTED or top in ("__main__", "hasten") or not is_installed(top):
+            continue
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            if type(value) is types.FunctionType and _is_the_scripts(value):
+                return f"{name}.{attribute}"
+            # Not by isinstance, which asks objects for their class: some answer with a warning of their deprecation.
+            if issubclass(type(value), type) and value.__module__ == name and top not in _MANY:
+                for method, inner in list(vars(value).items()):
+                    if type(inner) is types.FunctionType and _is_the_scripts(inner):
+                        return f"{name}.{attribute}.{method}"
+    return ""
+
+
+_MANY = ("torch", "scipy", "pandas", "sklearn", "transformers")  # classes by the ten thousand
+
+
+def _is_the_scripts(function: types.FunctionType) -> bool:
+    top = (function.__module__ or "").partition(".")[0]
+    if top in ALWAYS:
+        return False
+    file = function.__code__.co_filename
+    return not file.startswith("<") and not is_library(file)

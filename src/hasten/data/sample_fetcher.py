@@ -1,0 +1,341 @@
+"""Makes the samples of a batch: each by its own random numbers, watched, with a policy for one that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from hasten.data.elastic import KeyedBatch
+from hasten.data.first_batches import KeyedPart, Packed
+from hasten.data.permutation import key_of, keys_of
+from hasten.data.remote.options import RemoteError
+from hasten.data.sample_keys import Reseed, draws_nothing
+from hasten.errors import HastenError
+from hasten.messages import warn
+
+ON_ERROR = ("raise", "skip", "substitute")
+_SHM = "/dev/shm"
+IDLE, COLLATING = -1, -2  # in place of an index, in a worker's beat
+_SHOWN = 5  # faults named in a message
+_TRIES = 10  # samples tried in the place of one that fails
+
+
+class SampleError(HastenError, RuntimeError):
+    """No batch can be made of these samples."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A sample that could not be made, and was left out or replaced.
+
+    Args:
+        index: Of the sample.
+        epoch: In which it failed.
+        error: Type and message of what it raised.
+        stack: Where.
+        substitute: Index of the sample that came in its place; None: none did.
+        where: File, row group and row of a ParquetDataset; "" of others.
+    """
+
+    index: int
+    epoch: int
+    error: str
+    stack: str
+    substitute: int | None = None
+    where: str = ""
+
+
+class Ledger:
+    """The faults of a loader's passes, and what is said of them. Iterators hold it, not the loader: no circle."""
+
+    def __init__(self) -> None:
+        self.faults: list[Fault] = []
+
+    def note(self, faults: list[Fault]) -> None:
+        """Add what failed in a batch; the first is told with its stack."""
+        if not self.faults:
+            first = faults[0]
+            warn(f"sample {first.index} of epoch {first.epoch} failed and {_fate(first)}:\n{first.stack}", stacklevel=4)
+        self.faults.extend(faults)
+
+    def tell(self) -> None:
+        """Say at the end of a pass how many failed so far."""
+        if self.faults:
+            shown = "; ".join(f"{fault.index} ({fault.error}) {_fate(fault)}" for fault in self.faults[:_SHOWN])
+            more = ", ..." if len(self.faults) > _SHOWN else ""
+            warn(f"{len(self.faults)} samples failed so far: {shown}{more}", stacklevel=4)
+
+
+def _fate(fault: Fault) -> str:
+    return "is left out" if fault.substitute is None else f"is replaced by sample {fault.substitute}"
+
+
+class FetchedBatch:
+    """A batch and the faults of its samples, on their way from a worker."""
+
+    __slots__ = ("batch", "faults")
+
+    def __init__(self, batch: Any, faults: list[Fault]) -> None:
+        self.batch = batch
+        self.faults = faults
+
+    def pin_memory(self, *device: Any) -> FetchedBatch:
+        """Called by torch's pin_memory thread."""
+        return FetchedBatch(pin_memory(self.batch, *device), self.faults)
+
+
+class SampleFetcher(Dataset[Any]):
+    """Takes the dataset's place in a loader's workers: makes the samples of a `KeyedBatch`.
+
+    Args:
+        dataset: The user's own.
+        collate: Their collate function; its own generators are reseeded, too.
+        on_error: "raise", "skip" or "substitute".
+        shared: Reseed the process-wide generators for each sample.
+    """
+
+    def __init__(self, dataset: Any, collate: Any, on_error: str, shared: bool) -> None:
+        self.dataset = dataset
+        self.on_error = on_error
+        self.faults: list[Fault] = []  # of the batch that is being made
+        self.partial = False  # whether they are a part of a batch
+        self.worker: int | None = None
+        self._beat = np.zeros(4, np.int64)  # what is being made: index, start in nanoseconds, batch
+        self.whole = getattr(dataset, "read_batch", None)  # a ParquetDataset: batches are read, not collated
+        self.reseed = None
+        if not draws_nothing(dataset, collate):
+            self.reseed = Reseed({"dataset": dataset, "collate_fn": collate}, shared)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def watched(self, beat: Any, worker: int) -> None:
+        """Note in this row, one a worker, what is being made from here on."""
+        self._beat, self.worker = beat, worker
+
+    def begins(self, index: int, number: int) -> None:
+        """Note that this sample, or step, of a batch begins."""
+        self._beat[1] = time.monotonic_ns()
+        self._beat[2] = number
+        self._beat[0] = index
+
+    def __getitems__(self, batch: list[int]) -> list[Any]:
+        """Return the samples; those that fail are dealt with as `on_error` says."""
+        if not isinstance(batch, KeyedBatch):  # of another sampler, which somebody put in the place of ours
+            batch = KeyedBatch(list(batch), 0, 0, 0)
+        self.faults = []
+        try:
+            if self.whole is not None:
+                return [self._whole(self.whole, batch)]
+            many = getattr(self.dataset, "__getitems__", None)
+            samples = self._together(many, batch) if many is not None else self._each(batch)
+            self.partial = isinstance(batch, KeyedPart)
+            if not samples and not self.partial:
+                raise SampleError(f"all {len(batch)} samples of {self._where(batch)} failed: {self.faults[0].stack}")
+            self.begins(COLLATING, batch.number)
+        except BaseException:
+            self.begins(IDLE, batch.number)
+            raise
+        return samples
+
+    def _together(self, many: Callable[[list[int]], Any], batch: KeyedBatch) -> list[Any]:
+        """Let a dataset that makes many samples at once make them, by the random numbers of the first."""
+        self.begins(batch[0], batch.number)
+        if self.reseed is not None:
+            self.reseed(_keys(batch, batch[:1])[0])
+        try:
+            return list(many(list(batch)))
+        except Exception as error:
+            if self.on_error == "raise" or isinstance(error, RemoteError):
+                error.add_note(self._note(f"one of the samples {_few(batch)}", batch, error))
+                raise
+        return self._each(batch)
+
+    def _whole(self, read: Callable[[list[int]], Any], batch: KeyedBatch) -> Any:
+        """Have a batch read at once; where that fails, find out which of its samples fail."""
+        self.begins(batch[0], batch.number)
+        if self.reseed is not None:
+            self.reseed(_keys(batch, batch[:1])[0])
+        try:
+            return read(batch)
+        except Exception as error:
+            if self.on_error == "raise" or isinstance(error, RemoteError):
+                error.add_note(self._note(f"one of the samples {_few(batch)}", batch, error))
+                raise
+        good: list[int] = []
+        for index in batch:
+            try:
+                self.dataset[index]
+                good.append(index)
+            except Exception as error:
+                if isinstance(error, RemoteError):  # the server's fault: one sample after the other would be tried
+                    raise
+                self._replace(index, error, batch, [])
+                other = self.faults[-1].substitute
+                good += [] if other is None else [other]
+        if not good:
+            raise SampleError(f"all {len(batch)} samples of {self._where(batch)} failed: {self.faults[0].stack}")
+        return read(good)
+
+    def _each(self, batch: KeyedBatch) -> list[Any]:
+        dataset, reseed, beat = self.dataset, self.reseed, self._beat
+        beat[2] = batch.number
+        keys = _keys(batch, batch) if reseed is not None else batch
+        samples = []
+        for index, key in zip(batch, keys, strict=True):
+            beat[1] = time.monotonic_ns()
+            beat[0] = index
+            if reseed is not None:
+                reseed(key)
+            try:
+                samples.append(dataset[index])
+            except Exception as error:
+                if self.on_error == "raise" or isinstance(error, RemoteError):
+                    error.add_note(self._note(f"sample {index}", batch, error))
+                    raise
+                self._replace(index, error, batch, samples)
+        return samples
+
+    def _replace(self, index: int, error: Exception, batch: KeyedBatch, samples: list[Any]) -> None:
+        """Leave out a sample, or put another in its place: which one, seed, epoch and index say."""
+        what = f"{type(error).__name__}: {error}"
+        stack = "".join(traceback.format_exception(error))
+        other = None
+        if self.on_error == "substitute":
+            for number in range(_TRIES):
+                other = key_of(batch.seed, batch.epoch, index, number) % len(self.dataset)
+                if self.reseed is not None:
+                    self.reseed(_keys(batch, [other])[0])
+                try:
+                    samples.append(self.dataset[other])
+                    break
+                except Exception as again:
+                    last = again
+            else:
+                last.add_note(self._note(f"sample {index}, and {_TRIES} others tried in its place,", batch, last))
+                raise last
+        where = getattr(self.dataset, "where", None) if self.whole is not None else None
+        place = "" if where is None else where(index)
+        self.faults.append(Fault(index, batch.epoch, what, stack, other, place))
+
+    def _where(self, batch: KeyedBatch) -> str:
+        worker = "" if self.worker is None else f", worker {self.worker}"
+        return f"batch {batch.number} of epoch {batch.epoch}{worker}"
+
+    def _note(self, which: str, batch: KeyedBatch, error: Exception) -> str:
+        said = f"hasten: {which} of {type(self.dataset).__name__} failed ({self._where(batch)})"
+        if isinstance(error, RemoteError):
+            return said
+        return (
+            f'{said}; DataLoader(on_error="skip") leaves such samples out, on_error="substitute" takes others in their '
+            "place"
+        )
+
+
+class Collate:
+    """A loader's `collate_fn`: the user's own, and what became of samples that failed.
+
+    Args:
+        collate: The user's own.
+        source: Whose samples these are.
+        shares: Move tensors to shared memory here. Where that fails (/dev/shm is full) this worker can say so; torch
+            moves them in a thread that prints an error, loses the batch, and lets the training wait forever.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], source: SampleFetcher, shares: bool) -> None:
+        self.collate = collate
+        self.source = source
+        self.shares = shares
+
+    def __call__(self, samples: Any) -> Any:
+        source = self.source
+        try:
+            if source.partial:
+                packed = Packed(samples, source.faults)
+                if self.shares:
+                    share(packed.content)
+                return packed
+            batch = samples[0] if source.whole is not None else self.collate(samples)
+            if self.shares:
+                share(batch)
+        except Exception as error:
+            error.add_note(f"hasten: while {len(samples)} samples of {type(source.dataset).__name__} were collated")
+            if no_room(error):
+                error.add_note(f"hasten: {shm_text()}")
+            raise
+        finally:
+            source.begins(IDLE, 0)
+            if source.reseed is not None:
+                source.reseed.over()
+        return FetchedBatch(batch, source.faults) if source.faults else batch
+
+
+def share(batch: Any) -> None:
+    """Move a batch's tensors to shared memory, in a worker: where /dev/shm is full it raises what `no_room` knows."""
+    for tensor in _to_share(batch):
+        if not tensor.is_shared():
+            tensor.share_memory_()
+
+
+def no_room(error: BaseException) -> bool:
+    """Whether torch says by this error that shared memory is full."""
+    return "shm" in str(error) or "shared memory" in str(error)
+
+
+def shared_bytes(batch: Any) -> int:
+    """Return the bytes of shared memory that a batch takes on its way from a worker."""
+    return sum(int(tensor.nbytes) for tensor in _to_share(batch))
+
+
+def _to_share(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        if batch.device.type == "cpu" and batch.layout == torch.strided:
+            yield batch
+    elif isinstance(batch, dict):
+        for part in batch.values():
+            yield from _to_share(part)
+    elif isinstance(batch, list | tuple):
+        for part in batch:
+            yield from _to_share(part)
+
+
+def shm_free() -> int | None:
+    """Return the bytes that are free in /dev/shm; None where there is none."""
+    try:
+        return shutil.disk_usage(_SHM).free
+    except OSError:
+        return None
+
+
+def shm_text() -> str:
+    """Return how much room shared memory has, and what to do where that is too little."""
+    try:
+        usage = shutil.disk_usage(_SHM)
+    except OSError:
+        return "There is no /dev/shm here"
+    return (
+        f"/dev/shm has {usage.free / 2**20:.0f} of {usage.total / 2**20:.0f} MB free: fewer workers, a smaller "
+        "prefetch_factor or batch_size, workers='thread', or more of it (docker run --shm-size=8g)"
+    )
+
+
+def _keys(batch: KeyedBatch, indices: list[int]) -> list[int]:
+    key = key_of(batch.seed, batch.epoch)
+    keys: list[int] = keys_of(key, np.asarray(indices, np.int64)).tolist()
+    return keys
+
+
+def _few(batch: list[int]) -> str:
+    return ", ".join(map(str, batch[:8])) + (", ..." if len(batch) > 8 else "")

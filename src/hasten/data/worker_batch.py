@@ -1,0 +1,94 @@
+"""Makes a batch in a worker, for a pass that is not its own, and notes what its making changed."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from hasten.data.code_references import SAYS, WRITES
+from hasten.data.opened_files import opened
+from hasten.data.round_trip import why_no_round_trip
+from hasten.data.sample_fetcher import no_room, share, shared_bytes, shm_free
+from hasten.data.snapshot import Snapshot, random_states
+
+END = "end"  # a task: say what a whole comparison finds changed
+_SHM_HINT = "docker run --shm-size=8g enlarges it"
+
+
+class MadeBatch:
+    """A batch that a worker made, the files it is made of, and what its making changed.
+
+    `size`: what it takes of /dev/shm, in bytes; where that has no room for it, `full` says so, and there is no batch.
+    """
+
+    __slots__ = ("batch", "changed", "drew", "files", "full", "size")
+
+    def __init__(
+        self,
+        batch: Any,
+        changed: str,
+        drew: bool,
+        files: dict[str, Any] | None = None,
+        size: int = 0,
+        full: str = "",
+    ) -> None:
+        self.batch, self.changed, self.drew, self.files = batch, changed, drew, files or {}
+        self.size, self.full = size, full
+
+    def pin_memory(self, device: str | None = None) -> MadeBatch:
+        """Called by torch's pin_memory thread."""
+        return MadeBatch(pin_memory(self.batch, device), self.changed, self.drew, self.files, self.size, self.full)
+
+
+class BatchMaker:
+    """In a worker, what torch takes for its dataset: makes the batches of the training's own fetcher."""
+
+    def __init__(self, fetcher: Any, snapshot: Snapshot, seed: int) -> None:
+        self._fetcher, self._snapshot, self._seed = fetcher, snapshot, seed
+        self._looked = False
+
+    def __getitem__(self, task: Any) -> MadeBatch:
+        if task == END:
+            return MadeBatch(None, self._snapshot.changed_at_all(), drew=False)
+        number, indices = task
+        before = seed_batch(self._seed, number)
+        size = 0
+        try:
+            with opened(everywhere=True) as heard:
+                batch = self._fetcher.fetch(indices)
+            changed = self._snapshot.changed() if self._looked else self._snapshot.changed_at_all()
+            self._looked = True
+            if not changed and self._snapshot.holds(batch):
+                changed = "its batches have parts that are the dataset's own"
+            elif not changed and (why := why_no_round_trip(batch, by_torch=True)):
+                changed = f"its batches {why}"
+            size = shared_bytes(batch)
+            if not changed:
+                share(batch)  # in a thread of torch's own, the batch would be lost and the training wait forever
+        except RuntimeError as error:  # torch's own collate moves batches to shared memory, too
+            if not no_room(error):
+                raise
+            need = f"a batch of {size / 2**20:.1f} MB" if size else "a batch"
+            least = size or 1 + (shm_free() or 0)  # torch's collate does not say how large the batch would have been
+            return MadeBatch(None, "", False, size=least, full=f"/dev/shm has no room for {need} ({_SHM_HINT})")
+        return MadeBatch(None if changed else batch, changed, random_states() != before, heard.files, size)
+
+
+def seed_batch(seed: int, number: int) -> tuple[Any, ...]:
+    """Seed the generators for a batch, the same whichever worker makes it."""
+    mixed = (seed * 1_000_003 + number) % 2**63
+    random.seed(mixed)
+    torch.default_generator.manual_seed(mixed)  # a GPU's stay: samples are made on the CPU
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(random.Random(mixed).getrandbits(32))
+    return random_states()
+
+
+def says(snapshot: Snapshot) -> str:
+    """Return why the code of samples may print or write something of its own; "" where it does not."""
+    named = sorted(snapshot.names & (SAYS | WRITES))
+    return f"samples' code names `{named[0]}`: it may say or write something of its own" if named else ""

@@ -1,0 +1,283 @@
+"""Hooks on every layer for a few steps: sizes, input shapes, what normalises what, seconds, softmaxes.
+
+The hooks are torch's global ones: nothing is left in the modules, which a script may copy or save meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from hasten.doctor.observe.inputs import first_tensor, part_of
+from hasten.evidence import Layer
+from hasten.evidence.facts import caller
+
+_SIZES = (
+    *("in_features", "out_features", "in_channels", "out_channels", "groups", "num_embeddings", "embedding_dim"),
+    *("input_size", "hidden_size", "num_layers", "num_heads", "embed_dim", "num_features", "num_groups", "nf", "nx"),
+)
+_LAST_OF = ("kernel_size", "stride", "padding", "dilation")  # a number or one for each dimension
+
+
+@dataclass
+class _Seen:
+    """Observations of one layer."""
+
+    path: str
+    module: Any
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    where: str = ""
+    normed_by: str = ""
+    channels_last: bool = False
+    calls: int = 0
+    seconds: float = 0.0
+    running: list[float] = field(default_factory=list)
+
+    def layer(self, steps: int) -> Layer:
+        module = self.module
+        return Layer(
+            path=self.path,
+            kind=type(module).__name__,
+            sizes=sizes_of(module),
+            bias=has_bias(module),
+            shape=self.shape,
+            dtype=self.dtype,
+            normed_by=self.normed_by,
+            calls=self.calls / steps,
+            seconds=self.seconds / steps,
+            where=self.where,
+            channels_last=self.channels_last,
+        )
+
+
+class LayerProbe:
+    """Looks at the layers of some models while they train.
+
+    Args:
+        models: The outermost modules.
+        timed: Measure each layer's forward; of use only where it runs when it is called, on the CPU.
+        failed: Told what went wrong in a hook; the script is not.
+    """
+
+    def __init__(self, models: Sequence[Any], timed: bool, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+        self._paths = paths_of(models)
+        self._layers = {id(module) for model in models for module in model.modules() if is_layer(module)}
+        self._roots = {id(model) for model in models}
+        self._timed = timed
+        self._thread = threading.get_ident()
+        self._order: list[_Seen] = []  # of the first call
+        self._seen: dict[int, _Seen] = {}
+        self._outputs: dict[int, tuple[Any, _Seen]] = {}  # id of an output -> (weak reference to it, whose)
+        self._inside: list[int] = []  # ids of the modules whose forward is going on
+        self._undo = contextlib.ExitStack()
+        self.inputs: list[tuple[tuple[int, ...], Any]] = []  # of the outermost modules: shape, and a part of the first
+        self.softmaxes: dict[tuple[int, ...], tuple[str, str]] = {}  # shape -> (file:line, path of the module)
+
+    def begin(self) -> None:
+        """Set the hooks."""
+        import torch
+        from torch.nn.modules import module
+
+        self._undo.callback(module.register_module_forward_pre_hook(self._before).remove)
+        after = module.register_module_forward_hook(self._after, with_kwargs=True)
+        # torch forgets to take this entry away, and then warns in compiled modules that there are hooks.
+        self._undo.callback(getattr(module, "_global_forward_hooks_with_kwargs", {}).pop, after.id, None)
+        self._undo.callback(after.remove)
+        for owner in (torch.nn.functional, torch, torch.Tensor):
+            self._watch_softmax(owner)
+
+    def end(self) -> None:
+        """Take the hooks away; may be called again."""
+        self._undo.close()
+        self._outputs.clear()
+        self._inside.clear()
+
+    def layers(self, steps: int) -> tuple[Layer, ...]:
+        """Return what was seen in so many steps, in order of the first call."""
+        return tuple(seen.layer(steps) for seen in self._order)
+
+    # -- hooks -----------------------------------------------------------------------------------------
+
+    def _before(self, module: Any, args: tuple[Any, ...]) -> None:
+        if id(module) not in self._paths or threading.get_ident() != self._thread or _is_compiling():
+            return
+        try:
+            self._inside.append(id(module))
+            if id(module) in self._layers:
+                self._begins(module, args)
+        except Exception as error:  # what is called like a layer and is not: the script goes on
+            self._failed(error)
+
+    def _after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        now = perf_counter()
+        if id(module) not in self._inside or threading.get_ident() != self._thread or _is_compiling():
+            return
+        try:
+            while self._inside and self._inside.pop() != id(module):
+                pass  # one whose forward raised, and was caught
+            given = (*args, *kwargs.values())
+            if id(module) in self._seen:
+                self._ends(module, given, output, now)
+            if id(module) in self._roots and module.training and (tensor := first_tensor(given)) is not None:
+                self.inputs.append((tuple(tensor.shape), part_of(tensor)))
+        except Exception as error:  # likewise
+            self._failed(error)
+
+    def _begins(self, module: Any, args: tuple[Any, ...]) -> None:
+        seen = self._seen.get(id(module))
+        if seen is None:
+            seen = self._seen[id(module)] = _Seen(self._paths[id(module)], module)
+            self._order.append(seen)
+            seen.where = caller()
+            self._look_at(seen, args)
+        self._link(seen, args)
+        seen.running.append(perf_counter())
+
+    def _ends(self, module: Any, args: tuple[Any, ...], output: Any, now: float) -> None:
+        seen = self._seen[id(module)]
+        if not seen.running:
+            return
+        if not seen.shape:
+            self._look_at(seen, args)
+        seen.calls += 1
+        start = seen.running.pop()
+        if self._timed:
+            seen.seconds += now - start
+        if seen.normed_by == "" and has_bias(module) and _is_affine(module):
+            self._outputs[id(output)] = (weakref.ref(output), seen)
+
+    def _look_at(self, seen: _Seen, args: tuple[Any, ...]) -> None:
+        tensor = first_tensor(args)
+        if tensor is not None:
+            seen.shape = tuple(int(size) for size in tensor.shape)
+            seen.dtype = str(tensor.dtype).removeprefix("torch.")
+            seen.channels_last = lies_channels_last(tensor)
+
+    def _link(self, seen: _Seen, args: tuple[Any, ...]) -> None:
+        """If this layer takes away the mean of another's output, channel by channel, note that of the other."""
+        if not args or not takes_away_means(seen.module):
+            return
+        found = self._outputs.get(id(args[0]))
+        if found is not None and found[0]() is args[0]:
+            found[1].normed_by = f"{seen.path} ({type(seen.module).__name__})"
+
+    def _watch_softmax(self, owner: Any) -> None:
+        plain, own = owner.softmax, "softmax" in vars(owner)
+
+        @functools.wraps(plain)
+        def softmax(*args: Any, **kwargs: Any) -> Any:
+            result = plain(*args, **kwargs)
+            if threading.get_ident() == self._thread and not _is_compiling():
+                path = self._paths[self._inside[-1]] if self._inside else ""
+                self.softmaxes.setdefault(tuple(result.shape), (caller(), path))
+            return result
+
+        def restore() -> None:
+            if owner.softmax is softmax and own:
+                owner.softmax = plain
+            elif owner.softmax is softmax:
+                del owner.softmax
+
+        owner.softmax = softmax
+        self._undo.callback(restore)
+
+
+def paths_of(models: Sequence[Any]) -> dict[int, str]:
+    """Id of each module -> its path from its outermost one; where there are several, behind the module's name."""
+    paths: dict[int, str] = {}
+    names: dict[str, int] = {}
+    for model in models:
+        kind = type(model).__name__
+        names[kind] = names.get(kind, 0) + 1
+        title = kind if names[kind] == 1 else f"{kind}#{names[kind]}"
+        for path, module in model.named_modules():
+            paths.setdefault(id(module), f"{title}.{path}" if path and len(models) > 1 else path or title)
+    return paths
+
+
+def structure(models: Sequence[Any]) -> tuple[Layer, ...]:
+    """The layers as they are built, where none may be looked at in a step: compiled ones."""
+    from torch.nn import Sequential
+
+    paths = paths_of(models)
+    seen: dict[int, _Seen] = {}
+    for model in models:
+        for module in model.modules():
+            if is_layer(module):
+                seen.setdefault(id(module), _Seen(paths[id(module)], module))
+        for chain in (module for module in model.modules() if isinstance(module, Sequential)):
+            for first, second in zip(list(chain)[:-1], list(chain)[1:], strict=True):
+                if id(first) in seen and has_bias(first) and _is_affine(first) and takes_away_means(second):
+                    seen[id(first)].normed_by = f"{paths[id(second)]} ({type(second).__name__})"
+    return tuple(one.layer(1) for one in seen.values())
+
+
+def is_layer(module: Any) -> bool:
+    """Whether a module is a layer: nothing is in it, or it computes with its parts' weights itself."""
+    return type(module).__name__ == "MultiheadAttention" or not any(True for _ in module.children())
+
+
+def sizes_of(module: Any) -> dict[str, int]:
+    """Sizes of a layer by the names of its attributes."""
+    sizes = {name: value for name in _SIZES if isinstance(value := getattr(module, name, None), int)}
+    for name in _LAST_OF:
+        value = getattr(module, name, None)
+        last = value[-1] if isinstance(value, tuple) and value else value
+        if isinstance(last, int):
+            sizes[name] = last
+    return sizes
+
+
+def has_bias(module: Any) -> bool:
+    """Whether a layer adds a bias (an RNN says so itself, attention calls it in_proj_bias)."""
+    bias = getattr(module, "bias", None)
+    return bias is True or hasattr(bias, "shape") or hasattr(getattr(module, "in_proj_bias", None), "shape")
+
+
+def takes_away_means(module: Any) -> bool:
+    """Whether a layer subtracts the mean of each channel, so that a bias in front of it changes nothing.
+
+    BatchNorm with a batch's own statistics, InstanceNorm, and GroupNorm with a group for each channel; LayerNorm
+    subtracts a mean over the channels.
+    """
+    from torch import nn
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.instancenorm import _InstanceNorm
+
+    if isinstance(module, nn.GroupNorm):
+        return module.num_groups == module.num_channels
+    if isinstance(module, _BatchNorm | _InstanceNorm):
+        own = isinstance(module, _BatchNorm) and module.training
+        return own or not module.track_running_stats or (isinstance(module, _InstanceNorm) and module.training)
+    return False
+
+
+def lies_channels_last(tensor: Any) -> bool:
+    """Whether a 4-D tensor lies channels last in memory, and not contiguous at the same time."""
+    import torch
+
+    if tensor.dim() != 4 or tensor.is_contiguous():
+        return False
+    return bool(tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _is_affine(module: Any) -> bool:
+    """Whether a layer is a linear or convolutional one."""
+    from torch import nn
+    from torch.nn.modules.conv import _ConvNd
+
+    return isinstance(module, nn.Linear | _ConvNd)
+
+
+def _is_compiling() -> bool:
+    from torch.compiler import is_compiling
+
+    return is_compiling()

@@ -1,0 +1,243 @@
+"""The process in which `measure` tries changes: reads jobs from its standard input, writes what it measured.
+
+Before and after run in turn, A B A B, so that whatever else goes on in the machine meets both; each turn repeats the
+call until it takes a few milliseconds. A median of turns is kept, and in how many of them `after` was the faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hasten.doctor.verdict.measure_cases import NO_TIME, TINY_OPERATORS, Case, Job
+from hasten.evidence import Measurement
+
+_TURN = 0.004  # seconds a turn takes at least
+_MOST = 1.2  # seconds a job takes at most
+_TURNS, _FEW = 25, 6
+
+
+def main() -> None:
+    """Do what standard input asks for."""
+    import torch
+    from pydantic import TypeAdapter
+
+    asked = json.load(sys.stdin)
+    wanted = TypeAdapter(list[Job]).validate_python(asked["jobs"])
+    if asked["threads"]:
+        torch.set_num_threads(asked["threads"])
+    torch.manual_seed(0)
+    done = []
+    ends = time.perf_counter() + asked["seconds"]
+    for index, job in enumerate(wanted):
+        left = ends - time.perf_counter()
+        limit = min(_MOST, left / (len(wanted) - index))
+        done.append(dataclasses.asdict(_try(job, asked["device"], limit)))
+    json.dump(done, sys.stdout)
+    print()
+
+
+def _try(job: Job, device: str, limit: float) -> Measurement:
+    about = Measurement(job.finding, job.what, job.where, calls=job.calls, detail=job.detail)
+    if limit < 0.05:
+        return dataclasses.replace(about, failed=NO_TIME)
+    try:
+        befores, afters = take_turns(job.before, job.after, device, limit)
+    except Exception as error:  # whatever a layer or kernel makes of these sizes: said, and the next one is tried
+        return dataclasses.replace(about, failed=f"{type(error).__name__}: {error}".splitlines()[0])
+    afters = [seconds * job.scale for seconds in afters]
+    wins = sum(after < before for before, after in zip(befores, afters, strict=True)) / len(befores)
+    return dataclasses.replace(
+        about,
+        before=statistics.median(befores) * job.times,
+        after=statistics.median(afters) * job.times,
+        wins=wins,
+        turns=len(befores),
+    )
+
+
+def take_turns(before: Case, after: Case, device: str, limit: float) -> tuple[list[float], list[float]]:
+    """Seconds per call of both, turn by turn, within about `limit` seconds; six turns unless they take thrice that."""
+    wait = _waiter(device)
+    calls = [build(case, device) for case in (before, after)]
+    repeats = 1
+    for case, call in zip((before, after), calls, strict=True):
+        with switched(case):
+            call()  # the first call allocates, and chooses kernels
+            wait()
+            single = -time.perf_counter()
+            call()
+            wait()
+            single += time.perf_counter()
+        repeats = max(repeats, min(1000, math.ceil(_TURN / max(single, 1e-7))))
+    taken: tuple[list[float], list[float]] = ([], [])
+    began = time.perf_counter()
+    while len(taken[0]) < _TURNS:
+        gone = time.perf_counter() - began
+        if gone > limit and (len(taken[0]) >= _FEW or gone > 3 * limit):
+            break
+        for case, call, seconds in zip((before, after), calls, taken, strict=True):
+            with switched(case):
+                wait()
+                start = time.perf_counter()
+                for _ in range(repeats):
+                    call()
+                wait()
+                seconds.append((time.perf_counter() - start) / repeats)
+    return taken
+
+
+def _waiter(device: str) -> Callable[[], None]:
+    import torch
+
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
+@contextlib.contextmanager
+def switched(case: Case) -> Iterator[None]:
+    """The global switches of a case, for as long as it runs."""
+    import torch
+
+    with contextlib.ExitStack() as stack:
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+        torch.set_float32_matmul_precision(case.matmul_precision)
+        torch.backends.cudnn.benchmark = case.cudnn_benchmark
+        stack.callback(torch.set_float32_matmul_precision, before[0])
+        stack.callback(setattr, torch.backends.cudnn, "benchmark", before[1])
+        if case.anomaly:
+            stack.enter_context(torch.autograd.set_detect_anomaly(True))
+        if case.profiler:
+            stack.enter_context(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]))
+        yield
+
+
+def build(case: Case, device: str) -> Callable[[], object]:
+    """A function that runs a case once: forward and backward, or an optimizer's step."""
+    import torch
+
+    if case.parameters:
+        return _optimizer(case, device)
+    if case.kind == "tiny":
+        return _tiny(case, device)
+    if case.kind in ("attention", "sdpa"):
+        return _attention(case, device)
+    dtype = getattr(torch, case.dtype)
+    layer = _layer(case).to(device=device, dtype=dtype)
+    if case.kind == "Embedding":
+        inputs: Any = torch.randint(case.sizes["num_embeddings"], case.shape, device=device)
+        targets = list(layer.parameters())
+    else:
+        inputs = torch.randn(case.shape, device=device, dtype=dtype)
+        if case.channels_last:
+            layer, inputs = layer.to(memory_format=torch.channels_last), _last(inputs)
+        targets = list(layer.parameters()) if case.first else [inputs.requires_grad_(), *layer.parameters()]
+    return _differentiated(lambda: layer(inputs), targets, case.autocast, device)
+
+
+def _last(tensor: Any) -> Any:
+    import torch
+
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def _layer(case: Case) -> Any:
+    from torch import nn
+
+    sizes = case.sizes
+    layer: Any
+    if case.kind == "Linear":
+        layer, width = nn.Linear(sizes["in_features"], sizes["out_features"], case.bias), sizes["out_features"]
+    elif case.kind == "Embedding":
+        return nn.Embedding(sizes["num_embeddings"], sizes["embedding_dim"])
+    elif case.kind in ("LSTM", "GRU"):
+        layers = sizes.get("num_layers", 1)
+        return getattr(nn, case.kind)(case.shape[-1], sizes["hidden_size"], layers, batch_first=True)
+    else:
+        kernel = sizes.get("kernel_size", 3)
+        layer = getattr(nn, case.kind)(
+            sizes["in_channels"],
+            sizes["out_channels"],
+            kernel,
+            stride=sizes.get("stride", 1),
+            padding=sizes.get("padding", kernel // 2),
+            dilation=sizes.get("dilation", 1),
+            groups=sizes.get("groups", 1),
+            bias=case.bias,
+        )
+        width = sizes["out_channels"]
+    return nn.Sequential(layer, getattr(nn, case.norm)(width)) if case.norm else layer
+
+
+def _differentiated(forward: Callable[[], Any], targets: list[Any], autocast: str, device: str) -> Callable[[], object]:
+    """Forward and backward; gradients are given back rather than added up."""
+    import torch
+
+    context = torch.autocast(device, getattr(torch, autocast)) if autocast else contextlib.nullcontext()
+    gradient: list[Any] = []
+
+    def call() -> object:
+        with context:
+            output = forward()
+        output = output[0] if isinstance(output, tuple) else output
+        if not gradient:
+            gradient.append(torch.randn_like(output))
+        return torch.autograd.grad(output, targets, gradient[0])
+
+    return call
+
+
+def _attention(case: Case, device: str) -> Callable[[], object]:
+    import torch
+
+    query, key, value = (torch.randn(case.shape, device=device, requires_grad=True) for _ in range(3))
+    scale = case.shape[-1] ** -0.5
+
+    def by_hand() -> Any:
+        return torch.softmax(query @ key.transpose(-2, -1) * scale, -1) @ value
+
+    def fused() -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+    forward = by_hand if case.kind == "attention" else fused
+    return _differentiated(forward, [query, key, value], case.autocast, device)
+
+
+def _tiny(case: Case, device: str) -> Callable[[], object]:
+    """20 small layers of two operators, with four more in the backward of each: `TINY_OPERATORS` in all."""
+    import torch
+
+    start = torch.randn(case.shape, device=device, requires_grad=True)
+    layers = [torch.nn.Linear(case.shape[-1], case.shape[-1], device=device) for _ in range(TINY_OPERATORS // 6)]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+
+    def forward() -> Any:
+        value = start
+        for layer in layers:
+            value = torch.relu(layer(value))
+        return value
+
+    return _differentiated(forward, [start, *parameters], "", device)
+
+
+def _optimizer(case: Case, device: str) -> Callable[[], object]:
+    import torch
+
+    parameters = [torch.randn(shape, device=device, requires_grad=True) for shape in case.parameters]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    options: dict[str, Any] = {**case.options, "lr": 1e-5}
+    options.update({"fused": True} if case.fused else {"foreach": case.foreach})
+    optimizer = getattr(torch.optim, case.kind)(parameters, **options)
+    step: Callable[[], object] = optimizer.step
+    return step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Names what was not observed of a run, and why."""
+
+from __future__ import annotations
+
+from hasten.doctor.verdict.measure_cases import NO_TIME
+from hasten.doctor.verdict.steady_use import steady_use
+from hasten.evidence import Evidence
+from hasten.evidence.weigh import on_gpu
+
+_FEW_SAMPLES = 4
+_TURNS = 6  # below which no number of wins makes a change sure (`Measurement.saved`)
+
+
+def unseen(evidence: Evidence) -> tuple[str, ...]:
+    """Sentences, the most important first."""
+    return tuple(
+        line for line in (*_who_listened(evidence), *_gpu(evidence), *_machine(evidence), *_rest(evidence)) if line
+    )
+
+
+def _who_listened(evidence: Evidence) -> list[str]:
+    by = {"run": "`hasten run`", "trainer": "the Trainer", "": "the Trainer", "trial": "a trial of `hasten tune`"}
+    who = by.get(evidence.listened)
+    if who is not None:
+        return [
+            f"lines, layers, inputs and use of the machine: {who} listens to steps only; `hasten doctor SCRIPT` looks"
+        ]
+    sampled = evidence.sampled
+    if not evidence.step_phases or evidence.listened == "live":
+        return []
+    if sampled is None:
+        return ["layers and operators: no step was looked into"]
+    return [f"layers and operators: {sampled.skipped}"] if sampled.skipped else []
+
+
+def _gpu(evidence: Evidence) -> list[str]:
+    if evidence.machine.device != "cuda":
+        return ["the GPU: this machine has none, so nothing is said of copies, host syncs, kernels or precision there"]
+    if on_gpu(evidence) and not evidence.device_clock:
+        return ["the GPU's own clock: phases are times of the calls that start its work"]
+    return []
+
+
+def _machine(evidence: Evidence) -> list[str]:
+    if evidence.listened not in ("doctor", "live") or not evidence.step_phases:
+        return []
+    use = steady_use(evidence)
+    if use is None and evidence.listened == "live":
+        return ["use of the machine: it is sampled from now on, the steps shown are from before"]
+    if use is None:
+        why = "its steady steps were over before a sample was taken" if evidence.use is not None else "none was taken"
+        return [f"use of the machine: {why}; more --steps show it"]
+    if use.samples < _FEW_SAMPLES:
+        return [
+            f"use of the machine: only {use.samples} samples fell into the steady steps; more --steps show it better"
+        ]
+    return []
+
+
+def _rest(evidence: Evidence) -> list[str]:
+    lines = []
+    if evidence.flags.distributed > 1:
+        lines.append(f"ranks other than {evidence.rank} of {evidence.flags.distributed}: one is listened to")
+    if evidence.every > 1:
+        lines.append(f"every step: of {evidence.steps} steps one of {evidence.every} was kept")
+    hasty = [one for one in evidence.measured if one.failed == NO_TIME or (not one.failed and one.turns < _TURNS)]
+    if hasty:
+        few = f"{len(hasty)} of {len(evidence.measured)}"
+        lines.append(f"what {few} changes would bring: this machine had no time to try them often enough")
+    use = steady_use(evidence)
+    if evidence.measured and use is not None and not on_gpu(evidence) and use.others >= evidence.machine.cores / 2:
+        lines.append(
+            "what changes are worth on a machine of one's own: others computed here while they were tried, and threads "
+            "that wait for a core make small operators seem slow"
+        )
+    return [*lines, *evidence.skipped]

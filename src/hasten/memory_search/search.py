@@ -1,0 +1,369 @@
+"""The cheapest plan that fits: plans tried under the limit, each in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hasten.batch.attempt import Attempt
+from hasten.batch.trouble import below_torch, what_holds_it
+from hasten.errors import HastenError, script_fails
+from hasten.memory_search.knapsack import as_setting, bytes_more, computed_again, kept_bytes, largest, seconds_again
+from hasten.memory_search.limit import Limit
+from hasten.memory_search.savings import BUDGETS, Saving, acting, blocks_in, in_order, left_alone, within
+from hasten.plan import Setting
+from hasten.techniques import toml_value
+
+_SLOWER = 1.05  # times the step: bf16 that brings more is kept where it is not needed
+_MOST_TRIALS = 5  # of sets of blocks
+_COARSE = 64  # of what all blocks hold: nearer to the limit is not looked
+
+Techniques = dict[str, Setting]
+
+
+class Plans(Protocol):
+    """Trains some steps under a plan: `hasten.batch.attempt.Attempts`."""
+
+    def run(self, *, plan: Mapping[str, Setting]) -> Attempt:
+        """Run one attempt under the limit."""
+        ...
+
+
+@dataclass(frozen=True)
+class Try:
+    """One plan that was tried.
+
+    Attributes:
+        plan: Technique -> setting; empty: the script as it is.
+        attempt: What it came to.
+        predicted: Peak in bytes that was expected of it; 0: none was.
+    """
+
+    plan: Techniques
+    attempt: Attempt
+    predicted: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether it trained within the limit."""
+        return self.attempt.outcome == "ok"
+
+    @property
+    def peak(self) -> int:
+        """Greatest memory in bytes, before the training too."""
+        return max(self.attempt.peak, self.attempt.before)
+
+
+@dataclass
+class SearchResult:
+    """The result of the search.
+
+    Attributes:
+        limit: What the training may have.
+        tries: In the order in which they were made.
+        chosen: The cheapest that fits.
+        excluded: Techniques that were left out, and why.
+        left: What was not looked at for want of time.
+        interrupted: Ctrl-C ended it; `chosen` is the best until then.
+    """
+
+    limit: Limit
+    tries: list[Try]
+    chosen: Try
+    excluded: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def plain(self) -> Try:
+        """The script as it is."""
+        return self.tries[0]
+
+    def without(self, name: str) -> Try | None:
+        """Return the try of the chosen plan without a technique, or of one with more that did not fit."""
+        rest = {other: setting for other, setting in self.chosen.plan.items() if other != name}
+        return next((one for one in self.tries if settings_of(one.plan) == settings_of(rest)), None) or cannot_fit(
+            rest, self.tries
+        )
+
+
+def find_plan(
+    plans: Plans,
+    limit: Limit,
+    savings: Sequence[Saving],
+    say: Callable[[str], None],
+    until: float = float("inf"),
+    ran_out: str = "",
+) -> SearchResult:
+    """Find the cheapest plan under which a training fits.
+
+    All savings together first: where that does not fit nothing does. Then one saving after the other, the cheapest
+    first, until it fits; then without each that may not be needed, and with those blocks computed again that fit at
+    the least time. Every answer is a trial under the limit.
+
+    Args:
+        plans: Makes the trials.
+        limit: Of the training's memory.
+        savings: What lowers it, the cheapest first.
+        say: Gets a line for each trial.
+        until: On the monotonic clock: what is not looked at by then is named in the answer.
+        ran_out: How the script as it is has run out of memory, where that is known; "": it is tried.
+
+    Raises:
+        HastenError: The script fails by itself, or fits under no plan.
+    """
+    search = _PlanSearch(plans, limit, savings, say, until)
+    return search.run(Try({}, Attempt(0, "out of memory", reason=ran_out)) if ran_out else None)
+
+
+class _Late(Exception):  # noqa: N818 - no error: the time is over
+    """There is no time for another trial."""
+
+
+class _PlanSearch:
+    """One search as it goes on."""
+
+    def __init__(
+        self, plans: Plans, limit: Limit, savings: Sequence[Saving], say: Callable[[str], None], until: float
+    ) -> None:
+        self._plans, self._limit, self._say, self._until = plans, limit, say, until
+        names = {saving.name for saving in savings}
+        self._spare = [saving for saving in savings if saving.instead_of in names]
+        self._savings = [saving for saving in savings if saving not in self._spare]
+        self._tries: list[Try] = []
+        self._excluded: dict[str, str] = {}
+        self._longest = 0.0
+
+    def run(self, plain: Try | None) -> SearchResult:
+        if plain is None:
+            plain = self._try({})
+        else:
+            self._tries.append(plain)
+        if plain.fits:
+            return SearchResult(self._limit, self._tries, plain)
+        if too_little := below_torch(plain.attempt, self._limit.room, self._limit.words):
+            raise too_little
+        if plain.attempt.outcome == "timeout":
+            raise HastenError("the script did not come to train within a trial's time", "give it a longer --budget")
+        if plain.attempt.outcome != "out of memory":
+            raise script_fails(plain.attempt.reason, "")
+        best = self._all()
+        left: list[str] = []
+        interrupted = False
+        try:
+            best = self._up(best)
+            best = self._lighter(best)
+            best = self._other_way(best)
+            best = self._fewer_blocks(best)
+            best = self._larger_budget(best)
+        except _Late:
+            best = self._cheapest()
+            left.append("whether a cheaper plan fits, for want of time: give it a longer --budget")
+        except KeyboardInterrupt:
+            best, interrupted = self._cheapest(), True
+            left.append("whether a cheaper plan fits: stopped by Ctrl-C")
+        return SearchResult(self._limit, self._tries, best, self._excluded, left, interrupted)
+
+    # -- trials --------------------------------------------------------------------------------------------
+
+    def _try(self, techniques: Techniques, predicted: int = 0, in_any_case: bool = False) -> Try:
+        plan = in_order(techniques)
+        known = [one for one in self._tries if settings_of(one.plan) == settings_of(plan)]
+        if known:
+            return known[0]
+        start = time.monotonic()
+        if self._tries and not in_any_case and start + self._longest > self._until:
+            raise _Late
+        attempt = self._plans.run(plan=plan)
+        self._longest = max(self._longest, time.monotonic() - start)
+        done = Try(plan, _within(attempt, self._limit), predicted)
+        self._tries.append(done)
+        self._say(f"{in_words(plan)}: {came_to(done)}")
+        return done
+
+    def _cheapest(self) -> Try:
+        """Return the cheapest so far, without techniques that act on nothing."""
+        fitting = [one for one in self._tries if one.fits]
+        needed = [one for one in fitting if not any(_is_lighter(other, one) for other in fitting)]
+        found = min(needed, key=lambda one: one.attempt.seconds)
+        acts = {name: setting for name, setting in found.plan.items() if name not in self._excluded}
+        return Try(acts, found.attempt, found.predicted)
+
+    # -- all of them ---------------------------------------------------------------------------------------
+
+    def _all(self) -> Try:
+        """Try all savings, without those that fail; keep those that act.
+
+        Raises:
+            HastenError: It does not fit.
+        """
+        while self._savings:
+            tried = self._try({saving.name: saving.setting for saving in self._savings}, in_any_case=True)
+            if tried.fits:
+                self._excluded |= left_alone(tried.plan, tried.attempt)
+                acts = acting(tried.plan, tried.attempt)
+                self._savings = [saving for saving in self._savings if saving.name in acts]
+                return tried
+            if tried.attempt.outcome == "out of memory":
+                without = {saving.name: saving.setting for saving in self._savings if saving.name != "precision"}
+                # Casts of many weights may take more than 16-bit activations save.
+                if len(without) < len(self._savings) and self._try(without, in_any_case=True).fits:
+                    self._exclude("precision", "it takes more memory than it saves here")
+                elif self._spare:
+                    spare = self._spare[0]
+                    self._exclude(spare.instead_of, f"it is not enough: {spare.name} was tried in its place")
+                else:
+                    break
+                continue
+            name, why = self._culprit(tried), tried.attempt.reason or tried.attempt.outcome
+            self._exclude(name, why.partition(f"hasten: {name}: ")[2] or why)
+        raise self._hopeless()
+
+    def _culprit(self, tried: Try) -> str:
+        """Which technique fails: the one that its error names, or else the one that changes most, or takes longest."""
+        if tried.attempt.outcome == "timeout":
+            return self._savings[-1].name
+        by_name = next((name for name in tried.plan if f"hasten: {name}:" in tried.attempt.reason), "")
+        return by_name or next(name for name in reversed(_BY_CHANGE) if name in tried.plan)
+
+    def _exclude(self, name: str, why: str) -> None:
+        self._excluded[name] = why
+        free = [saving for saving in self._spare if saving.instead_of == name]
+        self._spare = [saving for saving in self._spare if saving not in free]
+        self._savings = [saving for saving in self._savings if saving.name != name] + free
+
+    def _hopeless(self) -> HastenError:
+        ran_out = [one for one in self._tries if one.attempt.outcome == "out of memory"]
+        most = max(ran_out, key=lambda one: len(one.plan))
+        lines = [f"the training does not fit into {self._limit.words}, not even under {in_words(most.plan)}"]
+        lines += what_holds_it(most.attempt)
+        lines += [f"{name} was left out: {why}" for name, why in self._excluded.items()]
+        return HastenError(
+            "\n".join(lines),
+            "allow more memory, or make the model or the script's batch smaller",
+        )
+
+    # -- the cheapest of them ------------------------------------------------------------------------------
+
+    def _up(self, best: Try) -> Try:
+        """One saving after the other, until it fits."""
+        for count in range(1, len(self._savings)):
+            tried = self._try({saving.name: saving.setting for saving in self._savings[:count]})
+            if tried.fits:
+                return tried
+        return self._try({saving.name: saving.setting for saving in self._savings}) if self._savings else best
+
+    def _lighter(self, best: Try) -> Try:
+        """Without each technique that is not needed, the dearest first. bf16 stays where it makes steps shorter."""
+        for name in [saving.name for saving in reversed(self._savings) if saving.name in best.plan]:
+            rest = {other: setting for other, setting in best.plan.items() if other != name}
+            if cannot_fit(rest, self._tries):
+                continue
+            tried = self._try(rest)
+            # The others never make steps shorter: what a busy machine seems to say of them does not count.
+            if tried.fits and (name != "precision" or tried.attempt.seconds <= _SLOWER * best.attempt.seconds):
+                best = tried
+        return best
+
+    def _other_way(self, best: Try) -> Try:
+        """Without the dearest saving, but with those above it: what is dear here may not be what mostly is."""
+        dearest = next((saving for saving in reversed(self._savings) if saving.name in best.plan), None)
+        if dearest is None or dearest is self._savings[-1]:
+            return best
+        tried = self._try({saving.name: saving.setting for saving in self._savings if saving is not dearest})
+        if not tried.fits:
+            return best
+        tried = self._lighter(tried)
+        return min(best, tried, key=lambda one: one.attempt.seconds)
+
+    def _fewer_blocks(self, best: Try) -> Try:
+        """Compute again only the blocks that the knapsack names.
+
+        How much the others may keep together is what trials say: first all that the backward leaves room for, then,
+        where the forward's end needs more than that (large logits), what is left below the limit with all blocks
+        computed again, then between what fitted and what did not.
+        """
+        name, blocks = "activation_checkpointing", best.attempt.blocks
+        if best.plan.get(name) is not True or len(blocks) < 2:
+            return best
+        count, least, fits = blocks_in(best.attempt), best.peak, frozenset(range(len(blocks)))
+        spare = self._limit.room - least
+        low, high = 0, kept_bytes(blocks, ())  # all kept does not fit, or the plan would not need the technique
+        kept, grain, trials = spare + largest(blocks), max(1, high // _COARSE), 0
+        while trials < _MOST_TRIALS and high - low > grain:
+            kept = min(max(kept, low), high - 1)
+            again = computed_again(blocks, spare, kept)
+            if seconds_again(blocks, again) >= seconds_again(blocks, fits):
+                low, kept = kept, (kept + high) // 2 + 1  # nothing cheaper up to there
+                continue
+            trials += 1
+            predicted = least + bytes_more(blocks, again)
+            tried = self._try({**best.plan, name: as_setting(blocks, again, count)}, predicted)
+            if tried.fits:
+                best, fits, low = tried, again, kept_bytes(blocks, again)
+                spare += max(0, predicted - tried.peak)
+                kept = low + self._limit.room - tried.peak
+            else:
+                high = kept_bytes(blocks, again)
+                kept = spare if low < spare < high else (low + high) // 2
+        return best
+
+    def _larger_budget(self, best: Try) -> Try:
+        """Have compiled models keep as much of their activations as fits."""
+        if "compile" not in best.plan:
+            return best
+        for budget in reversed(BUDGETS[1:]):  # each is tried: a larger budget may come to a smaller peak
+            tried = self._try({**best.plan, "compile": within(budget)})
+            if tried.fits:
+                return tried
+        return best
+
+
+_BY_CHANGE = (
+    "no_grad_validation", "allocator", "chunked_loss", "precision", "activation_offload", "activation_checkpointing",
+    "optimizer_in_backward", "compile",
+)  # fmt: skip
+
+
+def _is_lighter(one: Try, other: Try) -> bool:
+    """Whether a plan is a part of another, and both or neither compute in 16 bits."""
+    part = settings_of(one.plan) < settings_of(other.plan)
+    return part and ("precision" in one.plan) == ("precision" in other.plan)
+
+
+def settings_of(plan: Mapping[str, Setting]) -> frozenset[tuple[str, str]]:
+    """Return a plan's settings as a plan file has them, for comparisons: in Python, `True` equals 1 block."""
+    return frozenset((name, toml_value(setting)) for name, setting in plan.items())
+
+
+def cannot_fit(plan: Techniques, tries: Sequence[Try]) -> Try | None:
+    """Return a try that did not fit of a plan that holds all of this one, and more; None where there is none.
+
+    With 16 bits on one side only there is no telling: casts of many weights may take more than activations save.
+    """
+    for tried in tries:
+        if _is_lighter(Try(plan, tried.attempt), tried) and tried.attempt.outcome == "out of memory":
+            return tried
+    return None
+
+
+def _within(attempt: Attempt, limit: Limit) -> Attempt:
+    """Return the attempt; as out of memory where its exact peak, which only it sees itself, was above the room."""
+    peak = max(attempt.peak, attempt.before)
+    if attempt.outcome != "ok" or attempt.device == "cuda" or peak <= limit.room:
+        return attempt
+    return Attempt(**{**vars(attempt), "outcome": "out of memory", "reason": f"{peak / 1e9:.2f} GB at its peak"})
+
+
+def in_words(plan: Mapping[str, Setting]) -> str:
+    """Return a plan in a line."""
+    return ", ".join(f"{name} = {toml_value(setting)}" for name, setting in plan.items()) or "the script as it is"
+
+
+def came_to(tried: Try) -> str:
+    """Return what a try came to, in a few words."""
+    if tried.fits:
+        return f"{tried.peak / 1e6:.0f} MB, {tried.attempt.seconds * 1e3:.1f} ms a step"
+    return f"{tried.attempt.outcome} ({tried.attempt.reason})" if tried.attempt.reason else tried.attempt.outcome

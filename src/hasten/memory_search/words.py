@@ -1,0 +1,139 @@
+"""The result of a search for a plan that fits: in words, as JSON, and as a plan."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+from typing import Any
+
+import hasten
+from hasten.batch.trouble import rises
+from hasten.batch.words import gigabytes
+from hasten.evidence import Machine
+from hasten.memory_search.search import SearchResult, Try, came_to, in_words
+from hasten.plan import DEFAULT_NAME, Plan
+from hasten.techniques import CATALOGUE, Effect
+from hasten.tuner.report_paths import shorten
+
+SCHEMA = "hasten-memory/1"
+
+
+def lines(found: SearchResult, command: tuple[str, ...], out: str) -> list[str]:
+    """Return the page for a terminal.
+
+    Args:
+        found: What the search came to.
+        command: The training's own command line.
+        out: The plan's file, as a person names it.
+    """
+    if not found.chosen.plan:
+        return [
+            f"the training fits into {found.limit.words} as it is: {came_to(found.plain)}",
+            *_rising(found),
+            "No plan was written. To make it faster: hasten tune, without --memory.",
+        ]
+    chosen, attempt = found.chosen, found.chosen.attempt
+    page = [
+        f"as it is, the training does not fit into {found.limit.words}: {found.plain.attempt.reason}",
+        f"it fits under: {in_words(chosen.plan)}",
+        f"peak {gigabytes(chosen.peak)}{_predicted(chosen)}, a step takes {attempt.seconds * 1e3:.1f} ms",
+        *_rising(found),
+        "",
+        f"{'':<28}{'effect':<12}without it",
+    ]
+    for name, setting in chosen.plan.items():
+        page.append(f"  {name:<26}{CATALOGUE[name].effect_of(setting):<12}{_without(found, name)}")
+    page += ["", "what was tried:", f"{'peak':>12}{'ms a step':>12}   plan"]
+    page += [_row(one) for one in found.tries]
+    page += [f"left out: {name}: {why}" for name, why in found.excluded.items()]
+    page += [f"not looked at: {what}" for what in found.left]
+    plan = [] if out == DEFAULT_NAME else ["--plan", out]
+    page += ["", *_unchecked(found), f"Run it: {shlex.join(['hasten', 'run', *plan, *command])}"]
+    return page
+
+
+def as_json(found: SearchResult, command: tuple[str, ...]) -> dict[str, Any]:
+    """Return plain data, for a file."""
+    return {
+        "schema": SCHEMA,
+        "command": list(command),
+        "memory_limit_bytes": found.limit.size,
+        "trial_limit_bytes": found.limit.room,
+        "fits_as_it_is": found.plain.fits,
+        "plan": dict(found.chosen.plan),
+        "peak_bytes": found.chosen.peak,
+        "predicted_peak_bytes": found.chosen.predicted or None,
+        "step_seconds": found.chosen.attempt.seconds,
+        "rises_bytes_a_step": round(found.chosen.attempt.grows),
+        "checked": False,
+        "tries": [
+            {
+                "plan": dict(one.plan),
+                "outcome": one.attempt.outcome,
+                "reason": one.attempt.reason,
+                "peak_bytes": one.peak if one.fits else None,
+                "predicted_peak_bytes": one.predicted or None,
+                "step_seconds": one.attempt.seconds if one.fits else None,
+            }
+            for one in found.tries
+        ],
+        "left_out": dict(found.excluded),
+        "not_looked_at": list(found.left),
+        "interrupted": found.interrupted,
+    }
+
+
+def plan_of(found: SearchResult, command: tuple[str, ...], machine: Machine, torch: str) -> Plan:
+    """Return the plan, with what each technique brought as comments."""
+    chosen = found.chosen
+    made = {
+        "command": shorten(" ".join(command)),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hasten": hasten.__version__,
+        "torch": torch,
+        "memory": f"{found.limit.words}; peak {gigabytes(chosen.peak)}{_predicted(chosen)}",
+        "step": f"{chosen.attempt.seconds * 1e3:.1f} ms",
+        "check": "not known",
+    }
+    comments = {
+        name: f"{CATALOGUE[name].effect_of(setting)}; without it: {_without(found, name)}"
+        for name, setting in chosen.plan.items()
+    }
+    here = {"device": machine.device, "cpu": machine.cpu, "cores": machine.cores, "gpus": machine.gpus}
+    return Plan(chosen.plan, comments, made, here)
+
+
+def _rising(found: SearchResult) -> list[str]:
+    """Say that what fits in a short trial will not in a long run."""
+    grows = found.chosen.attempt.grows
+    return [f"BUT {rises(grows, found.limit.size - found.chosen.peak)}"] if grows else []
+
+
+def _predicted(tried: Try) -> str:
+    return f" ({gigabytes(tried.predicted)} predicted)" if tried.predicted else ""
+
+
+def _without(found: SearchResult, name: str) -> str:
+    """Say what the plan is without a technique."""
+    tried = found.without(name)
+    if tried is None:
+        return "not tried"
+    more = "" if len(tried.plan) < len(found.chosen.plan) else f", even under {in_words(tried.plan)}"
+    return came_to(tried) + more
+
+
+def _row(tried: Try) -> str:
+    if not tried.fits:
+        return f"{tried.attempt.outcome:>24}   {in_words(tried.plan)}"
+    return f"{gigabytes(tried.peak):>12}{tried.attempt.seconds * 1e3:>12.1f}   {in_words(tried.plan)}"
+
+
+def _unchecked(found: SearchResult) -> list[str]:
+    exact = all(CATALOGUE[name].effect_of(setting) is Effect.EXACT for name, setting in found.chosen.plan.items())
+    return [
+        "By what its techniques promise, the plan trains to the same bits as the script does without a limit."
+        if exact
+        else "By what its techniques promise, the plan computes the same mathematics in other rounding.",
+        "Not checked here: where the plain run does not fit there is nothing to compare with. `hasten check` compares",
+        "the two on a machine where it does.",
+    ]

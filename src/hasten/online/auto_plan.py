@@ -1,0 +1,77 @@
+"""The files that a run which was tuned while it went on leaves behind: its plan, and its schedule of switches."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+from hasten.errors import HastenError
+from hasten.evidence import this_machine
+from hasten.files import check_target
+from hasten.online.course import Course
+from hasten.online.switches import is_schedule
+from hasten.plan import DEFAULT_NAME, Plan
+
+AUTO_NAME = "hasten-auto.toml"
+_BY = "hasten run --auto"
+
+
+def plan_of(course: Course, chosen: frozenset[int], command: tuple[str, ...]) -> Plan:
+    """The plan of what was chosen, with what was seen of each as comments."""
+    import torch
+
+    machine, estimates = this_machine(), course.estimates(chosen)
+    kept = [(course.candidates[i], estimates[i]) for i in sorted(chosen)]
+    return Plan(
+        {one.name: one.setting for one, _ in kept},
+        {one.name: "{:.2f}x [{:.2f}, {:.2f}] in the run itself".format(*found.ratio) for one, found in kept},
+        {
+            "by": _BY,
+            "command": " ".join(command)[:1000],
+            "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "hasten": version("hasten"),
+            "torch": torch.__version__,
+            "speedup": f"{gain_of(course, chosen):.2f}x{beside_others(course)}",
+            "proven": "no",
+        },
+        {"device": machine.device, "cpu": machine.cpu, "cores": machine.cores, "gpus": machine.gpus},
+    )
+
+
+def gain_of(course: Course, chosen: frozenset[int]) -> float:
+    """How many times faster a step is with these on, as far as is known."""
+    return math.exp(-course.posterior.gain(chosen)[0])
+
+
+def beside_others(course: Course) -> str:
+    """What makes such a figure doubtful: that others disturbed most blocks; "" where they did not."""
+    seen = course.posterior.seen
+    return " while others took of the CPU" if 2 * sum(block.disturbed for block in seen) > len(seen) else ""
+
+
+def is_auto_plan(content: bytes) -> bool:
+    """Whether this is a plan that such a run left, and no person's."""
+    try:
+        data = tomllib.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    made = data.get("hasten")
+    return isinstance(made, dict) and made.get("by") == _BY
+
+
+def new_files(plan: Path) -> Path:
+    """Return where the schedule of switches goes that belongs to this plan; an earlier run's is removed.
+
+    Raises:
+        HastenError: One of the two files is somebody else's, or cannot be written.
+    """
+    schedule = plan.with_suffix(".schedule")
+    if plan.name == DEFAULT_NAME or plan == schedule:
+        raise HastenError(f"--auto does not write its plan to {plan}", f"name another file, such as {AUTO_NAME}")
+    check_target(plan, "the plan", is_auto_plan)
+    check_target(schedule, "the schedule of switches", is_schedule)
+    schedule.unlink(missing_ok=True)  # the process that trains makes its own
+    return schedule

@@ -1,0 +1,111 @@
+"""Which techniques apply to a training, and what is expected of each before it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hasten.evidence import Evidence, Phase
+from hasten.evidence.figures import percent
+from hasten.online.options import Candidate
+from hasten.plan import Setting
+from hasten.techniques import CATALOGUE, Effect, Liveness, Refusal, Resource, Technique
+
+_EXPECTED = 0.2  # of the share of the step that a technique relieves, as log(seconds per step)
+_SPREAD, _SPREAD_BY_SHARE = 0.06, 0.3
+_DOUBTED = {"cpu_threads": 0.1, "debug_off": -0.02, "cudnn_benchmark": -0.02}
+_SLIGHT = 0.03  # what lies in memory management or in switches that most steps do not feel
+_LITTLE = 0.05  # of the step: less to win is not worth the blocks it takes to see it
+_MOST_SETTINGS = 2  # of a technique: each must be asked in many blocks
+_NEXT_BEST = 0.7  # of the first setting's worth is expected of the next
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A technique that was not measured, and why it cannot help or is not safe here."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Applicable:
+    """Techniques that may help a training.
+
+    Attributes:
+        candidates: Settings worth trying.
+        why: Technique -> what of the evidence speaks for it.
+        skipped: Techniques that are not tried, and why.
+    """
+
+    candidates: tuple[Candidate, ...]
+    why: Mapping[str, str]
+    skipped: tuple[Skipped, ...]
+
+
+def applicable(evidence: Evidence, *, only: frozenset[str] = frozenset(), warm: bool = True) -> Applicable:
+    """Ask every technique of the catalogue.
+
+    Args:
+        evidence: Of the script as it is, with datasets asked what repeats itself.
+        only: Names of the techniques to try; empty for all.
+        warm: Whether techniques must be switched while the training runs.
+    """
+    shares = shares_of(evidence)
+    candidates: list[Candidate] = []
+    why: dict[str, str] = {}
+    skipped: list[Skipped] = []
+    for name, technique in CATALOGUE.items():
+        if only and name not in only:
+            skipped.append(Skipped(name, "not among those that --only names"))
+        elif technique.effect is Effect.TRAJECTORY:
+            skipped.append(Skipped(name, "changes the optimisation path: judged with --allow trajectory --target"))
+        elif isinstance(answer := technique.settings(evidence), Refusal):
+            skipped.append(Skipped(name, answer.reason))
+        elif technique.relieves is Resource.DATA and shares[Resource.DATA] < _LITTLE:
+            skipped.append(Skipped(name, f"the step waits {percent(shares[Resource.DATA])} of its time for data"))
+        else:
+            settings = [one for one in answer.settings if not warm or _is_live(technique, one)]
+            if not settings:
+                skipped.append(Skipped(name, "acts only from a process's start, and tune switches while it runs"))
+                continue
+            why[name] = answer.why
+            candidates += _with_priors(technique, settings[:_MOST_SETTINGS], shares[technique.relieves])
+    return Applicable(tuple(candidates), why, tuple(skipped))
+
+
+def shares_of(evidence: Evidence) -> dict[Resource, float]:
+    """How much of the time each resource's techniques could relieve, from 0 to 1."""
+    compute = evidence.share(Phase.FORWARD) + evidence.share(Phase.BACKWARD)
+    return {
+        Resource.DATA: evidence.share(Phase.DATA),
+        Resource.TRANSFER: evidence.share(Phase.TRANSFER),
+        Resource.COMPUTE: compute,
+        Resource.MEMORY: compute,
+        Resource.OPTIMIZER: evidence.share(Phase.OPTIMIZER),
+        Resource.VALIDATION: validation_share(evidence),
+    }
+
+
+def validation_share(evidence: Evidence) -> float:
+    """Share of the passes' time that went to those without training."""
+    trained = sum(over.end - over.start for over in evidence.passes if over.trained)
+    validated = sum(over.end - over.start for over in evidence.passes if not over.trained)
+    return validated / (trained + validated) if trained + validated > 0 else 0.0
+
+
+def _is_live(technique: type[Technique], setting: Setting) -> bool:
+    return technique.liveness_of(setting) is not Liveness.PROCESS
+
+
+def _with_priors(technique: type[Technique], settings: list[Setting], share: float) -> list[Candidate]:
+    """Return the expected effect of each setting: the first is the technique's best guess."""
+    expected, spread = -_EXPECTED * share, _SPREAD + _SPREAD_BY_SHARE * share
+    if technique.relieves is Resource.MEMORY:
+        expected, spread = -_SLIGHT, 0.1
+    expected = _DOUBTED.get(technique.name, min(expected, -_SLIGHT / 2))
+    label = technique.name if len(settings) == 1 else ""
+    return [
+        Candidate(technique.name, setting, expected * _NEXT_BEST**place, spread, label)
+        for place, setting in enumerate(settings)
+    ]

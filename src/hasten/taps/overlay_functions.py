@@ -1,0 +1,318 @@
+"""Python's file functions redirected to the overlay: `open`, `os`, `shutil`."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import functools
+import io
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from hasten.taps.overlay import Overlay
+from hasten.taps.overlay_libraries import install_under_libraries
+
+_WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_READ = ("stat", "access", "statvfs", "listxattr", "getxattr", "pathconf")
+_CHANGED = ("chmod", "fchmod", "chown", "fchown", "utime", "setxattr", "removexattr", "truncate")
+_MADE = ("mkdir", "mkfifo", "mknod")
+
+
+def install(overlay: Overlay) -> None:
+    """Put the overlay under everything of Python that opens, changes, lists, makes, moves or removes files."""
+    plain = builtins.open
+    builtins.open = io.open = _opening(overlay, plain)
+    for module in list(sys.modules.values()):  # bz2, lzma and tarfile keep it under a name of their own
+        for name in ("_builtin_open", "bltn_open"):
+            if vars(module).get(name) is plain:
+                setattr(module, name, builtins.open)
+    _replace("open", _opening_descriptor(overlay, os.open))
+    for name in _READ:
+        _replace(name, _reading(overlay, getattr(os, name)))
+    for name in ("lstat", "readlink"):
+        _replace(name, _reading(overlay, getattr(os, name), follow=False))
+    # A copy is made by its path, so what takes a descriptor becomes what takes either.
+    plains = {name: getattr(os, name[1:] if name[1:] in _CHANGED else name) for name in _CHANGED}
+    for name, change in plains.items():
+        _replace(name, _changing(overlay, change))
+    _replace("lchown", functools.partial(os.chown, follow_symlinks=False))
+    for name in _MADE:
+        _replace(name, _making(overlay, getattr(os, name)))
+    for name in ("remove", "unlink", "rmdir"):
+        _replace(name, _removing(overlay, getattr(os, name)))
+    for name in ("rename", "replace"):
+        _replace(name, _moving(overlay, getattr(os, name)))
+    _replace("link", _linking(overlay, os.link))
+    _replace("symlink", _symlinking(overlay, os.symlink))
+    _replace("listdir", _listing(overlay, os.listdir))
+    _replace("scandir", _scanning(overlay, os.scandir))
+    _replace("chdir", _changing_folder(overlay, os.chdir))
+    os.getcwd, os.getcwdb = overlay.cwd, lambda: os.fsencode(overlay.cwd())
+    shutil.rmtree = _removing_tree(overlay, shutil.rmtree)
+    install_under_libraries(overlay)
+
+
+def _replace(name: str, ours: Any) -> None:
+    """Put ours in the place of a function of `os`, which says in sets what its functions can do."""
+    plain = getattr(os, name)
+    for known in (os.supports_fd, os.supports_dir_fd, os.supports_follow_symlinks, os.supports_effective_ids):
+        if plain in known:
+            known.add(ours)
+    setattr(os, name, ours)
+
+
+# -- opening -------------------------------------------------------------------------------------------
+
+
+def _opening(overlay: Overlay, plain: Any) -> Any:
+    @functools.wraps(plain)
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(file, int):
+            if any(letter in mode for letter in "wax+"):
+                file = overlay.writing(file, keep="w" not in mode, follow="x" not in mode)[0]
+            else:
+                file = overlay.reading(file)[0]
+        return plain(file, mode, *args, **kwargs)
+
+    return opened
+
+
+def _opening_descriptor(overlay: Overlay, plain: Any) -> Any:
+    @functools.wraps(plain)
+    def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        follow = not flags & (os.O_NOFOLLOW | os.O_EXCL)
+        if flags & os.O_TMPFILE == os.O_TMPFILE:  # a file without a name, in a folder that must be there
+            absolute = overlay.place(path, dir_fd=dir_fd)
+            if absolute is not None and overlay.is_theirs(absolute):
+                path, dir_fd = overlay.make(absolute), None
+        elif flags & _WRITING_FLAGS:
+            path, dir_fd = overlay.writing(path, follow=follow, dir_fd=dir_fd)
+        else:
+            path, dir_fd = overlay.reading(path, follow, dir_fd)
+        return int(plain(path, flags, mode, dir_fd=dir_fd))
+
+    return opened
+
+
+# -- reading and changing what is there ----------------------------------------------------------------
+
+
+def _reading(overlay: Overlay, plain: Any, follow: bool = True) -> Any:
+    @functools.wraps(plain)
+    def call(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(path, int):  # what is open already was opened where it is to be read
+            dir_fd = kwargs.pop("dir_fd", None)
+            path, dir_fd = overlay.reading(path, follow and kwargs.get("follow_symlinks", True), dir_fd)
+            if dir_fd is not None:
+                kwargs["dir_fd"] = dir_fd
+        return plain(path, *args, **kwargs)
+
+    return call
+
+
+def _changing(overlay: Overlay, plain: Any) -> Any:
+    """Changes of content and metadata, by name or by descriptor: one of a person's file changes a copy of it."""
+
+    @functools.wraps(plain)
+    def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+        dir_fd = kwargs.pop("dir_fd", None)
+        absolute = overlay.place(path, kwargs.get("follow_symlinks", True), dir_fd)
+        if isinstance(path, int) and (absolute is None or _lies_inside(overlay, path)):
+            return plain(path, *args, **kwargs)
+        if absolute is not None:
+            there = overlay.is_there(absolute)  # if not, it fails as it does without us
+            return plain(overlay.written(absolute) if there else overlay.seen(absolute), *args, **kwargs)
+        if dir_fd is not None:
+            kwargs["dir_fd"] = dir_fd
+        return plain(path, *args, **kwargs)
+
+    return call
+
+
+def _lies_inside(overlay: Overlay, fd: int) -> bool:
+    """Whether an open file is one in the scratch folder."""
+    return (overlay.readlink(f"/proc/self/fd/{fd}") + os.sep).startswith(overlay.root + os.sep)
+
+
+# -- making, removing, moving --------------------------------------------------------------------------
+
+
+def _refuse_present(overlay: Overlay, absolute: str | None, path: Any) -> None:
+    if absolute is not None and overlay.is_there(absolute):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
+
+
+def _making(overlay: Overlay, plain: Any) -> Any:
+    @functools.wraps(plain)
+    def make(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
+        absolute = overlay.place(path, False, dir_fd)
+        _refuse_present(overlay, absolute, path)
+        if absolute is not None:
+            path, dir_fd = overlay.written(absolute, keep=False), None
+        plain(path, *args, **kwargs, **({} if dir_fd is None else {"dir_fd": dir_fd}))
+
+    return make
+
+
+def _removing(overlay: Overlay, plain: Any) -> Any:
+    @functools.wraps(plain)
+    def remove(path: Any, *, dir_fd: int | None = None) -> None:
+        absolute = overlay.place(path, False, dir_fd)
+        if absolute is None:
+            plain(path, dir_fd=dir_fd)
+            overlay.forget_links()
+        else:
+            overlay.remove(absolute, plain)
+
+    return remove
+
+
+def _removing_tree(overlay: Overlay, plain: Any) -> Any:
+    @functools.wraps(plain)
+    def rmtree(path: Any, ignore_errors: bool = False, *args: Any, **kwargs: Any) -> None:
+        absolute = overlay.place(path, False, kwargs.get("dir_fd"))
+        if absolute is None:
+            plain(path, ignore_errors, *args, **kwargs)
+            overlay.forget_links()
+            return
+        kwargs.pop("dir_fd", None)
+        overlay.remove_tree(absolute, lambda inside: plain(inside, ignore_errors, *args, **kwargs))
+
+    # `shutil` asks its own function whether it withstands links that are put in its way meanwhile.
+    rmtree.avoids_symlink_attacks = plain.avoids_symlink_attacks  # type: ignore[attr-defined]
+    return rmtree
+
+
+def _moving(overlay: Overlay, plain: Any) -> Any:
+    @functools.wraps(plain)
+    def move(source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+        origin, goal = overlay.place(source, False, src_dir_fd), overlay.place(target, False, dst_dir_fd)
+        if goal is not None:
+            overlay.written(goal, keep=False)
+            if overlay.is_there(goal):
+                overlay.bring(goal)
+            target, dst_dir_fd = overlay.root + goal, None
+        if origin is not None:
+            source, src_dir_fd = overlay.bring(origin), None
+        plain(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        for moved in (origin, goal):
+            if moved is not None and origin != goal:
+                overlay.hide(moved)
+        overlay.forget_links()
+
+    return move
+
+
+def _linking(overlay: Overlay, plain: Any) -> Any:
+    @functools.wraps(plain)
+    def link(
+        source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None, **kwargs: Any
+    ) -> None:
+        goal = overlay.place(target, False, dst_dir_fd)
+        _refuse_present(overlay, goal, target)
+        # Another name of the person's own file would be a way to change it: the copy gets the name.
+        source, src_dir_fd = overlay.writing(source, follow=False, dir_fd=src_dir_fd)
+        if goal is not None:
+            target, dst_dir_fd = overlay.written(goal, keep=False), None
+        plain(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, **kwargs)
+
+    return link
+
+
+def _symlinking(overlay: Overlay, plain: Any) -> Any:
+    @functools.wraps(plain)
+    def symlink(source: Any, target: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
+        goal = overlay.place(target, False, dir_fd)
+        _refuse_present(overlay, goal, target)
+        if goal is not None:
+            target, dir_fd = overlay.written(goal, keep=False), None
+        plain(source, target, target_is_directory, dir_fd=dir_fd)  # what it holds is followed by the overlay
+        overlay.forget_links()
+
+    return symlink
+
+
+# -- folders -------------------------------------------------------------------------------------------
+
+
+def _listing(overlay: Overlay, plain: Any) -> Any:
+    @functools.wraps(plain)
+    def listdir(path: Any = ".") -> Any:
+        absolute = overlay.place("." if path is None else path)
+        if absolute is None:
+            return plain(path)
+        layers = overlay.layers(absolute)
+        if len(layers) == 1 and not overlay.removed:
+            return plain(path if isinstance(path, int) else overlay.reading("." if path is None else path)[0])
+        names = overlay.names(absolute)
+        return list(map(os.fsencode, names)) if isinstance(path, bytes) else names
+
+    return listdir
+
+
+def _scanning(overlay: Overlay, plain: Any) -> Any:
+    @functools.wraps(plain)
+    def scandir(path: Any = ".") -> Any:
+        shown = "." if path is None else path
+        absolute = overlay.place(shown)
+        if absolute is None:
+            return plain(path)
+        layers = overlay.layers(absolute)
+        if layers == [absolute] and not overlay.removed:
+            where = shown if isinstance(shown, int) else overlay.reading(shown)[0]
+            if where == shown:
+                return plain(path)
+        entries = {e.name: e for layer in layers for e in plain(layer) if overlay.shows(layer, e.name)}
+        return _Entries(iter([_LayeredEntry(entry, shown) for entry in entries.values()]))
+
+    return scandir
+
+
+def _changing_folder(overlay: Overlay, plain: Any) -> Any:
+    @functools.wraps(plain)
+    def chdir(path: Any) -> None:
+        absolute = overlay.place(path)
+        plain(path if absolute is None else absolute if overlay.is_theirs(absolute) else overlay.seen(absolute))
+
+    return chdir
+
+
+class _LayeredEntry:
+    """An entry of a folder that has layers, under the path that the script asked for."""
+
+    def __init__(self, entry: Any, folder: Any) -> None:
+        self._entry = entry
+        named_in_bytes = isinstance(folder, bytes)
+        self.name = os.fsencode(entry.name) if named_in_bytes else entry.name
+        self.path = self.name if isinstance(folder, int) else os.path.join(folder, self.name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+
+class _Entries:
+    """The result of `os.scandir`: an iterator that is also a context manager."""
+
+    def __init__(self, entries: Iterator[Any]) -> None:
+        self._entries = entries
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is held open."""

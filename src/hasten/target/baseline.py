@@ -1,0 +1,92 @@
+"""The script as it is: its first whole run, by which the rest is measured, and what that tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hasten.errors import HastenError, script_fails
+from hasten.target.arguments import Arguments, arguments_of
+from hasten.target.full_run import FullRun, FullRuns, time_to
+from hasten.target.readings import Kind, Readings
+from hasten.techniques.convergence.rates import is_adaptive
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The script as it is.
+
+    Attributes:
+        run: Its first run, with its own seeds.
+        to_goal: Seconds until it reached the goal.
+        kind: Which of its numbers is the quality.
+        example: A line with it.
+        arguments: Its own.
+        adaptive: Whether its optimizer divides by the size of gradients.
+        optimizes: Whether an optimizer of torch's kind was seen, whose rate can be scaled.
+        batch: Samples in a batch of the loader that shuffles; 0: there is none.
+        steps: Steps of its optimizer, where it may be given a schedule; 0: it has one, or they are not known.
+    """
+
+    run: FullRun
+    to_goal: float
+    kind: Kind
+    example: str
+    arguments: Arguments
+    adaptive: bool
+    optimizes: bool
+    batch: int
+    steps: int
+
+
+def run_plain(runs: FullRuns, say: Callable[[str], None]) -> Plain:
+    """Run the script as it is, whole.
+
+    Raises:
+        HastenError: It fails by itself, reports no such quality, or never reaches the goal.
+    """
+    first, readings = runs.first()
+    if first.outcome in ("crashed", "out of memory"):
+        raise script_fails(first.reason, first.log)
+    if first.outcome == "slower":
+        raise HastenError(f"the script as it is was not done after {first.seconds:.0f} s", "give it a longer --budget")
+    kind = runs.kind = readings.chosen()
+    example = readings.examples[kind]
+    run, to_goal = _reached(first, readings, kind, runs)
+    runs.done[0] = run
+    say(f"the quality is what is {kind}, {len(run.readings)} times; as in: {example}")
+    say(f"the script as it is reaches {runs.goal} after {to_goal:.1f} s of {run.seconds:.1f} s")
+    parsed = [(option["options"], str(option["value"])) for fact in runs.facts for option in fact.get("arguments", ())]
+    optimizers = [str(fact["optimizer"]) for fact in runs.facts if "optimizer" in fact]
+    batch = next((int(fact["loader"]) for fact in runs.facts if "loader" in fact), 0)
+    arguments = arguments_of(runs.command, parsed)
+    adaptive, scheduled = is_adaptive(optimizers), any(fact.get("scheduled") for fact in runs.facts)
+    steps = 0 if scheduled else next((int(fact["steps"]) for fact in runs.facts if "steps" in fact), 0)
+    return Plain(run, to_goal, kind, example, arguments, adaptive, bool(optimizers), batch, steps)
+
+
+def _reached(first: FullRun, readings: Readings, kind: Kind, runs: FullRuns) -> tuple[FullRun, float]:
+    """Return the first run with the readings of what is meant, and the seconds until they reached the goal.
+
+    Raises:
+        HastenError: They never did.
+    """
+    goal, values = runs.goal, readings.of_kind(kind)
+    if goal.looks_like_percent(reading.value for reading in values):
+        raise HastenError(
+            f"{goal} is a share, and the script reports percent: {readings.examples[kind]}",
+            f'write --target "{goal.name}>={100 * goal.value:g}"',
+        )
+    to_goal = time_to(goal, values)
+    if to_goal is None:
+        best = goal.best(reading.value for reading in values)
+        known = "nothing but NaN" if best is None else f"{best:g}"
+        other = "" if best is None else f': --target "{goal.within_reach_of(best)}"'
+        raise HastenError(
+            f"the script as it is never reached {goal} in {first.seconds:.0f} s: its best of {len(values)} was {known}",
+            f"there is nothing to compare with: let it train for longer, or name a target that it reaches{other}",
+        )
+    reached = FullRun(
+        first.candidate, 1.0, 0, "first", "reached", first.seconds, to_goal, first.whole, tuple(values), first.reason
+    )
+    return reached, to_goal

@@ -1,0 +1,87 @@
+"""Code in a model that torch.compile does not trace."""
+
+from __future__ import annotations
+
+import collections
+import dis
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+
+from torch import nn
+
+from hasten.data.code_references import codes_of
+from hasten.evidence.libraries import is_library
+from hasten.techniques.recompute.names import ModuleCode
+
+_CATCHES = frozenset({"CHECK_EXC_MATCH", "CHECK_EG_MATCH"})  # what `except SomeError` compiles to
+_ASKS = ("is_compiling", "is_dynamo_compiling")
+
+
+def why_not_followed(model: nn.Module) -> str:
+    """Return why compiled code would not do what this model's forward does; "" if nothing is known.
+
+    Of a `random.Random` Dynamo takes the state once, when it compiles. (Python's own numbers, NumPy's and torch's are
+    drawn as they should.) A `deque` that is full it leaves as it was when it compiled. Errors of operators come when
+    compiled code runs, outside of the `try` that the operators stood in.
+    """
+    named = model.named_modules()
+    held = [(f"{path}.{name}".strip("."), value) for path, part in named for name, value in vars(part).items()]
+    held += [(place.name, place.read()) for place in ModuleCode(model).outside]
+    for name, value in held:
+        inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        plain = not isinstance(value, type | ModuleType) and hasattr(value, "__dict__") and not name.startswith("_")
+        within = [*inside, *(vars(value).values() if plain else ())]
+        if any(isinstance(one, random.Random) for one in (value, *within)):
+            return f"{name} is a random.Random, of which compiled code would draw the same numbers each time"
+        if any(isinstance(one, collections.deque) and one.maxlen is not None for one in (value, *within)):
+            return f"{name} is a deque with a maxlen, whose changes compiled code does not follow"
+    for function in own_functions(model):
+        for code in codes_of(function.__code__):
+            where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+            if asks := next((name for name in _ASKS if name in code.co_names), ""):
+                return f"its forward does something else where it is compiled ({asks}, {where})"
+            if any(instruction.opname in _CATCHES for instruction in dis.get_instructions(code)):
+                return f"its forward catches errors ({where}), which compiled code raises elsewhere"
+    return ""
+
+
+def own_functions(model: nn.Module) -> Iterator[FunctionType]:
+    """Yield functions of the script's own that a forward may run: methods and global functions, by their names."""
+    kinds = {kind for part in model.modules() for kind in type(part).__mro__ if kind is not object}
+    methods = [
+        (name, function)
+        for kind in kinds
+        for name, value in vars(kind).items()
+        if isinstance(function := getattr(value, "__func__", getattr(value, "fget", value)), FunctionType)
+        and _is_own(function)
+    ]
+    queue, seen = [function for name, function in methods if name == "forward"], set()
+    while queue:
+        function = queue.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        yield function
+        names = {name for code in codes_of(function.__code__) for name in code.co_names}
+        queue += [method for name, method in methods if name in names]
+        called = (function.__globals__.get(name) for name in names)
+        queue += [value for value in called if isinstance(value, FunctionType) and _is_own(value)]
+
+
+def _is_own(function: FunctionType) -> bool:
+    file = function.__code__.co_filename
+    return not (is_library(file) or is_library(os.path.realpath(file)) or function.__module__.startswith("hasten."))
+
+
+def methods_in(code: CodeType) -> set[str]:
+    """Return the names of methods that a function's code calls."""
+    return {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        # From Python 3.12 on it is a LOAD_ATTR with a mark.
+        if instruction.opname == "LOAD_METHOD"
+        or (instruction.opname == "LOAD_ATTR" and "NULL|self" in instruction.argrepr)
+    }

@@ -1,0 +1,120 @@
+"""Draws random numbers in float32 where a low-precision forward asks for its own type: the same as without it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from hasten.techniques.replaced import Replaced, Replacements
+
+_IN_PLACE = ("normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_")
+_LIKE = ("randn_like", "rand_like", "randn", "rand", "normal", "bernoulli")
+_UNTYPED = ("normal", "bernoulli")  # they take no dtype
+_NARROW = ("bfloat16", "float16")
+_depths: dict[str, int] = {}  # type -> outermost forwards in such a precision, one inside the other
+
+
+class Float32Draws:
+    """Within it, draws in some types take the numbers that float32 would take, and leave the generator where it would.
+
+    `torch.randn_like(hidden)` with `hidden` in bf16 gives other numbers than in float32 for most sizes, not rounded
+    ones; in float64 all are others. (Dropout on a CPU draws the same mask in all types.)
+
+    Args:
+        types: Names of the types: those in which the forward's tensors are, and would be in float32 without.
+    """
+
+    def __init__(self, types: Iterable[str] = _NARROW) -> None:
+        self._types = tuple(types)
+        _DRAWS.need(self)
+
+    def __enter__(self) -> None:
+        for name in self._types:
+            _depths[name] = _depths.get(name, 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._types:
+            _depths[name] -= 1
+            if not _depths[name]:
+                del _depths[name]
+
+    def leave(self) -> None:
+        """Put torch's own functions back; it is entered no more."""
+        _DRAWS.leave(self)
+
+
+def as_now() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return contexts in which draws are as they are now: for a forward that is run again in its backward."""
+    then = dict(_depths)
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        before = dict(_depths)
+        _depths.clear()
+        _depths.update(then)
+        try:
+            yield
+        finally:
+            _depths.clear()
+            _depths.update(before)
+
+    return again
+
+
+def _functions() -> list[Replaced]:
+    import torch
+
+    tensor = torch.Tensor
+    return [
+        *(Replaced(tensor, name, _in_place) for name in _IN_PLACE),
+        *(Replaced(torch, name, _like) for name in _LIKE),
+    ]
+
+
+_DRAWS = Replacements(_functions)
+
+
+def _in_place(plain: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    from hasten.data.default_type import is_makers
+
+    is_compiling = torch.compiler.is_compiling
+
+    def draw_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _depths or not _as_float32(self.dtype) or is_compiling() or is_makers():
+            return plain(self, *args, **kwargs)
+        wide = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
+        drawn = torch.empty_like(self, dtype=torch.float32, requires_grad=False)
+        return self.copy_(plain(drawn, *wide, **kwargs))
+
+    return draw_
+
+
+def _like(plain: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    from hasten.data.default_type import is_makers
+
+    is_compiling = torch.compiler.is_compiling
+    typed = {} if plain.__name__ in _UNTYPED else {"dtype": torch.float32}
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        if not _depths or is_compiling() or kwargs.get("out") is not None or is_makers():
+            return plain(*args, **kwargs)
+        given = kwargs.get("dtype") or next((a.dtype for a in args if isinstance(a, torch.Tensor)), None)
+        dtype = given or torch.get_default_dtype()
+        if not _as_float32(dtype):
+            return plain(*args, **kwargs)
+        wide = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
+        kept = {name: value for name, value in kwargs.items() if name not in ("dtype", "requires_grad")}
+        drawn = plain(*wide, **kept, **(typed if given else {"dtype": torch.float32})).to(dtype)
+        return drawn.requires_grad_() if kwargs.get("requires_grad") else drawn
+
+    return draw
+
+
+def _as_float32(dtype: Any) -> bool:
+    """Whether a draw of this type would be one of float32 without the precision."""
+    return str(dtype).removeprefix("torch.") in _depths

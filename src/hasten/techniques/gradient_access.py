@@ -1,0 +1,114 @@
+"""Detects scripts that read or change gradients inside their backward: a technique may keep others there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from hasten.techniques.replaced import Replaced, Replacements
+
+Told = Callable[[Any, str], None]
+
+_inside: weakref.WeakKeyDictionary[Any, Told] = weakref.WeakKeyDictionary()
+_beside: weakref.WeakKeyDictionary[Any, Told] = weakref.WeakKeyDictionary()
+_scaling: weakref.WeakKeyDictionary[Any, Told] = weakref.WeakKeyDictionary()
+
+
+def watch(technique: Any, told: Told) -> None:
+    """Call `told(technique, who)` whenever code other than hasten's asks to see or change gradients inside a backward.
+
+    That is: hooks on tensors, on nodes of the graph and so on modules, and `retain_grad`. Nothing is watched in the
+    backward itself, so it costs nothing there. Hooks that were registered earlier are not told of, but those of
+    modules are registered again in each forward.
+    """
+    _HOOKS.need(technique)
+    _inside[technique] = told
+
+
+def watch_own_ways(technique: Any, told: Told) -> None:
+    """Call `told(technique, how)` whenever a script takes gradients by `torch.autograd.grad`, or scales its loss."""
+    _OWN_WAYS.need(technique)
+    _beside[technique] = _scaling[technique] = told
+
+
+def watch_scaling(technique: Any, told: Told) -> None:
+    """Call `told(technique, how)` whenever a script scales its loss."""
+    _OWN_WAYS.need(technique)
+    _scaling[technique] = told
+
+
+def leave(technique: Any) -> None:
+    """Tell a technique of nothing more; torch's own functions are put back once nobody is told."""
+    for watching, functions in ((_inside, _HOOKS), (_beside, _OWN_WAYS), (_scaling, _OWN_WAYS)):
+        watching.pop(technique, None)
+        functions.leave(technique)
+
+
+def own_function(node: Any) -> str:
+    """Return the name of a graph node's `torch.autograd.Function` that is not torch's, or runs another backward; "".
+
+    Such a function sees the gradient that flows through it, and need not be linear in it.
+    """
+    function = getattr(node, "_forward_cls", None)
+    if function is None:
+        return ""
+    home = getattr(function, "__module__", "")
+    if home.startswith(("torch.", "hasten.")) and home != "torch.utils.checkpoint":
+        return ""
+    return str(function.__name__)
+
+
+def _tell(watching: Any, what: str) -> None:
+    for technique, told in list(watching.items()):
+        told(technique, what)
+
+
+def _hooks() -> list[Replaced]:
+    import torch
+
+    tensor, function = torch.Tensor, torch.autograd.Function
+    return [
+        Replaced(tensor, "register_hook", _telling("a hook on a tensor")),
+        Replaced(tensor, "register_post_accumulate_grad_hook", _telling("a hook on a parameter")),
+        Replaced(tensor, "retain_grad", _telling("retain_grad")),
+        # Nodes' hooks pass here, those that a module's full backward hooks set in each forward too.
+        Replaced(function, "_register_hook", _telling("a backward hook")),
+    ]
+
+
+def _telling(what: str) -> Callable[[Any], Any]:
+    def change(plain: Any) -> Any:
+        def told(*args: Any, **kwargs: Any) -> Any:
+            hook = args[-1] if args else None
+            if not str(getattr(hook, "__module__", "")).startswith("hasten."):
+                _tell(_inside, what)
+            return plain(*args, **kwargs)
+
+        return told
+
+    return change
+
+
+def _own_ways() -> list[Replaced]:
+    import torch
+
+    def telling_grad(plain: Any) -> Any:
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            _tell(_beside, "torch.autograd.grad gives gradients that are not scaled")
+            return plain(*args, **kwargs)
+
+        return grad
+
+    def telling_scale(plain: Any) -> Any:
+        def scale(self: Any, outputs: Any) -> Any:
+            if self.is_enabled():
+                _tell(_scaling, "the script scales its loss itself (GradScaler)")
+            return plain(self, outputs)
+
+        return scale
+
+    return [Replaced(torch.autograd, "grad", telling_grad), Replaced(torch.amp.GradScaler, "scale", telling_scale)]
+
+
+_HOOKS, _OWN_WAYS = Replacements(_hooks), Replacements(_own_ways)

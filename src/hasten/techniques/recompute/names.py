@@ -1,0 +1,174 @@
+"""Globals, closures and class attributes that a module's code names: a forward may read and write them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from logging import Logger
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from hasten.data.code_references import WRITES, is_set, is_trusted, names_of, stores, words
+from hasten.evidence.libraries import is_library
+
+
+class OuterName:
+    """A name outside of a module's own attributes: in a global namespace, a closure or a class."""
+
+    MARK = "the name "
+
+    def __init__(self, holder: Any, key: str) -> None:
+        self._holder, self._key = holder, key
+        self.name = f"{self.MARK}{key}"
+
+    def read(self) -> Any:
+        """Return what the name stands for; None where it does not exist."""
+        if isinstance(self._holder, dict):
+            return self._holder.get(self._key)
+        if isinstance(self._holder, type):
+            return vars(self._holder).get(self._key)
+        return self._holder.cell_contents
+
+    def write(self, value: Any) -> None:
+        """Let the name stand for something else."""
+        if self.read() is value:
+            return
+        if isinstance(self._holder, dict):
+            self._holder[self._key] = value
+        elif isinstance(self._holder, type):
+            setattr(self._holder, self._key, value)
+        else:
+            self._holder.cell_contents = value
+
+
+_NOTHING_SAID = frozenset({"setattr", "rename", "touch"})  # to be put back, or of tensors
+_SAYS = frozenset({"print", "input", "add_scalar", "add_scalars", "add_histogram", "add_image", "log_metric"})
+# Methods that change what they are called on, of lists, dicts, sets, queues and context variables.
+_CHANGES = words(
+    "append appendleft extend insert pop popleft popitem remove clear update setdefault add discard sort reverse"
+    " put get put_nowait get_nowait set"
+)
+_SAYS_OR_WRITES = (WRITES | _SAYS) - _NOTHING_SAID
+_TRACKERS = frozenset({"wandb", "mlflow", "neptune", "comet_ml", "swanlab", "aim"})
+
+
+_PLAIN = (type(None), str, bytes, int, float, complex, type, FunctionType, BuiltinFunctionType)
+
+
+class ModuleCode:
+    """The code of a module's classes and of those inside, and the script's own functions that it calls.
+
+    Attributes:
+        outside: What it names of globals, closures and class attributes.
+        reached: All names in what a forward may run.
+        changes: Whether that may change what a container or an object holds, rather than read it.
+        says: What a forward may say or write to the outside, which would be said twice; "" for nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.outside: list[OuterName] = []
+        self.reached: set[str] = set()
+        self.changes = False
+        self.says = ""
+        self._seen: set[int] = set()
+        self._held: set[tuple[int, str]] = set()
+        self._functions: list[FunctionType] = []
+        methods: list[tuple[str, FunctionType]] = []
+        parts = list(module.modules())
+        kinds = {kind for part in parts for kind in type(part).__mro__}
+        kinds |= {type(value) for part in parts for value in vars(part).values() if _is_scripts(type(value))}
+        for kind in kinds:
+            if not kind.__module__.startswith("torch.") and kind is not object:
+                methods += self._class(kind)
+        self._run([function for name, function in methods if name == "forward"], methods)
+        self.changes = bool(self.reached & _CHANGES) or any(stores(one, elements=True) for one in self._functions)
+        for _, function in methods:  # those that no forward names are not run, but may be called by other means
+            self._note(function)
+
+    def _class(self, kind: type) -> Iterator[tuple[str, FunctionType]]:
+        for name, value in list(vars(kind).items()):
+            function = _function_of(value)
+            if isinstance(function, FunctionType):
+                yield name, function
+            elif not name.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
+                self.outside.append(OuterName(kind, name))
+
+    def _run(self, queue: list[FunctionType], methods: list[tuple[str, FunctionType]]) -> None:
+        """Go through what a forward may run: functions and methods, by their names."""
+        while queue:
+            function = queue.pop()
+            if id(function) not in self._seen:
+                named = self._note(function)
+                self.reached |= named
+                self.says = self.says or _said(function, named)
+                queue += [method for name, method in methods if name in named]
+
+    def _note(self, function: FunctionType) -> frozenset[str]:
+        """Note what a function names, and what the script's own functions do that it names."""
+        if id(function) in self._seen:
+            return frozenset()
+        self._seen.add(id(function))
+        self._functions.append(function)
+        named = names_of(function)
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        self.outside += [OuterName({"a default": one}, "a default") for one in defaults if not isinstance(one, _PLAIN)]
+        holders: list[Any] = []
+        places = list(_places(function, named))
+        for place in places:  # grows meanwhile
+            value = _function_of(place.read())
+            if isinstance(value, FunctionType):
+                if not is_trusted(value):
+                    self.outside += [OuterName(vars(value), key) for key in vars(value) if key != "__wrapped__"]
+                    inner = self._note(value)
+                    self.says = self.says or _said(value, inner)
+                    named |= inner
+            elif isinstance(value, type | ModuleType):
+                holders += [value] * _is_scripts(value)
+            elif not isinstance(value, BuiltinFunctionType):
+                self.outside.append(place)
+                holders += [type(value)] * _is_scripts(type(value))
+            places += self._inside(holders, named)
+        return named
+
+    def _inside(self, holders: list[Any], named: frozenset[str]) -> Iterator[OuterName]:
+        """Yield what the script's other classes and files hold under these names, each once."""
+        for holder in holders:
+            for key in sorted(named & vars(holder).keys()):
+                if (id(holder), key) not in self._held:
+                    self._held.add((id(holder), key))
+                    yield OuterName(vars(holder) if isinstance(holder, ModuleType) else holder, key)
+
+
+def _places(function: FunctionType, named: frozenset[str]) -> Iterator[OuterName]:
+    for name in sorted(named & function.__globals__.keys()):
+        yield OuterName(function.__globals__, name)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__" and is_set(cell):
+            yield OuterName(cell, name)
+
+
+def _function_of(value: Any) -> Any:
+    """Return the function behind what a class holds (a class method, a property); anything else as it is."""
+    if isinstance(value, classmethod | staticmethod):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
+
+
+def _is_scripts(holder: Any) -> bool:
+    """Whether a class or module is of the script's own files, rather than of anything installed."""
+    module = holder if isinstance(holder, ModuleType) else sys.modules.get(holder.__module__)
+    file = getattr(module, "__file__", None)
+    return not is_trusted(holder) and not (isinstance(file, str) and is_library(file))
+
+
+def _said(function: FunctionType, named: frozenset[str]) -> str:
+    """Return what a function of the script's own says or writes; a library's says something when it is used wrongly."""
+    if is_trusted(function):
+        return ""
+    for name in sorted(named):
+        value = function.__globals__.get(name)
+        if isinstance(value, Logger) or (isinstance(value, ModuleType) and value.__name__ in _TRACKERS):
+            return name
+    return next(iter(sorted(named & _SAYS_OR_WRITES)), "")

@@ -1,0 +1,345 @@
+"""State beside its inputs that a module's forward reads or writes: saved before it, restored to recompute it."""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+from collections import OrderedDict, deque
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from hasten.techniques.recompute.generators import Drawn, States, is_generator
+from hasten.techniques.recompute.names import ModuleCode, OuterName
+
+_TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
+_DEPTH = 4  # levels of lists, dicts and objects in attributes that are followed
+_LONGEST = 500  # entries of a container that is copied; of a longer one only its length is put back
+_LARGEST = 1 << 24  # bytes of an array that is copied
+_MOST = 3000  # objects that are followed
+# Objects of these are not entered: loggers, locks, arrays.
+_LIBRARIES = frozenset(sys.stdlib_module_names | {"torch", "numpy", "hasten"}) - {"types", "argparse", "collections"}
+# Modules of those that hold something that a forward may change.
+_NOT_ENTERED = frozenset(
+    {"array", "queue", "_queue", "weakref", "_contextvars", "multiprocessing.sharedctypes", "multiprocessing.managers"}
+)
+# Holds nothing that a forward could change.
+_STILL = (str, bytes, int, float, complex, bool, type(None), type, FunctionType, MethodType, BuiltinFunctionType,
+          ModuleType, torch.dtype, torch.device, torch.Size, range, slice)  # fmt: skip
+_STILL_EXACTLY = frozenset(_STILL)
+
+
+class CannotRepeatError(Exception):
+    """A forward cannot be run a second time as it was; says why."""
+
+
+class Known:
+    """Facts about one module, learned once or from forward to forward."""
+
+    def __init__(self, module: nn.Module, with_hooks: bool) -> None:
+        """Look at a module's code.
+
+        Args:
+            module: Whose forward is run again.
+            with_hooks: Whether the module's own hooks run with it; those inside always do.
+        """
+        self.without_hooks = None if with_hooks else module
+        self.drawn = Drawn()
+        code = ModuleCode(module)
+        self.refusal = (
+            f"its forward may say or write something ({code.says}), which would be twice" if code.says else ""
+        )
+        self.outside = code.outside  # what its code reads of globals, closures and classes
+        self.reached = code.reached
+        self.changes = code.changes
+        # ids of modules whose buffers a forward changes; None: not known yet, so all are copied.
+        self.changing: set[int] | None = None
+
+
+class Then:
+    """A module, its inputs and the random states as they are now.
+
+    Raises:
+        CannotRepeatError: The module has something that cannot be put back.
+    """
+
+    def __init__(self, known: Known, module: nn.Module, args: Any, first: bool = True) -> None:
+        if known.refusal:
+            raise CannotRepeatError(known.refusal)
+        self._known = known
+        self._first = first
+        self._long: list[tuple[Any, int]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._watched: list[tuple[str, Any, int, int | None]] = []
+        self._changing: list[tuple[int, list[Any]]] = []
+        self._names: list[tuple[OuterName, Any]] = []
+        self._generators: list[Any] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        self._slotted: list[tuple[Any, dict[str, Any]]] = []
+        self._seen: set[int] = set()
+        self.storages: set[int] = set()
+        self._module(module)
+        self._note(args, 0, "an input")
+        for place in known.outside:
+            value = place.read()
+            self._names.append((place, value))
+            self._note(value, 1, place.name)
+        self._states = States(known.drawn, self._generators)
+        self._dtype = torch.get_default_dtype()
+
+    # -- taking -----------------------------------------------------------------------------------------
+
+    def _module(self, module: nn.Module) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        own = vars(module)
+        if (own["_forward_hooks"] or own["_forward_pre_hooks"]) and module is not self._known.without_hooks:
+            _refuse_hooks(module)
+        kept = own.copy()
+        self._containers.append((own, kept))
+        for name, value in own.items():
+            if type(value) not in _STILL_EXACTLY and name not in _TORCH_OWN:
+                kept[name] = self._apart(value)
+                self._note(value, 0, name)
+        if parameters := own["_parameters"]:
+            self._containers.append((parameters, parameters.copy()))
+            # FSDP puts whole parameters together for the forward and again for the backward, at other addresses.
+            moves = own.get("_is_fsdp_managed_module", False)
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    self._watch(name, parameter, moves)
+        if buffers := own["_buffers"]:
+            self._take_buffers(module, buffers)
+        if modules := own["_modules"]:
+            self._containers.append((modules, modules.copy()))
+            for inner in modules.values():
+                if inner is not None:
+                    self._module(inner)
+
+    def _take_buffers(self, module: nn.Module, buffers: dict[str, Any]) -> None:
+        changing = self._known.changing
+        # A change of BatchNorm's statistics leaves no trace in their versions.
+        statistics = isinstance(module, _NormBase) and module.running_mean is not None
+        changes = statistics or changing is None or id(module) in changing
+        if self._first and changes:
+            kept = {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+            self._buffers.append((buffers, kept))
+        else:
+            self._containers.append((buffers, buffers.copy()))
+        for name, buffer in buffers.items():
+            if buffer is None:
+                continue
+            if changes:
+                self.storages.add(buffer.untyped_storage().data_ptr())
+            else:
+                self._watch(name, buffer)
+        if not statistics:
+            versions = [(buffer, buffer._version) for buffer in buffers.values() if buffer is not None]
+            self._changing.append((id(module), versions))
+
+    def _watch(self, name: str, tensor: Any, moves: bool = False) -> None:
+        """Note a tensor that must not change between the forward and its repetition, nor lie elsewhere."""
+        if tensor.layout is not torch.strided or nn.parameter.is_lazy(tensor):
+            raise CannotRepeatError(f"{name} is a {type(tensor).__name__} ({tensor.layout})")
+        address = None if moves else tensor.data_ptr()
+        self._watched.append((name, _without_graph(tensor), tensor._version, address))
+        self.storages.add(tensor.untyped_storage().data_ptr())
+
+    def _apart(self, value: Any) -> Any:
+        """An attribute to be put back for the repetition: without the graph, which would keep older ones alive."""
+        if self._first and isinstance(value, torch.Tensor):
+            return _without_graph(value)
+        if self._first and type(value) is tuple:
+            return tuple(map(self._apart, value))
+        return value
+
+    def _note(self, value: Any, depth: int, name: str) -> None:
+        """Note what can change: containers, generators, tensors and the attributes of plain objects."""
+        if isinstance(value, torch.Tensor):
+            self._watch(name, value)
+        elif isinstance(value, _STILL):
+            return
+        elif is_generator(value):
+            if value is not torch.default_generator and not any(value is one for one in self._generators):
+                self._generators.append(value)
+        elif type(value).__name__ == "ndarray":
+            self._note_array(value, name)
+        elif hasattr(type(value), "__next__") and name.removeprefix(OuterName.MARK) in self._known.reached:
+            raise CannotRepeatError(f"{name} is a {type(value).__name__}, which nobody can set back")
+        elif id(value) not in self._seen:
+            beyond = depth > _DEPTH or len(self._seen) >= _MOST
+            if beyond or not _is_put_back(value):
+                self._refuse_to_change(name, value)
+            if not beyond:
+                self._seen.add(id(value))
+                self._note_object(value, depth, name)
+
+    def _refuse_to_change(self, name: str, value: Any) -> None:
+        """Leave a module alone whose code names what is not put back, and changes things."""
+        if self._first and self._known.changes and name.removeprefix(OuterName.MARK) in self._known.reached:
+            kind, entries = type(value).__name__, f" of {len(value)} entries" if hasattr(value, "__len__") else ""
+            raise CannotRepeatError(f"{name} is or holds a {kind}{entries}, which it may change and nobody puts back")
+
+    def _note_array(self, array: Any, name: str) -> None:
+        """Copy a NumPy array: that a forward writes to it leaves no other trace."""
+        if array.nbytes > _LARGEST:
+            raise CannotRepeatError(f"{name} is an array of {array.nbytes >> 20} MiB, which it may write to unseen")
+        if not any(array is one for one, _ in self._arrays):
+            self._arrays.append((array, array.copy()))
+
+    def _note_object(self, value: Any, depth: int, name: str) -> None:
+        if isinstance(value, nn.Module):
+            # One in a list or a plain object; one that a global or a closure names is not the block's own.
+            if not name.startswith(OuterName.MARK):
+                self._seen.discard(id(value))
+                self._module(value)
+            return
+        inside: Any = ()
+        if isinstance(value, dict):
+            inside = self._keep(value).values()
+        elif isinstance(value, list | deque | set):
+            inside = self._keep(value)
+        elif isinstance(value, tuple | frozenset):
+            inside = value
+        elif type(value).__module__.partition(".")[0] not in _LIBRARIES:
+            own = getattr(value, "__dict__", None)
+            inside = [*self._keep(own).values()] if isinstance(own, dict) else []
+            if slots := _slots(value):
+                self._slotted.append((value, slots))
+                inside += slots.values()
+        for inner in inside:
+            if type(inner) not in _STILL_EXACTLY:
+                self._note(inner, depth + 1, name)
+
+    def _keep(self, container: Any) -> Any:
+        """Copy a container, or note the length of a long one; return what of it is to be entered."""
+        if len(container) > _LONGEST:
+            self._long.append((container, len(container)))
+            return type(container)() if type(container) in (dict, list, set, deque) else {}
+        if isinstance(container, dict):
+            kept: Any = {key: self._apart(value) for key, value in container.items()}
+        else:
+            kept = set(container) if isinstance(container, set) else [self._apart(value) for value in container]
+        self._containers.append((container, kept))
+        return container
+
+    # -- behind the forward -----------------------------------------------------------------------------
+
+    def after(self) -> str:
+        """Look what the forward changed that cannot be put back; "" for nothing.
+
+        What may change from now on without being noticed is what stands as it does now.
+        """
+        reason = self._states.drew_unseen()
+        changed = {key for key, versions in self._changing if any(one._version != then for one, then in versions)}
+        known = self._known
+        unseen = known.changing is not None and not changed <= known.changing
+        known.changing = changed if known.changing is None else known.changing | changed
+        if reason:
+            return f"its forward draws {reason}, which it had not done before"
+        if unseen:
+            return "its forward changes a buffer that it had not changed before"
+        name = self.changed()
+        return f"its forward changes {name} in place" if name else ""
+
+    def changed(self) -> str:
+        """Name a parameter, buffer or input that was changed since; "" for none."""
+        for name, tensor, version, address in self._watched:
+            if tensor._version != version or (address is not None and tensor.data_ptr() != address):
+                return name
+        return ""
+
+    # -- putting back -----------------------------------------------------------------------------------
+
+    def again(self, module: nn.Module, args: Any) -> Then:
+        """Take the same things as they are now."""
+        now = Then(self._known, module, args, first=False)
+        # What the module had and has no more is put back for the repetition, too.
+        seen = {id(container) for container, _ in now._containers}
+        for container, _ in (*self._containers, *self._buffers):
+            if id(container) not in seen:
+                now._keep(container)
+        for array, _ in self._arrays:
+            now._note_array(array, "an array")
+        slotted = {id(thing) for thing, _ in now._slotted}
+        now._slotted += [(thing, _slots(thing)) for thing, _ in self._slotted if id(thing) not in slotted]
+        now._states.cover(self._states)
+        return now
+
+    def put_back(self) -> None:
+        """Set all of it to what it was.
+
+        Raises:
+            CannotRepeatError: Something that is too long to be copied has changed.
+        """
+        for container, kept in self._containers:
+            _refill(container, kept)
+        for container, length in self._long:
+            if isinstance(container, list) and len(container) > length:
+                del container[length:]
+            if len(container) != length:
+                raise CannotRepeatError(f"a {type(container).__name__} of {length} entries was changed")
+        for buffers, copies in self._buffers:
+            buffers.update({name: None if one is None else one.clone() for name, one in copies.items()})
+        for place, value in self._names:
+            place.write(value)
+        for array, contents in self._arrays:
+            if array.flags.writeable:
+                array[...] = contents
+        for thing, slots in self._slotted:
+            for name, value in slots.items():
+                object.__setattr__(thing, name, value)
+        self._states.put_back()
+        if torch.get_default_dtype() is not self._dtype:  # to set it makes what threads read meanwhile unusable
+            torch.set_default_dtype(self._dtype)
+
+    def moved_unseen(self) -> bool:
+        """Return whether a generator moved whose state was not copied."""
+        return self._states.moved()
+
+
+def _is_put_back(value: Any) -> bool:
+    """Whether what a container or an object holds is put back: not of a long one, nor of some kinds of libraries."""
+    kind = type(value)
+    if isinstance(value, dict | list | deque | set) and len(value) > _LONGEST:
+        return False
+    return kind.__module__ not in _NOT_ENTERED and kind.__name__ not in ("_local", "bytearray")
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory and version; all that a graph is to a forward is whether it wants a gradient."""
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _slots(thing: Any) -> dict[str, Any]:
+    """The attributes that a plain object keeps in slots."""
+    names = copyreg._slotnames(type(thing))  # type: ignore[attr-defined]
+    return {name: getattr(thing, name) for name in names if hasattr(thing, name)}
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for hook in hooks.values():
+            where = getattr(hook, "__module__", None) or type(hook).__module__
+            if not str(where).startswith(("torch.", "hasten.")):  # ours: the Trainer looks what its first step calls
+                raise CannotRepeatError(f"its {type(module).__name__} has a forward hook, which would run twice")
+
+
+def _refill(container: Any, kept: Any) -> None:
+    """Give a container the entries that it had, the very same objects."""
+    if isinstance(container, dict):
+        # In C, since this is done for each module: the same keys and values, in the same order.
+        same = len(container) == len(kept) and all(map(is_, container, kept))
+        if not same or not all(map(is_, container.values(), kept.values())):
+            kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+            kind.clear(container)
+            kind.update(container, kept)
+    elif len(container) != len(kept) or any(one is not other for one, other in zip(container, kept, strict=True)):
+        container.clear()
+        container.update(kept) if isinstance(container, set) else container.extend(kept)

@@ -1,1 +1,0 @@
-"""A forward run a second time exactly as it was, for techniques that keep no activations."""

@@ -1,0 +1,89 @@
+"""Loaders with another batch size, and the longest samples first."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+from hasten.batch.trial_observer import LongestFirst, longest
+from hasten.data import rng
+from hasten.data.loader import DataLoader as OwnLoader
+from hasten.errors import HastenError
+from hasten.loading import changed
+from hasten.trainer.batches import mapped
+
+
+class SavedGenerators:
+    """Random states of loaders and datasets, saved before a trial draws from them."""
+
+    def __init__(self) -> None:
+        self._generators: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
+
+    def note(self, loader: Any) -> None:
+        """Note a loader's, once."""
+        if id(loader) not in self._generators:
+            found = rng.find(loader)
+            self._generators[id(loader)] = loader, found, rng.states_of(found)
+
+    def restore(self) -> None:
+        """Put back what was noted."""
+        for _, found, states in self._generators.values():
+            rng.set_states(found, states)
+
+
+class Resizing(SavedGenerators):
+    """Gives loaders another batch size, where they have the training's.
+
+    Attributes:
+        own: The training loader's batch size; 0: not seen yet.
+        samples: In its dataset; 0 where nobody knows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = self.samples = 0
+
+    def loaders(self, loaders: Any, size: int, kind: str) -> Any:
+        """Return loaders with another batch size where they have the training's, and the longest samples first."""
+        return mapped(loaders, DataLoader, lambda loader: self._one(loader, size, kind))
+
+    def _one(self, loader: Any, size: int, kind: str) -> Any:
+        self.note(loader)
+        if isinstance(loader, OwnLoader):
+            loader = plain(loader)
+        own = loader.batch_size
+        if kind == "train" and not self.own:
+            self.own = own or 0
+            with contextlib.suppress(TypeError):  # an iterable dataset has no length
+                self.samples = len(loader.dataset)
+        if self.own and own != self.own:
+            return changed(loader)
+        if not own or type(loader.batch_sampler) is not BatchSampler:
+            raise HastenError(
+                f"the training loader has a batch sampler of its own ({type(loader.batch_sampler).__name__}), or no"
+                " batch size",
+                "use `hasten batch --argument` on the script",
+            )
+        size = size or own
+        batches: Any = BatchSampler(loader.sampler, size, loader.drop_last)
+        if first := longest(loader.dataset, size):
+            batches = LongestFirst(batches, first)
+        return changed(loader, batch_size=size, batch_sampler=batches)
+
+
+def plain(loader: OwnLoader) -> DataLoader[Any]:
+    """Return torch's loader of the same dataset: hasten's own has its batch size in what orders samples."""
+    shuffles = isinstance(loader.sampler, RandomSampler)
+    return DataLoader(
+        loader.dataset,
+        loader.batch_size,
+        shuffle=shuffles,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        worker_init_fn=loader.worker_init_fn,
+        prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
+    )

@@ -1,5 +1,0 @@
-"""`Trainer.find_batch_size`: the search of `hasten batch`, by attempts in this process on copies."""
-
-from hasten.trainer.finding.trials import find
-
-__all__ = ["find"]

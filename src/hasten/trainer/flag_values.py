@@ -1,0 +1,243 @@
+"""Validates flags: each check takes a name and a value, and returns the value in its normal form."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from hasten.plan import Plan
+from hasten.trainer.errors import WrongValueError, misconfigured
+from hasten.trainer.precision import PRECISIONS
+from hasten.trainer.strategies import Strategy, strategy_named
+
+Check = Callable[[str, Any], Any]
+
+
+def whole(least: int, optional: bool = True) -> Check:
+    """Return the check of a flag that counts something."""
+
+    def check(name: str, value: Any) -> Any:
+        if value is None and optional:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            count = "must be a non-negative integer or -1" if least == -1 else f"should be an int >= {least}"
+            raise misconfigured(f"`{name}` {count}, not {value!r}", "-1 means no limit" if least == -1 else "")
+        return value
+
+    return check
+
+
+def sanity_steps(name: str, value: Any) -> Any:
+    """`num_sanity_val_steps`: a number of batches; -1 is all."""
+    return math.inf if value in (-1, math.inf) and not isinstance(value, bool) else whole(-1)(name, value)
+
+
+def share_or_count(name: str, value: Any) -> Any:
+    """A limit of batches: an int counts them, a float is a share of them."""
+    if value is None:
+        return None
+    fine = (isinstance(value, int) and not isinstance(value, bool) and value >= 0) or (
+        isinstance(value, float) and 0.0 <= value <= 1.0
+    )
+    if not fine:
+        raise misconfigured(
+            f"You have passed invalid value {value!r} for {name}",
+            "it must be a number of batches (int) or a share of them (0.0 to 1.0)",
+        )
+    return value
+
+
+def to_try(name: str, value: Any) -> int | bool:
+    """`fast_dev_run`: a number of batches; True is one."""
+    if not isinstance(value, int) or value < 0:
+        raise misconfigured(f"{name}={value!r} should be >= 0", "it is a number of batches")
+    return True if value == 1 else value
+
+
+def accumulation(name: str, value: Any) -> int | dict[int, int]:
+    """`accumulate_grad_batches`: a number, or a schedule {epoch: number}."""
+    if not isinstance(value, Mapping):
+        whole(1, optional=False)(name, value)
+        return value  # type: ignore[no-any-return]
+    for epoch, every in value.items():
+        whole(0, optional=False)(f"{name}: epoch", epoch)
+        whole(1, optional=False)(f"{name} at epoch {epoch}", every)
+    return dict(value)
+
+
+def microbatch(name: str, value: Any) -> int | str | None:
+    """`microbatch`: a number of samples, or "auto"."""
+    if value in (None, "auto"):
+        return value  # type: ignore[no-any-return]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise misconfigured(f'`{name}` should be an int >= 1 or "auto", not {value!r}', "it counts samples")
+    return value
+
+
+class ClipAlgorithm(StrEnum):
+    """Ways to clip gradients."""
+
+    NORM = "norm"
+    VALUE = "value"
+
+
+def clip_value(name: str, value: Any) -> Any:
+    """`gradient_clip_val`: a norm or a value, which is not negative."""
+    if value is not None:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise TypeError(f"`{name}` should be an int or a float, not {value!r}")
+        if value < 0:
+            raise misconfigured(f"{name}={value} is negative", "give the largest norm allowed, such as 1.0")
+    return value
+
+
+def clip_algorithm(name: str, value: Any) -> ClipAlgorithm | None:
+    """`gradient_clip_algorithm`: a name, or a member of an enum of any framework."""
+    if value is None:
+        return None
+    word = str(getattr(value, "value", value)).lower()
+    if word not in list(ClipAlgorithm):
+        raise misconfigured(f"`{name}` {value} is invalid", 'there are "norm" and "value"')
+    return ClipAlgorithm(word)
+
+
+def seconds(name: str, value: Any) -> float | None:
+    """Return a duration (a timedelta, "DD:HH:MM:SS" or a dict of timedelta's arguments) in seconds."""
+    if value is None:
+        return None
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Mapping):
+        try:
+            return timedelta(**value).total_seconds()
+        except TypeError as error:
+            raise misconfigured(f"{name}={dict(value)!r}: {error}", 'such as {"hours": 2, "minutes": 30}') from None
+    if isinstance(value, str):
+        parts = value.strip().split(":")
+        if len(parts) == 4 and all(part.isdecimal() for part in parts):
+            days, hours, minutes, secs = map(int, parts)
+            if hours < 24 and minutes < 60 and secs < 60:
+                return timedelta(days=days, hours=hours, minutes=minutes, seconds=secs).total_seconds()
+    raise misconfigured(f"{name}={value!r} is no duration", 'give a timedelta, "DD:HH:MM:SS" or {"hours": 2}')
+
+
+def duration(name: str, value: Any) -> Any:
+    """`max_time`: a duration."""
+    seconds(name, value)
+    return value
+
+
+def interval(name: str, value: Any) -> Any:
+    """`val_check_interval`: a number of batches, a share of them, or a duration."""
+    if value is None:
+        return None
+    if is_duration(value):
+        seconds(name, value)
+        return value
+    share_or_count(name, value)
+    if not value:
+        raise misconfigured(f"{name}={value!r} never comes", "to switch validation off: limit_val_batches=0")
+    return value
+
+
+def is_duration(value: Any) -> bool:
+    """Return whether an interval is one of time, rather than of batches."""
+    return isinstance(value, str | timedelta | Mapping)
+
+
+def switch(name: str, value: Any) -> Any:
+    """A flag that is True or False (or None, for the default): a text such as "no" would be taken for True."""
+    if value not in (True, False, None):
+        raise WrongValueError(f"{name}={value!r} must be True or False")
+    return value
+
+
+def deterministic(name: str, value: Any) -> Any:
+    """`deterministic`: True, False or "warn"."""
+    if value not in (True, False, None, "warn"):
+        raise WrongValueError(f'{name}={value!r} must be True, False or "warn"')
+    return value
+
+
+def one_of(*names: str) -> Check:
+    """Return the check of a flag that is one of a few names."""
+
+    def check(name: str, value: Any) -> Any:
+        if value not in names:
+            raise misconfigured(f"{name}={value!r}", f"it is {' or '.join(map(repr, names))}".replace("'", '"'))
+        return value
+
+    return check
+
+
+def _path(name: str, value: Any, *others: type) -> None:
+    if value is not None and not isinstance(value, (str, os.PathLike, *others)):
+        raise WrongValueError(f"{name}={value!r} is a {type(value).__name__}, not a path")
+
+
+def plan(name: str, value: Any) -> Any:
+    """`plan`: a Plan, or the path of its file."""
+    _path(name, value, Plan)
+    return value
+
+
+def folder(name: str, value: Any) -> str:
+    """`default_root_dir`: a folder; by default the current one. Links in it stay as they are."""
+    _path(name, value)
+    return os.path.abspath(Path(value or Path.cwd()).expanduser())  # noqa: PTH100
+
+
+def precision(name: str, value: Any) -> str:
+    """`precision`: a name in full; the short names of earlier days are understood."""
+    if value is None:
+        return "32-true"
+    full = PRECISIONS.get(str(value))
+    if full is None:
+        close = difflib.get_close_matches(str(value), PRECISIONS, n=1, cutoff=0.4)
+        hint = f"did you mean {PRECISIONS[close[0]]!r}? " if close else ""
+        known = ", ".join(dict.fromkeys(PRECISIONS.values()))
+        raise WrongValueError(f"Precision {value!r} is invalid", f"{hint}there are: {known}")
+    return full
+
+
+def devices(name: str, value: Any) -> Any:
+    """`devices`: at least one to train on."""
+    if value in (0, "0") or (isinstance(value, list | tuple) and not value):
+        raise misconfigured(
+            f"{name}={value!r}: the value is not a valid input using any accelerator",
+            'give a number of at least 1, a list of GPU numbers, or "auto"',
+        )
+    return value
+
+
+def accelerator(name: str, value: Any) -> Any:
+    """`accelerator`: the name of a kind of device."""
+    if value not in ("auto", "cpu", "gpu", "cuda"):
+        raise WrongValueError(
+            f"You selected an invalid accelerator name: `{name}={value!r}`",
+            'there are "auto", "cpu", "gpu" and "cuda": hasten trains on CPUs and NVIDIA GPUs',
+        )
+    return value
+
+
+def strategy(name: str, value: Any) -> str | Strategy:
+    """`strategy`: its name, or an object; one of another framework's becomes hasten's."""
+    found = strategy_named(value)
+    return value if isinstance(value, str) else found
+
+
+def seed(name: str, value: Any) -> int | None:
+    """`seed`: what NumPy takes."""
+    import numpy
+
+    if value is None:
+        return None
+    if not isinstance(value, int | numpy.integer) or not 0 <= value < 2**32:
+        raise WrongValueError(f"{name}={value!r} must be a whole number from 0 to {2**32 - 1}")
+    return int(value)

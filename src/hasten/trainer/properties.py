@@ -1,0 +1,392 @@
+"""Properties of a Trainer that callbacks, modules and people read, under the names that they know."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten import messages
+from hasten.parallel import find_place, size_of
+from hasten.trainer import checks, errors
+from hasten.trainer.adapter import adapter
+from hasten.trainer.attachments import folder_of
+from hasten.trainer.callbacks.base import callbacks_named
+
+if TYPE_CHECKING:
+    from hasten.errors import HastenError
+    from hasten.parallel import World
+    from hasten.run import Run
+    from hasten.trainer.checkpointing import Checkpointing
+    from hasten.trainer.config import Config
+    from hasten.trainer.engine import Engine
+    from hasten.trainer.progress import Progress
+    from hasten.trainer.stages import Metrics, Stage
+
+
+def _while(stage: str, doc: str) -> property:
+    """Return a property: whether a Trainer is in a stage. Scripts set it, too."""
+
+    def is_on(trainer: TrainerProperties) -> bool:
+        return trainer.stage.stage == stage
+
+    def switch(trainer: TrainerProperties, on: bool) -> None:
+        trainer.stage.stage = stage if on else None
+
+    return property(is_on, switch, doc=doc)
+
+
+class TrainerProperties:
+    """The readable side of a Trainer. Nothing here changes a training, but for the few properties with setters."""
+
+    config: Config
+    progress: Progress
+    engine: Engine
+    stage: Stage
+    metrics: Metrics
+    callbacks: list[Any]
+    checkpointing: Checkpointing
+    _loggers: list[Any]
+    _said: set[str]
+
+    # -- where -----------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World:
+        """The processes that train together."""
+        return self.engine.world
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model of this process lies."""
+        return self.world.device
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first process: the one that writes and speaks."""
+        return self.global_rank == 0
+
+    @property
+    def global_rank(self) -> int:
+        """Number of this process among all."""
+        return self.world.rank if self.engine.opened else _before_opening("rank")
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its machine."""
+        return self.world.local_rank if self.engine.opened else _before_opening("local_rank")
+
+    @property
+    def node_rank(self) -> int:
+        """Number of this machine."""
+        return self.world.node_rank if self.engine.opened else _before_opening("node_rank")
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together; before the first run, how many will."""
+        return self._sizes()[0]
+
+    @property
+    def num_devices(self) -> int:
+        """Devices per machine."""
+        size, nodes = self._sizes()
+        return max(1, size // max(1, nodes))
+
+    def _sizes(self) -> tuple[int, int]:
+        """Return how many processes, and machines."""
+        if self.engine.opened:
+            return self.world.size, self.world.num_nodes
+        return size_of(self.config.accelerator, self.config.devices, self.config.num_nodes)
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Numbers of the devices used on this machine."""
+        return list(range(self.num_devices)) if self.device.type == "cpu" else [self.device.index or 0]
+
+    # -- what it is doing ------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Stage:
+        """The stage, by the name that scripts know."""
+        return self.stage
+
+    training = _while("train", "Whether it trains.")
+    validating = _while("validate", "Whether it validates, within `fit` or by `validate`.")
+    testing = _while("test", "Whether it tests.")
+    predicting = _while("predict", "Whether it predicts.")
+    sanity_checking = _while("sanity_check", "Whether it tries the first validation batches, before training.")
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether it validates or tests."""
+        return self.stage.stage in ("validate", "test")
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs that are over."""
+        return self.progress.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done."""
+        return self.progress.global_step
+
+    @property
+    def total_batches(self) -> int:
+        """Training batches done."""
+        return self.progress.total_batches
+
+    @property
+    def logged_steps(self) -> int:
+        """Training batches with an optimizer step: the x-axis of what loggers get."""
+        return self.progress.logged_steps
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training ends after this batch; set it to True to end it."""
+        return self.progress.should_stop
+
+    @should_stop.setter
+    def should_stop(self, stop: bool) -> None:
+        self.progress.should_stop = stop
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the training batch at hand is the epoch's last."""
+        return self.engine.loop is not None and self.engine.loop.last
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run was left before its end."""
+        return self.engine.stopping.interrupted
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether it was asked to end by SIGTERM."""
+        return self.engine.stopping.signal == signal.SIGTERM
+
+    # -- values ----------------------------------------------------------------------------------------
+
+    def collect(self) -> dict[str, Any]:
+        """Bring what was logged into the three dicts; what is for the loggers is given back."""
+        board = self.engine.board
+        if board is None:
+            return {}
+        metrics = self.metrics  # a sanity check's are forgotten when it is over
+        fresh = board.collect(metrics.callback, metrics.logged, metrics.bar)
+        return {} if self.sanity_checking else fresh
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """Logged values, for callbacks: unread tensors by name."""
+        self.collect()
+        return self.metrics.callback
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """Values for the loggers."""
+        self.collect()
+        return self.metrics.logged
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Values for the progress line, as numbers: this reads them from the device."""
+        self.collect()
+        return {name: float(value) for name, value in self.metrics.bar.items()}
+
+    # -- what belongs to it ----------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Any:
+        """The module."""
+        return self.engine.model
+
+    @property
+    def datamodule(self) -> Any:
+        """The datamodule, or None."""
+        return self.engine.datamodule
+
+    @property
+    def run(self) -> Run:
+        """The techniques that are installed."""
+        return self.engine.run
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers that `configure_optimizers` gave."""
+        return self.engine.optimizing.optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The learning-rate schedulers, and when they step."""
+        return self.engine.optimizing.schedulers
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The loggers."""
+        return self._loggers
+
+    @loggers.setter
+    def loggers(self, loggers: list[Any] | None) -> None:
+        self._loggers = list(loggers or [])
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers = [logger] if logger else []
+
+    @property
+    def log_dir(self) -> str | None:
+        """Where the first logger writes; the same in every process."""
+        root = str(self.config.default_root_dir)
+        return str(self.world.broadcast(folder_of(self.logger, root) if self.loggers else root))
+
+    def _callbacks_named(self, *names: str) -> list[Any]:
+        return callbacks_named(self.callbacks, *names)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """The callbacks that save."""
+        return self._callbacks_named("Checkpoint", "ModelCheckpoint")
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first callback that saves, or None."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """The callbacks that stop early."""
+        return self._callbacks_named("EarlyStopping")
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first of them, or None."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The callback that shows progress, or None."""
+        return next(iter(self._callbacks_named("Progress", "ProgressBar")), None)
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that this run went on from."""
+        return self.checkpointing.path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: str | None) -> None:
+        self.checkpointing.path = path
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loaders, as they are used."""
+        return self._loaders("train")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation loaders, as they are used."""
+        return self._loaders("val")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test loaders, as they are used."""
+        return self._loaders("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The prediction loaders, as they are used."""
+        return self._loaders("predict")
+
+    def _loaders(self, kind: str) -> Any:
+        source = self.engine.feeds[kind].source
+        return None if source is None else source.tree
+
+    @property
+    def num_training_batches(self) -> float:
+        """Batches of an epoch; infinity when that is not known."""
+        return self.engine.feeds["train"].total
+
+    @property
+    def val_check_batch(self) -> float:
+        """Training batches from one validation to the next; infinity: after each epoch."""
+        return self.engine.val_check_batch
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        """Batches of a validation, by loader."""
+        return self.engine.feeds["val"].limits
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        """Batches of a test, by loader."""
+        return self.engine.feeds["test"].limits
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        """Batches of a prediction, by loader."""
+        return self.engine.feeds["predict"].limits
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        """Validation batches tried before training, by loader; none outside of `fit`."""
+        steps = self.config.num_sanity_val_steps or 0
+        return [min(steps, batches) for batches in self.num_val_batches] if self.stage.fn == "fit" else []
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether there are a validation step and loaders for it, and it may run."""
+        if self.config.limit_val_batches == 0:
+            return False
+        return self.engine.has_step("validation_step") and checks.has_loader(self.engine, "val")
+
+    @property
+    def validates_this_epoch(self) -> bool:
+        """Whether validation may run in the current epoch."""
+        every = self.config.check_val_every_n_epoch
+        return self.enable_validation and (every is None or (self.current_epoch + 1) % every == 0)
+
+    # -- speaking --------------------------------------------------------------------------------------
+
+    def misconfigured(self, message: str, fix: str = "") -> HastenError:
+        """The error for what contradicts itself."""
+        return errors.misconfigured(message, fix)
+
+    def say(self, text: str, once: bool = False) -> None:
+        """Tell the person, in the first process only: through `logging` where that is set up, else on stderr."""
+        if self.is_global_zero and not (once and text in self._said):
+            self._said.add(text)
+            log = logging.getLogger(adapter().log_name)
+            if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+                with messages.harmless():
+                    log.info("hasten: %s", text)
+            else:
+                messages.tell(f"hasten: {text}")
+
+    def warn(self, text: str) -> None:
+        """Warn, in the first process only."""
+        if self.is_global_zero:
+            messages.warn(text, adapter().warning, stacklevel=3)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print`, in the first process only, and above the progress line."""
+        if not self.is_global_zero:
+            return
+        bar = self.progress_bar_callback
+        if bar is not None and getattr(bar, "is_enabled", True) and hasattr(bar, "print") and "file" not in kwargs:
+            bar.print(*args, **kwargs)
+        else:
+            with messages.harmless():
+                print(*args, **kwargs)
+
+
+def _before_opening(number: str) -> int:
+    """The place that a launcher gave this process, before it has met the others."""
+    place = find_place()
+    return 0 if place is None else int(getattr(place, number))

@@ -1,0 +1,297 @@
+"""The search inside one running process: started, followed, and restarted without what ended it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hasten.child import PATIENCE, Child
+from hasten.errors import HastenError
+from hasten.evidence import read_evidence
+from hasten.online.options import FILLING, FILLS, OnlineOptions
+from hasten.online.record import Event, Measured, read
+from hasten.taps.config import RunConfig
+from hasten.techniques import Liveness
+from hasten.tuner.found import Found
+from hasten.tuner.trial import Trials, last_lines
+
+_POLL = 0.2
+_RESTARTS = 24  # time ends it before, as a rule
+_LEAST_BLOCKS = 3  # good ones, or the script cannot be tuned warm
+_QUIET, _QUIET_COMPILING = 45.0, 240.0  # seconds without a block after which a process hangs
+_OVERTIME = 8.0  # seconds behind the end of a process's time, beyond two blocks, after which it is ended
+_OVERTIME_COMPILING = 60.0
+_STEPS_OF_A_BLOCK = 8  # at the most where steps take long, with those that do not count
+_PAIRS = 6  # of a claim that is measured in several processes
+_LONG_END = 1.5  # seconds behind a process's last step that are worth not waiting for
+_NOTHING_LEFT = 3.0  # seconds of search in which a further process would measure nothing
+
+Say = Callable[[str], None]
+
+
+class OnlineSearch:
+    """Runs a search in one process; in further ones where it ends before its time.
+
+    Args:
+        trials: How processes are started.
+        found: What the search knows; it is added to.
+        options: Of the search; candidates and what was seen before are filled in.
+        startup: Seconds that the script takes before it trains.
+        step: Seconds that a step of the script as it is takes.
+        say: Progress, a line each.
+        on_block: Is told of each block.
+    """
+
+    def __init__(
+        self,
+        trials: Trials,
+        found: Found,
+        options: OnlineOptions,
+        startup: float,
+        say: Say,
+        on_block: Callable[[Measured], None],
+        step: float = 0.0,
+    ) -> None:
+        self._trials, self._found, self._options = trials, found, options
+        self._startup, self._say, self._on_block, self._step = startup, say, on_block, step
+        self._careful = False
+        self._ran: set[int] = set()  # candidates that were on in a good block
+        self._plain_crashes = 0
+        self._processes = 0
+        self._last_step = 0  # of a process that went on for long behind it
+
+    def search(self) -> bool:
+        """Search until the time is out; False where this script cannot be tuned in one process."""
+        for _ in range(_RESTARTS):
+            before = sum(map(_counts, self._found.blocks))
+            process = self._one()
+            if process.done or len(self._found.sides()) >= _PAIRS:
+                return True
+            if process.late:
+                break
+            if not process.crashed and sum(map(_counts, self._found.blocks)) < _LEAST_BLOCKS:
+                return False
+            if not process.crashed:
+                self._drop_what_only_filled(process)
+            nothing = not process.crashed and sum(map(_counts, self._found.blocks)) == before
+            if nothing or self._plain_crashes > 1 or self._left() < self._startup + _NOTHING_LEFT:
+                break
+            self._say(f"{process.why}; started again without it" if process.blamed else f"{process.why}; started again")
+        self._found.chosen = self._found.course.chosen()
+        return process.late or any(map(_counts, self._found.blocks))
+
+    def claim(self, until: float) -> None:
+        """Measure the chosen plan against the script as it is, in a process of its own, or in several."""
+        plan = tuple(sorted(self._found.chosen))
+        self._options = dataclasses.replace(self._options, plan=plan, search_until=0.0, claim_until=until)
+        for _ in range(_RESTARTS):
+            before = len(self._found.sides())
+            process = self._one()
+            now = len(self._found.sides())
+            left = until - time.monotonic() - self._startup
+            if (
+                process.done
+                or process.crashed
+                or process.late
+                or now == before
+                or now >= _PAIRS
+                or left < _NOTHING_LEFT
+            ):
+                return
+
+    def _drop_what_only_filled(self, process: _Process) -> None:
+        """Ask no more for a cache that the training is too short to fill: each process would fill it again."""
+        measured = set().union(*(block.on for block in self._found.blocks if _counts(block)))
+        if unfilled := process.filled - measured:
+            self._found.course.drop(unfilled, "the training ends before its cache is full, so no block could tell")
+
+    def _left(self) -> float:
+        """Seconds for what a further process does: the claim too, where the search had settled on something."""
+        settled = self._found.course.settled is not None
+        return (self._options.claim_until if settled else self._options.search_until) - time.monotonic()
+
+    def _one(self) -> _Process:
+        folder = self._trials.scratch / f"w{time.monotonic_ns()}"
+        folder.mkdir()
+        self._processes += 1
+        options = dataclasses.replace(
+            self._options,
+            results=str(folder / "blocks"),
+            # The same draws in each process would ask the same sets again where a process ends after a few blocks.
+            seed=self._options.seed + 1000 * (self._processes - 1),
+            careful=self._careful,
+            former=tuple(
+                (block.on, block.step_seconds, block.disturbed) for block in self._found.blocks if _counts(block)
+            ),
+            out=tuple(self._found.course.out),
+            last_step=self._last_step,
+            settled=None if (settled := self._found.course.settled) is None else tuple(sorted(settled)),
+            compiling=self._found.compiling,
+            early_ends=0 if self._ran else self._options.early_ends,
+        )
+        process = _Process(self._trials, self._found, options, self._on_block, self._step)
+        process.run(folder, self._startup)
+        if not (process.done or process.crashed or process.late or options.early_ends):
+            self._last_step = max(self._last_step, _last_step(folder / "evidence.json"))
+        shutil.rmtree(folder, ignore_errors=True)
+        self._ran.update(*(block.on for block in self._found.blocks if _counts(block)))
+        if process.crashed:
+            self._blame(process)
+        return process
+
+    def _blame(self, process: _Process) -> None:
+        """Find out what a crash, a hang or a NaN is due to, as far as that is known; it is off for good."""
+        new = set(process.on) - self._ran
+        if not process.on:
+            self._plain_crashes += 1
+        elif len(new) <= 1 or self._careful:
+            process.blamed = new or (set(process.on) - set(process.before)) or set(process.on)
+            # A crash of what ran well before may be the machine's: the next tune asks again.
+            self._found.course.drop(process.blamed, process.why, lasting=bool(new))
+            self._say(f"off for good: {self._called(process.blamed)}: {process.why}")
+            self._found.notes.append(f"switched off for good: {self._called(process.blamed)}: {process.why}")
+        self._careful = True  # what is new is added one by one from here on, so that the next crash has one cause
+
+    def _called(self, indices: set[int]) -> str:
+        return ", ".join(self._found.course.candidates[i].called for i in sorted(indices))
+
+
+class _Process:
+    """One process, followed as it writes its record.
+
+    Attributes:
+        done: Its schedule came to its end.
+        crashed: It ended by an error, hung, or turned to NaN.
+        late: It was ended some time after its search and claim should have been over.
+        why: How it ended, in words.
+        on: What was on at the end.
+        before: What was on before the last switch.
+        blamed: Candidates that it is due to.
+        filled: Candidates whose cache was being filled in a block of it.
+    """
+
+    def __init__(
+        self, trials: Trials, found: Found, options: OnlineOptions, on_block: Callable[[Measured], None], step: float
+    ) -> None:
+        self._trials, self._found, self._options, self._on_block = trials, found, options, on_block
+        self._first_block = max(2.0, _STEPS_OF_A_BLOCK * step)
+        self._offset, self._heard = 0, time.monotonic()
+        self._compiles = False
+        self.done = self.crashed = self.late = False
+        self.why = "the script came to its end"
+        self.on: tuple[int, ...] = ()
+        self.before: tuple[int, ...] = ()
+        self.blamed: set[int] = set()
+        self.filled: set[int] = set()
+
+    def run(self, folder: Path, startup: float) -> None:
+        """Run it to its end."""
+        trial = dataclasses.replace(
+            self._trials.options,
+            scratch=str(folder),
+            epochs=1 << 30,
+            steps=1 << 30,
+            seconds=1e9,
+            pass_seconds=0.0,
+            seed=0,
+            probe=False,
+        )
+        config = RunConfig({}, str(folder / "evidence.json"), self._trials.command, trial, True, warm=self._options)
+        with (folder / "log").open("wb") as log:
+            child = self._trials.start(config, log)
+            try:
+                code = self._follow(child, Path(self._options.results), startup)
+            finally:
+                child.end(patience=0.0 if self.late else PATIENCE)  # all that it says is in its record already
+        if not self.done and not self.crashed and not self.late and code != 0:
+            self.crashed = True
+            said = last_lines(folder / "log").splitlines()
+            self.why = "it hung" if code is None else f"it crashed: {said[-1].strip() if said else f'exit code {code}'}"
+
+    def _follow(self, child: Child, path: Path, startup: float) -> int | None:
+        """Its exit code; None for a process that writes nothing more, or whose time was out."""
+        self._heard = time.monotonic() + 3 * startup
+        while True:
+            code = child.wait(_POLL)
+            self._hear(path)
+            if code is not None:
+                return code
+            now, block = time.monotonic(), self._typical()
+            if now - self._heard > (_QUIET_COMPILING if self._compiles else _QUIET + 8 * block):
+                return None
+            over = _OVERTIME_COMPILING if self._compiles else _OVERTIME + 2 * block
+            # Beyond the trials' deadline lies the end of the budget, where waiting for two long blocks is no excuse.
+            if now > min(self._options.claim_until + over, max(self._options.claim_until, self._trials.deadline)):
+                self.late, self.why = True, "its time was out"
+                return None
+
+    def _typical(self) -> float:
+        """Seconds of a block."""
+        return max((block.seconds for block in self._found.blocks[-8:]), default=self._first_block)
+
+    def _hear(self, path: Path) -> None:
+        said, self._offset = read(path, self._offset)
+        for one in said:
+            self._heard = max(self._heard, time.monotonic())
+            if isinstance(one, Measured):
+                self._compiles = False
+                self._block(one)
+            else:
+                self._event(one)
+
+    def _block(self, block: Measured) -> None:
+        found = self._found
+        found.blocks.append(block)
+        if _counts(block) and block.part not in ("plain", "plan"):
+            found.course.saw(block.on, block.step_seconds, disturbed=block.disturbed)
+        if block.trouble == FILLING:
+            self.filled |= {i for i in block.on if found.course.candidates[i].name in FILLS}
+        self._on_block(block)
+
+    def _event(self, event: Event) -> None:
+        found = self._found
+        match event.kind:
+            case "switch":
+                self.before, self.on = self.on, event.on
+                self._compiles = any(found.course.liveness(i) is Liveness.LAST for i in event.on)
+            case "broken" | "not worth it" | "alone":
+                found.course.drop(event.on, event.text, lasting=event.kind == "broken")
+                found.chosen -= set(event.on)
+            case "settled":
+                found.course.settle(frozenset(event.on))
+            case "chosen":
+                found.chosen = frozenset(event.on)
+            case "compiled":
+                found.compiling = event.seconds
+                for index in event.on:
+                    found.not_asked.pop(index, None)
+            case "not asked":
+                found.not_asked |= dict.fromkeys(event.on, event.text)
+            case "validated":
+                found.course.saw_validation(event.on, event.seconds)
+            case "over":
+                self.crashed = event.text == "nan"
+                self.done = not self.crashed  # also where the claim's passes did not come in time: nobody's fault
+                self.why = "the loss turned to NaN" if self.crashed else event.text
+
+
+def _last_step(path: Path) -> int:
+    """Steps of a process that came to its end, where it did something else for long behind them; else 0.
+
+    A language model is tested on its whole test set, an image is sampled, weights are written: seconds of each process.
+    """
+    try:
+        evidence = read_evidence(path)
+    except HastenError:  # it left none: it was ended by something else
+        return 0
+    if not evidence.step_start:
+        return 0
+    behind = evidence.ended_at - evidence.step_start[-1] - sum(evidence.step_phases[-1])
+    return evidence.steps if behind > _LONG_END else 0
+
+
+def _counts(block: Measured) -> bool:
+    return not block.trouble

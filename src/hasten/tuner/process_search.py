@@ -1,0 +1,84 @@
+"""The search with a process for each block, for scripts that cannot be tuned while they run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hasten.online.record import Measured
+from hasten.tuner.found import Found
+from hasten.tuner.trial import Trial, Trials
+
+_TIMEOUT = 150.0  # seconds, beyond four times the longest trial so far, after which one hangs
+_MOST_CRASHES = 4
+
+
+def search_apart(
+    trials: Trials,
+    found: Found,
+    baseline: Trial,
+    until: float,
+    say: Callable[[str], None],
+    on_block: Callable[[Measured], None],
+) -> None:
+    """All on first, then what the posterior doubts is left out, one process a question.
+
+    Args:
+        trials: Where they run.
+        found: What the search knows; it is added to.
+        baseline: The script as it is, measured already.
+        until: Moment (`time.monotonic`) at which the search ends.
+        say: Progress, a line each.
+        on_block: Is told of each trial as of a block.
+    """
+    course, crashes, longest = found.course, 0, baseline.seconds
+    _saw(found, baseline, frozenset(), "baseline", on_block)
+    wish, part = course.all_on(), "all on"
+    while time.monotonic() + longest < until and crashes < _MOST_CRASHES:
+        plan = {course.candidates[i].name: course.candidates[i].setting for i in sorted(wish)}
+        trial = trials.run(plan, timeout=4 * longest + _TIMEOUT)
+        if trial.outcome == "timeout" and time.monotonic() >= trials.deadline:
+            # Four times as long as the trials before, say, beside other work: nobody knows that it would have hung.
+            found.would_ask.append(f"{', '.join(plan) or 'the script as it is'}: it took longer than the budget")
+            break
+        longest = max(longest, trial.seconds) if trial.ok else longest
+        if _saw(found, trial, wish, part, on_block):
+            say(f"{', '.join(plan) or 'the script as it is'}: {trial.timing.cost * 1e3:.1f} ms a step")  # type: ignore[union-attr]
+        else:
+            crashes += 1
+            _blame(found, trial, wish, say)
+        if not course.doubtful():
+            break
+        wish, part = course.wants(), "search"
+    found.chosen = course.chosen()
+
+
+def _saw(found: Found, trial: Trial, on: frozenset[int], part: str, on_block: Callable[[Measured], None]) -> bool:
+    """Take a trial as a block; whether it measured anything."""
+    began = time.monotonic() - trial.seconds
+    if trial.timing is None:
+        block = Measured(began, trial.seconds, 1, tuple(sorted(on)), part, trouble=f"{trial.outcome}: {trial.reason}")
+    else:
+        cost = trial.timing.cost
+        steps = len(trial.evidence.step_phases) if trial.evidence is not None else 1
+        taken, disturbed = trial.taken, trial.disturbed
+        block = Measured(began, cost * steps, steps, tuple(sorted(on)), part, taken=taken, disturbed=disturbed)
+        found.course.saw(on, cost, disturbed=trial.disturbed)
+    found.blocks.append(block)
+    on_block(block)
+    return trial.timing is not None
+
+
+def _blame(found: Found, trial: Trial, on: frozenset[int], say: Callable[[str], None]) -> None:
+    """What never ran before is off for good; where that is more than one, they are added one by one from here on."""
+    course = found.course
+    ran = {i for block in found.blocks if not block.trouble for i in block.on}
+    new = on - ran
+    if len(new) > 1 and not course.careful:
+        course.careful = True
+        return
+    blamed = new or on
+    course.drop(blamed, f"{trial.outcome}: {trial.reason}", lasting=bool(new))
+    names = ", ".join(course.candidates[i].called for i in sorted(blamed))
+    found.notes.append(f"switched off for good: {names}: {trial.outcome}: {trial.reason}")
+    say(f"off for good: {names}: {trial.outcome}: {trial.reason}")

@@ -1,0 +1,73 @@
+"""The schedule of switches: read back as written, also when the run was killed in a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hasten.errors import HastenError
+from hasten.online.switches import Schedule, Switched, is_schedule, read_schedule
+
+LINES = [
+    Switched(24, 0, {"fused_optimizer": True, "cpu_threads": 2}),
+    Switched(24, 1, {"precision": "bf16-mixed"}),
+    Switched(30, 1, {}),
+]
+
+
+def written(folder: Path) -> Path:
+    path = folder / "a.schedule"
+    schedule = Schedule(str(path), ("train.py",))
+    for one in LINES:
+        schedule.write(one)
+    return path
+
+
+def test_a_schedule_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    assert read_schedule(path) == LINES
+    assert is_schedule(path.read_bytes())
+
+
+def test_half_a_line_at_the_end_is_none(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole = path.read_bytes()
+    last = whole.rstrip(b"\n").rfind(b"\n") + 1
+    for cut in range(last, len(whole)):
+        path.write_bytes(whole[:cut])
+        assert read_schedule(path) == LINES[:-1]
+
+
+def test_two_processes_never_write_one_schedule(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    with pytest.raises(FileExistsError):
+        Schedule(str(path), ())
+    assert read_schedule(path) == LINES
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{}", "a.schedule:2: no line of a schedule"),
+        ("[1, 2]", "a.schedule:2: no line of a schedule"),
+        ('{"step": 1, "passes": 0, "on": {"precison": "bf16-mixed"}}', "did you mean 'precision'"),
+        ('{"step": 1, "passes": 0, "on": {"precision": "bf8"}}', "must be one of"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "a.schedule"
+    path.write_text('{"schema": "hasten-schedule/1"}\n' + line + "\n")
+    with pytest.raises(HastenError) as refused:
+        read_schedule(path)
+    assert said in f"{refused.value} {refused.value.fix}"
+
+
+def test_another_file_is_no_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    for text in ("", "step 1: on", "{}", '{"schema": "hasten-report/2"}'):
+        path.write_text(text)
+        with pytest.raises(HastenError, match="no schedule of switches"):
+            read_schedule(path)
+    with pytest.raises(HastenError, match="cannot read the schedule"):
+        read_schedule(tmp_path / "missing")
