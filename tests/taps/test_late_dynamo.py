@@ -88,6 +88,34 @@ def test_a_training_is_the_same_to_the_bit_and_imports_it_only_to_compile(tmp_pa
     assert ("torch's own True" in under.out) == bool(more)
 
 
+RELIES = """
+import torch
+parameter = torch.nn.Parameter(torch.ones(2))
+def there():
+    print([hasattr(torch.distributed, name) for name in ("fsdp", "nn", "tensor", "no_such_name")])
+there()
+torch.optim.SGD([parameter], lr=0.1)
+print(torch.distributed.nn.__name__, torch.distributed.fsdp.FullyShardedDataParallel.__name__)
+print(torch.fx.experimental.symbolic_shapes.__name__)
+there()
+try:
+    torch.distributed.no_such_name
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_modules_that_torch_dynamo_would_have_brought_by_then_are_there(tmp_path: Path) -> None:
+    """A script may name what nobody imported: it works in plain Python from the first optimizer on, not before."""
+    write(tmp_path, "train.py", RELIES)
+    write(tmp_path, "hasten.toml", "[hasten]\nversion = 1\n\n[techniques]\nset_to_none = true\n")
+    plain = execute(PYTHON, "train.py", cwd=tmp_path)
+    under = execute(HASTEN, "run", "--quiet", "train.py", cwd=tmp_path)
+    assert plain.code == 0, plain.err
+    assert (under.code, under.out) == (0, plain.out), under.err
+    assert plain.out.startswith("[False, False, False, False]")
+
+
 @pytest.mark.parametrize("name", ["no such name", "another body"])
 def test_where_torch_does_otherwise_it_is_left_alone(tmp_path: Path, name: str) -> None:
     """Another version of torch, played by a module in the place of its optimizers' own."""

@@ -264,6 +264,35 @@ def test_a_pass_is_resumed_with_its_batches_read_ahead(train: Train) -> None:
     assert taken, said
 
 
+def test_a_pass_that_is_left_is_over_at_once(train: Train) -> None:
+    """Its workers end and its generators close there, also where no garbage is collected."""
+    script = """
+import gc
+import multiprocessing
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+gc.disable()
+class Stream(IterableDataset):
+    def __iter__(self):
+        try:
+            yield from range(100)
+        finally:
+            print("closed")
+for batch in DataLoader(Stream(), batch_size=4):
+    break
+print("left", batch)
+for batch in DataLoader(list(range(100)), batch_size=4, num_workers=2):
+    break
+print("left", batch, len(multiprocessing.active_children()))
+torch.save({}, "left.pt")
+"""
+    plain, changed = train(script), train(script, read_ahead=2)
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    assert plain.out.split("left")[0] == "closed\n"
+    assert plain.out.endswith(" 0\n")
+    assert changed.out == plain.out
+
+
 def test_a_copy_of_the_dataset_has_its_own_function_and_threads_end_with_it(train: Train) -> None:
     script = """
     import copy, gc, pickle, threading

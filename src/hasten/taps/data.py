@@ -115,7 +115,9 @@ def _tap_iterator(kind: Any, session: Session) -> None:
     def fetch(iterator: Any) -> Any:
         wrapped = iterator.__dict__.get("_hasten_fetch")
         if wrapped is None:
-            wrapped = iterator.__dict__["_hasten_fetch"] = run.batches(functools.partial(plain, iterator), iterator)
+            # By a weak reference: a pass that is left is over at once, as without, and its workers end.
+            own = functools.partial(_next_of, weakref.ref(iterator), plain)
+            wrapped = iterator.__dict__["_hasten_fetch"] = run.batches(own, iterator)
         return wrapped()
 
     give = fetch if changes else plain
@@ -159,6 +161,10 @@ def _tap_iterator(kind: Any, session: Session) -> None:
         return batch
 
     tap(kind, "__next__", lambda _: __next__)
+
+
+def _next_of(iterator: weakref.ref[Any], plain: Any) -> Any:
+    return plain(iterator())
 
 
 def _going_on(give: Any, session: Session) -> Any:

@@ -3,14 +3,17 @@
 `Optimizer.step` imports it to break a graph around itself, `zero_grad` and `add_param_group` to have themselves not
 compiled. Both do nothing where nothing is compiled, and nothing is before somebody imports torch._dynamo, as
 torch.compile does. Until then these calls go past it, which saves its import; from then on they are torch's own.
+A script may rely on what that import leaves behind (`torch.distributed.fsdp` beside a mere `import torch`): where it
+asks for such a module, after the first call that went past, torch._dynamo is imported then.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from hasten.taps.after_import import after_import
@@ -21,6 +24,11 @@ _KEPT_AS = "__dynamo_disable"  # where torch keeps a function as it is called be
 _KNOWN = {
     "cast", "Optimizer", "torch", _DYNAMO, "_dynamo", "is_grad_enabled", "set_grad_enabled", "defaults", "graph_break",
 }  # fmt: skip
+# Packages that `import torch` brings, and in which torch._dynamo's import leaves modules that it does not.
+_GROWING = (
+    "torch.distributed", "torch.distributed.algorithms", "torch.fx.experimental", "torch.fx.passes", "torch.nn.utils",
+    "torch.utils",
+)  # fmt: skip
 
 
 def optimizers_without_dynamo() -> None:
@@ -36,16 +44,49 @@ def _go_past() -> None:
     if isinstance(plain, FunctionType) and _is_known(plain):
         module._use_grad_for_differentiable = functools.wraps(plain)(functools.partial(_stepping, plain))
     past = list(_disabled(vars(getattr(module, "Optimizer", object)).values()))
-    for function in past:
-        setattr(function, _KEPT_AS, function)
-    after_import(_DYNAMO, functools.partial(_ask_dynamo, past))
+    kept = [(function, _first_call(function)) for function in past]
+    for function, first in kept:
+        setattr(function, _KEPT_AS, first)
+    after_import(_DYNAMO, functools.partial(_ask_dynamo, kept))
 
 
-def _ask_dynamo(past: Iterable[Any]) -> None:
+def _ask_dynamo(kept: Iterable[tuple[Any, Any]]) -> None:
     """torch._dynamo is there: have torch ask it, as it does where nothing is kept."""
-    for function in past:
-        if getattr(function, _KEPT_AS, None) is function:
+    for function, first in kept:
+        if getattr(function, _KEPT_AS, None) in (function, first):
             delattr(function, _KEPT_AS)
+
+
+def _first_call(function: Any) -> Any:
+    """Return what torch calls in a function's place: the function, once torch's modules know that one went past."""
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        setattr(function, _KEPT_AS, function)
+        _answer_for_modules()
+        return function(*args, **kwargs)
+
+    return first
+
+
+@functools.cache
+def _answer_for_modules() -> None:
+    """Have packages of torch import torch._dynamo, which plain torch would have by now, where a module is missing."""
+    for name in _GROWING:
+        if (package := sys.modules.get(name)) is not None:
+            vars(package)["__getattr__"] = _answering(package, vars(package).get("__getattr__"))
+
+
+def _answering(package: ModuleType, plain: Callable[[str], Any] | None) -> Callable[[str], Any]:
+    def __getattr__(name: str) -> Any:
+        if _DYNAMO not in sys.modules and not name.startswith("__"):
+            importlib.import_module(_DYNAMO)
+            if name in vars(package):
+                return vars(package)[name]
+        if plain is not None:
+            return plain(name)
+        raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}", name=name, obj=package)
+
+    return __getattr__
 
 
 def _is_known(plain: Callable[[Any], Any]) -> bool:
