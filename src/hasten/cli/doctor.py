@@ -63,7 +63,9 @@ def doctor(
     steps: int | None = typer.Option(
         None, min=1, help="Training steps to listen to. Default: 200, or as many as 5 s of training hold.", metavar="N"
     ),
-    seconds: float = typer.Option(120.0, min=0.1, help="Time after which the script is ended, wherever it is."),
+    seconds: float = typer.Option(
+        120.0, min=0.1, help="Time after which the script is ended, wherever it is.", metavar="SECONDS"
+    ),
     epochs: int | None = typer.Option(None, min=1, help="Listen to so many epochs instead of steps.", metavar="N"),
     whole: bool = typer.Option(False, "--whole", help="Let the script run to its end and write where it wants."),
     json: Path | None = typer.Option(None, help="Write the diagnosis there, for machines.", metavar="FILE"),
@@ -73,7 +75,7 @@ def doctor(
     no_sample: bool = typer.Option(False, "--no-sample", help="Do not look into single steps with the profiler."),
     fail_on: str = typer.Option("", help="Exit with 1 at such a finding: high, medium, low, note.", metavar="SEVERITY"),
     source: bool = typer.Option(False, "--source", help="Read code only: PATHS are files and folders. Runs nothing."),
-    format: str = typer.Option("text", help="With --source: text, json or sarif."),
+    format: str = typer.Option("text", help="With --source: text, json or sarif.", metavar="KIND"),
     out: Path | None = typer.Option(None, "--out", help="With --source: write there.", metavar="FILE"),
     select: list[str] = typer.Option([], help="With --source: only this rule (may be repeated).", metavar="NAME"),
     strict_ignores: bool = typer.Option(False, help="With --source: name ignore comments that silence nothing."),
@@ -81,7 +83,7 @@ def doctor(
         False, "--loader", help="Measure the training loader alone, for --seconds, in place of training."
     ),
 ) -> None:
-    """Say why a training is slow: which resource is saturated, where a step's time goes, what to mend and where.
+    """Say why a training is slow: which resource is saturated, where a step's time goes, what to change and where.
 
     The script runs unchanged, for a bounded time, and what it writes is kept apart and removed (--whole: all of it,
     as it is). hasten's own options stand before the script; all that follows the script is the script's own. The

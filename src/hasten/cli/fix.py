@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def fix(
-    paths: list[Path] = typer.Argument(..., help="Files of Python, and folders of them."),
+    paths: list[Path] = typer.Argument(..., help="Python files, and folders of them.", metavar="PATHS"),
     write: bool = typer.Option(False, "--write", help="Write the files instead of showing the diff."),
     select: list[str] = typer.Option([], help="Mend only what this rule finds (may be repeated).", metavar="NAME"),
 ) -> None:

@@ -39,7 +39,9 @@ def plan_cluster(
         None, min=1, help="Samples that time and cost are for (default: the training data, once).", metavar="N"
     ),
     memory: str = typer.Option("", help="Memory of a device: 80GiB.", metavar="SIZE"),
-    price: float | None = typer.Option(None, min=0, help="Of a device for an hour, in any currency."),
+    price: float | None = typer.Option(
+        None, min=0, help="Price of a device for an hour, in any currency.", metavar="PRICE"
+    ),
     activations: str = typer.Option(
         "", help="Memory of a step beside parameters, gradients, optimizer states.", metavar="SIZE"
     ),

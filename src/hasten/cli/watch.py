@@ -11,7 +11,9 @@ import typer
 
 
 def watch(
-    place: Path = typer.Argument(Path(), help="The folder the run leaves its evidence in, or one of its files."),
+    place: Path = typer.Argument(
+        Path(), help="The folder the run leaves its evidence in, or one of its files.", metavar="FOLDER"
+    ),
     port: int = typer.Option(0, min=0, max=65535, help="Port on 127.0.0.1; 0: one that is free.", metavar="N"),
     open_page: bool = typer.Option(False, "--open", help="Open the page in the browser."),
 ) -> None:
