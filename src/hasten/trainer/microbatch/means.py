@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,8 +12,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from hasten.errors import is_out_of_memory
+from hasten.trainer.microbatch.attributes import Attributes
 from hasten.trainer.microbatch.before import Before, versions
-from hasten.trainer.microbatch.watched import Watched
+from hasten.trainer.microbatch.iterated import Iterated
+from hasten.trainer.microbatch.same_draws import SameDraws
+from hasten.trainer.microbatch.watched import Watched, compiles
 from hasten.trainer.outputs import loss_of
 
 if TYPE_CHECKING:
@@ -31,11 +34,11 @@ Gradients = list[torch.Tensor | None]
 
 
 class Group(NamedTuple):
-    """Samples that are computed together: makes them, how much their loss counts, and how many they are."""
+    """Samples that are computed together: makes them, how much their loss counts, and their places in the batch."""
 
     make: Callable[[], Any]
     share: float
-    samples: int
+    rows: Sequence[int]
 
 
 class Look(NamedTuple):
@@ -55,12 +58,14 @@ class Look(NamedTuple):
 class _Side(NamedTuple):
     """What the step gave for some samples; None: no loss, or gradients that were not asked for.
 
-    `norm` is that of the gradients, of several parts the mean of their norms: what rounding is measured by.
+    `norm` is that of the gradients, and `size` that of the loss: of several parts the mean of their sizes, which is
+    what rounding, and chance, are measured by.
     """
 
     loss: float | None
     gradients: Gradients | None
     norm: float = 0.0
+    size: float = 0.0
 
 
 def groupings(count: int, size: int) -> list[list[list[int]]]:
@@ -108,16 +113,17 @@ def look(
     buffers = {name: buffer._version for name, buffer in module.named_buffers()}
     scale = _SCALE_FP16 if trainer.config.precision == "16-mixed" else 1.0
     watched = Watched(module)
+    iterated = Iterated(module)
     found = Look("", False)
     try:
         with _resting(module), watched:
-            first = _summed(before, step, groups[0], gradients, scale, watched)
-            draws = before.drawn()
-            for grouping in groups[1:]:
-                other = _summed(before, step, grouping, first.gradients is not None, scale, watched)
-                found = _compared(trainer, before, first, other, scale, draws)
-                if found.wrong:
-                    break
+            parts = _Parts(before, step, scale, watched, module, iterated, gradients)
+            first, *others = [parts.summed(grouping) for grouping in groups]
+            parts.begin()  # as it was
+        for other in others:
+            found = _compared(trainer, before, first, other, scale, parts.by_chance)
+            if found.wrong:
+                break
     except Exception as error:
         if is_out_of_memory(error):  # the parts will be smaller; how they add up is then not known
             return Look("", False)
@@ -130,48 +136,104 @@ def look(
         return Look("training_step changes weights itself, which it would do once for each part", False)
     if by_samples and (seen := watched.wrong()):
         return Look(seen[0], found.gradients, seen[1])
-    changed = [name for name, buffer in module.named_buffers() if buffer._version != buffers.get(name)]
+    now = {name: buffer for name, buffer in module.named_buffers() if name not in iterated.names}
+    changed = [name for name, buffer in now.items() if buffer._version != buffers.get(name)]
+    changed += sorted(parts.attributes.changed)
     if changed:
-        trainer.say(f"microbatch: {', '.join(changed[:3])} change with each part, not once a batch", once=True)
+        trainer.say(f"microbatch: with each part, not once a batch, a step changes {', '.join(changed[:3])}", once=True)
     return found
 
 
-def _summed(
-    before: Before, step: Called, groups: list[Group], gradients: bool, scale: float, watched: Watched
-) -> _Side:
-    """Compute parts one after the other, as a step in parts does; what is kept of each is its share of the gradient."""
-    loss, norm = 0.0, 0.0
-    total: Gradients | None = None
-    for group in groups:
-        before.draw_again()
-        side = _side(before, step, group.make(), gradients, scale)
-        watched.part(group.samples)
-        if side.loss is None:
-            return side
-        loss += side.loss * group.share
-        gradients = gradients and side.gradients is not None
-        if not gradients or side.gradients is None:
-            total = None
-            continue
-        norm += side.norm * group.share
-        none: Gradients = [None] * len(side.gradients)
-        before_it = none if total is None else total
-        total = [_minus(one, part, -group.share) for one, part in zip(before_it, side.gradients, strict=True)]
-    return _Side(loss, total, norm)
+class _Parts:
+    """Computes parts of a batch, as a step in parts does.
 
+    Args:
+        before: What the step stands on.
+        step: `(batch, batch_idx)` -> what training_step gives.
+        scale: Of what is differentiated.
+        watched: Sees losses of torch's.
+        module: Whose step it is.
+        iterated: Its spectral norms.
+        gradients: Whether to differentiate.
 
-def _side(before: Before, step: Called, batch: Any, gradients: bool, scale: float) -> _Side:
-    """Compute some samples; without their gradients where the step draws random numbers, other ones for each part."""
-    with torch.set_grad_enabled(gradients):
-        loss = loss_of(step(batch, 0))
-    if loss is None:
-        return _Side(None, None)
-    if not gradients or before.drawn() or not loss.requires_grad:
-        return _Side(float(loss.detach()), None)
-    before.drop_gradients()
-    torch.autograd.backward(loss * scale)
-    found = before.drop_gradients()
-    return _Side(float(loss.detach()), found, _norm(found))
+    Attributes:
+        attributes: Of the module: what the step changes in them.
+        by_chance: Random numbers were drawn that were not a sample's own, so that parts have others.
+    """
+
+    def __init__(
+        self,
+        before: Before,
+        step: Called,
+        scale: float,
+        watched: Watched,
+        module: torch.nn.Module,
+        iterated: Iterated,
+        gradients: bool,
+    ) -> None:
+        self._before, self._step, self._scale = before, step, scale
+        self._watched, self._draws, self._iterated = watched, SameDraws(compiles(module)), iterated
+        self.attributes = Attributes(module)
+        self._iterated.take()
+        self._gradients = gradients
+        self._graph = gradients
+        self.by_chance = False
+
+    def begin(self) -> None:
+        """Have a part find what the first one found."""
+        self._before.draw_again()
+        self._iterated.put_back()
+        self.attributes.put_back()
+
+    def summed(self, groups: list[Group]) -> _Side:
+        """Compute parts one after the other; what is kept of each is its share of the loss and the gradient."""
+        loss, size, norm = 0.0, 0.0, 0.0
+        total: Gradients | None = None
+        for group in groups:
+            side = self._side(group)
+            self._watched.part(len(group.rows))
+            if side.loss is None:
+                return side
+            loss, size = loss + side.loss * group.share, size + abs(side.loss) * group.share
+            if not self._gradients or side.gradients is None:
+                self._gradients, total = False, None
+                continue
+            norm += side.norm * group.share
+            none: Gradients = [None] * len(side.gradients)
+            before_it = none if total is None else total
+            total = [_minus(one, part, -group.share) for one, part in zip(before_it, side.gradients, strict=True)]
+        return _Side(loss, total, norm, size)
+
+    def _side(self, group: Group) -> _Side:
+        """Compute some samples; without their gradients where numbers were drawn that are others in each part."""
+        batch = group.make()
+        loss = self._loss(batch, group)
+        if loss is None:
+            return _Side(None, None)
+        self.by_chance = self.by_chance or self._before.drawn()
+        if not self._gradients or self.by_chance or not loss.requires_grad:
+            return _Side(float(loss.detach()), None)
+        self._before.drop_gradients()
+        with self._draws:  # what is computed again in the backward draws again
+            torch.autograd.backward(loss * self._scale)
+        found = self._before.drop_gradients()
+        return _Side(float(loss.detach()), found, _norm(found))
+
+    def _loss(self, batch: Any, group: Group) -> Any:
+        """Return a part's loss: with a graph where gradients are wanted, or the step itself wants one."""
+        try:
+            return self._forward(batch, group)
+        except RuntimeError as error:
+            if self._graph or is_out_of_memory(error):
+                raise
+            self._graph = True  # it differentiates within the step: a gradient penalty
+            return self._forward(batch, group)
+
+    def _forward(self, batch: Any, group: Group) -> Any:
+        self.begin()
+        self._draws.begin_part(group.rows)
+        with torch.set_grad_enabled(self._graph), self._draws:
+            return loss_of(self._step(batch, 0))
 
 
 def _compared(trainer: Trainer, before: Before, one: _Side, other: _Side, scale: float, draws: bool) -> Look:
@@ -182,7 +244,7 @@ def _compared(trainer: Trainer, before: Before, one: _Side, other: _Side, scale:
     allowed = _RANDOM if draws else max(relative, _ROUNDING)
     finite = math.isfinite(one.loss)
     if finite != math.isfinite(other.loss) or (
-        finite and abs(other.loss - one.loss) > allowed * max(abs(other.loss), abs(one.loss)) + 1e-6
+        finite and abs(other.loss - one.loss) > allowed * max(other.size, one.size) + 1e-6
     ):
         return Look(
             f"the loss of some samples is {one.loss:.4g}, and {other.loss:.4g} when they are parted otherwise", False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +15,7 @@ from hasten.trainer.batches import tensors
 from hasten.trainer.errors import misconfigured
 from hasten.trainer.logged import LoggedValues
 from hasten.trainer.microbatch.before import Before, free_memory, versions
+from hasten.trainer.microbatch.iterated import Iterated
 from hasten.trainer.microbatch.joined import Log, output_of, without_graph
 from hasten.trainer.microbatch.means import Group, Look, groupings, look
 from hasten.trainer.microbatch.refusals import refuse
@@ -86,6 +88,7 @@ class _Parts:
         self._split: Called = lambda batch, size: list(divide(batch, size))
         self._terms: Called | None = own_terms  # None: a mean over samples
         self._counts_terms = own_split is not None
+        self._iterated = Iterated(trainer.model)
         self._before = Before(trainer.model, trainer.engine.optimizing.optimizers[0], trainer.engine.run.techniques)
         self._looked = 0  # windows whose first batch was split
         self._differed = False  # whether samples of several labels were looked at
@@ -145,7 +148,11 @@ class _Parts:
     def run(self, parts: list[_Part], batch_idx: int, log: Log | None = None) -> Any:
         """Run the parts, one after the other; what training_step would give for all of them together."""
         outputs = []
+        if len(parts) > 1:
+            self._iterated.take()
         for place, (part, share, _) in enumerate(parts):
+            if place:
+                self._iterated.put_back()
             if log is not None:
                 log.begin_part(share)
             if self.exchange is not None and place == len(parts) - 1 and not self.tries:
@@ -244,16 +251,20 @@ class _Parts:
         if self._counts_terms:  # only the module can cut it, in order
             cuts = [self._split(batch, one) for one in sorted({size, (size + 1) // 2, max(1, size // 3)}, reverse=True)]
             cuts = [parts for place, parts in enumerate(cuts) if not place or len(parts) != len(cuts[place - 1])]
-            return [self._grouped(parts, [samples_in(part) for part in parts], _itself) for parts in cuts]
+            return [self._grouped(parts, _places(parts), _itself) for parts in cuts]
         rows = groupings(self.count(batch), size)
-        return [self._grouped(parts, [*map(len, parts)], functools.partial(chosen, batch)) for parts in rows]
+        return [self._grouped(parts, parts, functools.partial(chosen, batch)) for parts in rows]
 
-    def _grouped(self, parts: list[Any], counts: list[int], make: Called) -> list[Group]:
+    def _grouped(self, parts: list[Any], rows: Sequence[Sequence[int]], make: Called) -> list[Group]:
         """Return parts that are made when they are needed, and how much each counts."""
-        terms = counts if self._terms is None else [float(self._terms(make(part))) for part in parts]
-        shares = _shares_of(terms)
-        together = zip(parts, shares, counts, strict=True)
-        return [Group(functools.partial(make, part), share, count) for part, share, count in together if share]
+        shares = _shares_of(
+            [
+                len(one) if self._terms is None else float(self._terms(make(part)))
+                for part, one in zip(parts, rows, strict=True)
+            ]
+        )
+        together = zip(parts, shares, rows, strict=True)
+        return [Group(functools.partial(make, part), share, places) for part, share, places in together if share]
 
     def _size(self) -> int:
         flag = self._trainer.config.microbatch
@@ -262,6 +273,12 @@ class _Parts:
 
 def _itself(part: Any) -> Any:
     return part
+
+
+def _places(parts: list[Any]) -> list[range]:
+    """Return the places in the batch of the samples of parts that are in order."""
+    ends = list(itertools.accumulate(map(samples_in, parts)))
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _shares_of(terms: Sequence[float]) -> list[float]:

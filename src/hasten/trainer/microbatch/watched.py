@@ -24,7 +24,7 @@ class Watched(TorchFunctionMode):
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
-        self._off = any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules())
+        self._off = compiles(module)
         self._calls = 0
         self._sizes: set[int] = set()
         self._ratios: set[float] = set()
@@ -88,6 +88,11 @@ class Watched(TorchFunctionMode):
         if weight is not None and bool((weight != weight.flatten()[0]).any()):
             self._weighed = name
         self._targets.append((name, target.detach(), options["ignore_index"]))
+
+
+def compiles(module: torch.nn.Module) -> bool:
+    """Whether the script has compiled a part of a module: under a mode of torch's it would be compiled once more."""
+    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules())
 
 
 def _fix(terms: str) -> str:
