@@ -59,6 +59,7 @@ class Law:
         return again(setting) / BLOCKS if name == "activation_checkpointing" else 1.0
 
     def run(self, *, plan: Mapping[str, Setting]) -> Attempt:
+        check(Plan(dict(plan)))  # nothing is tried that cannot be together
         self.asked.append(dict(plan))
         if len(self.asked) > self.interrupts:
             raise KeyboardInterrupt
@@ -109,6 +110,41 @@ def test_activations_go_to_the_host_where_computing_them_again_is_not_enough() -
         climbed_on_gpu(100 * MB, saves=saves)
 
 
+TABLE = {"optimizer_in_backward": 200 * MB, "host_embeddings": 800 * MB}
+
+
+def test_great_tables_go_to_the_host_where_nothing_else_is_enough() -> None:
+    found, law = climbed_on_gpu(300 * MB, saves=TABLE)
+    assert found.chosen.plan == {"host_embeddings": True}
+    assert found.excluded["optimizer_in_backward"].startswith("it is not enough: host_embeddings")
+    assert sum("host_embeddings" in plan for plan in law.asked) < len(law.asked) / 2
+    found, law = climbed_on_gpu(850 * MB, saves=TABLE)
+    assert found.chosen.plan == {"optimizer_in_backward": True}
+    assert not any("host_embeddings" in plan for plan in law.asked)
+
+
+def test_activations_on_the_host_come_back_beside_tables_that_compiled_code_cannot_look_up() -> None:
+    found, _ = climbed_on_gpu(200 * MB, saves={**TABLE, "host_embeddings": 500 * MB, "activation_offload": 400 * MB})
+    assert found.chosen.plan == {"activation_offload": True, "host_embeddings": True}
+    assert "activation_offload" not in found.excluded
+
+
+def test_what_fails_does_not_come_back_and_leaves_its_place_to_tables_on_the_host() -> None:
+    said = "HastenError: hasten: optimizer_in_backward: the script clips gradients"
+    found, law = climbed_on_gpu(300 * MB, saves=TABLE, fails={"optimizer_in_backward": said})
+    assert found.chosen.plan == {"host_embeddings": True}
+    assert found.excluded["optimizer_in_backward"] == "the script clips gradients"
+    assert sum("optimizer_in_backward" in plan for plan in law.asked) == 1
+
+
+def test_a_model_without_great_tables_loses_nothing_by_them() -> None:
+    saves = {"optimizer_in_backward": 300 * MB, "activation_offload": 400 * MB}
+    found, _ = climbed_on_gpu(350 * MB, saves=saves, idle=("host_embeddings",))
+    assert found.chosen.plan == {"optimizer_in_backward": True, "activation_offload": True}
+    with pytest.raises(HastenError, match="not even under"):
+        climbed_on_gpu(200 * MB, saves=saves, idle=("host_embeddings",))
+
+
 def test_blocks_that_cannot_be_computed_again_leave_their_place_to_the_host() -> None:
     said = "HastenError: hasten: activation_checkpointing: no block can be run again"
     saves = {"activation_offload": 800 * MB}
@@ -128,7 +164,8 @@ def test_a_compiled_model_with_a_budget_comes_last_and_keeps_as_much_as_fits() -
     assert not any({"compile", "activation_checkpointing"} <= plan.keys() for plan in law.asked)
     found, law = climbed(450 * MB, saves=saves)
     assert found.chosen.plan == {"compile": {"mode": "default", "activation_budget": 0.1}}
-    assert [saving.instead_of for saving in savings_for(GPU)][-2:] == ["activation_checkpointing", "activation_offload"]
+    spare = [saving.instead_of for saving in savings_for(GPU) if saving.instead_of]
+    assert spare == ["activation_checkpointing", "activation_offload", "optimizer_in_backward"]
 
 
 def test_a_cpu_has_no_host_to_move_activations_to() -> None:

@@ -39,6 +39,9 @@ _HEAP = Saving("allocator", "lean", "freed memory that the C library keeps")
 _BF16 = Saving("precision", "bf16-mixed", "half of most activations")
 _BLOCKS = Saving("activation_checkpointing", True, "activations of repeated blocks")
 _HOST = Saving("activation_offload", True, "activations, which go to the host", instead_of=_BLOCKS.name)
+_TABLES = Saving(
+    "host_embeddings", True, "great embedding tables, with gradients and optimizer state", instead_of=_GRADIENTS.name
+)
 BUDGETS = (0.1, 0.3, 0.5)
 """Shares of their activations that compiled models keep, the least first."""
 
@@ -52,7 +55,8 @@ def savings_for(machine: Machine, only: Collection[str] = ()) -> list[Saving]:
     """Return the savings for a machine, the cheapest first.
 
     bf16 comes last where the hardware has no instructions for it: it is slower there than computing blocks again. What
-    takes the place of another comes behind all: activations on the host, then a compiled model with a budget.
+    takes the place of another comes behind all: activations on the host, then a compiled model with a budget, then
+    embedding tables on the host, which `optimizer_in_backward` and compiled models cannot be beside.
 
     Args:
         machine: On which it trains.
@@ -67,9 +71,19 @@ def savings_for(machine: Machine, only: Collection[str] = ()) -> list[Saving]:
     if compiler():
         saves = "activations that compiled code computes again"
         order.append(Saving("compile", within(BUDGETS[0]), saves, instead_of=last))
+    if machine.device == "cuda":
+        order.append(_TABLES)
     if machine.device == "cuda" or CATALOGUE["allocator"].useless("lean", machine):
         order.remove(_HEAP)
     return [saving for saving in order if not only or saving.name in only]
+
+
+def clash(one: Saving, other: Saving) -> bool:
+    """Whether two savings cannot be in one plan."""
+    return any(
+        CATALOGUE[first.name].clashes(first.setting, {second.name: second.setting})
+        for first, second in ((one, other), (other, one))
+    )
 
 
 def in_order(techniques: Mapping[str, Setting]) -> dict[str, Setting]:

@@ -12,12 +12,13 @@ from hasten.batch.trouble import below_torch, what_holds_it
 from hasten.errors import HastenError, script_fails
 from hasten.memory_search.knapsack import as_setting, bytes_more, computed_again, kept_bytes, largest, seconds_again
 from hasten.memory_search.limit import Limit
-from hasten.memory_search.savings import BUDGETS, Saving, acting, blocks_in, in_order, left_alone, within
+from hasten.memory_search.savings import BUDGETS, Saving, acting, blocks_in, clash, in_order, left_alone, within
 from hasten.plan import Setting
 from hasten.techniques import toml_value
 
 _SLOWER = 1.05  # times the step: bf16 that brings more is kept where it is not needed
 _MOST_TRIALS = 5  # of sets of blocks
+_NOT_ENOUGH = "it is not enough"
 _COARSE = 64  # of what all blocks hold: nearer to the limit is not looked
 
 Techniques = dict[str, Setting]
@@ -130,6 +131,7 @@ class _PlanSearch:
     ) -> None:
         self._plans, self._limit, self._say, self._until = plans, limit, say, until
         names = {saving.name for saving in savings}
+        self._all_savings = list(savings)
         self._spare = [saving for saving in savings if saving.instead_of in names]
         self._savings = [saving for saving in savings if saving not in self._spare]
         self._tries: list[Try] = []
@@ -212,8 +214,7 @@ class _PlanSearch:
                 if len(without) < len(self._savings) and self._try(without, in_any_case=True).fits:
                     self._exclude("precision", "it takes more memory than it saves here")
                 elif self._spare:
-                    spare = self._spare[0]
-                    self._exclude(spare.instead_of, f"it is not enough: {spare.name} was tried in its place")
+                    self._replace_by(self._spare[0])
                 else:
                     break
                 continue
@@ -233,6 +234,17 @@ class _PlanSearch:
         free = [saving for saving in self._spare if saving.instead_of == name]
         self._spare = [saving for saving in self._spare if saving not in free]
         self._savings = [saving for saving in self._savings if saving.name != name] + free
+
+    def _replace_by(self, spare: Saving) -> None:
+        """Put a saving in the place of its own and of those that clash with it; what these had replaced comes back."""
+        clashing = [saving for saving in self._savings if saving.name != spare.instead_of and clash(saving, spare)]
+        for name in (spare.instead_of, *(saving.name for saving in clashing)):
+            self._exclude(name, f"{_NOT_ENOUGH}: {spare.name} was tried in its place")
+        for name in [saving.instead_of for saving in clashing]:
+            if self._excluded.get(name, "").startswith(_NOT_ENOUGH):  # rather than that it fails
+                del self._excluded[name]
+                self._savings += [saving for saving in self._all_savings if saving.name == name]
+        self._savings.sort(key=self._all_savings.index)
 
     def _hopeless(self) -> HastenError:
         ran_out = [one for one in self._tries if one.attempt.outcome == "out of memory"]
@@ -323,7 +335,7 @@ class _PlanSearch:
 
 _BY_CHANGE = (
     "no_grad_validation", "allocator", "chunked_loss", "precision", "activation_offload", "activation_checkpointing",
-    "optimizer_in_backward", "compile",
+    "optimizer_in_backward", "compile", "host_embeddings",
 )  # fmt: skip
 
 

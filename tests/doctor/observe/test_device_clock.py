@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from hasten.doctor.observe import device_clock
 from hasten.doctor.observe.device_clock import watch
 from hasten.evidence import Phase
 from hasten.evidence.recorder import Recorder
@@ -256,6 +258,57 @@ for epoch in range(2):
         assert phases[Phase.BACKWARD] > 0 < phases[Phase.OPTIMIZER]
     ends = [start + sum(step) for start, step in zip(evidence.step_start, evidence.step_phases, strict=True)]
     assert all(end <= start + 1e-4 for end, start in zip(ends, evidence.step_start[1:], strict=False))
+
+
+class OnDevices:
+    """A model whose parameters are on devices that this machine may not have."""
+
+    def __init__(self, *devices: str, train_calls: int = 1) -> None:
+        self.train_calls, self.backward_through_eval = train_calls, 0
+        self.devices = devices
+
+    def module(self) -> OnDevices:
+        return self
+
+    def parameters(self) -> list[Any]:
+        return [SimpleNamespace(device=torch.device(one)) for one in self.devices]
+
+
+ONE, TWO = ("cuda:1",), ("cuda:0", "cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("models", "clock"),
+    [
+        ([OnDevices(*ONE)], 1),
+        ([OnDevices("cpu", *ONE, "cpu")], 1),  # a table on the host comes first
+        ([OnDevices("cpu"), OnDevices(*ONE)], 1),
+        ([OnDevices("cpu")], None),
+        ([OnDevices()], None),
+        ([OnDevices("cpu", *TWO)], "2 GPUs"),
+        ([OnDevices(*ONE), OnDevices("cuda:0")], "2 GPUs"),  # two models that train
+        ([OnDevices(*ONE), OnDevices("cuda:0", train_calls=0)], 1),  # and one that is only asked
+        ([OnDevices(*ONE, train_calls=0)], 1),  # nothing is known yet
+    ],
+    ids=str,
+)
+def test_the_clock_is_that_of_the_one_gpu_that_trains(
+    monkeypatch: pytest.MonkeyPatch, models: list[OnDevices], clock: int | str | None
+) -> None:
+    """Wherever the first parameter is. Of several GPUs none is taken: the times of one are not those of the step."""
+    gpu = Gpu()
+    gpu.session = SimpleNamespace(steps_over=StepsOver(), observers=[], run=SimpleNamespace(skip=gpu.skip))
+    gpu.session.run.models, gpu.session.run.skipped = dict(enumerate(models)), gpu.skipped
+    gpu.session.run.recorder = gpu.recorder
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(device_clock, "CudaStream", lambda device: asked.append(device) or gpu)
+    device_clock.install(gpu.session)
+    for step in range(1, 6):
+        gpu.session.steps_over(step)
+    assert asked == ([clock] if isinstance(clock, int) else [])
+    assert len(gpu.session.observers) == len(asked)
+    assert [isinstance(clock, str) and clock in line for line in gpu.skipped] == [True] * isinstance(clock, str)
 
 
 def test_without_a_gpu_there_is_no_such_clock(tmp_path: Path) -> None:

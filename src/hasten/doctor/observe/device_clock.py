@@ -82,8 +82,13 @@ def install(session: Session) -> None:
     def on_step(steps: int) -> int:
         import torch
 
-        if torch.cuda.is_initialized() and (device := _device_of(session)) is not None:
-            watch(session, recorder, CudaStream(device))
+        devices = _gpus_of(session) if torch.cuda.is_initialized() else set()
+        if len(devices) == 1:
+            watch(session, recorder, CudaStream(*devices))
+        elif devices:
+            on = f"what trains is on {len(devices)} GPUs"
+            session.run.skipped.append(f"the GPU's clock: {on}, and that of one does not show what the others do")
+        if devices:
             return NEVER
         return steps + 1 if steps < _PATIENCE else NEVER
 
@@ -111,14 +116,17 @@ def watch(session: Session, recorder: Recorder, stream: Stream) -> None:
     session.observers.append(clock)
 
 
-def _device_of(session: Session) -> int | None:
-    """Index of the GPU on which an outermost module's parameters are."""
-    for watched in session.run.models.values():
-        module = watched.module()
-        parameter = next(module.parameters(), None) if module is not None else None
-        if parameter is not None and parameter.device.type == "cuda":
-            return int(parameter.device.index or 0)
-    return None
+def _gpus_of(session: Session) -> set[int]:
+    """Return the indices of the GPUs on which outermost modules that train have parameters; others may be elsewhere.
+
+    The first may be on the host (`host_embeddings`, offloading), and layers on several GPUs. A teacher that is only
+    asked does not count, unless nothing is known to train yet.
+    """
+    models = list(session.run.models.values())
+    trained = [watched for watched in models if watched.train_calls or watched.backward_through_eval] or models
+    modules = [module for watched in trained if (module := watched.module()) is not None]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    return {int(one.device.index or 0) for one in parameters if one.device.type == "cuda"}
 
 
 @dataclass
