@@ -29,13 +29,13 @@ class Iterated:
 
     def take(self) -> None:
         """Keep them as they are now: a batch begins."""
-        self._kept = [part._buffers[name].clone() for _, part, name in self._places]  # type: ignore[union-attr]
+        self._kept = [part._buffers[name].clone() for _, part, name in self._places]
 
     def put_back(self) -> None:
         """Have the next part begin where the batch began."""
         with torch.no_grad():
             for (_, part, name), kept in zip(self._places, self._kept, strict=True):
-                part._buffers[name].copy_(kept)  # type: ignore[union-attr]
+                part._buffers[name].copy_(kept)
 
 
 def _vectors(part: torch.nn.Module) -> list[str]:

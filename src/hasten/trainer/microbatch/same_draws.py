@@ -31,17 +31,17 @@ class SameDraws(TorchDispatchMode):
     """
 
     def __init__(self, off: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._off = off
         self._rows: Sequence[int] = ()
         self._draws = 0
 
     def __enter__(self) -> Any:
-        return self if self._off else super().__enter__()
+        return self if self._off else super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         if not self._off:
-            super().__exit__(*error)
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def begin_part(self, rows: Sequence[int]) -> None:
         """Samples at these places of the batch are computed next."""
