@@ -267,6 +267,9 @@ class OnDevices:
         self.train_calls, self.backward_through_eval = train_calls, 0
         self.devices = devices
 
+    def __repr__(self) -> str:
+        return f"{'trains' if self.train_calls else 'waits'} on {'+'.join(self.devices)}"
+
     def module(self) -> OnDevices:
         return self
 
