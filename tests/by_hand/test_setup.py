@@ -352,6 +352,7 @@ def test_an_iterable_dataset_under_loader_techniques_is_left_alone(capfd: Any) -
 
 WRONG = [
     ({"presision": "bf16"}, "there is no technique 'presision'"),
+    ({"device": "cuda"}, r"model\.to\(device\) before the call"),
     ({"precision": "bf17"}, r"setup\(precision='bf17'\): precision must be one of"),
     ({"compile": "fast"}, "compile must be one of"),
     ({"plan": Plan({"precision": "bf16-mixed"}), "precision": "16-mixed"}, "the call says precision='16-mixed'"),

@@ -70,6 +70,10 @@ def test_an_unknown_flag_is_a_type_error_that_lists_the_flags():
         ("tpu_cores", "CPUs and NVIDIA GPUs"),
         ("torch_compile", "compile=True"),
         ("gradient_checkpointing", "activation_checkpointing=True"),
+        ("mixed_precision", "precision="),
+        ("lr", "configure_optimizers"),
+        ("num_workers", "DataLoader"),
+        ("patience", "EarlyStopping"),
     ],
 )
 def test_flags_of_old_days_get_todays(old, today):

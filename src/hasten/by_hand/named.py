@@ -70,6 +70,8 @@ def _check(name: str, setting: Setting) -> None:
     technique = CATALOGUE.get(name)
     if technique is None:
         hint = did_you_mean(name, CATALOGUE) or "`hasten techniques` lists them"
+        if name in ("accelerator", "device", "devices", "strategy"):
+            hint = "devices and processes are the loop's own: model.to(device) before the call; or use hasten.Trainer"
         raise HastenError(f"setup({name}={setting!r}): there is no technique {name!r}", hint)
     if setting is not False and (wrong := technique.check(setting)):
         raise HastenError(f"setup({name}={setting!r}): {name} {wrong}")

@@ -64,7 +64,13 @@ OF_OLD = {
     "output_dir": "default_root_dir=PATH",
     "report_to": "logger=...",
     "learning_rate": "give it to the optimizer in configure_optimizers",
+    "lr": "give it to the optimizer in configure_optimizers",
+    "optimizer": "return it from configure_optimizers; for a plain network, give it to fit",
+    "batch_size": "that of the DataLoader",
+    "num_workers": "that of the DataLoader",
     "per_device_train_batch_size": "the batch_size of the DataLoader",
+    "patience": "callbacks=[EarlyStopping(...)]",
+    "checkpoint": "fit(..., ckpt_path=PATH)",
 }
 """Flags of Trainers of earlier years, and of neighbours, with what to say today."""
 
@@ -77,9 +83,7 @@ def refuse_unknown(given: Iterable[str], known: list[str]) -> None:
         if name in known:
             continue
         if name in OF_OLD:
-            raise UnknownFlagError(
-                f"Trainer({name}=...) is no flag, or one of an earlier day", f"today's: {OF_OLD[name]}"
-            )
+            raise UnknownFlagError(f"Trainer({name}=...) is not a flag of hasten's Trainer", f"instead: {OF_OLD[name]}")
         if name in _ELSEWHERE:
             raise UnknownFlagError(f"Trainer({name}=...) is another Trainer's, and not hasten's", _ELSEWHERE[name])
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
