@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -161,6 +163,25 @@ def test_copies_are_checkpointed_and_pickles_are_plain() -> None:
     twin(x).sum().backward()
     assert twin[0][0].weight.grad is not None
     assert model[0][0].weight.grad is None
+
+
+@pytest.mark.parametrize("setting", ["Block", "sqrt"])
+def test_a_model_that_is_dropped_is_freed_at_once(setting: str) -> None:
+    """As plain modules are, whose weights a script that trains one model after another has no room for twice."""
+    technique = ActivationCheckpointing(setting)
+    gc.collect()
+    gc.disable()
+    try:
+        model = Net(drop=0) if setting == "Block" else nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
+        technique.prepare(model)
+        model(torch.randn(4, 8)).sum().backward()
+        weights = [weakref.ref(weight) for weight in model.parameters()]
+        del model
+        assert not any(what.startswith("left alone") for what in technique.acted)
+        assert technique.acted
+        assert [weight() for weight in weights] == [None] * len(weights)
+    finally:
+        gc.enable()
 
 
 def test_under_run(train: Train) -> None:

@@ -191,7 +191,7 @@ class Checkpointed:
     """
 
     def __init__(self, block: Any, technique: ActivationCheckpointing, meter: Meter | None = None) -> None:
-        self.block = block
+        self._block = weakref.ref(block)  # it holds this: a model that the script drops is freed at once, as without
         # When the model is compiled too: BatchNorm's statistics do not stand in the way, nor change twice. Others may,
         # and draws from Python's or NumPy's generators do, until a forward has shown that there are none.
         self._statistics = not knows_statistics() and _has_statistics(block)
@@ -200,6 +200,11 @@ class Checkpointed:
         self.own = vars(block).get("forward")
         self.technique = technique
         self.repeatable = _repeatable(block, technique.tell, meter)
+
+    @property
+    def block(self) -> Any:
+        """The block in whose `__dict__` this stands."""
+        return self._block()
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -234,8 +239,9 @@ class Checkpointed:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = Checkpointed.__new__(Checkpointed)
-        vars(twin).update(vars(self), block=copy.deepcopy(self.block, memo), own=copy.deepcopy(self.own, memo))
-        twin.repeatable = _repeatable(twin.block, self.technique.tell)
+        block = copy.deepcopy(self.block, memo)
+        vars(twin).update(vars(self), _block=weakref.ref(block), own=copy.deepcopy(self.own, memo))
+        twin.repeatable = _repeatable(block, self.technique.tell)
         return twin
 
     def __reduce__(self) -> Any:

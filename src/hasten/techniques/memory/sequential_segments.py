@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -48,11 +49,25 @@ class CheckpointedSegments:
     """
 
     def __init__(self, owner: Any, repeatable: Callable[[Any], Any], is_on: Callable[[], bool]) -> None:
-        self.owner, self._repeatable, self._is_on = owner, repeatable, is_on
-        self.forward = functools.partial(type(owner).forward, owner)
-        self.__wrapped__ = self.forward  # whose signature it is
+        self._owner = weakref.ref(owner)  # it holds this: a model that the script drops is freed at once, as without
+        self._repeatable, self._is_on = repeatable, is_on
         self._cut: tuple[Any, ...] = ()
         self._pieces: list[tuple[Any, Any]] = []
+
+    @property
+    def owner(self) -> Any:
+        """The Sequential in whose `__dict__` this stands."""
+        return self._owner()
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The forward in whose place this stands."""
+        return functools.partial(type(self.owner).forward, self.owner)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Whose signature it is."""
+        return self.forward
 
     def __call__(self, input: Any) -> Any:
         """The Sequential's forward, piece by piece."""
@@ -73,9 +88,7 @@ class CheckpointedSegments:
         return input
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = CheckpointedSegments(copy.deepcopy(self.owner, memo), self._repeatable, self._is_on)
-        twin.forward = twin.__wrapped__ = copy.deepcopy(self.forward, memo)
-        return twin
+        return CheckpointedSegments(copy.deepcopy(self.owner, memo), self._repeatable, self._is_on)
 
     def __reduce__(self) -> Any:
         return getattr, (self.owner, "forward")

@@ -47,7 +47,7 @@ class Known:
             module: Whose forward is run again.
             with_hooks: Whether the module's own hooks run with it; those inside always do.
         """
-        self.without_hooks = None if with_hooks else module
+        self.with_hooks = with_hooks  # not the module itself: that holds, by way of its forward, what holds this
         self.drawn = Drawn()
         code = ModuleCode(module)
         self.refusal = (
@@ -72,6 +72,7 @@ class Then:
             raise CannotRepeatError(known.refusal)
         self._known = known
         self._first = first
+        self._without_hooks = None if known.with_hooks else module
         self._long: list[tuple[Any, int]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -99,7 +100,7 @@ class Then:
             return
         self._seen.add(id(module))
         own = vars(module)
-        if (own["_forward_hooks"] or own["_forward_pre_hooks"]) and module is not self._known.without_hooks:
+        if (own["_forward_hooks"] or own["_forward_pre_hooks"]) and module is not self._without_hooks:
             _refuse_hooks(module)
         kept = own.copy()
         self._containers.append((own, kept))
