@@ -5,13 +5,13 @@ That of the Trainer's pages does so in `tests/trainer/test_docs.py`, that of doc
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.taps.forks import launched
+from tests.taps.scripts import PYTHON
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,9 +50,6 @@ def script(page: str, before: dict[int, str]) -> str:
 )
 def test_the_code_of_a_page_runs(page: str, before: dict[int, str], tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(script(page, before))
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "Traceback" not in done.stderr
+    done = launched(tmp_path, PYTHON, "page.py", TMPDIR=str(tmp_path))
+    assert done.code == 0, done.err[-3000:]
+    assert "Traceback" not in done.err
