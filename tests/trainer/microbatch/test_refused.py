@@ -212,6 +212,16 @@ def test_what_would_not_come_to_the_same_is_refused(make, said):
     assert said in refused(make(), microbatch=3)
 
 
+def test_a_step_that_leaves_out_what_is_smaller_than_a_batch_leaves_out_every_part_and_that_is_said(capfd, caplog):
+    class Full(Net):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch) if len(batch[0]) == 8 else None
+
+    before = {name: weight.clone() for name, weight in weights(Full().double()).items()}
+    assert_close(weights(trained(Full(), microbatch=3)), before)
+    assert "gave None for each part of a batch" in capfd.readouterr().err + caplog.text
+
+
 def test_dropout_alone_is_not_taken_for_a_wrong_loss():
     net = trained(Net(dropout=0.5), microbatch=4)
     assert all(torch.isfinite(weight).all() for weight in weights(net).values())

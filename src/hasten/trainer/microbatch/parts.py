@@ -163,6 +163,11 @@ class _Parts:
             outputs.append(without_graph(output))
         losses = [loss_of(output) for output in outputs]
         if all(loss is None for loss in losses):
+            self._trainer.say(
+                "microbatch: training_step gave None for each part of a batch, so nothing is learnt from it; if it goes"
+                " by the number of samples (a last, smaller batch), leave that batch out in the loader: drop_last=True",
+                once=True,
+            )
             return None
         if any(loss is None for loss in losses):
             raise misconfigured(
