@@ -293,13 +293,15 @@ torch.save({}, "left.pt")
     assert changed.out == plain.out
 
 
-def test_a_copy_of_the_dataset_has_its_own_function_and_threads_end_with_it(train: Train) -> None:
+@pytest.mark.parametrize("plan", [{"read_ahead": 2}, {"sample_cache": "decoded"}], ids=str)
+def test_a_copy_of_the_dataset_has_its_own_function_and_threads_end_with_it(train: Train, plan: dict[str, Any]) -> None:
     script = """
     import copy, gc, pickle, threading
     whole = Images("more")
     fit([DataLoader(whole, 4)])
     left = torch.load("left.pt")
     left["plain"] = [one.loader is pil_loader for one in (copy.deepcopy(whole), pickle.loads(pickle.dumps(whole)))]
+    left["needs hasten"] = b"hasten" in pickle.dumps(whole)
     del whole
     gc.collect()
     for thread in threading.enumerate():
@@ -307,7 +309,7 @@ def test_a_copy_of_the_dataset_has_its_own_function_and_threads_end_with_it(trai
     left["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("hasten-ahead")]
     torch.save(left, "left.pt")
     """
-    compared(train, script)
+    compared(train, script, plan)
 
 
 def test_images_in_memory_are_bounded_and_let_go_with_their_sample(train: Train) -> None:

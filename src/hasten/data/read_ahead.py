@@ -7,6 +7,7 @@ would have drawn. Only when it comes to `self.loader(path)` is the image there a
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import random
 import sys
@@ -82,7 +83,8 @@ class ReadFunction:
         return task.take()
 
     def __reduce__(self) -> Any:
-        return _plain, (self.function,)  # a copy has the dataset's own function
+        # A copy has the dataset's own function; called by Python's own means, so that a pickle needs no hasten.
+        return operator.getitem, ((self.function,), 0)
 
     @property
     def ready(self) -> bool:
@@ -200,10 +202,6 @@ class ReadFunction:
         else:
             self._size = max(self._size, bytes_of(made) or (len(pack(made)) if whole else 1))
         return made
-
-
-def _plain(function: Any) -> Any:
-    return function
 
 
 class ReadAheadSampler:

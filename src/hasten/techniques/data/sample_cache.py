@@ -318,11 +318,8 @@ class CachedFunction:
     def __reduce__(self) -> Any:
         # A copy in a process that was not forked has no store to share, unless that is on disk: the plain function.
         files = self._kept.files()
-        return (_plain, (self.function,)) if files is None else (_again, (self.function, files))
-
-
-def _plain(function: Any) -> Any:
-    return function
+        # By Python's own means: a pickle that the script writes needs no hasten.
+        return (operator.getitem, ((self.function,), 0)) if files is None else (_again, (self.function, files))
 
 
 def _again(function: Any, files: DiskStore) -> Any:
