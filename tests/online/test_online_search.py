@@ -162,6 +162,16 @@ def test_what_a_script_does_behind_its_training_is_waited_for_once(
     assert done.names == {"helps"}
 
 
+@pytest.mark.slow  # a search in several processes
+def test_what_was_compiled_and_measured_stands_where_the_script_ends_soon(search: Search) -> None:
+    """Steps wait for nothing when compiled, and a block of them is long: the claim comes in a later process."""
+    # Where others have the CPU, compiling is only tried with minutes to spare; it takes none of them here.
+    script = "for _ in range(1500): step(torch.randn(4, 4))"
+    done = search(TRAIN + script, ("helps", "compiles"), seconds=900.0)
+    assert done.names == {"helps", "compiles"}
+    assert done.found.claim() is not None
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 TROUBLE = {

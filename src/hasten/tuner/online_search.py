@@ -67,6 +67,7 @@ class OnlineSearch:
         """Search until the time is out; False where this script cannot be tuned in one process."""
         for _ in range(_RESTARTS):
             before = sum(map(_counts, self._found.blocks))
+            settled, pairs = self._found.course.settled is not None, len(self._found.sides())
             process = self._one()
             if process.done or len(self._found.sides()) >= _PAIRS:
                 return True
@@ -76,6 +77,8 @@ class OnlineSearch:
                 return False
             if not process.crashed:
                 self._drop_what_only_filled(process)
+            if settled and not process.crashed and len(self._found.sides()) == pairs:
+                self._drop_what_came_too_late()
             nothing = not process.crashed and sum(map(_counts, self._found.blocks)) == before
             if nothing or self._plain_crashes > 1 or self._left() < self._startup + _NOTHING_LEFT:
                 break
@@ -107,6 +110,12 @@ class OnlineSearch:
         measured = set().union(*(block.on for block in self._found.blocks if _counts(block)))
         if unfilled := process.filled - measured:
             self._found.course.drop(unfilled, "the training ends before its cache is full, so no block could tell")
+
+    def _drop_what_came_too_late(self) -> None:
+        """Ask no more for what comes last where a process that began with it ended before it could be judged."""
+        course = self._found.course
+        late = course.of(Liveness.LAST) - course.chosen()
+        course.drop(late, "the training ends before it is compiled, so no block could tell")
 
     def _left(self) -> float:
         """Seconds for what a further process does: the claim too, where the search had settled on something."""
