@@ -16,22 +16,27 @@ import pytest
 
 from hasten.child import start_logged
 from tests.faults.seconds import counted
+from tests.own_mounts import need_mounts
 from tests.taps.forks import command
 
 pytestmark = pytest.mark.timeout(600)
 
 HASTEN = (sys.executable, "-m", "hasten", "submit")
+RUN = (sys.executable, "-m", "hasten", "run")
 
 WORDS = """
 import json, os, sys
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+names += ("SLURM_RESTART_COUNT", "SRUN_CPUS_PER_TASK", "TORCHELASTIC_USE_AGENT_STORE")
 print(json.dumps([sys.argv[1:], {name: os.environ.get(name) for name in names}]))
 """
 
 
 def submit(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", **variables}
-    return subprocess.run([*HASTEN, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    # n1 and n2 are names that only SLURM knows.
+    command = [*HASTEN, "--setup", "export MASTER_ADDR=127.0.0.1", *words]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_the_script_is_printed_and_is_bash(tmp_path: Path) -> None:
@@ -52,16 +57,42 @@ def test_the_script_is_printed_and_is_bash(tmp_path: Path) -> None:
         assert line in done.stdout.splitlines()
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=False).returncode == 0
     # What the shell makes of the command, at the first start and when the job runs again.
-    shell = done.stdout[done.stdout.index("command=(") : done.stdout.index("trap")]
     for count, more in (("0", []), ("1", ["--resume", "my last.pt"])):
-        told = subprocess.run(
-            ["bash", "-c", shell + 'printf "%s\\0" "${command[@]}"'],
-            env={**os.environ, "SLURM_RESTART_COUNT": count},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split("\0")[:-1]
-        assert told == [sys.executable, "-m", "hasten", "run", "--no-plan", "train.py", "--name", "it's", *more]
+        words = command_of(done.stdout, tmp_path, SLURM_RESTART_COUNT=count)
+        assert words == [*RUN, "--no-plan", "train.py", "--name", "it's", *more]
+
+
+def command_of(script: str, folder: Path, **variables: str) -> list[str]:
+    """What the shell of a job makes of the command in its script."""
+    shell = script[script.index("job=") : script.index("trap")] + 'printf "%s\\0" "${command[@]}"'
+    environment = {**os.environ, "SLURM_JOB_ID": "7", **variables}
+    done = subprocess.run(
+        ["bash", "-c", shell], cwd=folder, env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split("\0")[:-1]
+
+
+def test_a_job_on_one_device_is_tuned_while_it_runs_and_goes_on_under_what_was_found(tmp_path: Path) -> None:
+    (tmp_path / "my train.py").write_text(WORDS)
+    done = command(tmp_path, "submit", "--dry-run", "--auto", "my train.py", "--lr", "1")
+    assert done.code == 0, done.err
+    assert "#SBATCH --job-name=my-train" in done.out.splitlines()
+    training = ["my train.py", "--lr", "1"]
+    assert command_of(done.out, tmp_path) == [*RUN, "--auto", "--out", "my-train-7.toml", *training]
+    (tmp_path / "my-train-7.toml").touch()
+    assert command_of(done.out, tmp_path) == [*RUN, "--plan", "my-train-7.toml", *training]
+    array = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "0"}
+    assert command_of(done.out, tmp_path, **array) == [*RUN, "--auto", "--out", "my-train-6_0.toml", *training]
+
+
+def test_a_script_for_one_device_is_carried_to_several_by_one_task(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WORDS)
+    done = command(tmp_path, "submit", "--dry-run", "--devices", "4", "--batch", "global", "train.py")
+    assert done.code == 0, done.err
+    lines = {"--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=4"}
+    assert {f"#SBATCH {line}" for line in lines} <= set(done.out.splitlines())
+    options = ["--devices", "4", "--accelerator", "gpu", "--batch", "global", "--no-plan"]
+    assert command_of(done.out, tmp_path) == [*RUN, *options, "train.py"]
 
 
 def test_the_plan_of_the_folder_is_used_and_checked(tmp_path: Path) -> None:
@@ -79,6 +110,16 @@ def test_the_plan_of_the_folder_is_used_and_checked(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--time", "soon", "train.py"], "--time soon: not a time limit"),
+        (["--time", "2", "train.py"], "--time 2 is 120 s, and 120 s before its end"),
+        (["--time", "0-0:1:30", "train.py"], "--time 0-0:1:30 is 90 s"),
+        (["--time", "1:0:0", "--save-seconds", "3600", "train.py"], "--time 1:0:0 is 3600 s"),
+        (["--time", "1-0", "--save-seconds", "90000", "train.py"], "--time 1-0 is 86400 s"),
+        (["--auto", "--devices", "2", "train.py"], "--auto tunes one process, and these are 2"),
+        (["--auto", "--no-plan", "train.py"], "--auto runs under no plan"),
+        (["--batch", "half", "--devices", "2", "train.py"], "--batch half: not known"),
+        (["--batch", "global", "train.py"], "--batch says how several devices share"),
+        (["--batch", "global", "--nodes", "2", "--devices", "2", "train.py"], "these are 2 machines"),
+        (["--follow", "--sbatch", "--array=0-3", "train.py"], "--follow shows one job"),
         (["--accelerator", "tpu", "train.py"], "--accelerator tpu: not known"),
         (["--name", "a/b", "train.py"], "--name 'a/b'"),
         (["--resume", "'open", "train.py"], "No closing quotation"),
@@ -100,6 +141,16 @@ def test_without_slurm_the_message_says_where_to_go(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "no sbatch on the path" in done.stderr
     assert "--dry-run" in done.stderr
+
+
+def test_a_folder_that_takes_no_log_is_said_before_the_job_is_sent(tmp_path: Path) -> None:
+    need_mounts()
+    (tmp_path / "train.py").write_text(WORDS)
+    mount = 'mount --bind -o ro "$0" "$0" && mount -o remount,bind,ro "$0" && cd "$0" && exec "$@"'
+    words = ["unshare", "-rm", "sh", "-c", mount, str(tmp_path), *HASTEN, "train.py"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"the job's log would lie in {tmp_path}, where nothing can be written" in done.stderr
 
 
 CONF = """
@@ -222,8 +273,45 @@ def test_each_process_finds_what_torchrun_would_set(slurm: Path, tmp_path: Path)
     assert {(it["LOCAL_WORLD_SIZE"], it["MASTER_ADDR"]) for _, it in heard} == {("2", "127.0.0.1")}
 
 
+@pytest.mark.slow  # a job of a real SLURM
+def test_one_device_has_nothing_of_the_training_or_job_that_sent_it(slurm: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WORDS)
+    outer = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500", "GROUP_RANK": "0"}
+    outer |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "HASTEN_LAUNCHED": "29500"}
+    outer |= {"SLURM_JOB_ID": "1", "SLURM_RESTART_COUNT": "1", "SLURM_CPUS_PER_TASK": "64"}
+    words = ["--follow", "--accelerator", "cpu", "--no-plan", "--resume", "--again"]
+    done = submit(tmp_path, *words, "train.py", **outer)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [told] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert told[0] == []
+    assert {name for name, value in told[1].items() if value is not None} == {"MASTER_ADDR"}  # of --setup
+    done = submit(tmp_path, *words, "--sbatch", "--cpus-per-task=2", "train.py")
+    assert '"SRUN_CPUS_PER_TASK": "2"' in done.stdout
+
+
+@pytest.mark.slow  # jobs of a real SLURM, one of them queued again
+def test_of_an_array_only_the_job_whose_time_is_up_is_stopped(slurm: Path, tmp_path: Path) -> None:
+    """SLURM gives the last job of an array the array's own number."""
+    (tmp_path / "train.py").write_text(
+        "import os, sys, time\nprint('runs', sys.argv[1:], flush=True)\n"
+        "ends = time.monotonic() + 60\n"
+        "while time.monotonic() < ends and len(sys.argv) == 1 and not os.path.exists('end'):\n    time.sleep(0.1)"
+    )
+    words = ["--accelerator", "cpu", "--sbatch", "--array=0-1", "--resume", "--again", "train.py"]
+    job = job_number(submit(tmp_path, *words))
+    logs = [tmp_path / f"train-{job}_{task}.log" for task in (0, 1)]
+    until(lambda: all(log.exists() and "runs" in log.read_text() for log in logs))
+    told("scancel", "--signal=USR1", "--batch", f"{job}_1")
+    until(lambda: "the job is queued again" in logs[1].read_text())
+    (tmp_path / "end").touch()
+    until(lambda: state(f"{job}_0") == "COMPLETED")
+    until(lambda: state(f"{job}_1") == "COMPLETED")
+    assert "queued again" not in logs[0].read_text()
+    assert "runs ['--again']" in logs[1].read_text()
+
+
 FIT = """
-import sys, time
+import os, sys, time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 import hasten
@@ -243,7 +331,12 @@ class Line(hasten.Module):
 torch.manual_seed(0)
 line = Line()
 trainer = hasten.Trainer(
-    max_epochs=2, accelerator="cpu", num_nodes=2, default_root_dir=sys.argv[1], enable_progress_bar=False, logger=False
+    max_epochs=2,
+    accelerator="cpu",
+    num_nodes=int(os.environ["SLURM_NNODES"]),
+    default_root_dir=sys.argv[1],
+    enable_progress_bar=False,
+    logger=False,
 )
 loader = DataLoader(TensorDataset(torch.randn(160, 16)), batch_size=4, shuffle=True)
 trainer.fit(line, loader, ckpt_path="last")
@@ -253,12 +346,15 @@ if trainer.global_rank == 0:
 
 
 @pytest.mark.slow  # a real SLURM lets its time run out
-@pytest.mark.parametrize("how", ["time limit", "pre-empted"])
+@pytest.mark.parametrize(
+    ("how", "nodes"), [("time limit", "2"), ("pre-empted", "2"), ("time limit", "1"), ("pre-empted", "1")]
+)
 def test_a_training_that_is_stopped_saves_is_queued_again_and_ends_the_same(
-    how: str, slurm: Path, tmp_path: Path
+    how: str, nodes: str, slurm: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(FIT)
-    words = ["--nodes", "2", "--accelerator", "cpu", "--time", "10"]
+    (tmp_path / "hasten.toml").write_text('[techniques]\nprecision = "bf16-mixed"\n')
+    words = ["--nodes", nodes, "--accelerator", "cpu", "--time", "10"]
     whole = submit(tmp_path, "--follow", *words, "train.py", "whole", "0")
     assert whole.returncode == 0, whole.stdout + whole.stderr
     job = job_number(submit(tmp_path, *words, "train.py", "stopped", "0.5"))
@@ -280,9 +376,7 @@ def test_a_training_that_is_stopped_saves_is_queued_again_and_ends_the_same(
 
 
 # Of what it waits for only the first time: at its time limit, or for a machine that is taken away.
-WAITS = FIT.replace("float(sys.argv[2])", 'float(sys.argv[2]) * ("SLURM_RESTART_COUNT" not in os.environ)').replace(
-    "import sys", "import os, sys"
-)
+WAITS = FIT.replace("float(sys.argv[2])", 'float(sys.argv[2]) * ("SLURM_RESTART_COUNT" not in os.environ)')
 
 
 def equal(folder: Path, one: str, other: str) -> bool:
@@ -339,6 +433,83 @@ def test_another_script_runs_again_with_the_arguments_of_resume(slurm: Path, tmp
     told("scancel", "--signal=USR1", "--batch", job)
     until(lambda: state(job) == "COMPLETED")
     assert "['--resume', 'last.pt']" in log.read_text()
+
+
+LOOP = """
+import os, sys, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+net = torch.nn.Linear(16, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+loader = DataLoader(TensorDataset(torch.randn(64, 16), torch.randn(64, 4)), batch_size=8, shuffle=True)
+begin = 0
+if "--resume" in sys.argv:
+    kept = torch.load(sys.argv[1])
+    net.load_state_dict(kept["net"]), optimizer.load_state_dict(kept["optimizer"])
+    begin = kept["epoch"] + 1
+for epoch in range(begin, 4):
+    torch.manual_seed(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, sys.argv[1])
+    print("epoch", epoch, flush=True)
+    while epoch == 1 and "waits" in sys.argv and "--resume" not in sys.argv:
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow  # a job of a real SLURM, queued again
+def test_a_carried_script_is_stopped_goes_on_and_ends_as_on_one_device(slurm: Path, tmp_path: Path) -> None:
+    import torch
+
+    (tmp_path / "train.py").write_text(LOOP)
+    subprocess.run([sys.executable, "train.py", "alone.pt"], cwd=tmp_path, check=True, capture_output=True)
+    words = ["--devices", "2", "--batch", "global", "--accelerator", "cpu", "--no-plan", "--resume", "--resume"]
+    job = job_number(submit(tmp_path, *words, "train.py", "carried.pt", "waits"))
+    log = tmp_path / f"train-{job}.log"
+    until(lambda: log.exists() and "epoch 1" in log.read_text())
+    told("scancel", "--signal=USR1", "--batch", job)
+    until(lambda: state(job) == "COMPLETED")
+    assert log.read_text().count("epoch 1\n") == 1
+    ended = [torch.load(tmp_path / name)["net"] for name in ("alone.pt", "carried.pt")]
+    for name, weight in ended[0].items():
+        torch.testing.assert_close(weight, ended[1][name], rtol=2e-6, atol=2e-6)
+
+
+ENDLESS = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)])
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+loader = DataLoader(TensorDataset(torch.randn(1024, 64), torch.randn(1024, 64)), batch_size=8, shuffle=True)
+while True:
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+    if "--again" in sys.argv:
+        break
+"""
+
+
+@pytest.mark.slow  # a job of a real SLURM that is searched, and queued again
+def test_a_job_that_is_tuned_runs_again_under_what_was_found(slurm: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ENDLESS)
+    job = job_number(submit(tmp_path, "--auto", "--accelerator", "cpu", "--resume", "--again", "train.py"))
+    log = tmp_path / f"train-{job}.log"
+    until(lambda: log.exists() and "auto: settled" in log.read_text())
+    plan = (tmp_path / f"train-{job}.toml").read_text()
+    told("scancel", "--signal=USR1", "--batch", job)
+    until(lambda: state(job) == "COMPLETED")
+    assert log.read_text().count("auto: ") == 1
+    assert (tmp_path / f"train-{job}.toml").read_text() == plan
 
 
 @pytest.mark.slow  # jobs of a real SLURM, queued again

@@ -16,6 +16,10 @@ LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "srun", "mpirun"}
 """Programs that start a training's processes themselves."""
 
 
+BATCHES = ("global", "per-device")
+"""How the devices to which a script is carried share its batches."""
+
+
 def split_line(args: list[str], with_value: set[str]) -> int:
     """Return where the training's command line begins."""
     position = 0

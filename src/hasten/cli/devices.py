@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten import messages
-from hasten.cli.command import LAUNCHERS, process_arguments
+from hasten.cli.command import BATCHES, LAUNCHERS, process_arguments
 from hasten.cli.launch import RunOptions, prepared
 from hasten.errors import HastenError
 from hasten.evidence import this_machine
 from hasten.plan import DEFAULT_NAME
 from hasten.taps.config import RankOptions
-
-_BATCHES = ("global", "per-device")
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,8 @@ class Devices:
             raise HastenError("--devices is missing", "say on how many devices of each machine: --devices 4")
         if self.accelerator not in {"auto", "cpu", "gpu", "cuda"}:
             raise HastenError(f"--accelerator {self.accelerator}: not known", "say gpu or cpu")
-        if self.batch not in _BATCHES:
-            raise HastenError(f"--batch {self.batch}: not known", f"say {' or '.join(_BATCHES)}")
+        if self.batch not in BATCHES:
+            raise HastenError(f"--batch {self.batch}: not known", f"say {' or '.join(BATCHES)}")
         if self.nodes > 1 and not re.fullmatch(r"\S+:\d+", self.rdzv_endpoint):
             raise HastenError(
                 f"--nodes {self.nodes} needs --rdzv-endpoint HOST:PORT",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from hasten.cli.command import LAUNCHERS, process_arguments, resume_arguments, script_of
+from hasten.cli.command import BATCHES, LAUNCHERS, process_arguments, resume_arguments, script_of
 from hasten.cli.script import training
 from hasten.errors import HastenError
 from hasten.plan import DEFAULT_NAME, Plan
@@ -21,9 +21,15 @@ def submit(
     nodes: int = typer.Option(1, min=1, help="Machines.", metavar="N"),
     devices: int = typer.Option(1, min=1, help="Processes on each machine, one for each device.", metavar="N"),
     accelerator: str = typer.Option("gpu", help="gpu, one for each process; or cpu.", metavar="gpu|cpu"),
+    batch: str = typer.Option(
+        "", help="Carry a script for one device to --devices, as `hasten run` does.", metavar="global|per-device"
+    ),
     time: str = typer.Option("", help="Time limit: 4:00:00, 2-12 (days-hours), or minutes.", metavar="TIME"),
     plan: Path = typer.Option(Path(DEFAULT_NAME), help="The plan to run under, where there is one.", metavar="FILE"),
     no_plan: bool = typer.Option(False, "--no-plan", help="Run the script as it is."),
+    auto: bool = typer.Option(
+        False, "--auto", help="Find out what helps while it runs; when it runs again, under what was found. One device."
+    ),
     resume: str = typer.Option("", help='Arguments added when the job runs again: "--resume last.pt".', metavar="ARGS"),
     restarts: int = typer.Option(0, min=0, help="How often a training that failed is run again.", metavar="N"),
     save_seconds: int = typer.Option(
@@ -58,11 +64,19 @@ def submit(
         )
     if accelerator not in {"gpu", "cpu"}:
         raise HastenError(f"--accelerator {accelerator}: not known", "say gpu or cpu")
-    if time and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
-        raise HastenError(f"--time {time}: not a time limit", "write 90 (minutes), 4:00:00 or 2-12:00")
+    _check_time(time, save_seconds)
+    carried = _carried(batch, nodes, devices, accelerator)
+    if auto and nodes * devices > 1:
+        raise HastenError(
+            f"--auto tunes one process, and these are {nodes * devices}",
+            "find the plan on one device, and send it with --plan",
+        )
     job = slurm.Job(
         command=tuple(command),
-        hasten=_runner(plan, no_plan),
+        hasten=(sys.executable, "-m", "hasten", "run"),  # a job's shell has not the path of the shell that sent it
+        under=(*carried, *_under(plan, no_plan, auto)),
+        carried=bool(carried),
+        auto=auto,
         nodes=nodes,
         devices=devices,
         accelerator=accelerator,
@@ -78,11 +92,13 @@ def submit(
             *sbatch,
         ),
     )
+    if follow and job.is_array:
+        raise HastenError("--follow shows one job, and an array is many", "leave it out, and look into their logs")
     if dry_run:
         typer.echo(job.script(), nl=False)
         return
     number = slurm.send(job.script(), Path.cwd())
-    log = Path(f"{job.name}-{number}.log")
+    log = Path(job.log(f"{number}_*" if job.is_array else number))
     typer.echo(f"hasten: job {number} is sent; its log: {log}; to end it: scancel {number}")
     if follow:
         try:
@@ -93,18 +109,62 @@ def submit(
         raise typer.Exit(code)
 
 
-def _runner(plan: Path, no_plan: bool) -> tuple[str, ...]:
-    """`hasten run` by this very Python: a job's shell has not the path of the shell that sent it."""
-    hasten = (sys.executable, "-m", "hasten", "run")
+def _under(plan: Path, no_plan: bool, auto: bool) -> tuple[str, ...]:
+    """Return the options of `hasten run` that say under which plan; none with --auto, whose plan is yet to be found."""
+    if auto:
+        if no_plan or plan != Path(DEFAULT_NAME):
+            raise HastenError("--auto runs under no plan: it excludes --plan and --no-plan", "leave one of them out")
+        return ()
     if no_plan or (plan == Path(DEFAULT_NAME) and not plan.exists()):
-        return (*hasten, "--no-plan")
+        return ("--no-plan",)
     check(Plan.read(plan))
-    return (*hasten, "--plan", str(plan))
+    return ("--plan", str(plan))
+
+
+def _carried(batch: str, nodes: int, devices: int, accelerator: str) -> tuple[str, ...]:
+    """Return the options of `hasten run` that carry a script to several devices; () without --batch."""
+    if not batch:
+        return ()
+    if batch not in BATCHES:
+        raise HastenError(f"--batch {batch}: not known", f"say {' or '.join(BATCHES)}")
+    if devices == 1:
+        raise HastenError("--batch says how several devices share batches, and this is one", "say --devices 4, or more")
+    if nodes > 1:
+        raise HastenError(
+            f"--batch carries a script to the devices of one machine, and these are {nodes} machines",
+            "leave --nodes out, or write the script for several processes (hasten.Trainer, DistributedDataParallel)",
+        )
+    return ("--devices", str(devices), "--accelerator", accelerator, "--batch", batch)
+
+
+def _check_time(limit: str, save_seconds: int) -> None:
+    if not limit:
+        return
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", limit):
+        raise HastenError(f"--time {limit}: not a time limit", "write 90 (minutes), 4:00:00 or 2-12:00")
+    seconds = _seconds(limit)
+    if 0 < seconds <= save_seconds:  # it would be asked to stop as it starts, be queued again, and so on without end
+        raise HastenError(
+            f"--time {limit} is {seconds} s, and {save_seconds} s before its end the training is asked to save",
+            "give it more time, or less to save: --save-seconds 30",
+        )
+
+
+def _seconds(limit: str) -> int:
+    """Return a time limit in seconds: SLURM reads M, M:S, H:M:S, D-H, D-H:M and D-H:M:S."""
+    days, dash, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not dash and len(parts) < 3:
+        parts.insert(0, 0)
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _named(name: str, command: list[str]) -> str:
     script = script_of(command)
-    name = name or (script.stem if script else Path(command[command[0] == "-m"]).name)
+    if not name:
+        own = script.stem if script else Path(command[command[0] == "-m"]).name
+        return re.sub(r"[^\w.@+-]", "-", own)  # "my train.py"
     if not re.fullmatch(r"[\w.@+-]+", name):
         raise HastenError(f"--name {name!r}: the log is called after it", "use letters, digits and - _ . only")
     return name

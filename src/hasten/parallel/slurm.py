@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -26,7 +27,10 @@ class Job:
 
     Attributes:
         command: The training's own command, `["train.py", "--epochs", "90"]`.
-        hasten: What runs it, `["hasten", "run", "--no-plan"]`.
+        hasten: What runs it, `["hasten", "run"]`.
+        under: Under what, `["--no-plan"]`.
+        auto: Tune it while it runs, and run it under what was found when the job runs again; `under` is then empty.
+        carried: The script is written for one device: `under` has hasten start the processes, and SLURM starts hasten.
         nodes: Machines.
         devices: Processes on each machine; with `accelerator="gpu"` one GPU each.
         accelerator: "gpu" or "cpu".
@@ -41,6 +45,9 @@ class Job:
 
     command: tuple[str, ...]
     hasten: tuple[str, ...]
+    under: tuple[str, ...] = ()
+    auto: bool = False
+    carried: bool = False
     nodes: int = 1
     devices: int = 1
     accelerator: str = "gpu"
@@ -57,20 +64,38 @@ class Job:
         return _SCRIPT.format(
             options="\n".join(f"#SBATCH {option}" for option in self._options()),
             setup="".join(f"{line}\n" for line in self.setup),
-            command=shlex.join([*self.hasten, *self.command]),
+            command=self._command(),
             resume=self._resume(),
             run=self._run(),
             restarts=self.restarts,
         )
 
+    @property
+    def is_array(self) -> bool:
+        """Whether its options make many jobs of it, each with a number of its own."""
+        return any(re.match(r"(--array|-a)\b", option) for option in self.options)
+
+    def log(self, number: object) -> str:
+        """Return the name of the log of the job with this number."""
+        return f"{self.name}-{number}.log"
+
+    def _command(self) -> str:
+        training = shlex.join(self.command)
+        if not self.auto:
+            return f"command=({shlex.join([*self.hasten, *self.under])} {training})"
+        return _AUTO.format(plan=self.name, hasten=shlex.join(self.hasten), command=training)
+
     def _options(self) -> list[str]:
-        yes = [f"--job-name={self.name}", f"--nodes={self.nodes}", f"--ntasks-per-node={self.devices}"]
+        tasks = 1 if self.carried else self.devices
+        yes = [f"--job-name={self.name}", f"--nodes={self.nodes}", f"--ntasks-per-node={tasks}"]
+        if self.carried:
+            yes.append(f"--cpus-per-task={self.devices}")  # else they may share one core; `options` may say more
         if self.accelerator == "gpu":
             yes.append(f"--gpus-per-node={self.devices}")
         if self.time:
             yes.append(f"--time={self.time}")
         yes += [
-            f"--output={self.name}-%j.log",
+            f"--output={self.log('%A_%a' if self.is_array else '%j')}",
             "--open-mode=append",  # when it runs again, it goes on in the same log
             "--requeue",  # after a dead node, or for a job that goes first
             f"--signal=B:USR1@{self.save_seconds}",
@@ -83,7 +108,7 @@ class Job:
         return f'[ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && command+=({self.resume})\n'
 
     def _run(self) -> str:
-        if self.nodes * self.devices == 1:
+        if self.carried or self.nodes * self.devices == 1:
             return 'srun "${command[@]}" &'
         return _RANKS.format(devices=self.devices)
 
@@ -91,37 +116,56 @@ class Job:
 # SLURM asks a job to stop in three ways: the signal before the time limit comes to this shell alone, the one of a job
 # that goes first to all its processes, a cancelled job's too. After the first two it is to be queued again; a job that
 # its user cancelled is not RUNNING any more when its training has stopped. What exits with 0 has come to its end.
+# sbatch hands on the variables of the shell that sent the job: that of another training's rank would have this one wait
+# for ranks that nobody starts. The last job of an array has the number of the array: a signal to it would reach all.
 _SCRIPT = """\
 #!/bin/bash
 # Written by `hasten submit`. It can be edited, and sent with `sbatch`.
 {options}
 
-{setup}command=({command})
+unset RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT HASTEN_LAUNCHED HASTEN_RUN
+unset "${{!TORCHELASTIC_@}}"
+{setup}for tool in srun scontrol scancel squeue; do
+  command -v "$tool" >/dev/null || {{ echo "hasten: no $tool on the path of $(hostname)"; exit 127; }}
+done
+job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}"
+job="${{job:-$SLURM_JOB_ID}}"
+# Since SLURM 22.05 srun does not take this over by itself: loaders' workers would share one core.
+[ -n "$SLURM_CPUS_PER_TASK" ] && export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+{command}
 {resume}asked=
-trap 'asked=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1  # to the training; srun itself would kill it
+trap 'asked=1; scancel --signal=TERM "$job"' USR1  # to the training; srun itself would kill it
 trap 'asked=1' TERM
 {run}
 step=$!
 wait "$step"
+while kill -0 "$step" 2>/dev/null; do wait "$step"; done  # a signal ends a wait
+wait "$step"
 code=$?
-while [ "$code" -gt 128 ] && kill -0 "$step" 2>/dev/null; do
-  wait "$step"
-  code=$?
-done
 
-scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]' && asked=1
+scontrol show job "$job" | grep -q ' PreemptTime=[0-9]' && asked=1
 again=
 if [ -n "$asked" ]; then
   again="the training was asked to stop"
 elif [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
   again="the training failed with exit code $code"
 fi
-if [ "$code" -ne 0 ] && [ -n "$again" ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+if [ "$code" -ne 0 ] && [ -n "$again" ] && [ "$(squeue --noheader --jobs="$job" --format=%T)" = RUNNING ]; then
   echo "hasten: $again; the job is queued again"
-  scontrol requeue "$SLURM_JOB_ID" && sleep 60  # SLURM ends this shell
+  if scontrol requeue "$job"; then
+    sleep 60  # SLURM ends this shell
+  else
+    echo "hasten: SLURM does not queue job $job again; send it once more"
+  fi
 fi
 exit "$code"
 """
+
+# Its plan is the job's own: beside it others may tune in the same folder.
+_AUTO = """\
+plan={plan}-"$job".toml
+if [ -f "$plan" ]; then under=(--plan "$plan"); else under=(--auto --out "$plan"); fi
+command=({hasten} "${{under[@]}}" {command})"""
 
 # With the variables that torchrun sets, for scripts that read them. A rank that fails ends the others: they would wait.
 _RANKS = """\
@@ -141,22 +185,27 @@ def send(script: str, folder: Path) -> int:
         folder: Where the job runs; its log lies there.
 
     Raises:
-        HastenError: There is no SLURM here, or it does not take the job.
+        HastenError: There is no SLURM here, it does not take the job, or no log can be written there.
     """
     if shutil.which("sbatch") is None:
         raise HastenError(
             "there is no SLURM on this machine: no sbatch on the path",
             "run this on the cluster's login node, or print the script with --dry-run",
         )
+    if not os.access(folder, os.W_OK):  # SLURM would take the job, which ends at its start without a word
+        raise HastenError(f"the job's log would lie in {folder}, where nothing can be written", "go to another folder")
+    # Sent from within a job, what describes that one (how often it ran, its cores) would be taken to describe this one.
+    inside = "SLURM_JOB_ID" in os.environ
+    kept = {n: v for n, v in os.environ.items() if not (inside and n.startswith("SLURM_")) or n == "SLURM_CONF"}
     done = subprocess.run(
-        ["sbatch", "--parsable"], check=False, input=script, cwd=folder, capture_output=True, text=True
+        ["sbatch", "--parsable"], check=False, input=script, cwd=folder, env=kept, capture_output=True, text=True
     )
-    number = re.match(r"\d+", done.stdout)
+    number = re.search(r"^(\d+)(;\S+)?$", done.stdout, re.MULTILINE)  # a site's sbatch may greet first
     if done.returncode or number is None:
         raise HastenError(
             f"SLURM did not take the job: {done.stderr.strip() or done.stdout.strip()}", _fix(done.stderr)
         )
-    return int(number[0])
+    return int(number[1])
 
 
 def _fix(said: str) -> str:
