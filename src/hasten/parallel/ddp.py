@@ -191,9 +191,11 @@ def manual_forward(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> A
     """A step that calls backward itself, any number of times; `before_backward` goes before each."""
     sync, ddp.require_backward_grad_sync = ddp.require_backward_grad_sync, False
     try:
-        return ddp(*args, **kwargs)
+        output = ddp(*args, **kwargs)
     finally:
         ddp.require_backward_grad_sync = sync
+    ddp._check_reducer_finalized()  # of its last backward: there may be no other, which would notice
+    return output
 
 
 def before_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
@@ -207,8 +209,14 @@ def before_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
 
 
 def explained(ddp: DistributedDataParallel, error: BaseException) -> HastenError | None:
-    """The error that says which parameters torch misses in a step, and what to do; None if it is another."""
+    """Return what torch's error says of a step's parameters, and what to do; None if it is another error."""
     text = str(error)
+    if "Your training graph has changed in this iteration" in text:
+        return HastenError(
+            "static_graph=True, but a step uses other parameters than the first one did, or in another way.",
+            "Leave static_graph out; where a step leaves parameters out, use find_unused_parameters=True.",
+            code=1,
+        )
     if "Expected to have finished reduction in the prior iteration" not in text:
         return None
     names = [name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad]

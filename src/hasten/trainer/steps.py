@@ -210,8 +210,11 @@ def preparation(trainer: Trainer, hooks: Hooks, optimizer: Any) -> Callable[[], 
     before_step = hooks.of("on_before_optimizer_step")
     own_clipping = hooks.of_module("configure_gradient_clipping")
     clips, clip = bool(trainer.config.gradient_clip_val), trainer.engine.strategy.clip
+    check_exchange = trainer.engine.strategy.check_exchange()
 
     def prepare() -> None:
+        if check_exchange is not None:
+            check_exchange()
         for hook in before_step:
             hook(optimizer)
         if own_clipping is not None:

@@ -68,6 +68,12 @@ def test_sharded_states_go_on_from_a_checkpoint_of_one_process(alone, tmp_path):
     assert_close(saved(tmp_path, "plain on"), saved(alone, "plain on"))
 
 
+def test_sharded_states_of_four_go_on_within_a_window_with_two(alone, tmp_path):
+    train(CASES[1:], tmp_path, 4, STRATEGIES["zero"])
+    train(RESUMED[1:], tmp_path, 2, STRATEGIES["zero"])
+    assert_close(saved(tmp_path, "sgd on"), saved(alone, "sgd on"))
+
+
 def _states():
     module, trainer = Tokens(), quiet(devices=2, strategy=STRATEGIES["zero"])
     trainer.fit(module, loader(4))

@@ -122,6 +122,10 @@ class Strategy:
     def before_backward(self, loss: Any) -> None:
         """The module is about to differentiate by hand."""
 
+    def check_exchange(self) -> Callable[[], None] | None:
+        """Return what raises before a step whose gradients were not exchanged; None where they always are."""
+        return None
+
     def clip(self, optimizer: Any, value: float | None, algorithm: str = "norm") -> None:
         """Clip an optimizer's gradients, by the norm over all of them or value by value."""
         clip(optimizer, value, algorithm)

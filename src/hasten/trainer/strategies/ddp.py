@@ -165,6 +165,10 @@ class DDP(Strategy):
         """Return the step, whose backward is announced by `before_backward`."""
         return functools.partial(manual_forward, self._wrapped)
 
+    def check_exchange(self) -> Callable[[], None]:
+        """Return torch's look at whether all buckets were sent; by itself it looks only in the next forward."""
+        return self._wrapped._check_reducer_finalized  # type: ignore[no-any-return]
+
     def syncing(self) -> Callable[[bool], None]:
         """Return the switch: while gradients are only accumulated, they are not exchanged."""
         wrapped = self._wrapped
