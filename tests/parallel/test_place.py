@@ -56,6 +56,23 @@ def test_srun() -> None:
     assert other_task.port == place.port
 
 
+def test_nodes_of_srun_have_the_tasks_that_are_listed_for_them() -> None:
+    uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_STEP_NUM_NODES": "3", "SLURM_LOCALID": "1"}
+    for node, tasks in (("0", 3), ("1", 3), ("2", 2)):
+        place = find_place({**uneven, "SLURM_NODEID": node})
+        assert place is not None
+        assert place.local_size == tasks
+
+
+def test_a_launcher_that_a_rank_has_started_is_its_own() -> None:
+    """The variable of the outer one is left over: nobody serves a store for these ranks."""
+    outer = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1234", "HASTEN_LAUNCHED": "1234"}
+    place, inner = find_place(outer), find_place({**outer, "MASTER_PORT": "29500"})
+    assert place is not None
+    assert inner is not None
+    assert (place.launcher, inner.launcher) == ("hasten", "torchrun")
+
+
 def test_shell_of_a_slurm_batch_script_is_no_rank() -> None:
     batch = {key: value for key, value in SRUN.items() if "STEP" not in key}
     assert find_place(batch) is None

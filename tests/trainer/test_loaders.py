@@ -4,7 +4,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import hasten
 from hasten import HastenError
@@ -192,6 +192,14 @@ def test_a_batch_that_is_none_is_skipped_and_that_is_said():
 
     with pytest.warns(UserWarning, match="None"):
         assert trained(Holes()) == [1, 2]
+
+
+@pytest.mark.parametrize("share", [(2, 0), (1, 0), (4, 1)], ids=["rank 0's for all", "all for each", "of four"])
+def test_a_sampler_that_gives_a_rank_another_share_is_refused(share):
+    samples = dataset()
+    train = DataLoader(samples, batch_size=4, sampler=DistributedSampler(samples, *share))
+    with pytest.raises(HastenError, match=rf"gives rank \d of 2 the share {share[1]} of {share[0]}: samples would be"):
+        quiet(devices=2, strategy="ddp_fork").fit(Regression(), train)
 
 
 def test_samplers_hear_of_epochs():

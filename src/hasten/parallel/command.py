@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from hasten.errors import HastenError
+from hasten.parallel.place import LAUNCHED
 
 _FIRST_SEEN = Path.cwd()
 
@@ -73,6 +74,6 @@ def rank_environment(rank: int, size: int, address: str, port: int, cores: int) 
         "GROUP_RANK": "0",
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
-        "HASTEN_LAUNCHED": "1",
+        LAUNCHED: str(port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // size)),
     }

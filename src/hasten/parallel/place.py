@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from hasten.errors import HastenError
 
 LAUNCHED = "HASTEN_LAUNCHED"
-"""Set by hasten's own launchers, whose main process serves the store that all ranks meet in."""
+"""Set by hasten's own launchers to the port of the store that their main process serves and all ranks meet in.
+
+Where MASTER_PORT is another one, it is left over: a rank has started a launcher, and that has set RANK and the rest.
+"""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
         num_nodes=-(-size // max(local_size, 1)),
         address=environ.get("MASTER_ADDR", "127.0.0.1"),
         port=_number(environ, "MASTER_PORT", 29500),
-        launcher="hasten" if LAUNCHED in environ else "torchrun",
+        launcher="hasten" if LAUNCHED in environ and environ[LAUNCHED] == environ.get("MASTER_PORT") else "torchrun",
     )
 
 
@@ -92,20 +95,28 @@ def _slurm(environ: Mapping[str, str]) -> Place:
     listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     job = _number(environ, "SLURM_JOB_ID", 0)
     step = int(environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", "0")))
-    per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    local_rank = _number(environ, "SLURM_LOCALID")
+    node, local_rank = _number(environ, "SLURM_NODEID", 0), _number(environ, "SLURM_LOCALID")
     return Place(
         rank=_number(environ, "SLURM_PROCID"),
         local_rank=local_rank,
         size=size,
-        local_size=max(int(per_node[0]) if per_node else size // nodes, local_rank + 1),
-        node_rank=_number(environ, "SLURM_NODEID", 0),
+        local_size=max(_tasks_on(node, environ.get("SLURM_STEP_TASKS_PER_NODE", "")) or size // nodes, local_rank + 1),
+        node_rank=node,
         num_nodes=nodes,
         address=environ.get("MASTER_ADDR") or first_host(listed),
         # Every task must come to the same port without asking; two steps of one job must not.
         port=_number(environ, "MASTER_PORT", 15000 + (job * 7 + step) % 15000),
         launcher="slurm",
     )
+
+
+def _tasks_on(node: int, listed: str) -> int:
+    """Return how many tasks a node has of a list as SLURM writes it, `4(x2),1`: nodes 0 and 1 have 4, node 2 has 1."""
+    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
+        if node < int(nodes or 1):
+            return int(tasks)
+        node -= int(nodes or 1)
+    return 0
 
 
 def first_host(nodes: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+from hasten.errors import HastenError
 from hasten.parallel.world import World
 
 
@@ -63,11 +64,20 @@ def distributed_loader(
 
     Returns:
         The loader, and what to tell the user.
+
+    Raises:
+        HastenError: Its DistributedSampler gives this rank another one's share of the training data.
     """
     if world.size == 1 or not isinstance(loader, DataLoader) or _sampler_of(loader) is None:
         return loader, None if world.size == 1 else _unshared(loader)
     sampler = _sampler_of(loader)
     if isinstance(sampler, DistributedSampler):
+        if train and (sampler.num_replicas, sampler.rank) != (world.size, world.rank):
+            raise HastenError(
+                f"The DistributedSampler of the training data gives rank {world.rank} of {world.size} the share"
+                f" {sampler.rank} of {sampler.num_replicas}: samples would be trained on several times, or never.",
+                "Build it without num_replicas and rank, or leave it out: the Trainer shares the samples out.",
+            )
         return loader, None
     batching = loader.batch_sampler
     if batching is not None and not _plain(batching):
