@@ -1,12 +1,10 @@
-"""`hasten submit`: the job's script, what is refused, and a real SLURM of two nodes on this machine."""
+"""`hasten submit` on a real SLURM of two nodes on this machine; its script is in test_submit_script.py."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,15 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from hasten.child import start_logged
+from tests.cli.slurm import running, told, until, why_not
 from tests.faults.seconds import counted
-from tests.own_mounts import need_mounts
-from tests.taps.forks import command
 
 pytestmark = pytest.mark.timeout(600)
 
 HASTEN = (sys.executable, "-m", "hasten", "submit")
-RUN = (sys.executable, "-m", "hasten", "run")
 
 WORDS = """
 import json, os, sys
@@ -39,210 +34,12 @@ def submit(folder: Path, *words: str, **variables: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_the_script_is_printed_and_is_bash(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WORDS)
-    words = ["--dry-run", "--nodes", "2", "--devices", "4", "--time", "4:00:00", "--partition", "big"]
-    words += ["--resume", "--resume 'my last.pt'", "--setup", "module load cuda", "--sbatch", "--mem=64G"]
-    done = submit(tmp_path, *words, "train.py", "--name", "it's")
-    assert done.returncode == 0, done.stderr
-    for line in (
-        "#SBATCH --nodes=2",
-        "#SBATCH --ntasks-per-node=4",
-        "#SBATCH --gpus-per-node=4",
-        "#SBATCH --time=4:00:00",
-        "#SBATCH --partition=big",
-        "#SBATCH --mem=64G",
-        "#SBATCH --job-name=train",
-    ):
-        assert line in done.stdout.splitlines()
-    assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=False).returncode == 0
-    # What the shell makes of the command, at the first start and when the job runs again.
-    for count, more in (("0", []), ("1", ["--resume", "my last.pt"])):
-        words = command_of(done.stdout, tmp_path, SLURM_RESTART_COUNT=count)
-        assert words == [*RUN, "--no-plan", "train.py", "--name", "it's", *more]
-
-
-def command_of(script: str, folder: Path, **variables: str) -> list[str]:
-    """What the shell of a job makes of the command in its script."""
-    shell = script[script.index("job=") : script.index("trap")] + 'printf "%s\\0" "${command[@]}"'
-    environment = {**os.environ, "SLURM_JOB_ID": "7", **variables}
-    done = subprocess.run(
-        ["bash", "-c", shell], cwd=folder, env=environment, capture_output=True, text=True, check=True
-    )
-    return done.stdout.split("\0")[:-1]
-
-
-def test_a_job_on_one_device_is_tuned_while_it_runs_and_goes_on_under_what_was_found(tmp_path: Path) -> None:
-    (tmp_path / "my train.py").write_text(WORDS)
-    done = command(tmp_path, "submit", "--dry-run", "--auto", "my train.py", "--lr", "1")
-    assert done.code == 0, done.err
-    assert "#SBATCH --job-name=my-train" in done.out.splitlines()
-    training = ["my train.py", "--lr", "1"]
-    assert command_of(done.out, tmp_path) == [*RUN, "--auto", "--out", "my-train-7.toml", *training]
-    (tmp_path / "my-train-7.toml").touch()
-    assert command_of(done.out, tmp_path) == [*RUN, "--plan", "my-train-7.toml", *training]
-    array = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "0"}
-    assert command_of(done.out, tmp_path, **array) == [*RUN, "--auto", "--out", "my-train-6_0.toml", *training]
-
-
-def test_a_script_for_one_device_is_carried_to_several_by_one_task(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WORDS)
-    done = command(tmp_path, "submit", "--dry-run", "--devices", "4", "--batch", "global", "train.py")
-    assert done.code == 0, done.err
-    lines = {"--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=4"}
-    assert {f"#SBATCH {line}" for line in lines} <= set(done.out.splitlines())
-    options = ["--devices", "4", "--accelerator", "gpu", "--batch", "global", "--no-plan"]
-    assert command_of(done.out, tmp_path) == [*RUN, *options, "train.py"]
-
-
-def test_the_plan_of_the_folder_is_used_and_checked(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WORDS)
-    (tmp_path / "hasten.toml").write_text('[techniques]\nprecision = "bf16-mixed"\n')
-    done = submit(tmp_path, "--dry-run", "train.py")
-    assert "hasten run --plan hasten.toml train.py" in done.stdout, done.stderr
-    (tmp_path / "hasten.toml").write_text('[techniques]\nprecison = "bf16-mixed"\n')
-    done = submit(tmp_path, "--dry-run", "train.py")
-    assert done.returncode == 2
-    assert "precison" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--time", "soon", "train.py"], "--time soon: not a time limit"),
-        (["--time", "2", "train.py"], "--time 2 is 120 s, and 120 s before its end"),
-        (["--time", "0-0:1:30", "train.py"], "--time 0-0:1:30 is 90 s"),
-        (["--time", "1:0:0", "--save-seconds", "3600", "train.py"], "--time 1:0:0 is 3600 s"),
-        (["--time", "1-0", "--save-seconds", "90000", "train.py"], "--time 1-0 is 86400 s"),
-        (["--auto", "--devices", "2", "train.py"], "--auto tunes one process, and these are 2"),
-        (["--auto", "--no-plan", "train.py"], "--auto runs under no plan"),
-        (["--batch", "half", "--devices", "2", "train.py"], "--batch half: not known"),
-        (["--batch", "global", "train.py"], "--batch says how several devices share"),
-        (["--batch", "global", "--nodes", "2", "--devices", "2", "train.py"], "these are 2 machines"),
-        (["--follow", "--sbatch", "--array=0-3", "train.py"], "--follow shows one job"),
-        (["--accelerator", "tpu", "train.py"], "--accelerator tpu: not known"),
-        (["--name", "a/b", "train.py"], "--name 'a/b'"),
-        (["--resume", "'open", "train.py"], "No closing quotation"),
-        (["torchrun", "--nproc-per-node", "2", "train.py"], "name the script itself"),
-        (["trian.py"], "no such script: trian.py"),
-    ],
-)
-def test_what_is_wrong_is_said_before_anything_is_sent(words: list[str], said: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WORDS)
-    done = command(tmp_path, "submit", *words)
-    assert done.code == 2
-    assert said in done.err
-    assert "Traceback" not in done.err
-
-
-def test_without_slurm_the_message_says_where_to_go(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WORDS)
-    done = submit(tmp_path, "train.py", PATH=str(tmp_path))
-    assert done.returncode == 2
-    assert "no sbatch on the path" in done.stderr
-    assert "--dry-run" in done.stderr
-
-
-def test_a_folder_that_takes_no_log_is_said_before_the_job_is_sent(tmp_path: Path) -> None:
-    need_mounts()
-    (tmp_path / "train.py").write_text(WORDS)
-    mount = 'mount --bind -o ro "$0" "$0" && mount -o remount,bind,ro "$0" && cd "$0" && exec "$@"'
-    words = ["unshare", "-rm", "sh", "-c", mount, str(tmp_path), *HASTEN, "train.py"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 2, done.stderr
-    assert f"the job's log would lie in {tmp_path}, where nothing can be written" in done.stderr
-
-
-CONF = """
-ClusterName=hasten
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={socket}
-CredType=cred/munge
-CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
-SlurmctldPort=16917
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-SwitchType=switch/none
-MpiDefault=none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-JobRequeue=1
-KillWait=5
-SlurmdParameters=config_overrides
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port=17101 CPUs=4 RealMemory=8000
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port=17102 CPUs=4 RealMemory=8000
-PartitionName=low Nodes=n1,n2 Default=YES MaxTime=60 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
-PartitionName=high Nodes=n1,n2 MaxTime=60 State=UP PriorityTier=10 PreemptMode=OFF
-"""
-
-
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory):
-    """A SLURM of two nodes that are this machine, with SLURM_CONF set; its daemons end with the module."""
-    missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(name) is None]
-    if missing or os.geteuid():
-        pytest.skip(
-            f"no SLURM to start here: {', '.join(missing) or 'only root may'} (slurmctld slurmd slurm-client munge)"
-        )
-    host = socket.gethostname().split(".")[0]
-    try:
-        socket.gethostbyname(host)
-    except OSError:
-        pytest.skip(f"no SLURM to start here: the host name {host} does not resolve")
-    folder = tmp_path_factory.mktemp("slurm")
-    for name in ("state", "spool.n1", "spool.n2", "munge"):
-        (folder / name).mkdir()
-    # munged wants a socket that all users may reach, and so a folder none of whose parents they may change.
-    reachable = Path("/run/hasten-test-slurm")
-    reachable.mkdir(mode=0o755, exist_ok=True)
-    key = folder / "munge/key"
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o400)
-    conf = folder / "slurm.conf"
-    conf.write_text(CONF.format(host=host, folder=folder, socket=reachable / "munge"))
-    munge = ["munged", "--force", "--foreground", f"--socket={reachable}/munge", f"--key-file={key}"]
-    munge += [f"--{name}-file={folder}/munge/{name}" for name in ("pid", "log", "seed")]
-    environment = {**os.environ, "SLURM_CONF": str(conf)}
-    children = []
-    with (folder / "log").open("wb") as log, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_CONF", str(conf))
-        for command in (munge, ["slurmctld", "-D", "-i"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
-            children.append(start_logged(command, environment, log))
-            if command is munge:
-                until(lambda: (reachable / "munge").exists())
-        try:
-            until(lambda: told("sinfo", "--noheader", "--format=%t %D").split() == ["idle", "2"])
-            yield folder
-            told("scancel", "--user=root")
-        finally:
-            for child in reversed(children):
-                child.end()
-            shutil.rmtree(reachable, ignore_errors=True)
-
-
-def told(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
-
-
-def until(holds, seconds: float = 200.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.2)
+    if why := why_not():
+        pytest.skip(why)
+    with running(tmp_path_factory.mktemp("slurm")) as folder:
+        yield folder
 
 
 def job_number(done: subprocess.CompletedProcess[str]) -> str:
