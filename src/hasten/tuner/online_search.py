@@ -67,7 +67,7 @@ class OnlineSearch:
         """Search until the time is out; False where this script cannot be tuned in one process."""
         for _ in range(_RESTARTS):
             before = sum(map(_counts, self._found.blocks))
-            settled, pairs = self._found.course.settled is not None, len(self._found.sides())
+            settled, pairs, seen = self._found.course.settled, len(self._found.sides()), len(self._found.blocks)
             process = self._one()
             if process.done or len(self._found.sides()) >= _PAIRS:
                 return True
@@ -77,7 +77,8 @@ class OnlineSearch:
                 return False
             if not process.crashed:
                 self._drop_what_only_filled(process)
-            if settled and not process.crashed and len(self._found.sides()) == pairs:
+            began_with_it = settled is not None or not any(block.on for block in self._found.blocks[seen:])
+            if began_with_it and not process.crashed and len(self._found.sides()) == pairs:
                 self._drop_what_came_too_late()
             nothing = not process.crashed and sum(map(_counts, self._found.blocks)) == before
             if nothing or self._plain_crashes > 1 or self._left() < self._startup + _NOTHING_LEFT:
