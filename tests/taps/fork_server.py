@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import importlib.util
 import os
 import runpy
 import sys
@@ -64,7 +65,6 @@ for name in (
     "torch._dynamo.backends.inductor",
     "torch._dynamo.repro.after_aot",
     "torch._dynamo.repro.after_dynamo",
-    "torch._functorch._aot_autograd.subclass_codegen",
     "torch._inductor.compile_fx",
     "torch._inductor.compiler_bisector",
     "torch._subclasses.schema_check_mode",
@@ -72,6 +72,8 @@ for name in (
     "torch.export._trace",
     "torch.fx.experimental.validator",
 ):
+    importlib.import_module(name)
+if importlib.util.find_spec(name := "torch._functorch._aot_autograd.subclass_codegen"):  # torch 2.9 has none
     importlib.import_module(name)
 torch._dynamo.list_backends()  # looks into every installed package for them, once
 

@@ -241,6 +241,7 @@ class Compile(Technique):
         compiled code that is there already runs none.
         """
         import torch
+        from torch._guards import TracingContext
 
         # `place`: where create_graph stands among the arguments; `Tensor.backward` hands it on without its name.
         def noticing(place: int, plain: Any) -> Any:
@@ -256,7 +257,12 @@ class Compile(Technique):
             return differentiate
 
         def within(tensor: Any, how: str) -> None:
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and not torch.compiler.is_compiling():
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.grad_fn is not None
+                and not torch.compiler.is_compiling()
+                and TracingContext.try_get() is None  # torch 2.9's compiler asks so itself, and is_compiling() is False
+            ):
                 self._leave(f"the gradient of a tensor within a graph is asked for ({how})")
 
         def asking(plain: Any) -> Any:
