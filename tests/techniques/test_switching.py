@@ -79,7 +79,7 @@ PASSES = [
     ("images", "batched_fetch", True, 0, f"{FETCHER} == '_Gather'"),
     ("made", "sample_cache", "samples", 0, f"{FETCHER} == '_CachedFetcher'"),
     ("drawn", "sample_cache", "decoded", 0, DECODED),
-    ("drawn", "read_ahead", 2, 0, "type(iterator._sampler_iter).__name__ == 'Ahead'"),
+    ("drawn", "read_ahead", 2, 0, "type(iterator._sampler_iter).__name__ == 'ReadAheadSampler'"),
     ("made", "loader_workers", {"num_workers": 1}, 0, "getattr(iterator, '_hasten_workers', None) is not None"),
     ("made", "loader_workers", {"num_workers": 2}, 1, "iterator._num_workers == 2"),
     ("made", "loader_workers", {"num_workers": 0}, 1, "iterator._num_workers == 0"),
