@@ -6,11 +6,13 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from hasten.doctor.findings.validation_graphs import ValidationGraphs
 from hasten.evidence.schema import Pass
 from hasten.techniques import Choices, Refusal
 from hasten.techniques.memory.no_grad_validation import NoGradValidation
+from hasten.techniques.recompute.forward import _lying_as, _mark
 from tests.techniques.conftest import MODEL, Train, evidence_of, identical
 
 TRAINING = """
@@ -101,6 +103,42 @@ def test_a_model_never_seen_in_train_mode_keeps_its_graph(train: Train) -> None:
     assert changed.code == 0, changed.err
     assert len(set(changed.left["losses"])) == 3
     assert changed.installed == {}
+
+
+IMAGES = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3))
+x = torch.randn(4, 3, 16, 16)
+for _ in range(2):
+    model.train(); model(x).pow(2).mean().backward(); model.eval()
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        output = model(x)
+events = profiler.key_averages(group_by_input_shape=True)
+copies = sum(event.count for event in events if event.key == "aten::clone" and len(event.input_shapes[0]) == 4)
+output.pow(2).mean().backward()
+torch.save({"copies": copies, "gradient": model[0].weight.grad}, "left.pt")
+"""
+
+
+def test_images_that_lie_channels_last_are_not_copied(train: Train) -> None:
+    """What tells whether a graph was computed again the same reads memory in its order: validation took four times."""
+    alone, both = (train(IMAGES, channels_last=True, **more) for more in ({}, {"no_grad_validation": True}))
+    assert alone.code == both.code == 0, both.err
+    assert "a backward goes through" in both.err  # at the end: it acted until then
+    assert both.left["copies"] == alone.left["copies"]
+    assert identical(alone.left["gradient"], both.left["gradient"])
+
+
+def test_a_layout_that_is_switched_in_between_changes_no_mark() -> None:
+    last = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+    first = last.contiguous()
+    for one, other in ((last, first), (first, last)):
+        assert torch.equal(_mark(one), _mark(_lying_as(one.stride(), other)))
+    other = first.clone()
+    other[1, 2, 3, 0] += 1e-6
+    assert not torch.equal(_mark(last), _mark(_lying_as(last.stride(), other)))
 
 
 THROUGH_EVAL = {
