@@ -76,6 +76,7 @@ class Nursery:
 
     def close(self):
         self._process.stdin.close()
+        self._process.kill()  # all its trainings are over; a fork of pytest may still hold the pipe, so no end is seen
         self._process.wait(30)
 
 
