@@ -55,6 +55,14 @@ def test_the_most_important_comes_first(make):
     assert places == sorted(places)
 
 
+def test_what_is_kept_although_it_hardly_helps_is_explained(make):
+    proof = make()
+    doubtful = dataclasses.replace(proof.techniques[-1], helps=0.32)
+    text = flat(screen(dataclasses.replace(proof, techniques=(*proof.techniques[:-1], doubtful)), 100))
+    assert f"{doubtful.name}: kept since the whole plan was the fastest of those measured in turn." in text
+    assert "kept since" not in flat(screen(proof, 100))
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
 def test_no_line_is_wider_than_the_console(make, width):
     lines = screen(make(), width).splitlines()

@@ -1,4 +1,4 @@
-"""How long the full training is, read off its command line."""
+"""How long the full training is: read off its command line, or seen in a process that came to its end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.tuner.length import full_seconds, length_of, seconds_per_epoch
+from hasten.tuner.length import full_seconds, length_of, seconds_per_epoch, seen_to_its_end, steps_of
 from hasten.tuner.timing import Timing
+from tests.tuner.evidence import evidence
 
 BASE = Timing((0.1,) * 4, 50, 1.0, 3.0, {})  # an epoch of 6 s
 LOOSE = Timing((0.02,) * 4, None, 0.0, 3.0, {})  # 1,000 steps of 20 s
@@ -52,6 +53,20 @@ def test_what_is_assumed() -> None:
     assert length_of(["train.py"], LOOSE).epochs == 30
     assert length_of(["train.py"], Timing((60.0,) * 4, 50, 0.0, 0.0, {})).epochs == 10
     assert length_of(["train.py"], Timing((0.0,) * 4, 0, 0.0, 0.0, {})).epochs >= 10
+
+
+def test_what_was_seen_stands_in_place_of_what_was_assumed() -> None:
+    """A script says `for epoch in range(4)` in its source; what its command line says is what will be run."""
+    run = evidence([[0.1] * 5] * 4, validation=1.0)
+    assumed = length_of(["train.py"], BASE)
+    length = seen_to_its_end(assumed, run)
+    assert length.epochs == 4
+    assert length.known_from == "a process of this tune came to the end of the training"
+    assert steps_of(length, BASE) == 240  # epochs of 6 s in steps of 0.1 s
+    assert seen_to_its_end(assumed, None) == assumed
+    assert seen_to_its_end(assumed, evidence([])) == assumed, "it has no DataLoader"
+    named = length_of(["train.py", "--epochs", "90"], BASE)
+    assert seen_to_its_end(named, run) == named
 
 
 def test_seconds() -> None:

@@ -83,7 +83,11 @@ def effects(proof: Proof) -> str:
 def meaning(proof: Proof) -> str:
     """Return what the columns mean."""
     where = "blocks of one process" if proof.warm else "trials in processes of their own"
-    return (
+    text = (
         f"Brings: how many times faster a step is with it than without, the rest of the plan on, measured in {where}, "
         "with its 95 % interval. Helps: how sure it is that it helps at all"
     )
+    doubtful = [words.clean(one.name) for one in proof.techniques if one.helps is not None and one.helps < 0.5]
+    if doubtful:
+        text += f". {', '.join(doubtful)}: kept since the whole plan was the fastest of those measured in turn"
+    return text

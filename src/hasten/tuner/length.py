@@ -1,4 +1,4 @@
-"""How long the full training is, read off its command line."""
+"""How long the full training is: read off its command line, or seen in a process that came to its end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hasten.evidence.schema import Evidence
 from hasten.tuner.timing import Timing
 
 EPOCHS = re.compile(
@@ -21,6 +22,7 @@ class Length:
 
     epochs: int
     known_from: str
+    assumed: bool = False
 
 
 def epochs_named(command: Sequence[str]) -> tuple[int, str] | None:
@@ -44,7 +46,20 @@ def length_of(command: Sequence[str], baseline: Timing) -> Length:
     return Length(
         max(_ASSUMED_EPOCHS, round(_ASSUMED_SECONDS / seconds)),
         "assumed: the command line names no number of epochs",
+        assumed=True,
     )
+
+
+def seen_to_its_end(length: Length, run: Evidence | None) -> Length:
+    """Return the epochs of a run that came to its end by itself, if there was one, in place of assumed ones."""
+    if not length.assumed or run is None or not (epochs := sum(one.trained for one in run.passes)):
+        return length
+    return Length(epochs, "a process of this tune came to the end of the training")
+
+
+def steps_of(length: Length, timing: Timing) -> int:
+    """Steps of the whole training."""
+    return max(1, int(length.epochs * seconds_per_epoch(timing) / max(1e-6, timing.step)))
 
 
 def seconds_per_epoch(timing: Timing) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hasten.child import PATIENCE, Child
 from hasten.errors import HastenError
-from hasten.evidence import read_evidence
+from hasten.evidence import Evidence, read_evidence
 from hasten.online.options import FILLING, FILLS, OnlineOptions
 from hasten.online.record import Event, Measured, read
 from hasten.taps.config import RunConfig
@@ -62,6 +62,7 @@ class OnlineSearch:
         self._plain_crashes = 0
         self._processes = 0
         self._last_step = 0  # of a process that went on for long behind it
+        self.whole: Evidence | None = None  # of the last process that came to its end by itself
 
     def search(self) -> bool:
         """Search until the time is out; False where this script cannot be tuned in one process."""
@@ -145,12 +146,21 @@ class OnlineSearch:
         process = _Process(self._trials, self._found, options, self._on_block, self._step)
         process.run(folder, self._startup)
         if not (process.done or process.crashed or process.late or options.early_ends):
-            self._last_step = max(self._last_step, _last_step(folder / "evidence.json"))
+            self._ended(folder / "evidence.json")
         shutil.rmtree(folder, ignore_errors=True)
         self._ran.update(*(block.on for block in self._found.blocks if _counts(block)))
         if process.crashed:
             self._blame(process)
         return process
+
+    def _ended(self, path: Path) -> None:
+        """Learn from a process that came to its end by itself how long the training is."""
+        try:
+            self.whole = read_evidence(path)
+        except HastenError:  # it left none: it was ended by something else
+            return
+        self._options = dataclasses.replace(self._options, total_steps=max(1, self.whole.steps))
+        self._last_step = max(self._last_step, _last_step(self.whole))
 
     def _blame(self, process: _Process) -> None:
         """Find out what a crash, a hang or a NaN is due to, as far as that is known; it is off for good."""
@@ -288,19 +298,15 @@ class _Process:
                 self.why = "the loss turned to NaN" if self.crashed else event.text
 
 
-def _last_step(path: Path) -> int:
-    """Steps of a process that came to its end, where it did something else for long behind them; else 0.
+def _last_step(run: Evidence) -> int:
+    """Steps of a run that did something else for long behind them; else 0.
 
     A language model is tested on its whole test set, an image is sampled, weights are written: seconds of each process.
     """
-    try:
-        evidence = read_evidence(path)
-    except HastenError:  # it left none: it was ended by something else
+    if not run.step_start:
         return 0
-    if not evidence.step_start:
-        return 0
-    behind = evidence.ended_at - evidence.step_start[-1] - sum(evidence.step_phases[-1])
-    return evidence.steps if behind > _LONG_END else 0
+    behind = run.ended_at - run.step_start[-1] - sum(run.step_phases[-1])
+    return run.steps if behind > _LONG_END else 0
 
 
 def _counts(block: Measured) -> bool:

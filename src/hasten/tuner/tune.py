@@ -21,13 +21,12 @@ from hasten.taps.config import TrialOptions
 from hasten.tuner.baseline import Baseline, run_baseline
 from hasten.tuner.check import CheckOptions, check
 from hasten.tuner.found import Claimed, Found, Quiet
-from hasten.tuner.length import Length, length_of, seconds_per_epoch
+from hasten.tuner.length import length_of, seconds_per_epoch, seen_to_its_end, steps_of
 from hasten.tuner.online_search import OnlineSearch
 from hasten.tuner.outcome import Measurements, block_of, plan_of, proof_of
 from hasten.tuner.process_search import search_apart
 from hasten.tuner.proof import Block, Proof, beside_others, in_words
 from hasten.tuner.store import Recalled, applied, drop_again, recall, remember
-from hasten.tuner.timing import Timing
 from hasten.tuner.training_key import Key, key_of
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.trouble import trouble_of
@@ -200,22 +199,27 @@ class _Tune:
             return
         if why := self._apart():
             self._search_apart(why)
-        elif not self._warm().search():
-            self.asked = self._applicable(warm=False)
-            blocks = self.found.blocks
-            self.found = self._found(warm=False)
-            self.found.blocks = blocks
-            self._search_apart("it came to its end, or trained elsewhere, before it could be measured")
+        else:
+            self._search_online()
         self.say(f"chosen: {', '.join(self.found.plan()) or 'nothing'}")
         if (claimed := self.found.claimed()) is not None:
             self.say(f"measured in turn: {in_words(claimed.speedup)}{beside_others(claimed.disturbed)}")
+
+    def _search_online(self) -> None:
+        online = self._online()
+        searched = online.search()
+        self.length = seen_to_its_end(self.length, online.whole)
+        if not searched:
+            self.asked = self._applicable(warm=False)
+            self.found = dataclasses.replace(self._found(warm=False), blocks=self.found.blocks)
+            self._search_apart("it came to its end, or trained elsewhere, before it could be measured")
 
     def _search_apart(self, why: str) -> None:
         self.notes.append(f"each question took a process of its own, not a block of one that runs: {why}")
         self.say(f"asking in processes of their own: {why}")
         search_apart(self.trials, self.found, self.baseline.trial, self._search_end(), self.say, self._told)
 
-    def _warm(self) -> OnlineSearch:
+    def _online(self) -> OnlineSearch:
         """Prepare the search in one process."""
         until = self._search_end()
         claim = _CLAIM_SHARE * max(0.0, until - time.monotonic() - self.startup)
@@ -226,7 +230,7 @@ class _Tune:
             claim_until=until,
             block_seconds=self.block,
             seed=self.options.order,
-            total_steps=_total_steps(self.length, self.baseline.timing),
+            total_steps=steps_of(self.length, self.baseline.timing),
             validation_share=validation_share(self.baseline.evidence),
             early_ends=min(3, self.length.epochs - 1),
             prior=self.recalled.prior if self.recalled is not None else None,
@@ -337,8 +341,8 @@ class _Tune:
         if seconds > _SHORTEST_SEARCH / 2:
             self.say(f"measuring {', '.join(found.plan())} {how}")
             options = OnlineOptions(self.asked.candidates, "", 0.0, 0.0, block_seconds=self.block)
-            warm = OnlineSearch(self.trials, found, options, self.startup, self.say, self._told)
-            warm.claim(time.monotonic() + self.startup + seconds)
+            online = OnlineSearch(self.trials, found, options, self.startup, self.say, self._told)
+            online.claim(time.monotonic() + self.startup + seconds)
 
     def _in_turn(self) -> None:
         """Baseline and plan in turn in fresh processes, A B B A, each pair under a seed of its own."""
@@ -394,7 +398,3 @@ def _block_seconds(budget: float, training: float) -> float:
     """Seconds of a block: the longer the budget the longer, and some of them fit into a short training."""
     least, most = _BLOCK_SECONDS
     return min(most, max(least, budget / 300), max(_SHORTEST_BLOCK, training / _BLOCKS_OF_A_RUN))
-
-
-def _total_steps(length: Length, timing: Timing) -> int:
-    return max(1, int(length.epochs * seconds_per_epoch(timing) / max(1e-6, timing.step)))
