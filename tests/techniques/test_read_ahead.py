@@ -238,8 +238,8 @@ def test_together_with_what_also_acts_on_loaders(train: Train, plan: dict[str, A
     order = {"read_ahead": 2} | plan if plan.get("sample_cache") == "samples" else plan | {"read_ahead": 2}
     taken, said = compared(train, script, order)
     assert bool(taken) == ("sample_cache" in plan), said
-    if "loader_workers" in plan:
-        assert "not made by torch's own loop" in said
+    if "loader_workers" in plan:  # no reason for a search to ask it no more: the next pass may have no workers
+        assert "left alone" not in said
 
 
 def test_a_pass_is_resumed_with_its_batches_read_ahead(train: Train) -> None:

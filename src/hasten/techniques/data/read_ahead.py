@@ -76,7 +76,10 @@ class ReadAhead(Technique):
     def _begin(self, iterator: Any) -> None:
         from hasten.data.file_predictor import FilePredictor
         from hasten.data.read_ahead import ReadAheadSampler
+        from hasten.data.worker_pass import WorkerPassIterator
 
+        if isinstance(iterator, WorkerPassIterator):
+            return  # of `loader_workers`, which a search may switch off for the next pass: nothing is refused for good
         if why := _why_not(iterator):
             self.refused(why)
             return
