@@ -6,6 +6,7 @@ import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -218,7 +219,7 @@ class Pipeline:
 
     def _schedule(self, inputs: torch.Tensor, parts: int) -> Any:
         """Return the schedule for batches of this shape; the first one of a shape runs through the stages once."""
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
         precision = torch.is_autocast_enabled(self.place.device.type)
         key = (inputs.shape, inputs.dtype, parts, precision, self.own.training)
@@ -226,7 +227,7 @@ class Pipeline:
             first, out = self._shapes(inputs[: len(inputs) // parts].clone())  # layers may change it in place
             place = self.place
             # Shapes are given: torch would find them by running made-up numbers through layers and loss.
-            stage = PipelineStage(
+            stage = _stage_class()(
                 self.own, place.stage, place.stages, place.device, input_args=first, output_args=out, group=place.group
             )
             loss = self._loss if self.is_last else _elsewhere
@@ -234,7 +235,7 @@ class Pipeline:
             kind = Schedule1F1B if self._kind == "1f1b" and parts >= place.stages else ScheduleGPipe
             if len(self._schedules) == _SHAPES:  # each has buffers of its own
                 self._schedules.pop(next(iter(self._schedules)))
-            self._schedules[key] = kind(stage, parts, loss_fn=loss, scale_grads=False)
+            self._schedules[key] = _built(kind, stage, parts, loss_fn=loss, scale_grads=False)
         return self._schedules[key]
 
     def _told(self, mean: torch.Tensor | None, reads: bool) -> torch.Tensor:
@@ -321,6 +322,36 @@ def parts_of(samples: int, most: int) -> int:
 
 def _elsewhere(output: Any, target: Any) -> torch.Tensor:
     raise AssertionError("only the last stage computes the loss")
+
+
+@cache
+def _stage_class() -> Any:
+    """Return torch's stage, whose first messages have the type that they are received in.
+
+    torch 2.9's (no longer 2.13's) sends an int64 where a float32 is received: gloo ends the process.
+    """
+    from torch.distributed.pipelining import PipelineStage
+
+    class Stage(PipelineStage):
+        def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+            operations: list[Any] = super()._get_init_p2p_neighbors_ops()
+            for operation in operations:
+                operation.tensor = operation.tensor.float()
+            return operations
+
+    return Stage
+
+
+def _built(kind: Any, stage: Any, parts: int, **options: Any) -> Any:
+    """Return a schedule for so many parts of a batch."""
+    try:
+        return kind(stage, parts, **options)
+    except ValueError:
+        # torch 2.9 (no longer 2.13) refuses fewer parts than stages of GPipe, too. It runs them as it runs others:
+        # the number is read in each step.
+        schedule = kind(stage, stage.num_stages, **options)
+        schedule._n_microbatches = parts
+        return schedule
 
 
 def _without_outputs(schedule: Any) -> dict[str, bool]:

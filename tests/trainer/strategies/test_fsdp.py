@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 import hasten
@@ -167,6 +168,10 @@ def test_a_fit_behind_one_that_ended_within_a_window_trains_all_and_without_its_
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
+    if "breaks" in how and not hasattr(FSDPModule, "reset_iter_state"):  # torch 2.9: refused, not trained in part
+        with pytest.raises(hasten.HastenError, match="Build the module again, and go on from a checkpoint"):
+            spawn(_twice, 2, (two, 2, "fsdp", how, every), strategy="ddp_fork")
+        return
     _twice(one, 1, "auto", how, every)
     spawn(_twice, 2, (two, 2, "fsdp", how, every), strategy="ddp_fork")
     assert_close(saved(two, f"{how} {every}"), saved(one, f"{how} {every}"))

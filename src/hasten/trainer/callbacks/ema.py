@@ -79,6 +79,7 @@ class EMA(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Begin with the weights as they are, or go on with a checkpoint's average."""
         self._kept = []
+        self._groups = []
         if self._loaded is not None:
             self._begin(module)
             for name, average in self._average.items():
@@ -88,8 +89,6 @@ class EMA(Callback):
             self._average, self.updates = {}, 0
             if self.start_step == 0:
                 self._begin(module)
-        else:
-            self._group(module)
         self._step = trainer.global_step
 
     def _begin(self, module: Any) -> None:
@@ -98,10 +97,14 @@ class EMA(Callback):
             for name, p in module.named_parameters()
             if p.requires_grad and p.is_floating_point()
         }
-        self._group(module)
+        self._groups = []
 
     def _group(self, module: Any) -> None:
-        """Averages and parameters by device and dtype, as `torch._foreach` functions want them; once, not each step."""
+        """Averages and parameters by device and dtype, as `torch._foreach` functions want them; once, not each step.
+
+        Not before the first update: under torch 2.9 (no longer under 2.13) FSDP's first forward moves a rank's part to
+        other memory where the parts have several sizes, and what was taken before then is never updated.
+        """
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor], bool]] = {}
         parameters = dict(module.named_parameters())
         for name, average in self._average.items():
@@ -123,6 +126,8 @@ class EMA(Callback):
         if not self._average:
             self._begin(module)
             return
+        if not self._groups:
+            self._group(module)
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         with torch.no_grad():
             for averages, weights, is_wide in self._groups:
