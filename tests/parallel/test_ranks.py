@@ -23,7 +23,6 @@ from hasten.parallel import (
     explained,
     manual_forward,
     set_epoch,
-    set_sync,
     spawn,
     sync_batchnorm,
     wrap,
@@ -115,7 +114,7 @@ def test_accumulating_on_two_ranks_equals_twice_the_batch_on_one() -> None:
         for step in data:
             optimizer.zero_grad()
             for number, micro in enumerate(step):
-                set_sync(ddp, number == 1)
+                ddp.require_backward_grad_sync = number == 1
                 (ddp(micro[world.rank]) / 2).backward()
             optimizer.step()
         return [parameter.detach() for parameter in net.parameters()]

@@ -9,7 +9,6 @@ from hasten.parallel.ddp import (
     before_backward,
     explained,
     manual_forward,
-    set_sync,
     sync_batchnorm,
     wrap,
 )
@@ -24,5 +23,5 @@ from hasten.parallel.world import World
 __all__ = [
     "Devices", "Exchange", "Place", "Step", "World", "agree_on_batches", "before_backward", "choose_devices",
     "distributed_loader", "ending", "explained", "find_place", "forward", "guard", "manual_forward", "open_world",
-    "refuse_unlike", "set_epoch", "set_sync", "size_of", "spawn", "sync_batchnorm", "wrap",
+    "refuse_unlike", "set_epoch", "size_of", "spawn", "sync_batchnorm", "wrap",
 ]  # fmt: skip

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hasten.errors import HastenError
+from hasten.parallel.flat import copy_back, pieces
 from hasten.parallel.meeting import About, Meeting
 
 _BUCKET = 1 << 25  # bytes sent in one piece
@@ -83,7 +84,7 @@ class Averaging:
             numbers = self._all_touched(numbers)
         parameters = [self._of(number) for number in numbers]
         weight = samples / met.total if met.total else 1.0 / world.size
-        for bucket in _buckets(parameters):
+        for bucket in pieces(parameters, _BUCKET):
             self._average(bucket, weight)
         self.averaged = parameters
         return len(parameters)
@@ -131,26 +132,7 @@ class Averaging:
             wide = torch.promote_types(grads[0].dtype, torch.float32)  # half types are added up in float32
             flat = torch.cat([grad.reshape(-1).to(wide) for grad in grads]).mul_(weight)
             dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
-            for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(mean.view(grad.shape))
-
-
-def _buckets(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Parameters of one kind and device, so many that they are sent in one piece."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    for same in kinds.values():
-        bucket: list[torch.Tensor] = []
-        size = 0
-        for parameter in same:
-            bucket.append(parameter)
-            size += parameter.numel() * parameter.element_size()
-            if size >= _BUCKET:
-                yield bucket
-                bucket, size = [], 0
-        if bucket:
-            yield bucket
+            copy_back(flat, grads)
 
 
 def _hash(numbers: list[int]) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten.parallel.flat import by_kind, copy_back
 from hasten.parallel.world import World
 
 if TYPE_CHECKING:
@@ -146,16 +147,12 @@ class PowerSGD:
         """Average tensors over the ranks in place, in one message for each kind of number."""
         import torch.distributed as dist
 
-        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            kinds.setdefault(tensor.dtype, []).append(tensor)
-        for alike in kinds.values():
+        for alike in by_kind(tensors):
             flat = alike[0].reshape(-1) if len(alike) == 1 else torch.cat([one.reshape(-1) for one in alike])
             flat = flat / self.world.size
             dist.all_reduce(flat)
             self.sent += flat.numel()
-            for tensor, part in zip(alike, flat.split([one.numel() for one in alike]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            copy_back(flat, alike)
 
     # -- checkpoints -----------------------------------------------------------------------------------
 

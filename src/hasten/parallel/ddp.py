@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hasten.errors import HastenError
+from hasten.parallel.flat import copy_back, pieces
 from hasten.parallel.world import World
 
 if TYPE_CHECKING:
@@ -74,14 +75,6 @@ def wrap(
         gradient_as_bucket_view=gradient_as_bucket_view,
         **options,
     )
-
-
-def set_sync(ddp: DistributedDataParallel, sync: bool) -> None:
-    """Whether the next steps, forward and backward, average gradients; off while they are only accumulated.
-
-    What `ddp.no_sync()` does, without entering a context each step.
-    """
-    ddp.require_backward_grad_sync = sync
 
 
 class Exchange:
@@ -161,30 +154,15 @@ def average(gradients: list[torch.Tensor], world: World, group: Any = None) -> N
     Raises:
         HastenError: One is sparse.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        if gradient.is_sparse:
-            raise HastenError("sparse gradients of several ranks cannot be averaged here", "use dense embeddings")
-        kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    for alike in kinds.values():
-        bucket: list[torch.Tensor] = []
-        held = 0
-        for place, gradient in enumerate(alike):
-            bucket.append(gradient)
-            held += gradient.nbytes
-            if held >= _AT_ONCE or place == len(alike) - 1:
-                _average_together(bucket, world, group)
-                bucket, held = [], 0
-
-
-def _average_together(bucket: list[torch.Tensor], world: World, group: Any) -> None:
     import torch.distributed as dist
 
-    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-    flat.mul_(1.0 / world.size)  # before the sum, as DistributedDataParallel does: the same bits
-    dist.all_reduce(flat, group=group)
-    for gradient, averaged in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
-        gradient.copy_(averaged.view_as(gradient))
+    if any(gradient.is_sparse for gradient in gradients):
+        raise HastenError("sparse gradients of several ranks cannot be averaged here", "use dense embeddings")
+    for bucket in pieces(gradients, _AT_ONCE):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        flat.mul_(1.0 / world.size)  # before the sum, as DistributedDataParallel does: the same bits
+        dist.all_reduce(flat, group=group)
+        copy_back(flat, bucket)
 
 
 def manual_forward(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:

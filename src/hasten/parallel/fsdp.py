@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hasten.errors import HastenError
+from hasten.parallel.flat import by_kind, copy_back
 from hasten.parallel.sharded import by_mesh, is_sharded, local
 from hasten.parallel.world import World
 
@@ -179,17 +180,13 @@ class Buffers:
         """Send them, all of one kind in one piece."""
         import torch.distributed as dist
 
-        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-        for owner, name in self._slots:  # looked up again: a forward may have put another tensor there
-            kinds.setdefault(owner[name].dtype, []).append(owner[name].detach())
+        now = [owner[name].detach() for owner, name in self._slots]  # a forward may have put another tensor there
         with torch.no_grad():
-            for tensors in kinds.values():
+            for tensors in by_kind(now):
                 flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
                 sent = flat.to(torch.uint8) if flat.dtype is torch.bool else flat
                 dist.broadcast(sent, 0)
-                parts = sent.split([tensor.numel() for tensor in tensors])
-                for tensor, part in zip(tensors, parts, strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+                copy_back(sent, tensors)
 
 
 def accumulated(module: nn.Module, world: World) -> dict[str, torch.Tensor]:

@@ -52,9 +52,7 @@ def bounds_of(layers: nn.Sequential, stages: int, points: Sequence[int] | None) 
 
 def _evened(weights: list[int], stages: int) -> list[int]:
     """Cut a row into so many pieces that the heaviest is as light as can be; each has at least one."""
-    total = [0]
-    for weight in weights:
-        total.append(total[-1] + weight)
+    total = [0, *itertools.accumulate(weights)]
     best: list[tuple[int, list[int]]] = [(total[end], [0, end]) for end in range(len(weights) + 1)]
     for stage in range(2, stages + 1):
         best = [

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hasten.errors import HastenError
+from hasten.parallel.flat import copy_back, pieces
 from hasten.parallel.meeting import Meeting
 
 _PIECE = 1 << 25  # bytes sent at once
@@ -55,29 +56,19 @@ class SameWeights:
 
     def spread(self, tensors: Sequence[torch.Tensor]) -> None:
         """Rank 0's values of these, on all ranks."""
-        kinds: dict[tuple[torch.dtype, torch.device], dict[int, torch.Tensor]] = {}
-        for tensor in tensors:
-            if not nn.parameter.is_lazy(tensor) and tensor.layout is torch.strided:
-                kinds.setdefault((tensor.dtype, tensor.device), {})[id(tensor)] = tensor
-        for same in kinds.values():
-            piece: list[torch.Tensor] = []
-            for tensor in same.values():
-                piece.append(tensor)
-                if sum(one.numel() * one.element_size() for one in piece) >= _PIECE:
-                    self._send(piece)
-                    piece = []
-            if piece:
-                self._send(piece)
+        dense = [one for one in tensors if not nn.parameter.is_lazy(one) and one.layout is torch.strided]
+        each_once = {id(tensor): tensor.detach() for tensor in dense}
+        for piece in pieces(each_once.values(), _PIECE):
+            self._send(piece)
 
     def _send(self, tensors: list[torch.Tensor]) -> None:
         import torch.distributed as dist
 
         with torch.no_grad():
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.broadcast((torch.view_as_real(flat) if flat.is_complex() else flat).view(torch.uint8), 0)
             if not self._world.is_zero:
-                for tensor, theirs in zip(tensors, flat.split([one.numel() for one in tensors]), strict=True):
-                    tensor.detach().copy_(theirs.view(tensor.shape))
+                copy_back(flat, tensors)
 
     def _spread_buffers(self) -> None:
         """Spread rank 0's buffers (the statistics of BatchNorm, say), as DistributedDataParallel does."""

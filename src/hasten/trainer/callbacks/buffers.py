@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hasten.parallel.flat import by_kind
 from hasten.trainer.callbacks.shared import alike, finite
 
 _pointer = torch.Tensor.data_ptr
@@ -43,7 +44,7 @@ class BufferCopies:
         now = [buffers.get(name) for buffers, name in self._slots]
         if len(now) != len(self._tensors) or not all(map(operator.is_, now, self._tensors)):
             self._tensors = now  # the first time, or `self.buffer = ...` put another tensor there
-            self._groups = [_Group(tensors) for tensors in _by_kind(now)]
+            self._groups = [_Group(tensors) for tensors in by_kind(one for one in now if one is not None)]
         with torch.no_grad():
             for group in self._groups:
                 group.take()
@@ -106,14 +107,6 @@ class _Group:
 def _views(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def _by_kind(tensors: list[Any]) -> list[list[torch.Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor is not None:
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(groups.values())
 
 
 def nonfinite_buffers(module: torch.nn.Module, spoilt_before: frozenset[str] = frozenset()) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 
 from hasten import messages
 from hasten.errors import HastenError
+from hasten.parallel.flat import by_kind
 from hasten.parallel.sharded import local
 
 
@@ -71,11 +72,8 @@ def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
     Of a sharded one this rank's part: ranks agree on what they find.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in map(local, tensors):
-        if tensor.is_floating_point() and tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta:
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(groups.values())
+    dense = (one for one in map(local, tensors) if one.layout == torch.strided and not one.is_meta)
+    return by_kind(one for one in dense if one.is_floating_point() and one.numel())
 
 
 def non_finite_flag(tensors: list[torch.Tensor]) -> torch.Tensor:
