@@ -21,6 +21,9 @@ from hasten.errors import HastenError
 
 Recognise = Callable[[bytes], bool]
 
+TEMPORARY = re.compile(r"\.hasten-\d+-[0-9a-f]{16}\.tmp")
+"""Names of the files that `make_beside` makes."""
+
 _ELSE = "name another file, or move that one away"
 _PATIENCE = 5.0  # seconds for the next bytes of a pipe
 _MOST = 1 << 31  # bytes of a file that is read into memory
@@ -283,7 +286,7 @@ def make_beside(path: str | os.PathLike[str]) -> tuple[str, int]:
     """Make an empty file in the folder of `path`, under a name of its own; return its name and descriptor.
 
     The file is locked for as long as the descriptor is open: one without a lock was left by a writer that was killed,
-    and may be removed.
+    and `remove_left_behind` removes it.
     """
     while True:
         temporary = os.path.join(os.path.dirname(path), f".hasten-{os.getpid()}-{secrets.token_hex(8)}.tmp")
@@ -297,6 +300,22 @@ def make_beside(path: str | os.PathLike[str]) -> tuple[str, int]:
                 return temporary, fd
         if os.fstat(fd).st_nlink:
             return temporary, fd
+        os.close(fd)
+
+
+def remove_left_behind(path: str | os.PathLike[str]) -> bool:
+    """Remove a file that `make_beside` made, if its writer was killed; return whether it is gone by that."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # gone meanwhile, or somebody else's
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+        return True
+    except OSError:  # its writer lives, or it is not ours to remove
+        return False
+    finally:
         os.close(fd)
 
 

@@ -150,7 +150,7 @@ def test_a_conversion_that_is_killed_goes_on_and_gives_the_same_files(kind: str,
             time.sleep(0.001)
         running.send_signal(signal.SIGKILL)
         running.wait()
-    (tmp_path / "out" / ".hasten-1-a.tmp").write_text("half a file of a writer that was killed")
+    (tmp_path / "out" / ".hasten-1-0123456789abcdef.tmp").write_text("half a file of a writer that was killed")
     done = hasten(source, tmp_path / "out", *limits)
     assert done.code == 0, done.err
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == whole

@@ -129,7 +129,7 @@ class Conversion:
 
     def _resume(self) -> None:
         path = self._out / STATE
-        others = [entry.name for entry in self._out.iterdir() if not _is_left_over(entry)]
+        others = [entry.name for entry in self._out.iterdir() if not files.TEMPORARY.fullmatch(entry.name)]
         if not path.is_file():
             if others:
                 raise HastenError(
@@ -138,7 +138,7 @@ class Conversion:
         else:
             self._state = self._read(path)
         for entry in self._out.iterdir():  # nobody writes here: the folder is ours
-            if _is_left_over(entry):
+            if files.TEMPORARY.fullmatch(entry.name):  # of a writer that was killed
                 entry.unlink()
 
     def _read(self, path: Path) -> dict[str, Any]:
@@ -206,11 +206,6 @@ def _locked(out: Path) -> int:
     except OSError:  # a file system without locks
         pass
     return lock
-
-
-def _is_left_over(path: Path) -> bool:
-    """Whether this is an unfinished file of a writer that was killed."""
-    return path.name.startswith(".hasten-") and path.name.endswith(".tmp")
 
 
 def _line(bad: BadRecord) -> str:

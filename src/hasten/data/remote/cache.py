@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hasten.data.remote.options import Remote
-from hasten.files import make_beside
+from hasten.files import TEMPORARY, make_beside, remove_left_behind
 from hasten.messages import warn
 
 _HEAD = struct.Struct("<8sQI")  # mark, length, crc32
@@ -30,7 +30,6 @@ _MARK = b"hasten1\n"
 _ENTRY = ".part"
 # The cache's own files, by their whole names: a folder that a person names may hold others that end alike.
 _ENTRIES = re.compile(r"[0-9a-f]{40}\.part")
-_TEMPORARY = re.compile(r"\.hasten-\d+-[0-9a-f]{16}\.tmp")
 _LOCK = ".total"  # locked by who adds or removes; holds the bytes that all entries take, at least
 _STRIPES = 1024  # locks of those who fetch, so that processes do not fetch the same bytes at the same time
 _DEFAULT = 8 << 30
@@ -163,9 +162,8 @@ class RangeCache:
         with os.scandir(self.folder) as found:
             for entry in found:
                 with contextlib.suppress(FileNotFoundError):
-                    entry_of_ours, temporary = _ENTRIES.fullmatch(entry.name), _TEMPORARY.fullmatch(entry.name)
-                    if temporary and _left_behind(entry.path):
-                        Path(entry.path).unlink()
+                    entry_of_ours, temporary = _ENTRIES.fullmatch(entry.name), TEMPORARY.fullmatch(entry.name)
+                    if temporary and remove_left_behind(entry.path):
                         continue
                     if entry_of_ours or temporary:
                         total += entry.stat().st_size
@@ -221,18 +219,3 @@ def _lock_within(fd: int, patience: float) -> None:
             if time.monotonic() >= until:
                 return
             time.sleep(_POLL)
-
-
-def _left_behind(path: str) -> bool:
-    """Whether the writer of a file is gone: it holds a lock while it lives."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +11,8 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from hasten.errors import HastenError
-from hasten.files import make_beside, sync_folder
+from hasten.files import TEMPORARY, make_beside, remove_left_behind, sync_folder
 
-_TEMPORARY = re.compile(r"\.hasten-(\d+)-[0-9a-f]{16}\.tmp")
 _CAUSES = {
     errno.EROFS: ("the file system is read-only", "Mount it writable, or save to another folder."),
     errno.EACCES: ("this user may not write there", "Change the folder's permissions, or save to another folder."),
@@ -51,23 +48,8 @@ def remove_leftovers(folder: str | Path) -> list[Path]:
     Returns:
         The files removed.
     """
-    removed = []
-    for path in sorted(Path(folder).glob(".hasten-*.tmp")):
-        if not _TEMPORARY.fullmatch(path.name):
-            continue
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # gone meanwhile, or somebody else's
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-            removed.append(path)
-        except OSError:  # its writer lives, or it is not ours to remove
-            continue
-        finally:
-            os.close(fd)
-    return removed
+    temporary = [path for path in sorted(Path(folder).glob(".hasten-*.tmp")) if TEMPORARY.fullmatch(path.name)]
+    return [path for path in temporary if remove_left_behind(path)]
 
 
 def whole_file(
