@@ -25,11 +25,7 @@ def state(device_types: Sequence[str] = ("cuda", "xpu", "mps")) -> dict[str, Any
     Returns:
         Plain values and uint8 tensors on the CPU, 10 KB and 16 bytes a device; `restore` takes it back.
     """
-    version, words, gauss = random.getstate()
-    found: dict[str, Any] = {
-        "python": {"version": version, "words": list(words), "gauss": gauss},
-        "torch": torch.get_rng_state(),
-    }
+    found: dict[str, Any] = {"python": _python(random.getstate()), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
         found["numpy"] = _plain(numpy.random.get_state(legacy=False))
     for kind in device_types:
@@ -45,8 +41,7 @@ def state(device_types: Sequence[str] = ("cuda", "xpu", "mps")) -> dict[str, Any
 
 def restore(states: dict[str, Any]) -> None:
     """Put the generators back to what `state` returned; devices that this machine lacks are left out."""
-    python = states["python"]
-    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+    random.setstate(_of_python(states["python"]))
     torch.set_rng_state(states["torch"].cpu())
     if "numpy" in states:
         import numpy
@@ -67,9 +62,7 @@ def restore(states: dict[str, Any]) -> None:
 
 def digest() -> str:
     """A short name of the present states of the process-wide CPU generators, to see whether anything drew."""
-    return hashlib.blake2b(
-        repr(random.getstate()).encode() + _numpy_bytes() + _torch_bytes(), digest_size=16
-    ).hexdigest()
+    return hashlib.blake2b(repr(raw({})).encode(), digest_size=16).hexdigest()
 
 
 def find(root: Any) -> dict[str, Any]:
@@ -132,8 +125,7 @@ def _state_of(path: str, thing: Any) -> Any:
     if isinstance(thing, torch.Generator):
         return thing.get_state()
     if isinstance(thing, random.Random):
-        version, words, gauss = thing.getstate()
-        return {"version": version, "words": list(words), "gauss": gauss}
+        return _python(thing.getstate())
     if not _is_generator(thing):
         return thing.epoch
     if hasattr(thing, "bit_generator"):
@@ -155,7 +147,7 @@ def set_states(found: dict[str, Any], states: dict[str, Any]) -> list[str]:
         elif not _is_generator(thing) and isinstance(kept, int):
             thing.epoch = kept
         elif isinstance(thing, random.Random) and isinstance(kept, dict) and "words" in kept:
-            thing.setstate((kept["version"], tuple(kept["words"]), kept["gauss"]))
+            thing.setstate(_of_python(kept))
         elif hasattr(thing, "bit_generator") and _same_kind(thing.bit_generator.state, kept):
             thing.bit_generator.state = kept
         elif hasattr(thing, "set_state") and not isinstance(thing, torch.Generator) and isinstance(kept, dict):
@@ -173,14 +165,14 @@ def raw(found: dict[str, Any]) -> tuple[Any, ...]:
     """Return `state(())` and `states_of(found)` in a form quick to take, to compare and to send to another process."""
     own = tuple((path, _bytes(kept)) for path, kept in states_of(found).items()) if found else ()
     numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else _numpy_raw(numpy), _torch_bytes(), own
+    return random.getstate(), None if numpy is None else _numpy_raw(numpy), _bytes(torch.get_rng_state()), own
 
 
 def from_raw(packed: tuple[Any, ...]) -> dict[str, Any]:
     """The plain values of `raw`: what `state(())` returns, and the object's own states under "own"."""
-    (version, words, gauss), numpy, cpu, own = packed
+    python, numpy, cpu, own = packed
     states: dict[str, Any] = {
-        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "python": _python(python),
         "torch": _tensor(cpu),
         "own": {path: _tensor(kept) if isinstance(kept, bytes) else kept for path, kept in own},
     }
@@ -199,29 +191,29 @@ def from_raw(packed: tuple[Any, ...]) -> dict[str, Any]:
 
 def to_raw(states: dict[str, Any]) -> tuple[Any, ...]:
     """The other way round: what `raw` would say in these states."""
-    python, numpy = states["python"], states.get("numpy")
-    packed = None
+    numpy, packed = states.get("numpy"), None
     if numpy is not None:
         import numpy as np
 
         key = np.asarray(numpy["state"]["key"], np.uint32).tobytes()
         packed = numpy["bit_generator"], key, numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]
     own = tuple((path, _bytes(kept)) for path, kept in states["own"].items())
-    return (python["version"], tuple(python["words"]), python["gauss"]), packed, _bytes(states["torch"]), own
+    return _of_python(states["python"]), packed, _bytes(states["torch"]), own
+
+
+def _python(state: tuple[Any, ...]) -> dict[str, Any]:
+    """Return what `random.getstate()` gives as plain values; `_of_python` takes them back."""
+    version, words, gauss = state
+    return {"version": version, "words": list(words), "gauss": gauss}
+
+
+def _of_python(kept: dict[str, Any]) -> tuple[Any, ...]:
+    return kept["version"], tuple(kept["words"]), kept["gauss"]
 
 
 def _numpy_raw(numpy: Any) -> tuple[Any, ...]:
     kind, key, position, has_gauss, cached = numpy.random.get_state()
     return kind, key.tobytes(), int(position), int(has_gauss), float(cached)
-
-
-def _numpy_bytes() -> bytes:
-    numpy = sys.modules.get("numpy")
-    return b"" if numpy is None else repr(_numpy_raw(numpy)).encode()
-
-
-def _torch_bytes() -> bytes:
-    return torch.get_rng_state().numpy().tobytes()
 
 
 def _bytes(kept: Any) -> Any:

@@ -150,13 +150,6 @@ def flushes_denormals() -> bool:
 
 def random_states() -> tuple[Any, ...]:
     """Return the states of the process-wide random generators on the CPU, in a form that can be compared."""
-    import random
+    from hasten.data import rng
 
-    import torch
-
-    numpy = sys.modules.get("numpy")
-    drawn = None
-    if numpy is not None:
-        kind, key, *rest = numpy.random.get_state()
-        drawn = (kind, key.tobytes(), *rest)
-    return random.getstate(), drawn, torch.get_rng_state().numpy().tobytes()
+    return rng.raw({})

@@ -272,6 +272,11 @@ class CudaOnly(Technique):
             return Refusal("CUDA only: the script trains on the CPU although the machine has a GPU")
         return None
 
+    @classmethod
+    def refuse_without_copies(cls, evidence: Evidence) -> Refusal | None:
+        """The refusal for a run that copies no loader's batches to a GPU."""
+        return cls.refuse_without_gpu(evidence) or (NO_LOADER if evidence.train_loader is None else None)
+
 
 def toml_value(setting: Setting) -> str:
     """A setting as it stands in a plan file."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hasten.data.sample_store import pack
+from hasten.data.snapshot import random_states
 from hasten.evidence import Probe
 from hasten.techniques.data.batched_fetch import holds_rows
 from hasten.techniques.data.fork_safety import holds_open
@@ -76,12 +77,12 @@ def _ask(give: Callable[[Any], Any], keys: list[Any]) -> tuple[bool, float, int]
         first: bytes | None = None
         for repeat in range(1 + _REPEATS):
             _reseed(1 + number * (1 + _REPEATS) + repeat)
-            before = _random_states()
+            before = random_states()
             start = time.perf_counter()
             sample = give(key)
             seconds.append(time.perf_counter() - start)
             packed = pack(sample)
-            repeatable = repeatable and packed == (first or packed) and _random_states() == before
+            repeatable = repeatable and packed == (first or packed) and random_states() == before
             first = first or packed
         sizes.append(len(first or b""))
         if time.perf_counter() > deadline:
@@ -120,12 +121,3 @@ def _reseed(seed: int) -> None:
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
-
-
-def _random_states() -> tuple[Any, ...]:
-    """The global random states of Python, torch and NumPy, in a form that can be compared."""
-    import torch
-
-    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    drawn = (numpy[1].tobytes(), *numpy[2:]) if numpy else None
-    return random.getstate(), torch.get_rng_state().numpy().tobytes(), drawn

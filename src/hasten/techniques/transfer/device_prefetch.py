@@ -7,7 +7,7 @@ from typing import Any
 
 from hasten.evidence import Evidence
 from hasten.plan import Setting
-from hasten.techniques.base import NO_LOADER, Choices, CudaOnly, Effect, Liveness, Refusal, Resource
+from hasten.techniques.base import Choices, CudaOnly, Effect, Liveness, Refusal, Resource
 from hasten.techniques.nested import tensors_in
 from hasten.techniques.replaced import Replaced
 
@@ -36,11 +36,8 @@ class DevicePrefetch(CudaOnly):
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
         """On where batches are copied to a GPU."""
-        if refusal := cls.refuse_without_gpu(evidence):
-            return refusal
-        if evidence.train_loader is None:
-            return NO_LOADER
-        return Choices((True,), "each batch's copy to the GPU can run beside the step before it")
+        why = "each batch's copy to the GPU can run beside the step before it"
+        return cls.refuse_without_copies(evidence) or Choices((True,), why)
 
     def process(self) -> None:
         """Hand out finished copies from `.to` and `.cuda`."""

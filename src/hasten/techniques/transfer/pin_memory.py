@@ -9,7 +9,7 @@ from typing import Any
 
 from hasten.evidence import Evidence
 from hasten.plan import Setting
-from hasten.techniques.base import NO_LOADER, Choices, CudaOnly, Effect, Liveness, Refusal, Resource
+from hasten.techniques.base import Choices, CudaOnly, Effect, Liveness, Refusal, Resource
 from hasten.techniques.data.fork_safety import holds_on_device
 from hasten.techniques.nested import tensors_in
 from hasten.techniques.replaced import Replaced
@@ -39,11 +39,8 @@ class PinMemory(CudaOnly):
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
         """On for loaders that give pageable memory to a GPU."""
-        if refusal := cls.refuse_without_gpu(evidence):
-            return refusal
-        if evidence.train_loader is None:
-            return NO_LOADER
-        return Choices((True,), "batches are copied to the GPU from pageable memory, or the copy is waited for")
+        why = "batches are copied to the GPU from pageable memory, or the copy is waited for"
+        return cls.refuse_without_copies(evidence) or Choices((True,), why)
 
     def process(self) -> None:
         """Make copies of loaders' pinned tensors non-blocking."""
