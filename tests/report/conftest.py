@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hasten.check.agreement import Agreement
 from hasten.check.checked import Checked
 from hasten.check.judge import Compared, Difference
 from hasten.evidence import Machine
@@ -27,7 +28,6 @@ from hasten.tuner.proof import (
     Proof,
     Ratio,
     Skipped,
-    StepAgreement,
     TrialRow,
     Tried,
 )
@@ -181,7 +181,7 @@ def build(**changes: Any) -> Proof:
         trials=trials(),
         budget_seconds=120.0,
         used_seconds=96.0,
-        agreement=StepAgreement(3, 0.0004, 0.99991, 0.0061, "layer4.1.conv2.weight", 0.012),
+        agreement=Agreement(3, 0.0004, 0.99991, "", 0.0061, "layer4.1.conv2.weight", 0.012),
         blocks=blocks(),
         would_ask=(
             "whether fused_optimizer helps at all: 86 % sure after 21 blocks",

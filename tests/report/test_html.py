@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hasten.check.agreement import Agreement
 from hasten.errors import HastenError
 from hasten.report import charts, verdict
 from hasten.report.html import render, write
@@ -29,7 +30,6 @@ from hasten.tuner.proof import (
     Proof,
     Ratio,
     Skipped,
-    StepAgreement,
     Tried,
 )
 from tests.report.conftest import build, checked
@@ -171,7 +171,7 @@ def test_what_scripts_say_is_text_and_nothing_else(make):
             phases={"baseline": {evil: 0.1}, "plan": {evil: 0.1}},
             parity=Parity(Answer.DOES_NOT, evil, (check, dataclasses.replace(check, ok=False)), evil),
             speedup_how=evil,
-            agreement=StepAgreement(1, 0.1, 0.5, 0.1, evil, 0.01),
+            agreement=Agreement(1, 0.1, 0.5, "", 0.1, evil, 0.01),
             blocks=(
                 Block(0.0, 1.0, 9, 0.1, (), evil),
                 Block(2.0, 1.0, 9, 0.1, (evil,), evil),
@@ -219,7 +219,7 @@ def test_numbers_that_are_none_are_shown_as_missing(make):
             curves=Curves((0, 1, 2), ((1.0, nan, 0.8), (math.inf, 0.9)), ((nan, nan, nan),)),
             techniques=(dataclasses.replace(proof.techniques[0], contribution=nan, contribution_low=nan),),
             parity=Parity(Answer.HOLDS, "t", (ParityCheck("loss", (nan,), (1.0,), nan, nan, nan, nan, True),)),
-            agreement=StepAgreement(1, nan, nan, nan, "", nan),
+            agreement=Agreement(1, nan, nan, "", nan, "", nan),
             blocks=(Block(0.0, 1.0, 9, 0.1, (), "search"), Block(nan, 1.0, 9, nan, ("x",), "search")),
             noise=MachineNoise(nan, nan, nan),
             phases={"baseline": {"data": nan, "forward": 0.1}, "plan": {"forward": math.inf}},

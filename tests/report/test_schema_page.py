@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+from hasten.check.agreement import Agreement
 from hasten.check.checked import Checked
 from hasten.check.judge import Compared, Difference
 from hasten.evidence import Machine
@@ -17,7 +18,7 @@ PARTS = (
     Machine,
     proof.Ratio,
     proof.FullRun,
-    proof.StepAgreement,
+    Agreement,
     proof.ParityCheck,
     proof.Parity,
     proof.Memory,

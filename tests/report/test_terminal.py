@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hasten.check.agreement import Agreement
 from hasten.report.terminal import show
-from hasten.tuner.proof import Answer, Curves, Memory, Parity, Proof, StepAgreement, Tried
+from hasten.tuner.proof import Answer, Curves, Memory, Parity, Proof, Tried
 
 
 def screen(proof: Proof, width: int = 80, plan: Path | None = Path("hasten.toml"), **options: object) -> str:
@@ -120,7 +121,7 @@ def test_what_scripts_say_cannot_steer_the_terminal(make):
         parity=Parity(Answer.DOES_NOT, "", (), evil),
         speedup_how=evil,
         would_ask=(evil,),
-        agreement=StepAgreement(1, 0.1, 0.5, 0.1, evil),
+        agreement=Agreement(1, 0.1, 0.5, "", 0.1, evil),
         phases={"baseline": {evil: 1.0}},
     )
     text = screen(proof)

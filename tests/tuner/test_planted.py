@@ -11,7 +11,7 @@ from benchmarks.exact.trainings import training
 from hasten.evidence import read_evidence
 from hasten.plan import Setting
 from hasten.taps.config import RunConfig, TrialOptions
-from hasten.tuner.parity import agreement_of, parity_of
+from hasten.tuner.parity import parity_of
 from hasten.tuner.proof import Answer
 from hasten.tuner.trial import Trial
 from tests.check.conftest import Check, check, short  # noqa: F401 - fixtures
@@ -119,7 +119,7 @@ def test_an_honest_plan_is_never_refused(pairs: Pairs, first: int) -> None:
 @pytest.mark.parametrize("model", ["convolutions", pytest.param("attention", marks=pytest.mark.slow)])
 def test_an_honest_plan_agrees_on_the_same_batches(check: Check, model: str) -> None:  # noqa: F811
     found = check(training(model), HONEST)
-    agreement = agreement_of(found)
+    agreement = found.agreed
     assert found.ok
     assert agreement is not None
     assert agreement.steps == 12
@@ -130,10 +130,10 @@ def test_an_honest_plan_agrees_on_the_same_batches(check: Check, model: str) -> 
 
 
 def test_what_is_equal_to_the_bit_agrees_entirely(check: Check) -> None:  # noqa: F811
-    agreement = agreement_of(check(training(), {"leaves_alone": True}))
+    agreement = check(training(), {"leaves_alone": True}).agreed
     assert agreement is not None
     assert (agreement.steps, agreement.loss_gap, agreement.cosine, agreement.gradient_gap) == (12, 0.0, 1.0, 0.0)
-    assert agreement_of(check(training(), {})) is None
+    assert check(training(), {}).agreed is None
 
 
 # -- defects ----------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_what_is_equal_to_the_bit_agrees_entirely(check: Check) -> None:  # noqa
 
 def test_a_layers_gradient_scaled_by_nine_tenths_is_seen_in_the_agreement(check: Check) -> None:  # noqa: F811
     found = check(training("convolutions"), {"leaves_alone": True, "scales_a_gradient": True})
-    agreement = agreement_of(found)
+    agreement = found.agreed
     assert found.ok is False
     assert found.culprits == ("scales_a_gradient",)
     assert agreement is not None

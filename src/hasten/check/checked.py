@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hasten.check import words
+from hasten.check.agreement import Agreement
 from hasten.check.judge import Compared, Difference
 from hasten.plan import Setting
 
@@ -48,6 +49,11 @@ class Checked:
         if parted:
             return parted[0]
         return Difference("what was saved", self.files[0][0], self.files[0][1]) if self.files else None
+
+    @property
+    def agreed(self) -> Agreement | None:
+        """How closely the run of the whole plan agrees; None for an empty plan, or where it parted before that."""
+        return self.runs[-1].agreed if self.runs else None
 
     def __str__(self) -> str:
         """Say what was found, a line each."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hasten.evidence.libraries import folders_of_packages
+from hasten.evidence.plain import with_texts
 
 Plain = TypeVar("Plain")
 
@@ -19,7 +19,8 @@ def with_relative_paths(data: Plain) -> Plain:
 
     A file that is not below it keeps its path; one of a library is named from the package on: `torch/nn/modules.py:3`.
     """
-    return _changed(data, _folders(str(Path.cwd())))  # type: ignore[no-any-return]
+    folders = _folders(str(Path.cwd()))
+    return with_texts(data, lambda text: folders.sub("", text) if os.sep in text else text)
 
 
 @cache
@@ -28,17 +29,3 @@ def _folders(here: str) -> re.Pattern[str]:
     folders = {here, os.path.realpath(here), *folders_of_packages()} - {os.sep}
     longest_first = sorted((re.escape(folder + os.sep) for folder in folders), key=len, reverse=True)
     return re.compile(rf"(?<![\w./~-])(?:{'|'.join(longest_first)})")
-
-
-def _changed(data: Any, folders: re.Pattern[str]) -> Any:
-    if isinstance(data, str):
-        return folders.sub("", data) if os.sep in data else data
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        values = {field.name: getattr(data, field.name) for field in dataclasses.fields(data) if field.init}
-        changed = {name: _changed(value, folders) for name, value in values.items()}
-        return dataclasses.replace(data, **{name: new for name, new in changed.items() if new is not values[name]})
-    if isinstance(data, dict):
-        return {_changed(key, folders): _changed(value, folders) for key, value in data.items()}
-    if isinstance(data, list | tuple) and not (data and isinstance(data[0], int | float)):
-        return type(data)(_changed(item, folders) for item in data)
-    return data

@@ -33,7 +33,7 @@ class Rule:
             None: none.
         severity: Of what is read from code, where nothing is measured: LOW for what costs time, NOTE for what does not.
         may_change: What a mend may do to the results, said by `hasten fix`; "" where they stay the same.
-        gpu_only: Read from code, it is true of a training on a GPU only.
+        gpu_only: It is true of a training on a GPU only: seen in a run, and read from code.
         of_optimizer: Read from code, it is about an optimizer: not true of a run in which that one was not built.
         placed_by_code: The run knows where it showed, the code where it was made.
         gives_way: It says only that a line takes time: left out where another finding says why.
@@ -135,12 +135,12 @@ class Rule:
 
     @classmethod
     def findings(cls, evidence: Evidence) -> list[Finding]:
-        """Return what `run` finds, as a list; nothing where the run had the cure installed.
+        """Return what `run` finds, as a list; nothing where the run had the cure installed, or it needs a GPU.
 
         Evidence tells what the script asks for: with a plan that has `set_to_none`, the script's own
         `zero_grad(set_to_none=False)` is still seen.
         """
-        if cls.is_cured(evidence):
+        if cls.is_cured(evidence) or (cls.gpu_only and not on_gpu(evidence)):
             return []
         found = cls.run(evidence)
         several = [found] if isinstance(found, Finding) else list(found or ())

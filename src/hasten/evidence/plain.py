@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,3 +75,18 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return value
+
+
+def with_texts(value: Kind, change: Callable[[str], str]) -> Kind:
+    """Return plain data (dataclasses, dicts, lists, tuples) with every text in it changed, keys included."""
+    changed: Any = value
+    if isinstance(value, str):
+        changed = change(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        changed = dataclasses.replace(value, **{name: with_texts(part, change) for name, part in fields.items()})
+    elif isinstance(value, dict):
+        changed = {with_texts(key, change): with_texts(part, change) for key, part in value.items()}
+    elif isinstance(value, list | tuple) and not (value and isinstance(value[0], int | float)):  # a long series
+        changed = type(value)(with_texts(part, change) for part in value)
+    return changed  # type: ignore[no-any-return]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hasten.check.agreement import Agreement
 from hasten.report import words
-from hasten.tuner.proof import Answer, ParityCheck, Proof, StepAgreement
+from hasten.tuner.proof import Answer, ParityCheck, Proof
 
 _SAME_WAY = 0.99
 
@@ -72,7 +73,7 @@ def check(check: ParityCheck) -> str:
     return f"{words.clean(check.what)}: {side}{words.signed(check.change)} under the plan ({interval}, {pairs}); {sees}"
 
 
-def agreement(found: StepAgreement) -> list[str]:
+def agreement(found: Agreement) -> list[str]:
     """Return what plain and plan did on the same weights and batches, in sentences."""
     at = f", in {words.clean(found.worst)}" if found.worst else ""
     loss, steps = words.percent(found.loss_gap), words.count(found.steps, "step")
@@ -83,7 +84,7 @@ def agreement(found: StepAgreement) -> list[str]:
     ]
 
 
-def agreement_in_short(found: StepAgreement) -> str:
+def agreement_in_short(found: Agreement) -> str:
     """The same in one sentence."""
     gap, loss = words.percent(found.gradient_gap), words.percent(found.loss_gap)
     return (
@@ -92,17 +93,17 @@ def agreement_in_short(found: StepAgreement) -> str:
     )
 
 
-def _way(found: StepAgreement) -> str:
+def _way(found: Agreement) -> str:
     if not words.known(found.cosine):
         return "it is not known where"
     return "the same way" if found.cosine > _SAME_WAY else "elsewhere"
 
 
-def _cosine(found: StepAgreement) -> str:
+def _cosine(found: Agreement) -> str:
     return f"{found.cosine:.5f}" if words.known(found.cosine) else words.NONE
 
 
-def _explained(found: StepAgreement) -> str:
+def _explained(found: Agreement) -> str:
     if found.allowed is None or not words.known(found.allowed):
         return "how much of that rounding explains is not known"
     more = found.gradient_gap > found.allowed
@@ -110,7 +111,7 @@ def _explained(found: StepAgreement) -> str:
     return f"MORE than the {allowed} that rounding explains" if more else f"rounding explains up to {allowed}"
 
 
-def agrees(found: StepAgreement) -> bool:
+def agrees(found: Agreement) -> bool:
     """Whether gradients agree as far as rounding lets them, where that is known."""
     return found.cosine > _SAME_WAY and (found.allowed is None or found.gradient_gap <= found.allowed)
 

@@ -41,15 +41,6 @@ class Promise:
 
 
 @dataclass(frozen=True)
-class LabelledFigure:
-    """One labelled figure: `whole epochs: 2.10x, 95 % interval 2.0x to 2.2x`."""
-
-    label: str
-    value: str
-    detail: str = ""
-
-
-@dataclass(frozen=True)
 class PhaseChange:
     """One phase of a steady step, in seconds, before and after."""
 
@@ -146,25 +137,25 @@ def _missing(proof: Proof) -> str:
     return ", ".join(each.what for each in promises(proof) if each.answer is not Answer.HOLDS)
 
 
-def speed(proof: Proof) -> list[LabelledFigure]:
+def speed(proof: Proof) -> list[words.Figure]:
     """The speed-up of steady steps, of whole epochs and of the full run."""
     interval = f"{_interval(proof.speedup)}{beside_others(proof.disturbed)}"
-    lines = [LabelledFigure("steps", words.times(proof.speedup.ratio), interval)]
+    lines = [words.Figure("steps", words.times(proof.speedup.ratio), interval)]
     beside = beside_others(max((pair.disturbed for pair in proof.pairs if pair.disturbed is not None), default=None))
     if proof.epoch_speedup is not None:
         interval = f"{_interval(proof.epoch_speedup)}{beside}"
-        lines.append(LabelledFigure("whole epochs", words.times(proof.epoch_speedup.ratio), interval))
+        lines.append(words.Figure("whole epochs", words.times(proof.epoch_speedup.ratio), interval))
     else:
-        lines.append(LabelledFigure("whole epochs", "not measured", "no process came to the end of an epoch"))
+        lines.append(words.Figure("whole epochs", "not measured", "no process came to the end of an epoch"))
     if (run := proof.full_run) is not None:
         before, after = words.duration(run.baseline_seconds), words.duration(run.plan_seconds)
         about = f"{before} -> {after} for {words.count(run.epochs, 'epoch')}, estimated{beside}"
         lines.append(
-            LabelledFigure("full run", words.times(run.ratio), f"{about} ({words.clean(run.epochs_known_from)})")
+            words.Figure("full run", words.times(run.ratio), f"{about} ({words.clean(run.epochs_known_from)})")
         )
-        lines.append(LabelledFigure("start-up", _startup(proof), break_even(proof)))
+        lines.append(words.Figure("start-up", _startup(proof), break_even(proof)))
     else:
-        lines.append(LabelledFigure("full run", "not estimated", "the length of the full run is not known"))
+        lines.append(words.Figure("full run", "not estimated", "the length of the full run is not known"))
     return lines
 
 
@@ -195,16 +186,16 @@ def break_even(proof: Proof) -> str:
     return f"won back after {run.break_even_epochs} epochs"
 
 
-def memory(proof: Proof) -> list[LabelledFigure]:
+def memory(proof: Proof) -> list[words.Figure]:
     """Peak memory before and after."""
     memory = proof.memory
     pairs = [("peak memory", memory.baseline_bytes, memory.plan_bytes)]
     if memory.baseline_gpu_bytes is not None and memory.plan_gpu_bytes is not None:
         pairs.append(("peak GPU memory", memory.baseline_gpu_bytes, memory.plan_gpu_bytes))
     return [
-        LabelledFigure(label, f"{words.size(before)} -> {words.size(after)}", words.change(before, after))
+        words.Figure(label, f"{words.size(before)} -> {words.size(after)}", words.change(before, after))
         if before > 0 and after > 0
-        else LabelledFigure(label, "not measured")
+        else words.Figure(label, "not measured")
         for label, before, after in pairs
     ]
 

@@ -19,7 +19,7 @@ from hasten.techniques import CATALOGUE, Effect
 from hasten.tuner.baseline import Baseline
 from hasten.tuner.found import Claimed, Found, taken_of
 from hasten.tuner.length import Length, full_seconds
-from hasten.tuner.parity import agreement_of, parity_of
+from hasten.tuner.parity import parity_of
 from hasten.tuner.proof import (
     Answer,
     Block,
@@ -111,7 +111,7 @@ def proof_of(all_: Measurements) -> Proof:
         budget_seconds=all_.budget,
         used_seconds=time.monotonic() - all_.start,
         warm=found.warm,
-        agreement=agreement_of(all_.checked) if all_.checked is not None else None,
+        agreement=all_.checked.agreed if all_.checked is not None else None,
         blocks=tuple(block_of(block, found, all_.start) for block in found.blocks),
         would_ask=(*_doubtful(found), *found.would_ask),
         noise=all_.noise,

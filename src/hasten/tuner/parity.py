@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hasten.check.checked import Checked
 from hasten.evidence import Evidence
 from hasten.evidence.figures import percent
 from hasten.evidence.interval import Estimate, mean_of
 from hasten.techniques import Effect
 from hasten.tuner.lag import Lag, lag_of
-from hasten.tuner.proof import Answer, Parity, ParityCheck, StepAgreement
+from hasten.tuner.proof import Answer, Parity, ParityCheck
 from hasten.tuner.stats import mean_of_course, mean_of_pairs
 from hasten.tuner.trial import Trial
 
@@ -33,30 +32,6 @@ _GROSS = 0.1  # a change of a single validation that leaves parity open
 _TRAINING, _VALIDATION, _BATCHES = "training loss", "validation loss", "batches a pass"
 
 _Pair = tuple[Trial, Trial]
-
-
-def agreement_of(checked: Checked) -> StepAgreement | None:
-    """Return how closely the plan's gradients agree with the script's own, as `hasten check` saw them.
-
-    Compared are all steps of the check's run of the whole plan: each begins from the plain run's own weights, buffers
-    and optimizer state, and on the same batch, so that every step is compared before anything could drift apart.
-    `worst` is the gradient that parts; where none does, the one that comes nearest to what rounding allows.
-
-    Returns:
-        None for an empty plan, or one whose run parted before a gradient was measured (other batches, a crash, other
-        bits where bits must be equal).
-    """
-    agreed = checked.runs[-1].agreed if checked.runs else None
-    if agreed is None:
-        return None
-    return StepAgreement(
-        steps=agreed.steps,
-        loss_gap=agreed.loss_gap,
-        cosine=agreed.cosine,
-        gradient_gap=agreed.gradient_gap,
-        worst=agreed.worst,
-        allowed=agreed.allowed,
-    )
 
 
 def parity_of(pairs: Sequence[_Pair], effects: Collection[str] | None = None) -> Parity:

@@ -11,15 +11,13 @@ import statistics
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 from hasten import files
+from hasten.check.agreement import Agreement
 from hasten.check.checked import Checked
-from hasten.errors import HastenError
 from hasten.evidence import Machine
 from hasten.evidence.figures import percent
+from hasten.evidence.plain import read_plain
 from hasten.online.candidates import Skipped
 from hasten.plan import Setting
 from hasten.tuner.report_paths import without_paths
@@ -71,27 +69,6 @@ class FullRun:
     baseline_startup_seconds: float
     plan_startup_seconds: float
     break_even_epochs: int | None
-
-
-@dataclass(frozen=True)
-class StepAgreement:
-    """Plain and plan on the same weights and the same batches, compared by the check.
-
-    Attributes:
-        steps: Steps compared.
-        loss_gap: Largest relative difference of a step's loss, a fraction.
-        cosine: Smallest cosine between the gradients of one tensor; 1.0 is the same direction.
-        gradient_gap: Largest relative difference between the gradients of one tensor (2-norm), a fraction.
-        worst: Name of the tensor with that `gradient_gap`.
-        allowed: The `gradient_gap` that rounding explains here; None where that is not known.
-    """
-
-    steps: int
-    loss_gap: float
-    cosine: float
-    gradient_gap: float
-    worst: str = ""
-    allowed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -313,7 +290,7 @@ class Proof:
     budget_seconds: float
     used_seconds: float
     warm: bool = True
-    agreement: StepAgreement | None = None
+    agreement: Agreement | None = None
     blocks: tuple[Block, ...] = ()
     would_ask: tuple[str, ...] = ()
     noise: MachineNoise | None = None
@@ -362,22 +339,8 @@ class Proof:
         Raises:
             HastenError: The file is missing, is not JSON, or is of another schema.
         """
-        try:
-            data: Any = files.parse_json(files.read_bytes(path))
-        except FileNotFoundError:
-            raise HastenError(f"no such report: {path}", "`hasten tune` writes one") from None
-        except OSError as error:
-            raise HastenError(f"cannot read the report {path}: {error}") from None
-        except ValueError as error:
-            raise HastenError(f"{path} is not JSON: {error}") from None
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise HastenError(
-                f"{path} is not a report of the schema {SCHEMA}", "run `hasten tune` again to write a new one"
-            )
-        try:
-            return TypeAdapter(cls).validate_python(data)
-        except ValidationError as error:
-            raise HastenError(f"{path} does not fit the schema {SCHEMA}: {error}") from None
+        advice = "run `hasten tune` again to write a new one"
+        return read_plain(cls, path, SCHEMA, "a report", advice, missing="no such report:")
 
 
 is_report = files.json_of(SCHEMA)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from hasten.evidence.plain import with_texts
 
 Plain = TypeVar("Plain")
 
@@ -31,17 +32,7 @@ def shorten(text: str) -> str:
 
 def without_paths(value: Plain) -> Plain:
     """Return plain data (dataclasses, dicts, lists, tuples) with every text in it shortened."""
-    shorter: Any = value
-    if isinstance(value, str):
-        shorter = shorten(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        shorter = dataclasses.replace(value, **{name: without_paths(part) for name, part in fields.items()})
-    elif isinstance(value, dict):
-        shorter = {without_paths(key): without_paths(part) for key, part in value.items()}
-    elif isinstance(value, (list, tuple)):
-        shorter = type(value)(without_paths(part) for part in value)
-    return shorter  # type: ignore[no-any-return]
+    return with_texts(value, shorten)
 
 
 @cache

@@ -57,7 +57,6 @@ from hasten.doctor.source.problem import Mend, Problem
 from hasten.doctor.source.syntax import argument, device_of, dotted, last_name, receiver, walk, with_keyword
 from hasten.evidence import Evidence, Finding
 from hasten.evidence.waiting import in_ms, per_step
-from hasten.evidence.weigh import on_gpu
 
 
 class BlockingCopy(Rule):
@@ -67,7 +66,7 @@ class BlockingCopy(Rule):
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """Return a finding per line of the script."""
         loader = evidence.train_loader
-        if not on_gpu(evidence) or loader is None or not loader.pin_memory:
+        if loader is None or not loader.pin_memory:
             return
         for events in by_line(
             [event for event in evidence.events_of("blocking_copy") if "pageable" not in event.detail]

@@ -47,7 +47,6 @@ from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
 from hasten.evidence import Evidence, Finding
-from hasten.evidence.weigh import on_gpu
 
 _CALLS = ("torch.cuda.empty_cache", "torch.mps.empty_cache", "torch.xpu.empty_cache", "torch.accelerator.empty_cache")
 
@@ -58,8 +57,6 @@ class CacheEmptied(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """Return a finding per line of the script."""
-        if not on_gpu(evidence):
-            return
         yield from timed_calls(
             cls,
             evidence,

@@ -40,14 +40,15 @@ from __future__ import annotations
 from hasten.doctor.figures import lost_in_outliers
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
-from hasten.evidence.weigh import on_gpu
 
 
 class CudnnBenchmarkVarying(Rule):
+    gpu_only = True
+
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """On a GPU, with convolutions, and sizes that keep changing; what it costs as for `recompilations`."""
-        if not on_gpu(evidence) or not evidence.flags.cudnn_benchmark or evidence.inputs is None:
+        """With convolutions, and sizes that keep changing; what it costs as for `recompilations`."""
+        if not evidence.flags.cudnn_benchmark or evidence.inputs is None:
             return None
         convolutions = any(layer.startswith("Conv") for model in evidence.models for layer in model.layers)
         sizes = len(evidence.inputs.shapes)

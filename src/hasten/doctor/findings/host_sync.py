@@ -60,7 +60,7 @@ from hasten.doctor.source.problem import Problem
 from hasten.doctor.source.syntax import dotted, last_name, receiver, walk
 from hasten.evidence import Evidence, Finding
 from hasten.evidence.waiting import in_ms, per_step
-from hasten.evidence.weigh import on_gpu, steady_seconds
+from hasten.evidence.weigh import steady_seconds
 
 _READS = ("item", "tolist", "cpu", "numpy", "nonzero", "mask", "print")
 _CALLS = {
@@ -92,8 +92,6 @@ class HostSync(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """Return a finding per line of the script."""
-        if not on_gpu(evidence):
-            return
         lines = by_line([event for event in evidence.events_of(*_READS) if event.device == "cuda"])
         for events in lines:
             count, spent = sum(event.count for event in events), per_step(evidence, events)

@@ -37,15 +37,17 @@ from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, Severity
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import data_share, device_busy
-from hasten.evidence.weigh import on_gpu, peak_memory
+from hasten.evidence.weigh import peak_memory
 
 
 class MemoryUnderused(Rule):
+    gpu_only = True
+
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
         """Return at most one finding."""
         busy, (total, peak) = device_busy(evidence), peak_memory(evidence)
-        if not on_gpu(evidence) or not total or not peak or busy is None:
+        if not total or not peak or busy is None:
             return None
         used = peak / total
         if used >= 0.5 or busy >= 0.7 or data_share(evidence) >= 0.1:

@@ -53,7 +53,6 @@ from hasten.doctor.source.problem import Mend, Problem
 from hasten.doctor.source.syntax import argument, device_of, is_open, receiver, with_keyword
 from hasten.evidence import Evidence, Finding
 from hasten.evidence.waiting import in_ms, per_step
-from hasten.evidence.weigh import on_gpu
 
 _EXACT = frozenset([
     "torch.zeros", "torch.ones", "torch.full", "torch.empty", "torch.arange", "torch.eye", "torch.tensor",
@@ -68,8 +67,6 @@ class MovedFromCpu(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """Return a finding per line of the script."""
-        if not on_gpu(evidence):
-            return
         for events in by_line(evidence.events_of("moved")):
             count, spent = sum(event.count for event in events), per_step(evidence, events)
             yield from wait_finding(

@@ -48,7 +48,6 @@ from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
 from hasten.evidence import Evidence, Finding
 from hasten.evidence.waiting import in_ms, per_step
-from hasten.evidence.weigh import on_gpu
 
 _CALLS = ("torch.cuda.synchronize", "torch.mps.synchronize", "torch.xpu.synchronize", "torch.accelerator.synchronize")
 
@@ -59,8 +58,6 @@ class SynchronizeInLoop(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """Return a finding per line of the script."""
-        if not on_gpu(evidence):
-            return
         for events in by_line(evidence.events_of("synchronize")):
             count = sum(event.count for event in events)
             yield from wait_finding(

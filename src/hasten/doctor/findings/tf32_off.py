@@ -38,7 +38,7 @@ from __future__ import annotations
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import on_gpu, products, saved, share_of
+from hasten.evidence.weigh import products, saved, share_of
 from hasten.techniques.base import Refusal
 from hasten.techniques.compute.matmul_precision import MatmulPrecision
 
@@ -46,6 +46,7 @@ from hasten.techniques.compute.matmul_precision import MatmulPrecision
 class Tf32Off(Rule):
     cure = MatmulPrecision
     tried = "high"
+    gpu_only = True
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
@@ -53,7 +54,7 @@ class Tf32Off(Rule):
 
         Convolutions have it by default.
         """
-        if not on_gpu(evidence) or any(model.autocast or model.dtype != "float32" for model in evidence.models):
+        if any(model.autocast or model.dtype != "float32" for model in evidence.models):
             return None
         if isinstance(MatmulPrecision.settings(evidence), Refusal):
             return None

@@ -39,15 +39,14 @@ from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Severity, severity_of
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import mean_during
-from hasten.evidence.weigh import on_gpu
 
 
 class UnbalancedGpus(Rule):
+    gpu_only = True
+
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
         """Return at most one finding."""
-        if not on_gpu(evidence):
-            return None
         gpus = [gpu for gpu in evidence.used.gpus if gpu.memory and max(gpu.memory) > gpu.memory_total / 50]
         busy = [mean_during(evidence, gpu.busy) or 0.0 for gpu in gpus]
         if len(gpus) < 2 or not busy[0]:

@@ -16,19 +16,11 @@ from hasten.evidence.libraries import folders_of_packages
 from hasten.evidence.weigh import process_peak
 from hasten.report import words
 from hasten.report.page import environment, write_whole
+from hasten.report.words import Figure
 
 _MOST_ROWS = 15
 _USUAL = {"groups": 1, "stride": 1, "dilation": 1, "padding": 0, "num_layers": 1}
 _KINDS = {"none": "calm", "untrained": "unclear", "loader": "calm"}
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One labelled figure."""
-
-    label: str
-    value: str
-    detail: str = ""
 
 
 def render(diagnosis: Diagnosis, evidence: Evidence | None) -> str:
