@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hasten.doctor.rule import Rule
 from hasten.evidence import Event, Evidence, Finding, HowKnown, Layer, LoaderFacts, Severity, Stages
 from hasten.evidence.waiting import EpochStart, data_share, in_ms, ordinary_seconds, per_step, stages_of, worth_of_waits
-from hasten.evidence.weigh import LEAST, share_of, steady_steps
+from hasten.evidence.weigh import LEAST, share_of
 
 BOUND = 0.10  # share of the step from which a training counts as bound by its data
 GRAPHS = 5  # that are alive at once before they count as kept
@@ -97,7 +97,7 @@ def lost_in_outliers(evidence: Evidence, computing: float = 0.0) -> float:
         evidence: Of the run.
         computing: What the operators of a step take, where that is known: the median may be an outlier itself.
     """
-    lengths = [sum(evidence.step_phases[step]) for step in steady_steps(evidence)]
+    lengths = [sum(evidence.step_phases[step]) for step in evidence.steady()]
     if not lengths or sum(lengths) <= 0:
         return 0.0
     middle = min(statistics.median(lengths), computing or math.inf)

@@ -19,6 +19,7 @@ from hasten.evidence.observed import (
     Use,
 )
 from hasten.evidence.schema import (
+    ASIDE,
     PHASES,
     Evidence,
     Flags,
@@ -27,13 +28,14 @@ from hasten.evidence.schema import (
     Pass,
     Phase,
     Validation,
+    net_seconds,
     read_evidence,
 )
 from hasten.evidence.tried import TriedLive
 
 __all__ = [
-    "EVENTS", "PHASES", "Consumed", "Event", "Evidence", "Finding", "Flags", "GpuUse", "HowKnown", "Inputs", "Layer",
-    "Line", "LoaderBench", "LoaderFacts", "Machine", "Measurement", "MemoryPoint", "ModelFacts", "Operator",
+    "ASIDE", "EVENTS", "PHASES", "Consumed", "Event", "Evidence", "Finding", "Flags", "GpuUse", "HowKnown", "Inputs",
+    "Layer", "Line", "LoaderBench", "LoaderFacts", "Machine", "Measurement", "MemoryPoint", "ModelFacts", "Operator",
     "OptimizerFacts", "Pass", "Phase", "Probe", "Rate", "Sampled", "Severity", "Stages", "Surroundings", "TriedLive",
-    "Use", "Validation", "read_evidence", "severity_of", "split_place", "this_machine",
+    "Use", "Validation", "net_seconds", "read_evidence", "severity_of", "split_place", "this_machine",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -48,6 +49,13 @@ class Phase(IntEnum):
 
 
 PHASES = ("data", "transfer", "forward", "backward", "sync", "optimizer", "validation", "checkpoint", "other")
+ASIDE = (Phase.VALIDATION, Phase.CHECKPOINT)
+"""Parts that most steps do not have: a steady step's length is without them."""
+
+
+def net_seconds(phases: Sequence[float]) -> float:
+    """Seconds of a step, by its phases, without validation and checkpoints."""
+    return sum(phases) - sum(phases[phase] for phase in ASIDE)
 
 
 @dataclass(frozen=True)
@@ -245,7 +253,7 @@ class Evidence:
     def share(self, phase: Phase) -> float:
         """This phase's share of the steady steps, 0 to 1 (validation and checkpoints left out)."""
         steady = self.step_phases[len(self.step_phases) // 2 :]
-        total = sum(sum(step) - step[Phase.VALIDATION] - step[Phase.CHECKPOINT] for step in steady)
+        total = sum(map(net_seconds, steady))
         return sum(step[phase] for step in steady) / total if total > 0 else 0.0
 
     def steady(self) -> list[int]:
@@ -265,7 +273,7 @@ class Evidence:
 
         Where not all steps are kept, validation and checkpoints are counted in all of them all the same.
         """
-        if self.every > 1 and self.steps and phase in (Phase.VALIDATION, Phase.CHECKPOINT):
+        if self.every > 1 and self.steps and phase in ASIDE:
             aside = self.aside[phase] if self.aside else 0.0
             return (sum(phases[phase] for phases in self.step_phases) + aside) / self.steps
         steady = self.steady()

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from random import Random
 from typing import Any
 
-from hasten.evidence.schema import Phase
+from hasten.evidence.schema import ASIDE, Phase
 
 
 class KeptSteps:
@@ -58,7 +58,7 @@ class KeptSteps:
 
     def put_aside(self, phases: list[float]) -> None:
         """Steps are not kept: what is measured in all of them is added up."""
-        for phase in (Phase.VALIDATION, Phase.CHECKPOINT):
+        for phase in ASIDE:
             self.aside[phase] += phases[phase]
 
     def measured(self, number: int, start: float, phases: list[float]) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from hasten.evidence.loaders import LoaderFacts
 from hasten.evidence.observed import Event, Stages
-from hasten.evidence.schema import Evidence, Phase
-from hasten.evidence.weigh import share_of, steady_seconds, steady_steps
+from hasten.evidence.schema import Evidence, Phase, net_seconds
+from hasten.evidence.weigh import share_of, steady_seconds
 
 PASSING = 0.5e-3
 """Seconds that a batch costs which a worker made and passed on: 0.55 to 0.75 ms measured here, on both sides."""
@@ -48,7 +48,7 @@ def loader_index(evidence: Evidence, loader: LoaderFacts) -> int:
 def ordinary_steps(evidence: Evidence) -> list[int]:
     """The steady steps that do not begin a pass; all steady ones where each of them does."""
     begun = {over.start for over in evidence.passes if over.trained}
-    steady = steady_steps(evidence)
+    steady = evidence.steady()
     return [step for step in steady if evidence.step_start[step] not in begun] or steady
 
 
@@ -67,10 +67,7 @@ def typical_wait(evidence: Evidence) -> float:
 def ordinary_seconds(evidence: Evidence) -> float:
     """Mean seconds of an ordinary step, without validation and checkpoints; 0 without steps."""
     steps = ordinary_steps(evidence)
-    left_out = (Phase.VALIDATION, Phase.CHECKPOINT)
-    total = sum(sum(evidence.step_phases[step]) for step in steps)
-    total -= sum(evidence.step_phases[step][phase] for step in steps for phase in left_out)
-    return total / len(steps) if steps else 0.0
+    return sum(net_seconds(evidence.step_phases[step]) for step in steps) / len(steps) if steps else 0.0
 
 
 def data_share(evidence: Evidence) -> float:
@@ -99,7 +96,7 @@ def faster_loading(evidence: Evidence, loader: LoaderFacts, share: float) -> flo
 
 def mean_during(evidence: Evidence, series: Sequence[float]) -> float | None:
     """Return the mean of a series of `evidence.used` over the steady steps; None where no sample fell into them."""
-    steps = steady_steps(evidence)
+    steps = evidence.steady()
     if not steps:
         return None
     begins = evidence.step_start[steps[0]]

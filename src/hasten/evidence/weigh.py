@@ -5,7 +5,7 @@ from __future__ import annotations
 from hasten.evidence.figures import percent
 from hasten.evidence.finding import HowKnown
 from hasten.evidence.observed import Layer, Measurement
-from hasten.evidence.schema import Evidence, Phase
+from hasten.evidence.schema import ASIDE, Evidence, Phase
 from hasten.evidence.tried import TriedLive
 
 COMPUTE = (Phase.FORWARD, Phase.BACKWARD)
@@ -16,11 +16,6 @@ CERTAIN = 0.05
 """Share of the step from which layers that were tried one by one on a CPU tell what the step will save."""
 
 
-def steady_steps(evidence: Evidence) -> list[int]:
-    """The steps that count; all of them where a run was too short to leave any out."""
-    return evidence.steady() or list(range(len(evidence.step_phases)))
-
-
 def seconds_of(evidence: Evidence, *phases: Phase) -> float:
     """Mean seconds of these phases in a steady step."""
     return sum(evidence.mean(phase) for phase in phases)
@@ -28,8 +23,7 @@ def seconds_of(evidence: Evidence, *phases: Phase) -> float:
 
 def steady_seconds(evidence: Evidence) -> float:
     """Mean length of a steady step in seconds, without validation and checkpoints; 0 without steps."""
-    left_out = (Phase.VALIDATION, Phase.CHECKPOINT)
-    return seconds_of(evidence, *(phase for phase in Phase if phase not in left_out))
+    return seconds_of(evidence, *(phase for phase in Phase if phase not in ASIDE))
 
 
 def share_of(evidence: Evidence, seconds: float) -> float:

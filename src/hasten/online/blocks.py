@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hasten.evidence import Phase
+from hasten.evidence import ASIDE, Phase, net_seconds
 from hasten.online.cpu_contention import Reading
 from hasten.online.record import Measured
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _LEAST_STEPS = 4
 _FEW = 2  # are enough where they take as long as four blocks
 _SHORT_PASS = 4  # batches: in shorter passes the first step counts too, or none would
-_NOT_STEADY = (Phase.VALIDATION, Phase.CHECKPOINT)
 _UNSETTLED = 3.0  # times the expected step: something is still compiled, filled or started
 
 
@@ -84,7 +83,7 @@ class Open:
         """
         self.now = recorder.now
         phases = self._without_what_is_ours(recorder)
-        net = sum(phases) - sum(phases[phase] for phase in _NOT_STEADY)
+        net = net_seconds(phases)
         if self._is_left_out(net, number, ready, last_pass):
             if not self.steps:
                 if self.left_out >= self.wish.skip:
@@ -96,7 +95,7 @@ class Open:
         self.steps += 1
         self.seconds += net
         for phase in Phase:
-            if phase not in _NOT_STEADY:
+            if phase not in ASIDE:
                 self.phases[phase] += phases[phase]
         if self.seconds < self.least_seconds or self.steps < self.fewest:
             return False

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hasten.evidence import Evidence, LoaderFacts, Machine, Phase, Probe, this_machine
+from hasten.evidence import Evidence, LoaderFacts, Machine, Probe, net_seconds, this_machine
 from hasten.evidence.machine import memory_free
 from hasten.online.candidates import applicable
 from hasten.online.options import AutoOptions, Candidate
@@ -20,7 +20,6 @@ from hasten.techniques.data.batched_fetch import holds_rows
 
 _SPARE = 0.8  # of the free memory: what could take more is not tried on a real run
 _BATCHES_AHEAD = 4
-_NOT_STEADY = (Phase.VALIDATION, Phase.CHECKPOINT)
 
 
 def now_left_alone(together: bool = False) -> str:
@@ -33,10 +32,9 @@ def now_left_alone(together: bool = False) -> str:
 
     if torch.are_deterministic_algorithms_enabled():
         return "the script asks for deterministic algorithms"
-    started = ranks_started()
-    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    ranks = max(started, torch.distributed.get_world_size() if grouped else 1)
-    if ranks < 2 or (together and grouped and torch.distributed.get_world_size() == started):
+    started, joined = ranks_started(), ranks_joined()
+    ranks = max(started, joined)
+    if ranks < 2 or (together and joined == started):
         return ""
     return f"it trains in {ranks} processes, which would have to switch together"
 
@@ -45,6 +43,13 @@ def ranks_started() -> int:
     """Processes of this training, as its launcher said."""
     said = os.environ.get("WORLD_SIZE", "1")
     return int(said) if said.isdecimal() else 1
+
+
+def ranks_joined() -> int:
+    """Processes of this training that have joined a group; 1 where there is none."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def ranks_differ(evidence: Evidence) -> str:
@@ -65,7 +70,7 @@ def steps_known(evidence: Evidence, options: AutoOptions) -> int | None:
 def seconds_of_step(evidence: Evidence) -> float:
     """Seconds of a step, without validation and checkpoints."""
     steps = evidence.step_phases[len(evidence.step_phases) // 2 :]
-    return statistics.median(sum(step) - sum(step[phase] for phase in _NOT_STEADY) for step in steps)
+    return statistics.median(map(net_seconds, steps))
 
 
 def too_short(evidence: Evidence, options: AutoOptions) -> str:

@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import HastenError
-from hasten.online.eligibility import installed, ranks_started
+from hasten.online.eligibility import installed, ranks_joined, ranks_started
 from hasten.plan import Setting
 from hasten.switchboard import Switchboard
 
@@ -214,8 +214,8 @@ class Leading:
         """A step is over."""
         if not self._until:
             commands = slots()
-            self._board.lead(commands, _ranks())
-            if commands is None and _ranks() > 1:
+            self._board.lead(commands, ranks_joined())
+            if commands is None and ranks_joined() > 1:
                 self._auto.abandon("the ranks were started again, over the store of those before")
                 self._until = _NEVER
         if steps < self._until:
@@ -318,17 +318,10 @@ def slots() -> Slots | None:
 
     torchrun hands ranks that it starts again the store of those before: their commands would be taken for rank 0's.
     """
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+    if ranks_joined() < 2:
         return None
+    import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     store = PrefixStore(f"hasten switches {next(_SEARCHES)} of {dist.get_world_size()}", _get_default_store())
     return Slots(store) if store.add(f"here {dist.get_rank()}", 1) == 1 else None
-
-
-def _ranks() -> int:
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import hasten
 from hasten.check.checked import Checked
-from hasten.evidence import PHASES, Phase, this_machine
+from hasten.evidence import ASIDE, PHASES, this_machine
 from hasten.online.candidates import Applicable
 from hasten.online.posterior import CandidateEstimate
 from hasten.online.record import Measured
@@ -44,7 +44,6 @@ from hasten.tuner.trial import Trial, Trials
 
 _POINTS = 200
 _SURE = 0.97  # that a technique helps, or does not: no reader calls it doubtful
-_NOT_IN_A_STEP = (Phase.VALIDATION, Phase.CHECKPOINT)
 
 
 @dataclass(frozen=True)
@@ -288,9 +287,7 @@ def _phases(found: Found, baseline: Baseline, timings: list[tuple[Timing, Timing
 
 def _by_name(phases: tuple[float, ...]) -> dict[str, float]:
     return {
-        name: seconds
-        for number, (name, seconds) in enumerate(zip(PHASES, phases, strict=True))
-        if number not in _NOT_IN_A_STEP
+        name: seconds for number, (name, seconds) in enumerate(zip(PHASES, phases, strict=True)) if number not in ASIDE
     }
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from hasten.evidence import PHASES, Evidence, LoaderFacts, Pass, Phase
+from hasten.evidence import ASIDE, PHASES, Evidence, LoaderFacts, Pass, net_seconds
 
 _BLOCKS = 12
-_PER_EPOCH = (Phase.VALIDATION, Phase.CHECKPOINT)
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def timing_of(evidence: Evidence, process_seconds: float) -> Timing | None:
         process_seconds: How long its process lived, which also counts what came before the import of torch.
     """
     passes = [over for over in evidence.passes if over.trained and over.batches]
-    net = [sum(step) - sum(step[phase] for phase in _PER_EPOCH) for step in evidence.step_phases]
+    net = list(map(net_seconds, evidence.step_phases))
     steady = _steady(evidence, passes, net)
     if len(steady) < 4:
         return None
@@ -71,7 +70,7 @@ def timing_of(evidence: Evidence, process_seconds: float) -> Timing | None:
     phases = {
         name: statistics.fmean(evidence.step_phases[i][number] for i in steady)
         for number, name in enumerate(PHASES)
-        if number not in _PER_EPOCH
+        if number not in ASIDE
     }
     before_torch = max(0.0, process_seconds - evidence.ended_at)
     loader = evidence.train_loader
@@ -127,7 +126,7 @@ def _rest_of(evidence: Evidence, one: Pass, end: float | None, step: float, batc
     """Seconds that one pass and what follows it, until `end`, took beyond steady steps; scaled to a whole epoch."""
     inside = _steps_of(evidence, one)
     starts = max(0.0, sum(evidence.step_phases[inside[0]]) - step) if inside else 0.0
-    nested = sum(evidence.step_phases[i][phase] for i in inside for phase in _PER_EPOCH)
+    nested = sum(evidence.step_phases[i][phase] for i in inside for phase in ASIDE)
     nested *= batches / max(1, one.batches)
     following = [
         over

@@ -40,7 +40,7 @@ from __future__ import annotations
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.figures import percent
-from hasten.evidence.weigh import seconds_of, steady_steps
+from hasten.evidence.weigh import seconds_of
 
 _OFTEN = 0.20  # share of the time from which validation is too much
 _EACH_STEP = 0.5  # share of the steps from which forwards without gradients are no validation: a policy that acts
@@ -52,7 +52,7 @@ class FrequentValidation(Rule):
         """Return one finding where validation takes a fifth of the time or more."""
         whole = seconds_of(evidence, *Phase)
         validation = seconds_of(evidence, Phase.VALIDATION)
-        steps = steady_steps(evidence)
+        steps = evidence.steady()
         validating = [step for step in steps if evidence.step_phases[step][Phase.VALIDATION] > 0]
         if whole <= 0 or validation < _OFTEN * whole or len(validating) > _EACH_STEP * len(steps):
             return None

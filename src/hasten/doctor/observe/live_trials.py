@@ -18,6 +18,7 @@ from hasten.evidence import Evidence, Phase, TriedLive
 from hasten.evidence.interval import mean_of
 from hasten.evidence.weigh import COMPUTE, LEAST, seconds_of, steady_seconds
 from hasten.online.blocks import Open, Wish, synchronize
+from hasten.online.eligibility import ranks_joined
 from hasten.plan import Setting
 from hasten.switchboard import Switchboard
 from hasten.taps.steps_over import Listener
@@ -58,7 +59,7 @@ def begin(session: Session, seconds: float, bound: Listener) -> bool:
     board, recorder = session.run, session.run.recorder
     if not isinstance(board, Switchboard) or recorder is None or session.tried is not None:
         return False
-    if session.rank or not _is_alone():
+    if session.rank or ranks_joined() > 1:  # where ranks wait for each other, one of them cannot be switched
         return False
     try:
         session.ended = "complete"
@@ -228,11 +229,3 @@ class LiveTrials:
 def _relieved(rule: type[Rule], evidence: Evidence) -> float:
     """Seconds of a step in which its cure may save something."""
     return seconds_of(evidence, *_RELIEVED.get(rule.cure.relieves, ())) if rule.cure is not None else 0.0
-
-
-def _is_alone() -> bool:
-    """Whether this process trains by itself: where ranks wait for each other, one of them cannot be switched."""
-    import torch
-
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)

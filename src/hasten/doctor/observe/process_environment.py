@@ -99,13 +99,8 @@ def folder_of(dataset: Any, depth: int = _INSIDE) -> str:
     except TypeError:  # no attributes: a list, a C type
         return _folder(dataset[0]) if isinstance(dataset, list | tuple) and dataset else ""
     attributes = {name: value for name, value in attributes.items() if not _is_tensor(value)}
-    for name in _NAMES:
-        if found := _folder(attributes.get(name)):
-            return found
-    for value in attributes.values():
-        if isinstance(value, list | tuple) and value and (found := _folder(value[0])):
-            return found
-    for value in attributes.values():
+    lists = [value[0] for value in attributes.values() if isinstance(value, list | tuple) and value]
+    for value in (*map(attributes.get, _NAMES), *lists, *attributes.values()):
         if found := _folder(value):
             return found
     if depth:

@@ -6,7 +6,7 @@ import math
 import statistics
 
 from hasten.doctor.verdict.diagnosis import Verdict
-from hasten.evidence import Evidence, LoaderBench, LoaderFacts, Phase
+from hasten.evidence import Evidence, LoaderBench, LoaderFacts, Phase, net_seconds
 from hasten.evidence.loaders import Consumed
 from hasten.report import words
 
@@ -79,11 +79,10 @@ def consumed(evidence: Evidence, facts: LoaderFacts) -> Consumed | None:
     if evidence.train_loader is None:
         return None
     steps = [evidence.step_phases[index] for index in evidence.steady()]
-    own = [sum(step) - step[Phase.VALIDATION] - step[Phase.CHECKPOINT] for step in steps]
-    total = sum(own)
+    total = sum(map(net_seconds, steps))
     if not total > 0:
         return None
-    per_second = len(own) / total
+    per_second = len(steps) / total
     size = evidence.train_loader.batch_size or facts.batch_size or 1
     return Consumed(
         samples_per_s=per_second * size,
