@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 
 import pytest
@@ -16,7 +17,7 @@ from hasten.callbacks import EMA, NaNWatch
 from hasten.parallel import spawn
 from hasten.parallel.fsdp import apart
 from hasten.strategies import FSDPStrategy
-from tests.trainer.strategies.ranks import Block, Case, Tokens, assert_close, fit, loader, saved, train
+from tests.trainer.strategies.ranks import Block, Case, Tokens, assert_close, fit, loader, refusals, saved, train
 from tests.trainer.trainings import quiet
 
 CLIPPED = {"gradient_clip_val": 0.5}
@@ -175,6 +176,20 @@ def test_a_fit_behind_one_that_ended_within_a_window_trains_all_and_without_its_
     _twice(one, 1, "auto", how, every)
     spawn(_twice, 2, (two, 2, "fsdp", how, every), strategy="ddp_fork")
     assert_close(saved(two, f"{how} {every}"), saved(one, f"{how} {every}"))
+
+
+# -- optimizers that look beyond an element --------------------------------------------------------------------
+
+
+class Factored(Tokens):
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.parameters(), lr=0.01)
+
+
+def test_an_optimizer_that_changes_a_sum_over_ranks_in_place_is_refused():
+    """torch 2.9 would train with other weights, without a word."""
+    (said,) = refusals([(Factored, FSDPStrategy, functools.partial(loader, 4))])
+    assert "cannot do in place: aten.pow_" in said
 
 
 # -- what each rank holds ------------------------------------------------------------------------------------

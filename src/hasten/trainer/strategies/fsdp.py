@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten.errors import HastenError
-from hasten.parallel import World
+from hasten.parallel import World, in_place
 from hasten.parallel.fsdp import Buffers, Root, accumulated, begin_again, clip_norm, clip_value, shard, units_in
 from hasten.parallel.sharded import is_sharded, local, share_of, whole
 from hasten.techniques.memory.blocks import named, repeated
@@ -126,6 +126,7 @@ class FSDP(Strategy):
         self._world = World()
         self._root: Root | None = None
         self._buffers: Buffers | None = None
+        self._first_steps: list[in_place.FirstStep] = []
 
     def within(self, world: World) -> Strategy:
         """Return itself: the world stays as it is."""
@@ -172,13 +173,14 @@ class FSDP(Strategy):
         return MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False)
 
     def optimizers(self, optimizers: list[Any], world: World) -> None:
-        """Refuse those that lay all parameters out in one row."""
+        """Refuse those that lay all parameters out in one row, and in the first step those that torch cannot run."""
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise HastenError(
                     'LBFGS and strategy="fsdp" do not go together: it looks at all parameters in one piece',
                     'use another optimizer, or strategy="ddp"',
                 )
+        self._first_steps = [in_place.FirstStep(optimizer) for optimizer in optimizers]
 
     # -- the step --------------------------------------------------------------------------------------
 
@@ -318,8 +320,10 @@ class FSDP(Strategy):
                 "Under strategy='fsdp' the trained parameters of one unit must be of one type.",
                 "Convert them (precision='bf16-true' converts all), or freeze those of other types.",
             )
-        return None
+        return in_place.explained(error)
 
     def release(self) -> None:
         """Let go of the model, which stays sharded."""
+        while self._first_steps:
+            self._first_steps.pop().remove()
         self._root = self._buffers = None

@@ -13,7 +13,7 @@ import torch
 
 from hasten.data import rng
 from hasten.errors import HastenError
-from hasten.parallel import World
+from hasten.parallel import World, in_place
 from hasten.parallel.fsdp import Buffers, begin_again, shard
 from hasten.parallel.groups import mesh_of
 from hasten.parallel.sharded import by_mesh, is_sharded
@@ -276,7 +276,11 @@ class TensorParallel(FSDP):
 
     def explained(self, error: BaseException) -> HastenError | None:
         """Return what to do where split and whole tensors meet, or a shape is that of a whole layer."""
+        if (refused := in_place.explained(error)) is not None:
+            return refused
         text = str(error)
+        if text.startswith("Sharding propagation failed") and error.__cause__ is not None:  # torch 2.9
+            text = f"{error.__cause__} ({text})"
         if "mixed torch.Tensor and DTensor" in text:
             return HastenError(
                 f"Under {_LABEL} a split tensor (DTensor) and an ordinary one met in one operation: {text[:200]}",
@@ -288,13 +292,6 @@ class TensorParallel(FSDP):
                 f"Under {_LABEL} a layer got a part of a tensor for the whole, or the whole for a part: {text[:200]}",
                 "ColwiseParallel() gives a part: let RowwiseParallel(), which takes one, follow, or say"
                 " output_layouts=Replicate(), or input_layouts=Replicate(). For the number of heads in a view say -1.",
-            )
-        if "in-place operations that require placement changes" in text:
-            return HastenError(
-                f"Under {_LABEL} an operation on a split tensor (DTensor) is one that torch cannot do in place:"
-                f" {text[:120]}",
-                "Most likely an optimizer's, as Adafactor's or Rprop's: use AdamW, SGD, or another that steps each"
-                " element by itself.",
             )
         return super().explained(error)
 

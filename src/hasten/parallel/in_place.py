@@ -1,0 +1,81 @@
+"""Changes in place of tensors that ranks have in parts: those that torch cannot make, or would lose."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hasten.errors import HastenError
+from hasten.parallel.sharded import is_sharded
+
+_ADDS = {"add_", "sub_", "neg_", "zero_", "copy_"}
+"""What ranks may do to their summands of a tensor, each by itself."""
+
+_REFUSED = re.compile(
+    r"in-place operations that require placement changes"
+    r"|Sharding propagation failed for Op\(op=aten\.\w+_\."  # torch 2.9, as the next
+    r"|found no DeviceMesh from dtensor args for aten\.\w+_\."
+)
+
+
+def explained(error: BaseException) -> HastenError | None:
+    """Return what to do where torch has refused a change in place; None for other errors."""
+    text = str(error)
+    return _refusal(text[:120]) if _REFUSED.search(text) else None
+
+
+def _refusal(what: str) -> HastenError:
+    return HastenError(
+        f"An operation on a tensor that ranks have in parts (DTensor) is one that torch cannot do in place: {what}",
+        "Most likely an optimizer's, as Adafactor's or Rprop's: use AdamW, SGD, or another that steps each element by"
+        ' itself, or strategy="ddp".',
+    )
+
+
+class Watch(TorchDispatchMode):
+    """Raises where a tensor that is a sum over ranks is changed in place, as the square of a norm.
+
+    torch 2.9 changes a copy and leaves the tensor as it was, without a word: Adafactor trained with other statistics.
+    torch 2.13 raises by itself.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and args and func.overloadpacket.__name__ not in _ADDS:
+            changed = args[0] if isinstance(args[0], list | tuple) else args[:1]
+            if any(is_sharded(one) and any(at.is_partial() for at in one.placements) for one in changed):
+                raise _refusal(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class FirstStep:
+    """Watches an optimizer's first step; the others run as they are.
+
+    Args:
+        optimizer: Its `step` is another until `remove`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._before = optimizer, vars(optimizer).get("step")  # a scheduler's counter, or nothing
+        step, self._is_over = optimizer.step, False
+
+        @functools.wraps(step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._is_over:
+                return step(*args, **kwargs)
+            self._is_over = True
+            with Watch():  # type: ignore[no-untyped-call]
+                return step(*args, **kwargs)
+
+        self._watched: Any = watched
+        vars(optimizer)["step"] = watched
+
+    def remove(self) -> None:
+        """Put the optimizer's own step back, unless somebody has wrapped it again."""
+        if vars(self._optimizer).get("step") is self._watched:
+            del vars(self._optimizer)["step"]
+            if self._before is not None:
+                vars(self._optimizer)["step"] = self._before

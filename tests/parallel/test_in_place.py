@@ -1,0 +1,61 @@
+"""`in_place`: an optimizer's first step is watched, and the optimizer is as it was before afterwards."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+from hasten.parallel.in_place import FirstStep, Watch
+
+
+class Seeing(torch.optim.SGD):
+    """Notes whether its steps are watched."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.watched = []
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        stack = [torch._C._get_dispatch_stack_at(at) for at in range(torch._C._len_torch_dispatch_stack())]
+        self.watched.append(any(isinstance(one, Watch) for one in stack))
+        return super().step(closure)
+
+
+def _trained():
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    return weight, Seeing([weight])
+
+
+def test_the_first_step_alone_is_watched():
+    weight, optimizer = _trained()
+    first = FirstStep(optimizer)
+    for _ in range(3):
+        optimizer.step()
+    assert optimizer.watched == [True, False, False]
+    torch.testing.assert_close(weight, torch.full((3,), 0.7), check_dtype=False)
+    first.remove()
+    assert "step" not in vars(optimizer)
+
+
+def test_a_scheduler_that_counts_steps_keeps_its_count_and_is_put_back():
+    _, optimizer = _trained()
+    StepLR(optimizer, 1)
+    counted = optimizer.step
+    first = FirstStep(optimizer)
+    assert optimizer.step._wrapped_by_lr_sched  # it warns where somebody has taken that away
+    optimizer.step()
+    assert optimizer._opt_called
+    first.remove()
+    assert optimizer.step is counted
+
+
+def test_what_has_wrapped_it_since_stays():
+    _, optimizer = _trained()
+    first = FirstStep(optimizer)
+    inner = optimizer.step
+    optimizer.step = lambda: inner()
+    first.remove()
+    optimizer.step()
+    assert optimizer.watched == [True]
