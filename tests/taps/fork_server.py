@@ -25,6 +25,7 @@ from hasten.doctor.observe import OBSERVERS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from hasten.cli import main
+from hasten.taps.no_compile import codes_of_hasten
 from hasten.techniques import CATALOGUE
 from tests.check import planted
 from tests.taps.forked_pythons import forked_pythons, run
@@ -35,6 +36,8 @@ planted.register()
 PIL.Image.preinit()  # its formats
 # What hasten imports only where it is needed: 0.05 s in each fork, of which there are a thousand.
 for name in (
+    "hasten.check.listen",
+    "hasten.check.noise",
     "hasten.check.witness",
     "hasten.cli.app",
     "hasten.cli.launch",
@@ -73,9 +76,11 @@ for name in (
     "torch.fx.experimental.validator",
 ):
     importlib.import_module(name)
-if importlib.util.find_spec(name := "torch._functorch._aot_autograd.subclass_codegen"):  # torch 2.9 has none
-    importlib.import_module(name)
+for name in ("torch._functorch._aot_autograd.subclass_codegen", "torch.profiler._cupti_monitor"):
+    if importlib.util.find_spec(name):  # torch 2.9 has none
+        importlib.import_module(name)
 torch._dynamo.list_backends()  # looks into every installed package for them, once
+list(codes_of_hasten())  # found once; each fork marks them
 
 
 def _prepare(job: Job) -> Callable[[], object]:

@@ -7,6 +7,7 @@ would recompile for each until it gives up. Within a graph the taps are traced t
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType
@@ -22,10 +23,20 @@ def install(_session: Session) -> None:
 
     # torch._dynamo.eval_frame.skip_code, without the seconds that importing torch._dynamo takes
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
-    for name, module in list(sys.modules.items()):
+    for code in codes_of_hasten():
+        set_code_exec_strategy(code, skip)
+
+
+def codes_of_hasten() -> Iterator[CodeType]:
+    """Yield the code of every function of hasten's that is loaded by now."""
+    for name in list(sys.modules):
         if name.startswith("hasten."):
-            for code in set(_codes(vars(module), name)):
-                set_code_exec_strategy(code, skip)
+            yield from _codes_of(name)
+
+
+@functools.cache  # forks of a process that has read them need not
+def _codes_of(module: str) -> list[CodeType]:
+    return list(_codes(vars(sys.modules[module]), module))
 
 
 def _codes(names: Any, module: str) -> Iterator[CodeType]:
