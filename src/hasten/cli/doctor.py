@@ -37,8 +37,7 @@ class DoctorCommand(ScriptCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Bring options in front of what is no training."""
-        with_value = {name for option in self.params if not getattr(option, "is_flag", False) for name in option.opts}
-        words = list(args)
+        words, with_value = list(args), self.with_value()
         split = split_line(words, with_value)
         if "--source" in words[:split] or (split < len(words) and words[split].endswith(".json")):
             args = _options_first(words, with_value)
@@ -229,7 +228,7 @@ def _read_source(command: list[str]) -> Sequence[Finding]:
     script = _script(command)
     if script is None:
         return ()
-    from hasten.doctor.lint import findings_in
+    from hasten.doctor.lint.check import findings_in
 
     try:
         return findings_in(script)
@@ -240,7 +239,7 @@ def _read_source(command: list[str]) -> Sequence[Finding]:
 
 def _heeding_comments(diagnosis: Diagnosis) -> Diagnosis:
     """Without the findings that a comment `# hasten: ignore[name]` in the script silences."""
-    from hasten.doctor.lint import silenced
+    from hasten.doctor.lint.check import silenced
 
     try:
         return dataclasses.replace(diagnosis, findings=tuple(silenced(diagnosis.findings)))

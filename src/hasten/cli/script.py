@@ -18,10 +18,13 @@ class ScriptCommand(TyperCommand):
         """`[OPTIONS] SCRIPT|-m MODULE [ARGS]...`."""
         return [*super().collect_usage_pieces(ctx), "SCRIPT|-m MODULE [ARGS]..."]
 
+    def with_value(self) -> set[str]:
+        """The options that take a value."""
+        return {name for option in self.params if not getattr(option, "is_flag", False) for name in option.opts}
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Split the line, and parse hasten's part."""
-        with_value = {name for option in self.params if not getattr(option, "is_flag", False) for name in option.opts}
-        split = split_line(args, with_value)
+        split = split_line(args, self.with_value())
         ctx.meta["command"] = args[split:]
         return super().parse_args(ctx, args[:split])
 

@@ -8,8 +8,8 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 
+import hasten
 from hasten.doctor.findings import FINDINGS
 from hasten.doctor.rule import Rule, same_place
 from hasten.doctor.verdict.diagnosis import Diagnosis, Pauses
@@ -65,7 +65,7 @@ def diagnose(
         loader_bench=evidence.loader_bench,
         ran_on=evidence.machine,
         torch=evidence.flags.torch,
-        hasten=_version(),
+        hasten=hasten.__version__,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 
@@ -138,13 +138,6 @@ def merged(measured: Sequence[Finding], read: Sequence[Finding]) -> list[Finding
         if number not in used:
             findings.append(dataclasses.replace(finding, severity=Severity.NOTE, how_known=HowKnown.READ))
     return worst_first(findings)
-
-
-def _version() -> str:
-    try:
-        return version("hasten")
-    except PackageNotFoundError:
-        return ""
 
 
 _OUTLIER = 3.0  # times the median

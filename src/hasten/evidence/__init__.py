@@ -16,6 +16,7 @@ from hasten.evidence.observed import (
     Sampled,
     Stages,
     Surroundings,
+    TriedLive,
     Use,
 )
 from hasten.evidence.schema import (
@@ -31,7 +32,6 @@ from hasten.evidence.schema import (
     net_seconds,
     read_evidence,
 )
-from hasten.evidence.tried import TriedLive
 
 __all__ = [
     "ASIDE", "EVENTS", "PHASES", "Consumed", "Event", "Evidence", "Finding", "Flags", "GpuUse", "HowKnown", "Inputs",

@@ -50,8 +50,8 @@ def loader_facts(loader: Any, options: dict[str, Any], where: str) -> LoaderFact
         dataset=type(options["dataset"]).__name__,
         where=where,
         iterable=isinstance(options["dataset"], IterableDataset),
-        batches=_length(loader),
-        samples=_length(options["dataset"]),
+        batches=length_of(loader),
+        samples=length_of(options["dataset"]),
         batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
         num_workers=handed.workers if handed is not None else options["num_workers"],
         prefetch_factor=handed.prefetch if handed is not None else options["prefetch_factor"],
@@ -69,7 +69,7 @@ def _default_start_method() -> str:
     return multiprocessing.get_all_start_methods()[0]
 
 
-def _length(sized: Any) -> int | None:
+def length_of(sized: Any) -> int | None:
     """`len`, or None where there is none."""
     try:
         return len(sized)

@@ -25,10 +25,10 @@ from hasten.evidence.observed import (
     Sampled,
     Stages,
     Surroundings,
+    TriedLive,
     Use,
 )
 from hasten.evidence.plain import finite, read_plain
-from hasten.evidence.tried import TriedLive
 from hasten.files import json_of, write_own
 
 SCHEMA = "hasten-evidence/1"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from hasten.evidence.figures import percent
 from hasten.evidence.finding import HowKnown
-from hasten.evidence.observed import Layer, Measurement
+from hasten.evidence.observed import Layer, Measurement, TriedLive
 from hasten.evidence.schema import ASIDE, Evidence, Phase
-from hasten.evidence.tried import TriedLive
 
 COMPUTE = (Phase.FORWARD, Phase.BACKWARD)
 _WIDTHS = {"float64": 8, "bfloat16": 2, "float16": 2}  # bytes of a number; others: 4

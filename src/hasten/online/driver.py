@@ -34,6 +34,10 @@ class Driver:
         wishes: Asks for one block after the other.
         record: Where blocks and what else happens are written; None: to the options' file.
         root: The process that started all of the training, whose CPU time is not others'; None: this one.
+
+    Attributes:
+        compiling: Seconds of the steps that did not count, behind the last switch: what compiling took.
+        by_pass: The candidates that are switched with a pass.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class Driver:
         self._course.drop(options.out, "off for good")
         for on, seconds, disturbed in options.former:
             self._course.saw(on, seconds, -1, disturbed)
-        self._by_pass = self._course.of(Liveness.PASS)
+        self.by_pass = self._course.of(Liveness.PASS)
         self._pass_on: frozenset[int] = frozenset()  # candidates that act in the pass that goes on
         self._first_with: frozenset[int] = frozenset()  # of them: in their first pass, where a cache fills
         self._ever: set[int] = set()
@@ -66,7 +70,7 @@ class Driver:
         self._begun_at = 0  # batches of the script's pass before those of the one that goes on
         self._passes = self._early = 0
         self._bad_before = False
-        self._compiling = 0.0
+        self.compiling = 0.0
         self._open: Open | None = None
         self._waiting: Wish | None = None  # for a pass with other techniques of its own
         self._wishes: Wishes | None = wishes(self._course, options, self)
@@ -142,7 +146,7 @@ class Driver:
     def _pass_over(self, batches: int) -> None:
         """Batches came to their end: techniques that are switched with a pass are, before the next."""
         self._last_pass = batches
-        wanted = self._wanted() & self._by_pass
+        wanted = self._wanted() & self.by_pass
         if self._first_with and self._open is not None:
             self._open = self._opened(self._open.wish)  # begun while a cache was filled: measured again
         self._first_with = frozenset(i for i in wanted - self._ever if self._options.candidates[i].name in FILLS)
@@ -173,7 +177,7 @@ class Driver:
         """Begin the block that is asked for, unless it waits for its pass."""
         wish = self._waiting
         assert wish is not None
-        waits = wish.exact and wish.on & self._by_pass != self._pass_on
+        waits = wish.exact and wish.on & self.by_pass != self._pass_on
         fills = bool(self._first_with) and self._recorder.passes
         if waits or (fills and wish.exact):
             if time.monotonic() > self._options.claim_until:
@@ -188,7 +192,7 @@ class Driver:
 
     def _block_over(self, block: Open) -> None:
         measured = block.over()
-        self._compiling = block.skipped
+        self.compiling = block.skipped
         self._note_broken()
         if alone := self._note_alone(block.on):
             measured = dataclasses.replace(measured, on=tuple(sorted(block.on - alone)))
@@ -226,7 +230,7 @@ class Driver:
 
     def _acting(self, wanted: frozenset[int]) -> frozenset[int]:
         """What acts where these are wanted: the pass's own stay as they are, what failed does not act at all."""
-        return ((wanted - self._by_pass) | self._pass_on) - set(self._course.out)
+        return ((wanted - self.by_pass) | self._pass_on) - set(self._course.out)
 
     def _ready(self) -> int:
         """Batches that workers had made before the first of this pass was asked for."""
@@ -255,16 +259,6 @@ class Driver:
             if new := tuple(i for i in indices if i not in self._course.out):
                 self._course.drop(new, why)
                 self._record.write(Event("broken", new, text=why))
-
-    @property
-    def compiling(self) -> float:
-        """Seconds of the steps that did not count, behind the last switch: what compiling took."""
-        return self._compiling
-
-    @property
-    def by_pass(self) -> set[int]:
-        """The candidates that are switched with a pass."""
-        return self._by_pass
 
     def note(self, event: Event) -> None:
         """Write something of the schedule's into the record."""

@@ -182,21 +182,13 @@ def _going_on(give: Any, session: Session) -> Any:
             begin = known.get("_hasten_begin")
             if driver is None or recorder is None or begin is None or recorder.current.iterator() is not iterator:
                 raise
-            whole = _length(begin.args[0])
+            whole = facts.length_of(begin.args[0])
             if not whole or not driver.goes_on(recorder.current, whole):
                 raise
         known["_hasten_inner"] = begin()  # outside the handler: errors are then the script's own
         return give(known["_hasten_inner"])
 
     return give_or_go_on
-
-
-def _length(loader: Any) -> int:
-    """Batches of a whole pass; 0 where nobody can say."""
-    try:
-        return len(loader)
-    except TypeError:  # an iterable dataset without a length
-        return 0
 
 
 def _look(session: Session, index: int, known: BuiltLoader, batch: Any) -> None:

@@ -166,14 +166,15 @@ class Overlay:
         if absolute is None:
             return path, dir_fd
         where = self.seen(absolute)
-        # As the script wrote it, where that leads to the same: it stands in messages and in `file.name`.
-        if where == absolute and not linked and not self._is_inside(dir_fd):
+        # As the script wrote it, where that leads to the same (a relative path in the scratch folder would not): it
+        # stands in messages and in `file.name`.
+        if where == absolute and not linked and not self.is_inside(dir_fd):
             return path, dir_fd
         return where, None
 
-    def _is_inside(self, dir_fd: int | None) -> bool:
-        """Whether relative paths begin in the scratch folder, where they would not lead to the person's files."""
-        base = self.getcwd() if dir_fd is None else self.readlink(f"/proc/self/fd/{dir_fd}")
+    def is_inside(self, fd: int | None) -> bool:
+        """Whether an open file or folder lies in the scratch folder; None: the working folder."""
+        base = self.getcwd() if fd is None else self.readlink(f"/proc/self/fd/{fd}")
         return (base + os.sep).startswith(self.root + os.sep)
 
     def writing(

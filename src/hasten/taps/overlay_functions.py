@@ -120,7 +120,7 @@ def _changing(overlay: Overlay, plain: Any) -> Any:
     def call(path: Any, *args: Any, **kwargs: Any) -> Any:
         dir_fd = kwargs.pop("dir_fd", None)
         absolute = overlay.place(path, kwargs.get("follow_symlinks", True), dir_fd)
-        if isinstance(path, int) and (absolute is None or _lies_inside(overlay, path)):
+        if isinstance(path, int) and (absolute is None or overlay.is_inside(path)):
             return plain(path, *args, **kwargs)
         if absolute is not None:
             there = overlay.is_there(absolute)  # if not, it fails as it does without us
@@ -130,11 +130,6 @@ def _changing(overlay: Overlay, plain: Any) -> Any:
         return plain(path, *args, **kwargs)
 
     return call
-
-
-def _lies_inside(overlay: Overlay, fd: int) -> bool:
-    """Whether an open file is one in the scratch folder."""
-    return (overlay.readlink(f"/proc/self/fd/{fd}") + os.sep).startswith(overlay.root + os.sep)
 
 
 # -- making, removing, moving --------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hasten.errors import OUT_OF_MEMORY
 from hasten.evidence import PHASES, Evidence, LoaderFacts, Stages
 from hasten.evidence.disks import is_network
 from hasten.evidence.figures import percent
-from hasten.evidence.waiting import waits_for_gpu
+from hasten.evidence.waiting import stages_of, waits_for_gpu
 from hasten.evidence.weigh import on_gpu
 
 # Share of the step from which a part of it is the answer; the one furthest beyond its bound is.
@@ -108,17 +108,17 @@ def _gpu_waits(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse |
 def _data(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
     loader = evidence.train_loader
     waits = f"the step waits {percent(shares['data'])} of its time for batches"
-    resource = _behind_the_loader(evidence, use)
+    stages = stages_of(evidence, loader) if loader is not None else None
+    resource = _behind_the_loader(evidence, stages, use)
     title = f"data-bound: {waits}"
     if resource != "data":
         title = f"{resource}-bound: {waits}, and the loader for its {resource}"
-    return Verdict(resource, title, tuple(_about_loading(evidence, loader, use)))
+    return Verdict(resource, title, tuple(_about_loading(evidence, loader, stages, use)))
 
 
-def _behind_the_loader(evidence: Evidence, use: SteadyUse | None) -> str:
+def _behind_the_loader(evidence: Evidence, stages: Stages | None, use: SteadyUse | None) -> str:
     """Return what the loader itself waits for: "disk", "network", or "data" where it is its own work."""
-    stages = _stages(evidence)
-    reading = stages.read / stages.seconds if stages is not None and stages.seconds > 0 else None
+    reading = stages.read / stages.seconds if stages is not None else None
     around = evidence.surroundings
     remote = around is not None and is_network(around.filesystem)
     if reading is not None and reading < 0.5:
@@ -132,12 +132,9 @@ def _behind_the_loader(evidence: Evidence, use: SteadyUse | None) -> str:
     return "data"
 
 
-def _stages(evidence: Evidence) -> Stages | None:
-    training = [index for index, loader in enumerate(evidence.loaders) if loader.role == "train"]
-    return next((stages for stages in evidence.stages if stages.loader in training), None)
-
-
-def _about_loading(evidence: Evidence, loader: LoaderFacts | None, use: SteadyUse | None) -> list[str]:
+def _about_loading(
+    evidence: Evidence, loader: LoaderFacts | None, stages: Stages | None, use: SteadyUse | None
+) -> list[str]:
     if loader is None:
         return ["the batches come from something that is no DataLoader"]
     details, cores = [], evidence.machine.cores
@@ -153,8 +150,7 @@ def _about_loading(evidence: Evidence, loader: LoaderFacts | None, use: SteadyUs
         details.append(
             f"its {loader.num_workers} workers used {use.workers:.1f} cores: they wait themselves, or start again"
         )
-    stages = _stages(evidence)
-    if stages is not None and stages.seconds > 0:
+    if stages is not None:
         most = max(stages.by_name, key=stages.by_name.__getitem__)
         details.append(f"{percent(stages.by_name[most] / stages.seconds)} of a batch's making is {STAGE_WORDS[most]}")
     return details

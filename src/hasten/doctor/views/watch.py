@@ -16,13 +16,12 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from hasten.doctor.views import TEMPLATES
 from hasten.errors import HastenError
 
-_TEMPLATES = Path(__file__).with_name("templates")
 _MOST_CONNECTIONS = 16  # at once; a page needs one
 _SLOWEST_REQUEST = 10.0  # seconds until a client that says nothing is let go
 
@@ -96,7 +95,7 @@ class Watch:
 
 def script() -> str:
     """The page's only script: it asks for the body again and puts in what has changed."""
-    return (_TEMPLATES / "watch.js").read_text(encoding="utf-8")
+    return (TEMPLATES / "watch.js").read_text(encoding="utf-8")
 
 
 class _Server(ThreadingHTTPServer):
