@@ -21,6 +21,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from hasten.online.prior import cholesky
+
 _DRIFT = 0.15  # of the noise: how far the level walks between two blocks
 _LEAST_NOISE = 0.01
 _FIRST_NOISE = 0.06
@@ -180,7 +182,7 @@ class Posterior:
 
     def draw(self, lot: random.Random) -> list[float]:
         """Draw the effects of all candidates and pairs at once, as likely as they are."""
-        mean, factor = self._known.mean, _cholesky(self._known.cov)
+        mean, factor = self._known.mean, cholesky(self._known.cov, 1e-12)[0]
         normal = [lot.gauss(0.0, 1.0) for _ in mean]
         return [mean[i] + sum(factor[i][j] * normal[j] for j in range(i + 1)) for i in range(1, len(factor) - 1)]
 
@@ -296,16 +298,3 @@ class Posterior:
             level = statistics.median(rest[i] for i in around if self.seen[i].process == block.process)
             far.append(max(1.0, abs(rest[at] - level) / (_FAR * noise * less_sure)))
         return far
-
-
-def _cholesky(matrix: list[list[float]]) -> list[list[float]]:
-    size = len(matrix)
-    factor = [[0.0] * size for _ in range(size)]
-    for i in range(size):
-        for j in range(i + 1):
-            rest = matrix[i][j] - sum(factor[i][k] * factor[j][k] for k in range(j))
-            if i == j:
-                factor[i][i] = math.sqrt(max(rest, 1e-12))
-            else:
-                factor[i][j] = rest / factor[j][j]
-    return factor

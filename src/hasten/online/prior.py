@@ -82,12 +82,22 @@ def pair_key(one: str, other: str) -> str:
 
 def _is_positive(matrix: Sequence[Sequence[float]]) -> bool:
     """Whether a matrix is symmetric and positive definite, as far as rounding tells."""
-    size = len(matrix)
-    factor = [[0.0] * size for _ in range(size)]
-    for i in range(size):
+    pairs = ((i, j) for i in range(len(matrix)) for j in range(i))
+    return all(abs(matrix[i][j] - matrix[j][i]) <= _LEAST for i, j in pairs) and cholesky(matrix, _LEAST)[1] >= -_LEAST
+
+
+def cholesky(matrix: Sequence[Sequence[float]], least: float) -> tuple[list[list[float]], float]:
+    """Return the lower triangular factor of a covariance matrix, and its lowest pivot.
+
+    Args:
+        matrix: Symmetric; below its diagonal it is not read.
+        least: What a lower pivot, which rounding may have made, is taken to be.
+    """
+    factor = [[0.0] * len(matrix) for _ in matrix]
+    lowest = math.inf
+    for i in range(len(matrix)):
         for j in range(i + 1):
             rest = matrix[i][j] - sum(factor[i][k] * factor[j][k] for k in range(j))
-            if abs(matrix[i][j] - matrix[j][i]) > _LEAST or (i == j and rest < -_LEAST):
-                return False
-            factor[i][j] = math.sqrt(max(rest, _LEAST)) if i == j else rest / factor[j][j]
-    return True
+            factor[i][j] = math.sqrt(max(rest, least)) if i == j else rest / factor[j][j]
+        lowest = min(lowest, rest)
+    return factor, lowest
