@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hasten.evidence import Evidence, ModelFacts, this_machine
+from hasten.evidence.plain import tuples
 from hasten.online.course import Course
 from hasten.online.options import Candidate, OnlineOptions
 from hasten.tuner.found import Found
@@ -136,7 +137,7 @@ def test_a_process_is_told_what_is_known(folder: Path) -> None:
     recalled = recall(folder, key())
     assert recalled is not None
     options = OnlineOptions(applied(CANDIDATES, recalled), "", 0.0, 0.0, prior=recalled.prior)
-    read = OnlineOptions.from_json(json.loads(json.dumps(dataclasses.asdict(options))))
+    read = OnlineOptions.from_json(tuples(json.loads(json.dumps(dataclasses.asdict(options)))))
     one = Course(read.candidates, prior=read.prior)
     other = Course(options.candidates, prior=options.prior)
     assert one.all_on() == other.all_on()

@@ -77,6 +77,13 @@ def finite(value: Any) -> Any:
     return value
 
 
+def tuples(value: Any) -> Any:
+    """What `dataclasses.asdict` gave, back from JSON: lists are tuples again, however deep they lie."""
+    if isinstance(value, dict):
+        return {key: tuples(part) for key, part in value.items()}
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+
 def with_texts(value: Kind, change: Callable[[str], str]) -> Kind:
     """Return plain data (dataclasses, dicts, lists, tuples) with every text in it changed, keys included."""
     changed: Any = value

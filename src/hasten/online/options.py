@@ -93,22 +93,10 @@ class OnlineOptions:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> OnlineOptions:
-        """Read what `dataclasses.asdict` gave, by way of JSON."""
-        candidates = tuple(Candidate(**one) for one in data.pop("candidates"))
-        former = tuple((tuple(on), seconds, disturbed) for on, seconds, disturbed in data.pop("former"))
-        plan = data.pop("plan")
-        settled = data.pop("settled")
-        out = tuple(data.pop("out"))
-        prior = data.pop("prior")
-        return cls(
-            candidates,
-            former=former,
-            plan=None if plan is None else tuple(plan),
-            settled=None if settled is None else tuple(settled),
-            out=out,
-            prior=None if prior is None else Prior.from_json(prior),
-            **data,
-        )
+        """Read what `dataclasses.asdict` gave, by way of JSON and `tuples`."""
+        candidates = tuple(Candidate(**one) for one in data["candidates"])
+        prior = Prior(**data["prior"]) if data["prior"] is not None else None
+        return cls(**{**data, "candidates": candidates, "prior": prior})
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 _DIGITS = 9  # behind the point: what a file needs
 _LEAST = 1e-8  # more than rounding changes
@@ -26,11 +25,6 @@ class Prior:
     rows: tuple[str, ...]
     mean: tuple[float, ...]
     covariance: tuple[tuple[float, ...], ...]
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Prior:
-        """Read what `dataclasses.asdict` gave, by way of JSON."""
-        return cls(tuple(data["rows"]), tuple(data["mean"]), tuple(map(tuple, data["covariance"])))
 
     def only(self, rows: Sequence[str]) -> Prior:
         """Return it with these rows."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hasten.evidence.plain import tuples
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -93,12 +95,8 @@ def read(path: Path, offset: int = 0) -> tuple[list[Measured | Event], int]:
     except FileNotFoundError:
         return [], offset
     whole = text[: text.rfind(b"\n") + 1]
-    return [_of(json.loads(line)) for line in whole.splitlines()], offset + len(whole)
+    return [_of(tuples(json.loads(line))) for line in whole.splitlines()], offset + len(whole)
 
 
 def _of(data: dict[str, Any]) -> Measured | Event:
-    kind = data.pop("is")
-    for name in ("on", "phases"):
-        if name in data:
-            data[name] = tuple(data[name])
-    return Measured(**data) if kind == "Measured" else Event(**data)
+    return Measured(**data) if data.pop("is") == "Measured" else Event(**data)

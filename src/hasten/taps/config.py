@@ -6,10 +6,13 @@ import dataclasses
 import json
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hasten.check.options import WitnessOptions
+from hasten.evidence.plain import tuples
 from hasten.online.options import AutoOptions, OnlineOptions
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Liveness, build
@@ -154,19 +157,16 @@ class RunConfig:
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
         """Read what `environment` put into the variable."""
-        data = json.loads(text)
-        trial, doctor, witness = data.pop("trial"), data.pop("doctor"), data.pop("witness", None)
-        warm, auto, ranks = data.pop("warm", None), data.pop("auto", None), data.pop("ranks", None)
-        data["command"] = tuple(data["command"])
-        return cls(
-            **data,
-            trial=TrialOptions(**trial) if trial else None,
-            doctor=DoctorOptions(**doctor) if doctor else None,
-            witness=WitnessOptions(**witness) if witness else None,
-            warm=OnlineOptions.from_json(warm) if warm else None,
-            auto=AutoOptions(**auto) if auto else None,
-            ranks=RankOptions(**{**ranks, "gpus": tuple(ranks["gpus"])}) if ranks else None,
-        )
+        data = tuples(json.loads(text))
+        kinds: dict[str, Callable[..., Any]] = {
+            "trial": TrialOptions,
+            "doctor": DoctorOptions,
+            "witness": WitnessOptions,
+            "warm": lambda **warm: OnlineOptions.from_json(warm),
+            "auto": AutoOptions,
+            "ranks": RankOptions,
+        }
+        return cls(**{**data, **{name: kind(**data[name]) for name, kind in kinds.items() if data[name] is not None}})
 
 
 def environment(config: RunConfig, base: dict[str, str]) -> dict[str, str]:
