@@ -10,39 +10,19 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hasten.evidence import Phase
 from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import Session
 from hasten.taps.steps_over import NEVER
 
+if TYPE_CHECKING:
+    from torch.cuda import Event
+
 _MOST = 64  # boundaries in a step; one with more (a validation inside) keeps the CPU's times
 _BEHIND = 64  # steps that may be queued and not done; older ones keep the CPU's times
 _PATIENCE = 3  # steps within which a training has put its model on the GPU
-
-
-class DeviceEvent(Protocol):
-    """The part of `torch.cuda.Event` that the clock uses."""
-
-    def query(self) -> bool:
-        """Whether all the work queued before it is done."""
-
-    def elapsed_time(self, later: Any) -> float:
-        """Milliseconds from this event to a later one; both are done."""
-
-
-class Stream(Protocol):
-    """Where events are put."""
-
-    def event(self) -> DeviceEvent:
-        """A new event, not yet put anywhere."""
-
-    def record(self, event: Any) -> None:
-        """Put it behind all the work queued so far."""
-
-    def capturing(self) -> bool:
-        """Whether a CUDA graph is being captured, into which no event may get."""
 
 
 class CudaStream:
@@ -51,14 +31,14 @@ class CudaStream:
     def __init__(self, device: int) -> None:
         self._device = device
 
-    def event(self) -> Any:
-        """A new event."""
+    def event(self) -> Event:
+        """A new event, not yet put anywhere."""
         import torch
 
         return torch.cuda.Event(enable_timing=True)
 
-    def record(self, event: Any) -> None:
-        """Put it into the stream that is current on the GPU now."""
+    def record(self, event: Event) -> None:
+        """Put it behind all the work queued so far, in the stream that is current on the GPU now."""
         import torch
 
         if torch.cuda.current_device() == self._device:
@@ -67,7 +47,7 @@ class CudaStream:
             event.record(torch.cuda.current_stream(self._device))
 
     def capturing(self) -> bool:
-        """Whether a CUDA graph is being captured."""
+        """Whether a CUDA graph is being captured, into which no event may get."""
         import torch
 
         return torch.cuda.is_current_stream_capturing()
@@ -95,7 +75,7 @@ def install(session: Session) -> None:
     session.steps_over.tell(on_step)
 
 
-def watch(session: Session, recorder: Recorder, stream: Stream) -> None:
+def watch(session: Session, recorder: Recorder, stream: CudaStream) -> None:
     """Let a clock on `stream` correct the recorder's steps from the next one on."""
     clock = DeviceClock(recorder, stream)
 
@@ -134,7 +114,7 @@ class _Step:
     """A step with the boundaries in it: each with the phase that begins there."""
 
     at: float  # on the recorder's clock, when its first event was put into the stream
-    marks: list[tuple[Phase, DeviceEvent]]
+    marks: list[tuple[Phase, Event]]
     follows: bool  # its first event is the end of the step before
     number: int = -1
 
@@ -142,17 +122,15 @@ class _Step:
 class DeviceClock:
     """Puts events into a stream at the boundaries of phases, and reads them once they are done."""
 
-    def __init__(self, recorder: Recorder, stream: Stream) -> None:
+    def __init__(self, recorder: Recorder, stream: CudaStream) -> None:
         self.works = True
         self._recorder = recorder
         self._stream = stream
-        self._pool: list[DeviceEvent] = []
+        self._pool: list[Event] = []
         self._inside: list[Phase] = []
         self._step: _Step | None = None
         self._untouched = False  # nothing was marked since the step began
-        self._queued: deque[tuple[_Step, DeviceEvent]] = (
-            deque()
-        )  # steps that are over on the CPU, with their last event
+        self._queued: deque[tuple[_Step, Event]] = deque()  # steps that are over on the CPU, with their last event
         self._last_end = 0.0  # of the last step that was read, on the recorder's clock
         self._last = -2  # its number
         self._read = 0
@@ -205,12 +183,12 @@ class DeviceClock:
             self._step = _Step(self._recorder.now(), [(Phase.DATA, self._now())], False)
         self._untouched = False
 
-    def _now(self) -> DeviceEvent:
+    def _now(self) -> Event:
         event = self._pool.pop() if self._pool else self._stream.event()
         self._stream.record(event)
         return event
 
-    def _correct(self, step: _Step, end: DeviceEvent) -> None:
+    def _correct(self, step: _Step, end: Event) -> None:
         recorder = self._recorder
         index = recorder.kept.index_of(step.number)
         before = recorder.kept.phases[index] if index is not None else []
