@@ -9,9 +9,12 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hasten import messages
+
+if TYPE_CHECKING:
+    from hasten.taps.protocol import Session
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:
@@ -20,6 +23,16 @@ def after_import(name: str, then: Callable[[], None]) -> None:
         then()
     else:
         sys.meta_path.insert(0, _Finder(name, then))
+
+
+def once_imported(session: Session, name: str, what: str, then: Callable[[Any], None]) -> None:
+    """Call `then` with a module once it has been imported; what goes wrong in it is skipped and named by `what`."""
+
+    def imported() -> None:
+        with session.run.guard(what):
+            then(sys.modules[name])
+
+    after_import(name, imported)
 
 
 def import_without_collections() -> None:

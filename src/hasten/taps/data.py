@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import sys
 import weakref
 from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
 from hasten.evidence import facts
+from hasten.taps.after_import import once_imported
 from hasten.taps.config import TrialOptions
 from hasten.taps.protocol import BuiltLoader, Session
 from hasten.taps.steps_over import NEVER
 from hasten.taps.wrapping import put, tap
 
+STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
 _LEAST_BATCHES = 6  # of a pass that a trial cuts short by time
 
 
@@ -24,19 +25,13 @@ def install(session: Session) -> None:
     """Set the taps on DataLoader, and on torchdata's StatefulDataLoader when it is imported."""
     import torch.utils.data.dataloader as room
 
-    from hasten.taps.after_import import after_import
-
     _tap_class(room.DataLoader, session)
     _tap_fetcher(room, session)
     _tap_iterator(room._BaseDataLoaderIter, session)
-    name = "torchdata.stateful_dataloader.stateful_dataloader"
-
-    def stateful() -> None:
-        # Its iterators ask torch's own `__next__`, which is tapped.
-        with session.run.guard("tap StatefulDataLoader"):
-            _tap_class(sys.modules[name].StatefulDataLoader, session)
-
-    after_import(name, stateful)
+    # Its iterators ask torch's own `__next__`, which is tapped.
+    once_imported(
+        session, STATEFUL, "tap StatefulDataLoader", lambda room: _tap_class(room.StatefulDataLoader, session)
+    )
 
 
 def _tap_class(kind: Any, session: Session) -> None:

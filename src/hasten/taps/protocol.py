@@ -109,6 +109,12 @@ class Session(ABC):
         self.error = self.ended = self.stopped_at = ""
 
     @property
+    def recorder(self) -> Recorder:
+        """The run's recorder, for observers that are being installed: then somebody listens."""
+        assert self.run.recorder is not None
+        return self.run.recorder
+
+    @property
     @abstractmethod
     def rank(self) -> int:
         """Rank of this process, as its launcher said; only rank 0 leaves evidence."""

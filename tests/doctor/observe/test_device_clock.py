@@ -302,7 +302,7 @@ def test_the_clock_is_that_of_the_one_gpu_that_trains(
     gpu = Gpu()
     gpu.session = SimpleNamespace(steps_over=StepsOver(), observers=[], run=SimpleNamespace(skip=gpu.skip))
     gpu.session.run.models, gpu.session.run.skipped = dict(enumerate(models)), gpu.skipped
-    gpu.session.run.recorder = gpu.recorder
+    gpu.session.run.recorder = gpu.session.recorder = gpu.recorder
     asked: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(device_clock, "CudaStream", lambda device: asked.append(device) or gpu)

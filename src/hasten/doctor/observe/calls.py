@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from hasten.doctor.observe.event_log import EventLog, script_place
-from hasten.taps.after_import import after_import
+from hasten.taps.after_import import once_imported
 from hasten.taps.protocol import Session
 from hasten.taps.steps_over import NEVER
 from hasten.taps.wrapping import passed_over, tap
@@ -103,11 +103,12 @@ class _Saves:
     def install(self, torch: Any) -> None:
         """Set the taps."""
         tap(torch, "save", lambda plain: self._saving(plain, "torch.save"))
-
-        def safetensors() -> None:
-            tap(sys.modules["safetensors.torch"], "save_file", lambda plain: self._saving(plain, "safetensors"))
-
-        after_import("safetensors.torch", safetensors)
+        once_imported(
+            self._session,
+            "safetensors.torch",
+            "observing safetensors",
+            lambda room: tap(room, "save_file", lambda plain: self._saving(plain, "safetensors")),
+        )
 
     @passed_over
     def _saving(self, plain: Any, detail: str) -> Any:
@@ -199,19 +200,14 @@ def _tap_loggers(session: Session, log: EventLog) -> None:
     for name in ("writerow", "writerows"):
         tap(csv.DictWriter, name, lambda plain: _counted(plain, "log", log, "csv"))
 
-    def writers(module: str) -> Any:
-        def imported() -> None:
-            with session.run.guard(f"observing {module}"):
-                kind = sys.modules[module].SummaryWriter
-                for name in _WRITER:
-                    tap(kind, name, functools.partial(_counted, kind="log", log=log, detail=f"SummaryWriter.{name}"))
+    def writers(room: Any) -> None:
+        for name in _WRITER:
+            detail = f"SummaryWriter.{name}"
+            tap(room.SummaryWriter, name, functools.partial(_counted, kind="log", log=log, detail=detail))
 
-        return imported
-
-    def wandb() -> None:
-        with session.run.guard("observing wandb"):
-            tap(sys.modules["wandb.sdk.wandb_run"].Run, "log", lambda plain: _counted(plain, "log", log, "wandb.log"))
+    def wandb(room: Any) -> None:
+        tap(room.Run, "log", lambda plain: _counted(plain, "log", log, "wandb.log"))
 
     for module in ("torch.utils.tensorboard.writer", "tensorboardX.writer"):
-        after_import(module, writers(module))
-    after_import("wandb.sdk.wandb_run", wandb)
+        once_imported(session, module, f"observing {module}", writers)
+    once_imported(session, "wandb.sdk.wandb_run", "observing wandb", wandb)

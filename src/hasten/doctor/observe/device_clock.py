@@ -55,9 +55,7 @@ class CudaStream:
 
 def install(session: Session) -> None:
     """Begin as soon as a model trains on a GPU; nothing is done, and torch.cuda is not touched, where none does."""
-    recorder = session.run.recorder
-    if recorder is None:
-        return
+    recorder = session.recorder
 
     def on_step(steps: int) -> int:
         import torch

@@ -26,16 +26,13 @@ _LARGE = 1000  # numbers in a list from which making a tensor of it is worth a w
 
 def install(session: Session) -> None:
     """Set the taps; each part that cannot be set is skipped and named."""
-    recorder = session.run.recorder
-    if recorder is None:
-        return
     log = event_log(session)
     parts: dict[str, Callable[[], None]] = {
         "tensors that are read": lambda: _tap_reads(log),
         "torch.tensor": lambda: _tap_tensors_made(log),
         "calls": lambda: tap_calls(session, log),
         "copies": lambda: tap_copies(session, log),
-        "looks": lambda: install_call_probe(session, recorder),
+        "looks": lambda: install_call_probe(session, session.recorder),
         "remote files": lambda: tap_files(session, log),
     }
     for name, part in parts.items():

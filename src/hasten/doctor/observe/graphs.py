@@ -34,10 +34,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 def install(session: Session) -> None:
     """Watch the backwards of some steps."""
-    recorder = session.run.recorder
-    if recorder is None:
-        return
-    graphs = Graphs(session, recorder)
+    graphs = Graphs(session, session.recorder)
     session.observers.append(graphs)
     session.steps_over.tell(graphs.on_step, 1)
     session.on_backward.append(graphs.on_backward)

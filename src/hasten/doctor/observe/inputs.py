@@ -21,10 +21,7 @@ _STEPS_DISTURBED = 4
 
 def install(session: Session) -> None:
     """Look at what loaders give."""
-    recorder = session.run.recorder
-    if recorder is None:
-        return
-    watch = InputWatch(recorder)
+    watch = InputWatch(session.recorder)
     session.observers.append(watch)
     session.on_batch.append(watch.seen)
 

@@ -43,10 +43,9 @@ _MARKS: dict[_Mark, Phase] = {
 def install(session: Session) -> None:
     """Look from the third step on."""
     options = session.config.doctor
-    recorder = session.run.recorder
-    if recorder is None or options is None or not options.sample:
+    if options is None or not options.sample:
         return
-    watch = LineWatch(session, recorder)
+    watch = LineWatch(session, session.recorder)
     session.observers.append(watch)
     session.steps_over.tell(watch.on_step, _FROM)
     os.register_at_fork(after_in_child=watch.forked)

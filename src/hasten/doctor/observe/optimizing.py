@@ -21,8 +21,6 @@ _RATES = 64
 
 def install(session: Session) -> None:
     """Set the taps."""
-    if session.run.recorder is None:
-        return
     log = event_log(session)
     rates = Rates(session)
     _tap_schedules(rates)

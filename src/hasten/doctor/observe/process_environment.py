@@ -20,10 +20,9 @@ _READ_EARLY = 20  # steps after which threads are read: a script may set them to
 
 def install(session: Session) -> None:
     """Ask when the run ends, and for threads while it trains."""
-    if session.run.recorder is not None:
-        around = SurroundingsReader(session)
-        session.observers.append(around)
-        session.steps_over.tell(around.on_step, _READ_EARLY)
+    around = SurroundingsReader(session)
+    session.observers.append(around)
+    session.steps_over.tell(around.on_step, _READ_EARLY)
 
 
 class SurroundingsReader:

@@ -13,7 +13,7 @@ from typing import Any
 
 from hasten.doctor.observe.event_log import EventLog, script_place
 from hasten.evidence import Event
-from hasten.taps.after_import import after_import
+from hasten.taps.after_import import once_imported
 from hasten.taps.protocol import Session
 from hasten.taps.wrapping import tap
 
@@ -26,11 +26,7 @@ def tap_files(session: Session, log: EventLog) -> None:
         return
     files = RemoteFiles(os.memfd_create("hasten-remote-files", os.MFD_CLOEXEC), session)
 
-    def imported() -> None:
-        with session.run.guard("observing fsspec"):
-            files.install(sys.modules["fsspec.spec"].AbstractBufferedFile)
-
-    after_import("fsspec.spec", imported)
+    once_imported(session, "fsspec.spec", "observing fsspec", lambda room: files.install(room.AbstractBufferedFile))
     session.observers.append(files)
 
 

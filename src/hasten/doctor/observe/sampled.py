@@ -31,10 +31,9 @@ _LONG, _VERY_LONG = 0.7, 3.0  # seconds of a step from which two are enough, or 
 
 def install(session: Session) -> None:
     """Begin with the second step."""
-    recorder = session.run.recorder
-    if recorder is None or session.config.doctor is None:
-        return
-    session.observers.append(StepSampler(session, recorder, session.config.doctor.trace, session.config.doctor.sample))
+    options = session.config.doctor
+    assert options is not None
+    session.observers.append(StepSampler(session, session.recorder, options.trace, options.sample))
 
 
 class StepSampler:

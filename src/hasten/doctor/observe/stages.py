@@ -11,13 +11,14 @@ import json
 import math
 import os
 import shutil
-import sys
 import tempfile
 from collections import defaultdict
 from typing import Any
 
 from hasten.doctor.observe.sampled_fetch import TIMED, SampledFetch, Samples, add, fetched
 from hasten.evidence import Stages
+from hasten.taps.after_import import once_imported
+from hasten.taps.data import STATEFUL
 from hasten.taps.protocol import Session
 from hasten.taps.wrapping import tap
 
@@ -31,18 +32,11 @@ def install(session: Session) -> None:
     """Set the taps on every DataLoader, and on torchdata's StatefulDataLoader when it is imported."""
     import torch.utils.data.dataloader as room
 
-    from hasten.taps.after_import import after_import
-
     observer = LoaderStages(session)
     observer.tap_fetchers(room._DatasetKind)
     observer.tap_loaders(room.DataLoader)
-    name = "torchdata.stateful_dataloader.stateful_dataloader"
-
-    def stateful() -> None:
-        with session.run.guard("stages of a StatefulDataLoader"):
-            observer.tap_loaders(sys.modules[name].StatefulDataLoader)
-
-    after_import(name, stateful)
+    what = "stages of a StatefulDataLoader"
+    once_imported(session, STATEFUL, what, lambda room: observer.tap_loaders(room.StatefulDataLoader))
     session.observers.append(observer)
     atexit.register(observer.remove)  # after the evidence, which is left by what is registered later
 

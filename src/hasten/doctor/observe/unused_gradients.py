@@ -12,8 +12,6 @@ _FIRST, _AGAIN = 6, 16  # steps that are over when parameters are looked at, and
 
 def install(session: Session) -> None:
     """Look twice."""
-    if session.run.recorder is None:
-        return
     observer = UnusedGradients(session)
     session.observers.append(observer)
     session.steps_over.tell(observer.on_step, _FIRST)
