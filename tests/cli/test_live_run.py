@@ -40,7 +40,7 @@ def test_a_run_is_seen_while_it_goes_on(tmp_path: Path) -> None:
         assert process.stdout.readline() == "half\n"
         path = tmp_path / "e.live.json"
         for _ in range(1000):
-            if path.exists() and read_live(path).steps == 24:
+            if path.exists() and read_live(path).so_far.steps == 24:
                 break
             time.sleep(0.02)
         else:
@@ -48,10 +48,10 @@ def test_a_run_is_seen_while_it_goes_on(tmp_path: Path) -> None:
             pytest.fail("there was no live file")
         live = read_live(path)
         process.communicate("go on\n", 60)
-    assert live.pid == process.pid
-    assert live.command == ("train.py",)
-    assert (live.step, live.step_of, len(live.passes)) == (24, "batch", 2)
+    seen = live.so_far
+    assert (seen.pid, seen.command) == (process.pid, ("train.py",))
+    assert (live.step, seen.step_of, len(seen.passes)) == (24, "batch", 2)
     evidence = read_evidence(tmp_path / "e.json")
     assert evidence.steps == 30
-    assert evidence.step_start[:24] == live.step_start
+    assert evidence.step_start[:24] == seen.step_start
     assert sorted(one.name for one in tmp_path.iterdir()) == ["e.json", "train.py"]

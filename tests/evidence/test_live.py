@@ -50,16 +50,17 @@ def test_it_shows_the_last_steps_while_they_go_on_and_goes_at_the_end(tmp_path: 
     live.start(loop.recorder, skipped)
     for _ in range(1000):
         loop.step()
-    _until(lambda: path.exists() and read_live(path).steps == 999)
-    seen = read_live(path)
+    _until(lambda: path.exists() and read_live(path).so_far.steps == 999)
+    live_file = read_live(path)
+    seen = live_file.so_far
     assert (seen.pid, seen.command, seen.skipped) == (os.getpid(), ("train.py", "--lr", "1"), ("one tap: because",))
-    assert seen.evidence == str(tmp_path / "evidence.json")
+    assert live_file.evidence == str(tmp_path / "evidence.json")
     assert seen.numbers == tuple(range(399, 999))
     assert len(seen.step_start) == len(seen.step_phases) == 600
-    assert seen.step == 999
-    assert seen.clock == pytest.approx(10.0)
-    assert abs(seen.updated - time.time()) < 60
-    assert seen.updated - seen.started == pytest.approx(seen.clock)
+    assert live_file.step == 999
+    assert seen.ended_at == pytest.approx(10.0)
+    assert abs(live_file.updated - time.time()) < 60
+    assert live_file.updated - live_file.started == pytest.approx(seen.ended_at)
     assert seen.step_phases[0][Phase.BACKWARD] == pytest.approx(0.0025)
     live.remove()
     assert list(tmp_path.iterdir()) == []
@@ -72,7 +73,7 @@ def test_steps_that_were_thinned_out_keep_their_numbers(tmp_path: Path) -> None:
     live = LiveFile(path, (), interval=0.01)
     live.start(loop.recorder, [])
     _until(path.exists)
-    seen = read_live(path)
+    seen = read_live(path).so_far
     live.remove()
     assert seen.every == 2
     assert seen.numbers[-1] == 20_498
@@ -117,8 +118,8 @@ def test_a_folder_that_is_gone_is_said_once_and_ends_nothing(tmp_path: Path) -> 
     [
         (None, "no run is going on at"),
         ("{", "not a live file"),
-        ('{"schema": "hasten-evidence/1"}', "not a live file of the schema hasten-live/1"),
-        ('{"schema": "hasten-live/1", "pid": "x"}', "not a live file"),
+        ('{"schema": "hasten-evidence/1"}', "not a live file of the schema hasten-live/2"),
+        ('{"schema": "hasten-live/2", "pid": "x"}', "not a live file"),
     ],
 )
 def test_what_is_no_live_file_is_said(tmp_path: Path, text: str | None, message: str) -> None:
@@ -141,5 +142,5 @@ def test_it_is_plain_json(tmp_path: Path) -> None:
     _until(path.exists)
     data = json.loads(path.read_text())
     live.remove()
-    assert data["schema"] == "hasten-live/1"
-    assert data["passes"][0]["batches"] == 0
+    assert data["schema"] == "hasten-live/2"
+    assert data["so_far"]["passes"][0]["batches"] == 0

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import HastenError
-from hasten.evidence.loaders import LoaderFacts
 from hasten.evidence.machine import this_machine
 from hasten.evidence.plain import finite, read_plain
-from hasten.evidence.schema import Evidence, Flags, ModelFacts, OptimizerFacts, Pass, misfit
+from hasten.evidence.schema import Evidence, Flags, misfit
 from hasten.files import json_of, refuse_others, write_whole
 
-SCHEMA = "hasten-live/1"
+SCHEMA = "hasten-live/2"
 _STEPS = 600  # of the last steps kept; the file stays below 100 kB
 _PASSES = 50
 _LOOKS = 5  # snapshots between two looks at what has been built, which is dearer than the steps
@@ -38,76 +37,30 @@ class Live:
     """A run that is going on.
 
     Attributes:
-        pid: Of the process that trains.
-        command: The script and its arguments.
-        evidence: Where the evidence will be when the run is over, "" if nowhere.
+        so_far: The run until now as evidence, without losses: the last 600 of its steps and 50 of its passes at the
+            most; `ended_at` is its own clock at this snapshot.
         started, updated: Seconds since 1970, by the wall clock: the run's clock at 0, and this snapshot.
-        clock: The run's own clock at this snapshot: seconds since `started`; `origin` as in the evidence.
-        steps: How many training steps are over; `step`: the number of the one that goes on, -1 between steps.
-        step_of: "batch" or "optimizer", as in the evidence.
-        every: Every which of the steps is listed here.
-        numbers: Number (from 0) of each listed step; the last 600 at the most.
-        step_start, step_phases: Of the listed steps, as in the evidence.
-        passes: The last 50 passes through loaders that are over.
-        skipped: What a tap could not do and why.
-        flags, loaders, models, optimizers: What has been built so far, as in the evidence; empty at first.
+        step: Number of the step that goes on, -1 between steps.
+        evidence: Where the evidence will be when the run is over, "" if nowhere.
     """
 
-    pid: int
-    command: tuple[str, ...]
+    so_far: Evidence
     started: float
     updated: float
-    clock: float
-    origin: float
-    steps: int
     step: int
-    step_of: str
-    every: int
-    numbers: tuple[int, ...]
-    step_start: tuple[float, ...]
-    step_phases: tuple[tuple[float, ...], ...]
-    passes: tuple[Pass, ...]
-    skipped: tuple[str, ...]
     evidence: str = ""
-    flags: Flags = dataclasses.field(default_factory=Flags)
-    loaders: tuple[LoaderFacts, ...] = ()
-    models: tuple[ModelFacts, ...] = ()
-    optimizers: tuple[OptimizerFacts, ...] = ()
     schema: str = SCHEMA
 
     def as_evidence(self, error: str) -> Evidence:
-        """Return what it tells, in the shape of evidence: for a run that left nothing else.
+        """Return what it tells, for a run that left nothing else.
 
         Args:
             error: What ended the run: "killed by SIGKILL".
         """
-        first = self.numbers[0] if self.numbers else 0
-        return Evidence(
-            command=self.command,
-            machine=this_machine(),
-            flags=self.flags,
-            loaders=self.loaders,
-            models=self.models,
-            optimizers=self.optimizers,
-            step_start=self.step_start,
-            step_phases=self.step_phases,
-            numbers=self.numbers,
-            losses=(None,) * len(self.step_start),
-            validations=(),
-            passes=self.passes,
-            step_of=self.step_of,
-            ended="failed",
-            ended_at=self.clock,
-            steps=self.steps,
-            every=self.every,
-            error=error,
-            skipped=(*self.skipped, f"steps before {first}: the live file holds the last {_STEPS} only")
-            if first
-            else self.skipped,
-            origin=self.origin,
-            pid=self.pid,
-            listened="live",
-        )
+        skipped, first = self.so_far.skipped, next(iter(self.so_far.numbers), 0)
+        if first:
+            skipped = (*skipped, f"steps before {first}: the live file holds the last {_STEPS} only")
+        return dataclasses.replace(self.so_far, ended="failed", error=error, skipped=skipped)
 
 
 def live_path(evidence: Path) -> Path:
@@ -131,7 +84,7 @@ def read_live(path: Path) -> Live:
     live = read_plain(
         Live, path, SCHEMA, "a live file", "start the run with this hasten", missing="no run is going on at"
     )
-    if wrong := misfit(live.as_evidence("")):
+    if wrong := misfit(live.so_far):
         raise HastenError(f"{path} is not a whole live file: {wrong}", "start the run with this hasten")
     return live
 
@@ -201,7 +154,7 @@ class LiveFile:
         self, recorder: Any, skipped: list[str], trains: Callable[[], bool], built: Callable[[], dict[str, Any]]
     ) -> None:
         pause, over, lock, looks = self._interval, self._over, self._lock, 0
-        structure: dict[str, Any] = {}
+        structure = {"flags": plain(Flags()), "loaders": [], "models": [], "optimizers": []}
         while not over.wait(pause):
             began = time.thread_time()
             try:
@@ -209,7 +162,7 @@ class LiveFile:
                     if looks % _LOOKS == 0:
                         structure = {name: plain(facts) for name, facts in built().items()}
                     looks += 1
-                    text = json.dumps({**self._snapshot(recorder, skipped), **structure}, allow_nan=False)
+                    text = json.dumps(self._snapshot(recorder, skipped, structure), allow_nan=False)
                     with lock:
                         if not over.is_set():
                             self._write(text)
@@ -224,7 +177,7 @@ class LiveFile:
         write_whole(self.path, text, durable=False)  # the next one comes in a second
         self._written = True
 
-    def _snapshot(self, recorder: Any, skipped: list[str]) -> dict[str, Any]:
+    def _snapshot(self, recorder: Any, skipped: list[str], structure: dict[str, Any]) -> dict[str, Any]:
         while True:  # the training goes on meanwhile, and may thin out what it keeps
             kept = recorder.kept
             every, last = kept.every, len(kept.losses)  # what is appended to last
@@ -234,22 +187,31 @@ class LiveFile:
                 break
         clock = recorder.now() - recorder.origin
         now = time.time()
-        return {
-            "schema": SCHEMA,
-            "pid": os.getpid(),
+        so_far = {
             "command": self._command,
-            "evidence": self._evidence,
-            "started": now - clock,
-            "updated": now,
-            "clock": clock,
-            "origin": recorder.origin,
-            "steps": recorder.steps,
-            "step": recorder.step_in_progress(),
-            "step_of": recorder.step_of,
-            "every": every,
-            "numbers": numbers,
+            "machine": plain(this_machine()),
+            **structure,
             "step_start": start,
             "step_phases": phases,
+            "numbers": numbers,
+            "every": every,
+            "losses": [None] * len(numbers),
+            "validations": [],
             "passes": [vars(over) for over in recorder.passes[-_PASSES:]],
+            "steps": recorder.steps,
+            "step_of": recorder.step_of,
+            "ended": "running",
+            "ended_at": clock,
             "skipped": list(skipped),
+            "origin": recorder.origin,
+            "pid": os.getpid(),
+            "listened": "live",
+        }
+        return {
+            "schema": SCHEMA,
+            "so_far": so_far,
+            "started": now - clock,
+            "updated": now,
+            "step": recorder.step_in_progress(),
+            "evidence": self._evidence,
         }

@@ -178,7 +178,7 @@ def test_while_it_trains_a_live_file_lies_beside_the_evidence(tmp_path):
                 time.sleep(0.02)
 
     trained(tmp_path, [StepMonitor(), Wait()], epochs=1)
-    assert seen[0].steps <= 3
+    assert seen[0].so_far.steps <= 3
     assert seen[0].evidence == str(tmp_path / "evidence.json")
     assert read_evidence(tmp_path / "evidence.json").listened == "trainer"
     assert not (tmp_path / "evidence.live.json").exists()

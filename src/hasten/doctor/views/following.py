@@ -105,22 +105,23 @@ class Followed:
         return max(filter(Path.is_file, found), key=_changed, default=None)  # a pipe would have to be waited for
 
     def _going_on(self, live: Live) -> tuple[Evidence, str]:
-        here = _trains_here(live)
+        here, pid = _trains_here(live), live.so_far.pid
         silent = time.time() - live.updated
-        if here and live.pid != self._sampled:
-            self._sampled = live.pid
+        if here and pid != self._sampled:
+            self._sampled = pid
             if self._sampler is not None:
                 self._sampler.stop()
-            self._sampler = Sampler(live.pid)
+            self._sampler = Sampler(pid)
         evidence = live.as_evidence("" if here else "the process is gone")
         evidence = dataclasses.replace(evidence, ended="running" if here else "failed")
-        if self._sampler is not None and live.pid == self._sampled:
-            evidence = dataclasses.replace(evidence, use=self._sampler.use(live.origin, live.pid))
+        if self._sampler is not None and pid == self._sampled:
+            evidence = dataclasses.replace(evidence, use=self._sampler.use(evidence.origin, pid))
         if not here:
-            return evidence, f"The process {live.pid} is gone and left no evidence; this is the last it told"
+            return evidence, f"The process {pid} is gone and left no evidence; this is the last it told"
         if silent > _STALE:
-            return evidence, f"The process {live.pid} has said nothing for {words.duration(silent)}"
-        return evidence, f"Going on: step {live.steps} after {words.duration(live.clock)}, process {live.pid}"
+            return evidence, f"The process {pid} has said nothing for {words.duration(silent)}"
+        going_on = f"step {evidence.steps} after {words.duration(evidence.ended_at)}, process {pid}"
+        return evidence, f"Going on: {going_on}"
 
 
 def _changed(path: Path) -> float:
@@ -134,7 +135,7 @@ def _changed(path: Path) -> float:
 def _trains_here(live: Live) -> bool:
     """Whether the process that wrote the file is alive (and no other that got its number later)."""
     try:
-        return bool(psutil.Process(live.pid).create_time() <= live.started + 1.0)
+        return bool(psutil.Process(live.so_far.pid).create_time() <= live.started + 1.0)
     except psutil.Error:
         return False
 
