@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 _NETWORK = (
@@ -19,23 +18,16 @@ def is_network(kind: str) -> bool:
 
 def filesystem(folder: Path) -> tuple[str, bool | None]:
     """Return the type of a folder's file system, and whether its disk spins; ("", None) where that is not known."""
+    import psutil
+
     try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
         device = folder.stat().st_dev
-    except OSError:
+        around = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
+    except (OSError, psutil.Error):
         return "", None
-    best, kind, number = "", "", ""
-    for line in lines:
-        # 36 35 98:0 /root /mount/point options ... - type source options
-        fields, _, rest = line.partition(" - ")
-        parts = fields.split()
-        point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), parts[4])
-        inside = point == "/" or str(folder) == point or str(folder).startswith(point + "/")
-        if inside and len(point) >= len(best):
-            best, kind, number = point, rest.split()[0], parts[2]
-    if number != f"{os.major(device)}:{os.minor(device)}" and os.major(device):
-        number = f"{os.major(device)}:{os.minor(device)}"  # subvolumes (btrfs) have numbers of their own
-    return kind, _spins(number)
+    # Of several at one place the last lies on top.
+    kind = max(reversed(around), key=lambda mount: len(mount.mountpoint)).fstype if around else ""
+    return kind, _spins(f"{os.major(device)}:{os.minor(device)}")
 
 
 def _spins(number: str) -> bool | None:
