@@ -1,4 +1,4 @@
-"""What is tapped in a script is known, function by function, and can be taken back."""
+"""What is tapped in a script is told, function by function, by the room's docstring."""
 
 from __future__ import annotations
 
@@ -9,45 +9,50 @@ from pathlib import Path
 from hasten import taps
 from tests.doctor.observe.listening import HEAD, observed
 
-TAKEN_BACK = """
-import json, os, pickle, sys
+TAPPED = """
+import json, os, pickle
+from types import FunctionType
 import hasten
-from hasten.taps import wrapping
+from torch.utils.data import dataloader
 
 PACKAGE = os.path.dirname(hasten.__file__) + os.sep  # not any folder named hasten: a clone's .venv lies in one
+OWNERS = {
+    "torch": torch, "torch.autograd": torch.autograd, "torch.jit": torch.jit,
+    "torch.nn.functional": torch.nn.functional, "Module": torch.nn.Module, "Tensor": torch.Tensor,
+    "GradScaler": torch.amp.GradScaler, "Optimizer": torch.optim.Optimizer, "DataLoader": dataloader.DataLoader,
+    "_BaseDataLoaderIter": dataloader._BaseDataLoaderIter, "_DatasetKind": dataloader._DatasetKind,
+}
 
-def step():
-    for x, y in loader:
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
+def ours(function):
+    while function is not None:
+        file = function.__code__.co_filename if isinstance(function, FunctionType) else ""
+        if file.startswith(PACKAGE):
+            yield file.removeprefix(PACKAGE).partition(".py")[0]
+        function = vars(function).get("__wrapped__") if isinstance(function, FunctionType) else None
 
-def ours(owner, name):
-    function = getattr(owner, name)
-    return getattr(getattr(function, "__code__", None), "co_filename", "").startswith(PACKAGE)
-
-step()
+for x, y in loader:
+    optimizer.zero_grad()
+    criterion(model(x), y).backward()
+    optimizer.step()
 assert pickle.loads(pickle.dumps(torch.save)) is torch.save
-table = wrapping.tapped()
-owners = [(tap.owner, tap.name) for tap in wrapping._taps]
-wrapping.restore()
-left = [f"{owner}.{name}" for owner, name in owners if ours(owner, name)]
-step()
-print(json.dumps([table, left]))
+found = [
+    (f"{title}.{name}", by) for title, owner in OWNERS.items() for name in vars(owner)
+    for by in ours(getattr(owner, name, None))
+]
+print(json.dumps(found))
 """
 
 
-def test_what_is_tapped_is_in_the_table_and_can_be_taken_back(tmp_path: Path) -> None:
-    done, _ = observed(tmp_path, HEAD + TAKEN_BACK)
-    table, left = json.loads(done.out.splitlines()[-1])
-    assert left == []
-    core = {(by.rpartition(".")[2], what) for what, by in table if by.startswith("hasten.taps.")}
+def test_what_is_tapped_is_told_in_the_rooms_docstring(tmp_path: Path) -> None:
+    done, _ = observed(tmp_path, HEAD + TAPPED)
+    table = json.loads(done.out.splitlines()[-1])
+    core = {(by.removeprefix("taps/"), what) for what, by in table if by.startswith("taps/")}
     assert {by for by, _ in core} == {"data", "modules", "optimizers", "results"}
     for by, what in core:
         told = _said_of(by)
         name = what.rpartition(".")[2]
         assert name in told or (what.startswith("torch.nn.functional.") and "losses" in told), f"{by}: {what}"
-    assert {by for _, by in table if by.startswith("hasten.doctor.observe.")}
+    assert {by for _, by in table if by.startswith("doctor/observe/")}
 
 
 def _said_of(file: str) -> str:

@@ -154,13 +154,17 @@ class LiveFile:
         self, recorder: Any, skipped: list[str], trains: Callable[[], bool], built: Callable[[], dict[str, Any]]
     ) -> None:
         pause, over, lock, looks = self._interval, self._over, self._lock, 0
-        structure = {"flags": plain(Flags()), "loaders": [], "models": [], "optimizers": []}
+        structure: dict[str, Any] = {}
         while not over.wait(pause):
             began = time.thread_time()
             try:
                 if trains():
+                    if not structure:
+                        structure = {"flags": plain(Flags()), "loaders": [], "models": [], "optimizers": []}
+                        structure["machine"] = plain(this_machine())
+                        began = time.thread_time()  # once: what it takes does not put off the next snapshot
                     if looks % _LOOKS == 0:
-                        structure = {name: plain(facts) for name, facts in built().items()}
+                        structure |= {name: plain(facts) for name, facts in built().items()}
                     looks += 1
                     text = json.dumps(self._snapshot(recorder, skipped, structure), allow_nan=False)
                     with lock:
@@ -189,7 +193,6 @@ class LiveFile:
         now = time.time()
         so_far = {
             "command": self._command,
-            "machine": plain(this_machine()),
             **structure,
             "step_start": start,
             "step_phases": phases,

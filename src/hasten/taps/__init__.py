@@ -17,6 +17,6 @@ What is tapped in a process that is listened to, by which file (doctor's observe
     overlaid_libraries  what torch, SQLite and safetensors open by native code, in a trial
     seeds       random.seed, numpy.random.seed, torch.manual_seed in a trial
 
-Functions of torch are replaced by `wrapping.tap`, which keeps what was there: `wrapping.tapped()` gives this table as
-it is in a process, and `wrapping.restore()` takes all of it back. A script's process keeps its taps to its end.
+Functions of torch are replaced by `wrapping.tap`, which keeps what was there as their `__wrapped__`. A script's process
+keeps its taps to its end.
 """

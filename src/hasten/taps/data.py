@@ -15,7 +15,7 @@ from hasten.taps.after_import import once_imported
 from hasten.taps.config import TrialOptions
 from hasten.taps.protocol import BuiltLoader, Session
 from hasten.taps.steps_over import NEVER
-from hasten.taps.wrapping import put, tap
+from hasten.taps.wrapping import tap
 
 STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
 _LEAST_BATCHES = 6  # of a pass that a trial cuts short by time
@@ -213,7 +213,7 @@ def _tap_sampler(kind: Any, trial: TrialOptions) -> None:
     whole = kind._index_sampler.fget
     kept: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
     cut = property(lambda loader: _CutSampler(whole(loader), trial, kept.setdefault(loader, [])))
-    put(kind, "_index_sampler", cut, __name__)
+    kind._index_sampler = cut
 
 
 class _CutSampler:

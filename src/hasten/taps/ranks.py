@@ -10,7 +10,7 @@ from hasten.taps.across import Across
 from hasten.taps.fed import Unshared, why_not_shared
 from hasten.taps.protocol import Session
 from hasten.taps.rank_files import install as install_files
-from hasten.taps.wrapping import put, tap
+from hasten.taps.wrapping import tap
 
 
 def under(session: Session) -> Across:
@@ -89,7 +89,7 @@ def _tap_loaders(across: Across) -> None:
 
     kind: Any = room.DataLoader
     whole = kind._index_sampler.fget
-    put(kind, "_index_sampler", property(lambda loader: across.sampler(loader, whole(loader))), __name__)
+    kind._index_sampler = property(lambda loader: across.sampler(loader, whole(loader)))
 
     def building(build: Any) -> Any:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

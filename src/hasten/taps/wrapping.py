@@ -1,41 +1,16 @@
-"""How a function is replaced by one that also listens, so that nobody else can tell, and put back.
+"""How a function is replaced by one that also listens, so that nobody else can tell.
 
-What is tapped stays so until the process ends: the script may keep the function. `tapped()` is the table of what is
-tapped by which module; `restore` takes all of it back, the last tap first.
+What is tapped stays so until the process ends: the script may keep the function.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeVar
 
 _Maker = TypeVar("_Maker", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Tap:
-    """One function that was replaced.
-
-    Attributes:
-        owner: The class or module.
-        name: Under which the function is found there.
-        by: The module of hasten's that replaced it.
-        ours: What is there now.
-        plain: What was there; None where the class has inherited it.
-    """
-
-    owner: Any
-    name: str
-    by: str
-    ours: Any
-    plain: Any
-
-
-_taps: list[Tap] = []
 
 
 def tap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -52,48 +27,7 @@ def tap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         ours.__module__, ours.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
     else:
         ours.__module__, ours.__qualname__ = owner.__name__, name
-    put(owner, name, ours, sys._getframe(1).f_globals["__name__"])
-
-
-def put(owner: Any, name: str, ours: Any, by: str) -> None:
-    """Put something of hasten's own making in the place of `owner.name`, and note it in the table."""
-    plain = vars(owner).get(name)
-    if isinstance(plain, staticmethod):
-        ours = staticmethod(ours)
-    setattr(owner, name, ours)
-    _taps.append(Tap(owner, name, by, ours, plain))
-
-
-def untap(owner: Any, name: str) -> None:
-    """Put back what was there before the last tap on `owner.name`; nothing happens where somebody has replaced it."""
-    for number in range(len(_taps) - 1, -1, -1):
-        if _taps[number].owner is owner and _taps[number].name == name:
-            _put_back(_taps.pop(number))
-            return
-
-
-def restore() -> None:
-    """Put back all that was tapped in this process."""
-    while _taps:
-        _put_back(_taps.pop())
-
-
-def _put_back(tap: Tap) -> None:
-    if vars(tap.owner).get(tap.name) is not tap.ours:
-        return  # somebody else's function stands in front of ours
-    if tap.plain is None:
-        delattr(tap.owner, tap.name)
-    else:
-        setattr(tap.owner, tap.name, tap.plain)
-
-
-def tapped() -> list[tuple[str, str]]:
-    """Return the table: what is tapped now, each with the module that did it, in the order in which it was done."""
-    return [(f"{_path(tap.owner)}.{tap.name}", tap.by) for tap in _taps]
-
-
-def _path(owner: Any) -> str:
-    return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else str(owner.__name__)
+    setattr(owner, name, staticmethod(ours) if isinstance(vars(owner).get(name), staticmethod) else ours)
 
 
 def passed_over(maker: _Maker) -> _Maker:

@@ -17,7 +17,7 @@ from hasten.doctor.observe.event_log import EventLog, device_of, script_place
 from hasten.evidence import Event
 from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import Session
-from hasten.taps.wrapping import tap, untap
+from hasten.taps.wrapping import tap
 
 _SEARCHES = {"nonzero", "argwhere", "masked_select", "where", "_unique2", "unique_dim", "unique_consecutive"}
 _WRITES = {"print", "write", "writelines", "flush", "fsync", "writerow", "writerows"}
@@ -47,6 +47,7 @@ class CallProbe:
         self._looking = False
         self._calls: list[tuple[Any, float]] = []  # those that are going on
         self._device = ""
+        self._masks: dict[str, Any] = {}  # ours, where torch has inherited them
 
     def on_step(self, steps: int) -> int:
         """A step is over: stop looking, or begin."""
@@ -65,7 +66,7 @@ class CallProbe:
         self._steps.append(steps)
         self._looking = True
         self._device = self._devices()
-        _mask_taps(torch, self._log)
+        self._masks = _mask_taps(torch, self._log)
         sys.setprofile(self._see)
 
     def stop(self) -> None:
@@ -78,7 +79,9 @@ class CallProbe:
             sys.setprofile(None)
         self._calls.clear()
         self._looking = False
-        _untap_masks(torch)
+        for name, ours in self._masks.items():
+            if vars(torch.Tensor).get(name) is ours:  # else somebody's function stands in front of it
+                delattr(torch.Tensor, name)
 
     def _devices(self) -> str:
         """Type of the device on which the model is: of a call like `torch.nonzero(x)` the tensor is not told."""
@@ -138,7 +141,9 @@ def _arguments(frame: FrameType) -> int:
     return frame.f_code.co_code[frame.f_lasti + 1]
 
 
-def _mask_taps(torch: Any, log: EventLog) -> None:
+def _mask_taps(torch: Any, log: EventLog) -> dict[str, Any]:
+    """Tap the indexing of tensors; return what was put there, by name."""
+
     def is_mask(index: Any) -> bool:
         if isinstance(index, tuple):
             return any(is_mask(part) for part in index)
@@ -166,12 +171,9 @@ def _mask_taps(torch: Any, log: EventLog) -> None:
 
         return __setitem__
 
-    for name, make in (("__getitem__", getting), ("__setitem__", setting)):
-        if name not in vars(torch.Tensor):  # torch inherits them; taking ours away leaves what was there
-            tap(torch.Tensor, name, make)
-
-
-def _untap_masks(torch: Any) -> None:
-    for name in ("__getitem__", "__setitem__"):
-        if getattr(vars(torch.Tensor).get(name), "__wrapped__", None) is not None:
-            untap(torch.Tensor, name)
+    # torch inherits them; taking ours away leaves what was there.
+    makers = {"__getitem__": getting, "__setitem__": setting}
+    makers = {name: make for name, make in makers.items() if name not in vars(torch.Tensor)}
+    for name, make in makers.items():
+        tap(torch.Tensor, name, make)
+    return {name: vars(torch.Tensor)[name] for name in makers}
