@@ -57,13 +57,7 @@ class PagesFaultedAgain(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Memory that is given back to the kernel at each step and faulted in again.
-
-        Rests on the page faults and the kernel's CPU time between steps of one pass behind the warm-up, shared out
-        among the cores that the training used (PyTorch's tuning guide, CPU; glibc manual). Validation has faults of
-        its own, and where workers are forked, all memory is faulted in once more. Where glibc was told to keep memory
-        and not to, in turn, in the run itself: on what that showed.
-        """
+        """Return at most one finding."""
         points = [one for one in evidence.memory if one.faults is not None and one.system is not None]
         stretches = _undivided(evidence, points[len(points) // 3 :])
         around = evidence.surroundings

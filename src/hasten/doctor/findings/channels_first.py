@@ -54,12 +54,7 @@ class ChannelsFirst(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Convolutions that are faster on this machine with channels last, which was tried on the spot.
-
-        In the run itself, switched on and off in blocks of steps. Where the run was too short for that, layer by layer:
-        on a CPU that stands for a step that was not tried, with the copies between layers of both
-        kinds, so there it is an estimate, and what is worth less than 5 % is not given.
-        """
+        """Return at most one finding."""
         tried = evidence.measured_for(cls.name)
         sure = is_sure(evidence, cls.name)
         if not (tried or sure) or isinstance(ChannelsLast.settings(evidence), Refusal):

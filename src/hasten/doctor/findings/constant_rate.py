@@ -68,10 +68,7 @@ class ConstantRate(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Look at a single optimizer, over the whole training or beyond its first epoch: a schedule may begin late.
-
-        Several optimizers (GANs, reinforcement learning) often keep their rates on purpose: nothing is said of them.
-        """
+        """Return at most one finding: on a single optimizer."""
         stepping = [optimizer for optimizer in evidence.optimizers if optimizer.steps]
         if len(stepping) != 1:
             return None

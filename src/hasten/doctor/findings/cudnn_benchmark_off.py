@@ -47,10 +47,7 @@ class CudnnBenchmarkOff(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """cuDNN not asked to measure although sizes stay the same: tried on the spot.
-
-        In the run itself, switched on and off in blocks of steps; where that was not done, layer by layer.
-        """
+        """Return at most one finding."""
         tried = evidence.measured_for(cls.name)
         sizes = len(evidence.inputs.shapes) if evidence.inputs else 0
         if sizes > 2 or isinstance(CudnnBenchmark.settings(evidence), Refusal):  # 2: a last, smaller batch

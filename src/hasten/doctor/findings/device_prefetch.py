@@ -48,11 +48,7 @@ class NoDevicePrefetch(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Copies from pinned memory that the GPU's step still waits for.
-
-        Rests on the copy's time by the GPU's own clock; beside the step before it, it would cost nothing (NVIDIA's
-        data prefetcher). The technique takes batches from workers, so a loader without any is left alone.
-        """
+        """Return at most one finding; a loader without workers has none for the technique to take batches from."""
         loader = evidence.train_loader
         if loader is None or not (loader.pin_memory and loader.num_workers) or not evidence.device_clock:
             return None

@@ -58,15 +58,7 @@ class FullPrecision(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Matrix work in float32 that is faster in 16 bits here.
-
-        Rests on switching autocast on and off in the run itself, in blocks of steps; on a CPU with glibc told to keep
-        memory, as the fix says. Where the run was too short for that: on its layers tried on the spot, one by one:
-        weights in float32, the forward under autocast, gradients back in float32. On a GPU where neither was done: half
-        of what its products take. On a CPU layers stand for a step that was not tried, so that is an estimate, and what
-        is worth less than 5 % is not given; nor is anything with LBFGS, whose line search compares losses that differ
-        by less than bfloat16 can tell.
-        """
+        """Return at most one finding."""
         choices = Precision.settings(evidence)
         if isinstance(choices, Refusal):
             return None

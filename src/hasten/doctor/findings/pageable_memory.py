@@ -64,11 +64,7 @@ class PageableMemory(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Batches copied to the GPU from pageable memory.
-
-        Rests on the time of the copies: what the batch's bytes would take from pinned memory less, and the GPU's
-        idleness while the CPU waited for them (Falcon, tip 2; Lin, tip 2).
-        """
+        """Return at most one finding."""
         loader = evidence.train_loader
         if loader is None or loader.pin_memory or PinMemory.refuse_without_gpu(evidence):
             return None

@@ -54,10 +54,7 @@ class PerTensorOptimizer(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """The share of the step that a fused kernel saves: switched on and off in the run itself, in blocks of steps.
-
-        Where the run was too short for that, of the optimizer's step, tried on parameters of the same shapes.
-        """
+        """Return at most one finding."""
         tried = evidence.measured_for(cls.name)
         taken = sum(one.before * one.calls for one in tried)
         if not (taken > 0 or is_sure(evidence, cls.name)) or isinstance(FusedOptimizer.settings(evidence), Refusal):

@@ -49,11 +49,7 @@ class SampleBySample(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Tensors in memory that are fetched sample by sample.
-
-        Rests on the measured wait for a batch of a TensorDataset, less what gathering its bytes at once costs
-        (Lin, tip 3; fastai #3949).
-        """
+        """Return at most one finding."""
         loader = evidence.train_loader
         if loader is None or not loader.default_collate or loader.iterable:
             return None

@@ -51,10 +51,7 @@ class SamplesRecomputed(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Samples that are made again in each epoch although they come out the same.
-
-        Rests on the measured wait and on a probe that asked for the same samples twice (Falcon, tip 1; Lin, tip 1).
-        """
+        """Return at most one finding."""
         loader, choices = evidence.train_loader, SampleCache.settings(evidence)
         if loader is None or loader.probe is None or isinstance(choices, Refusal):
             return None

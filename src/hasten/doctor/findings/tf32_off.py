@@ -50,10 +50,7 @@ class Tf32Off(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """TF32 left off on a GPU: switched on and off in the run itself, or tried on the spot, else estimated.
-
-        Convolutions have it by default.
-        """
+        """Return at most one finding, about matrix products: convolutions have TF32 by default."""
         if any(model.autocast or model.dtype != "float32" for model in evidence.models):
             return None
         if isinstance(MatmulPrecision.settings(evidence), Refusal):

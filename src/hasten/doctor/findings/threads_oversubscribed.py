@@ -45,11 +45,7 @@ class ThreadsOversubscribed(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """More threads that compute than there are cores, and cores that are all busy.
-
-        Rests on the threads of all training processes, the cores that loader workers keep busy, and the CPU use that
-        was measured; what fewer threads bring must be tried (PyTorch's tuning guide, CPU).
-        """
+        """Return at most one finding."""
         around, use, cores = evidence.surroundings, evidence.use, evidence.machine.cores
         if around is None or use is None or on_gpu(evidence) or not around.threads or saturated(evidence) is None:
             return None

@@ -67,11 +67,7 @@ class ValidationGraphs(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Forwards in eval mode that build graphs which no backward uses.
-
-        Rests on counting them. What they cost differs (none for a small MLP, 2.7x for a convolutional net, measured
-        here) and is not known here, so it is given no worth (Falcon, tip 3; Lin, tip 12; Kuhn, tip 17).
-        """
+        """Return at most one finding."""
         if isinstance(unused_graphs(evidence), Refusal):
             return None
         cured = not isinstance(NoGradValidation.settings(evidence), Refusal)

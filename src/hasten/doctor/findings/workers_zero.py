@@ -73,12 +73,7 @@ class WorkersZero(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Batches made in the training process that workers could make meanwhile.
-
-        Rests on the measured wait, from which `workers_for` works out what is left of it with workers; silent for
-        tensors in memory, whose samples cost less than a batch passed between processes (Falcon, tip 1). Where threads
-        of the training that wait for work would keep the workers' cores busy, it says what to do.
-        """
+        """Return at most one finding."""
         loader = evidence.train_loader
         if loader is None or loader.num_workers or share_of(evidence, typical_wait(evidence)) < 0.05:
             return None
