@@ -55,11 +55,6 @@ class Key:
     hasten: str
 
     @property
-    def training(self) -> tuple[object, ...]:
-        """The part that may change without another effect of a technique: the script's text and its arguments."""
-        return self.code, self.arguments
-
-    @property
     def place(self) -> tuple[object, ...]:
         """The part that an effect of a technique depends on."""
         return self.models, self.cpu, self.cores, self.gpus, self.torch, self.hasten

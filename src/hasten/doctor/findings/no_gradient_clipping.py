@@ -56,9 +56,7 @@ from hasten.doctor.source.syntax import last_name
 from hasten.evidence import Evidence, Finding, Severity
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
-_RECURRENT_IN_CODE = frozenset(
-    ["torch.nn.LSTM", "torch.nn.GRU", "torch.nn.RNN", "torch.nn.LSTMCell", "torch.nn.GRUCell", "torch.nn.RNNCell"]
-)
+_RECURRENT_IN_CODE = frozenset(f"torch.nn.{kind}" for kind in _RECURRENT)
 
 
 class NoGradientClipping(Rule):

@@ -32,7 +32,7 @@ Always. `prefetch_factor=1` or fewer workers need less.
 from __future__ import annotations
 
 from hasten.doctor.rule import Rule
-from hasten.evidence import Evidence, Finding, Severity
+from hasten.evidence import Evidence, Finding, LoaderFacts, Severity
 from hasten.evidence.figures import percent
 
 
@@ -63,7 +63,6 @@ class SmallShm(Rule):
         )
 
 
-def _held(loader: object) -> int:
+def _held(loader: LoaderFacts) -> int:
     """Bytes of the batches that a loader's workers hold ready."""
-    workers, depth, size = (getattr(loader, name) or 0 for name in ("num_workers", "prefetch_factor", "batch_bytes"))
-    return int(workers * (depth or 2) * size)
+    return loader.num_workers * (loader.prefetch_factor or 2) * loader.batch_bytes
