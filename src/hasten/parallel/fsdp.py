@@ -236,9 +236,10 @@ def begin_again(module: nn.Module) -> None:
             "Build the module again, and go on from a checkpoint.",
         )
     for kept in _kept(module):
-        kept.unsharded_accumulated_grad = None
         if (whole := getattr(kept, "_unsharded_param", None)) is not None:
             whole.grad = None
+        if kept.unsharded_accumulated_grad is not None:  # in torch 2.15 that of `whole`, which cannot be set
+            kept.unsharded_accumulated_grad = None
 
 
 def _kept(module: nn.Module) -> Iterator[Any]:
