@@ -66,7 +66,7 @@ def test_a_gradient_scaled_by_nine_tenths_is_found_under_bf16(check: Check) -> N
 
 
 def test_weights_kept_in_bf16_are_found(check: Check) -> None:
-    found = check(training("attention"), {"narrow_weights": True})
+    found = check(training("mlp"), {"narrow_weights": True})
     assert found.ok is False
     assert found.first is not None
     assert found.first.what.startswith("weight: "), said(found)

@@ -70,11 +70,17 @@ def test_without_workers(dataset, sampler, stateful, stop, again, limit):
     check({"dataset": dataset, "sampler": sampler, "stateful": stateful}, 3, (stop, stop + again), limit)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("workers", [1, 3])  # two are those of the streams, and of passes that are left early
+# Each pair of these; two workers are those of the streams, and of passes that are left early.
 @pytest.mark.parametrize(
-    ("dataset", "sampler", "stops"),
-    [("drawing", "shuffle", (4, 10)), ("own", "random_own", (9, 11)), ("sometimes", "weighted", (3, 9))],
+    ("dataset", "sampler", "stops", "workers", "persistent"),
+    [
+        ("drawing", "shuffle", (4, 10), 1, False),
+        ("drawing", "shuffle", (4, 10), 3, True),
+        ("own", "random_own", (9, 11), 1, True),
+        ("own", "random_own", (9, 11), 3, False),
+        ("sometimes", "weighted", (3, 9), 1, False),
+        ("sometimes", "weighted", (3, 9), 3, True),
+    ],
 )
 def test_workers_that_draw(dataset, sampler, stops, workers, persistent):
     init = trainings.init if dataset == "drawing" else None

@@ -33,10 +33,10 @@ SCRIPT = """
     loader = DataLoader(data, 8, shuffle=True)
     time.sleep(0.03)  # a file that was just written may be written again at the same time
     seen = []
-    for epoch in range(6):
+    for epoch in range(4):
         for number, batch in enumerate(loader):
             seen.append(batch.tolist())
-            if (epoch, number) == (4, 3): change()
+            if (epoch, number) == (2, 3): change()
     torch.save(seen, "left.pt")
 """
 WAYS = {

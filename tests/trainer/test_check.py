@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.util
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,17 @@ EAGER = [name for name in TECHNIQUES if name != "compile"]
 FEW = covering(EAGER, among=pairs_of(EAGER))
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give slow tests their rows. They take a second to find, so not where slow tests are left out."""
+    slow: dict[str, Callable[[], list[TrainerRow]]] = {
+        "test_each_pair_of_flags_keeps_its_word": lambda: [*covering(EAGER), *more()],
+        "test_compile_beside_each_technique_keeps_its_word": with_compile,
+    }
+    if rows := slow.get(metafunc.function.__name__):
+        left_out = metafunc.config.option.markexpr == "not slow"
+        metafunc.parametrize("row", [] if left_out else rows(), ids=lambda row: row.name)
+
+
 def keeps_its_word(row: TrainerRow, folder: Path) -> None:
     """Check a row and say what parts."""
     found = row.trainer(default_root_dir=folder).check(*row.fit())
@@ -36,14 +48,12 @@ def test_each_pair_of_techniques_keeps_its_word(row: TrainerRow, tmp_path: Path)
 
 @pytest.mark.slow  # a check for each row of the covering array
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("row", [*covering(EAGER), *more()], ids=lambda row: row.name)
 def test_each_pair_of_flags_keeps_its_word(row: TrainerRow, tmp_path: Path) -> None:
     keeps_its_word(row, tmp_path)
 
 
 @pytest.mark.slow  # compiles C++
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("row", with_compile(), ids=lambda row: row.name)
 def test_compile_beside_each_technique_keeps_its_word(row: TrainerRow, tmp_path: Path) -> None:
     keeps_its_word(row, tmp_path)
 

@@ -148,9 +148,10 @@ class Ranks:
         return self.process.returncode, said
 
 
-# slow: two ranks, killed and resumed
+# slow: two ranks each; Ctrl-C is tried in one process above, another rank here
 @pytest.mark.parametrize(
-    ("rank", "number", "every"), [(1, TERM, 4), (0, INT, 1), pytest.param(0, TERM, 1, marks=pytest.mark.slow)]
+    ("rank", "number", "every"),
+    [(1, TERM, 4), *(pytest.param(0, number, 1, marks=pytest.mark.slow) for number in (INT, TERM))],
 )
 def test_ranks_stop_together(tmp_path, rank, number, every):
     ranks = Ranks(tmp_path).start(100_000, every=every)
