@@ -166,7 +166,8 @@ def test_who_decodes_and_where_python_is_busy(ill: dict[str, Stages]) -> None:
     assert ill["decodes"].read > 0
     assert ill["own"].decoder == ""
     python = ill["python"]
-    assert python.python > 0.15  # nearly all of it; what samples is a thread, which misses most where others have the cores
+    # Nearly all of it; what samples is a thread, which misses most where others have the cores.
+    assert python.python > 0.15
     file, _, line = python.hottest.rpartition(":")
     assert "# the line" in Path(file).read_text().splitlines()[int(line) - 1]
     for healthy in ("numpy", "own", "transform object"):
