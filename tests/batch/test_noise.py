@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hasten.batch.words import lines as page
 from hasten.techniques.convergence.gradient_sketch import sketch
 from hasten.techniques.convergence.noise_scale import NoiseScale
 from tests.batch.test_search import MB, attempts_of, found_by
+from tests.taps.forked_pythons import forked_pythons
 
 # A sample's gradient is w - x, with x around 0 and a spread of 1 in each of 50 dimensions: tr(Sigma) = 50. SGD with a
 # rate of 0.1 leaves 0.9 of w in each step, where |w|^2 = 50 * 4 at the start; clipping would leave less of a gradient.
@@ -63,6 +65,13 @@ BY_CLOSURE = (
             optimizer.step(closure)
 """
 )
+
+
+@pytest.fixture(autouse=True)
+def attempts_are_forks() -> Iterator[None]:
+    """A script that is looked at is a fork of this process: no memory is measured here, and torch is imported."""
+    with forked_pythons():
+        yield
 
 
 def truth(step: int, clip: float = math.inf) -> float:

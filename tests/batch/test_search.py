@@ -20,6 +20,7 @@ from hasten.batch.words import as_json, lines, rate_factor, rule, split
 from hasten.cli.size import size_in_bytes
 from hasten.evidence import Evidence
 from hasten.tuner.command_line import with_argument
+from tests.taps.forked_pythons import forked_pythons
 from tests.techniques.conftest import LOADER, evidence_of
 
 MB = 10**6
@@ -210,13 +211,13 @@ def test_a_script_without_a_loader_is_told_to_name_its_argument(tmp_path: Path) 
             model(torch.ones(8, 4)).sum().backward()
             optimizer.step()
     """
-    with pytest.raises(HastenError, match="trains without a DataLoader") as raised:
+    with forked_pythons(), pytest.raises(HastenError, match="trains without a DataLoader") as raised:
         search(attempts_of(script, tmp_path), 0, lambda line: None)
     assert "--argument --batch-size" in str(raised.value.fix)
 
 
 def test_a_script_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
-    with pytest.raises(HastenError, match="ZeroDivisionError"):
+    with forked_pythons(), pytest.raises(HastenError, match="ZeroDivisionError"):
         search(attempts_of("import torch\n1 / 0\n", tmp_path), 0, lambda line: None)
 
 

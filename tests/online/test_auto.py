@@ -18,8 +18,8 @@ from hasten.online.switches import read_schedule
 from hasten.plan import Plan
 from hasten.taps.config import RunConfig, environment
 from tests.online.neighbours import neighbours
-from tests.taps.forks import forked
-from tests.taps.scripts import HASTEN, PYTHON, Done, execute
+from tests.taps.forks import forked, launched
+from tests.taps.scripts import HASTEN, PYTHON, Done
 from tests.taps.scripts import environment as bare
 
 # A step sleeps, for as long as the techniques that are on have it; nothing else is in the catalogue. `plants.py` in the
@@ -242,7 +242,7 @@ def test_a_replay_gives_the_same_numbers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ROUNDS)
     config = RunConfig(command=("train.py",), auto=options(tmp_path, 1.5))
     auto = forked(tmp_path, "train.py", "auto.pt", config=config, before=AS_IT_COMES)
-    again = execute(HASTEN, "run", "--replay", "hasten-auto.schedule", "train.py", "a.pt", cwd=tmp_path)
+    again = launched(tmp_path, HASTEN, "run", "--replay", "hasten-auto.schedule", "train.py", "a.pt")
     assert (auto.code, again.code, again.err) == (0, 0, ""), (auto.err, again.err)
     switched = read_schedule(tmp_path / "hasten-auto.schedule")
     assert len(switched) >= 2, "how many a second and a half holds is the machine's"
