@@ -10,6 +10,7 @@ from hasten.parallel.ddp import (
     explained,
     manual_forward,
     sync_batchnorm,
+    with_gradients,
     wrap,
 )
 from hasten.parallel.devices import Devices, choose_devices
@@ -23,5 +24,5 @@ from hasten.parallel.world import World
 __all__ = [
     "Devices", "Exchange", "Place", "Step", "World", "agree_on_batches", "before_backward", "choose_devices",
     "distributed_loader", "ending", "explained", "find_place", "forward", "guard", "manual_forward", "open_world",
-    "refuse_unlike", "set_epoch", "size_of", "spawn", "sync_batchnorm", "wrap",
+    "refuse_unlike", "set_epoch", "size_of", "spawn", "sync_batchnorm", "with_gradients", "wrap",
 ]  # fmt: skip

@@ -40,10 +40,6 @@ def wrap(
     module: nn.Module,
     call: Callable[..., Any],
     world: World,
-    *,
-    find_unused_parameters: bool = False,
-    static_graph: bool = False,
-    gradient_as_bucket_view: bool = True,
     **options: Any,
 ) -> DistributedDataParallel:
     """Let the gradients of `module` be averaged over the ranks while its backward runs.
@@ -55,10 +51,7 @@ def wrap(
         module: Owns the parameters; at least one must require a gradient.
         call: A step: its forward and loss, such as `module.training_step`.
         world: Of more than one rank.
-        find_unused_parameters: Some parameters take no part in some steps; costs a walk of the graph each step.
-        static_graph: Each step uses the same parameters, in the same way; allows reentrant checkpointing.
-        gradient_as_bucket_view: Gradients live in the buffers that are sent: saves their memory once.
-        **options: Any other of DistributedDataParallel's.
+        **options: Those of DistributedDataParallel; `gradient_as_bucket_view` is on unless it is given.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -70,10 +63,7 @@ def wrap(
     return DistributedDataParallel(
         Step(module, call),
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        find_unused_parameters=find_unused_parameters,
-        static_graph=static_graph,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        **options,
+        **{"gradient_as_bucket_view": True, **options},
     )
 
 
@@ -163,6 +153,13 @@ def average(gradients: list[torch.Tensor], world: World, group: Any = None) -> N
         flat.mul_(1.0 / world.size)  # before the sum, as DistributedDataParallel does: the same bits
         dist.all_reduce(flat, group=group)
         copy_back(flat, bucket)
+
+
+def with_gradients(module: nn.Module, world: World) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that have a gradient on any rank, with their names; a collective."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    have = world.reduce(torch.tensor([one.grad is not None for _, one in named], dtype=torch.uint8), "max")
+    return [one for one, somewhere in zip(named, have.tolist(), strict=True) if somewhere]
 
 
 def manual_forward(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:

@@ -32,6 +32,17 @@ def check_timeout(kind: str, timeout: Any) -> None:
         raise WrongValueError(f"{kind}(timeout={timeout!r})", "seconds above 0, a timedelta, or None")
 
 
+def check_number(kind: str, name: str, value: Any, least: int, or_none: bool = False) -> None:
+    """Raise for a number of things that is none, or too small.
+
+    Raises:
+        HastenError: It is neither a whole number of at least `least`, nor None where that may be.
+    """
+    if not (value is None and or_none) and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        wanted = f"a whole number of at least {least}{', or None' if or_none else ''}"
+        raise WrongValueError(f"{kind}({name}={value!r})", wanted)
+
+
 class Strategy:
     """One process, which exchanges nothing with others.
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from hasten.errors import HastenError
-from hasten.parallel import Exchange, World, before_backward, explained, manual_forward, wrap
+from hasten.parallel import Exchange, World, before_backward, explained, manual_forward, with_gradients, wrap
 from hasten.parallel.compression import KINDS, PowerSGD, compress
 from hasten.parallel.zero import ShardedStates
 from hasten.trainer.errors import ContradictionError, WrongValueError
-from hasten.trainer.strategies.base import Forward, Strategy, check_timeout
+from hasten.trainer.strategies.base import Forward, Strategy, check_number, check_timeout
 
 STARTS = ("ddp_fork", "ddp_notebook", "ddp_spawn")
 """Strategies that start processes from this one."""
@@ -72,10 +72,8 @@ class DDPStrategy(Strategy):
             raise WrongValueError(
                 f"DDPStrategy(gradient_compression={self.gradient_compression!r})", f"there are: {', '.join(KINDS)}"
             )
-        for name, least in (("powersgd_rank", 1), ("powersgd_start", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise WrongValueError(f"DDPStrategy({name}={value!r}) must be a whole number of at least {least}")
+        check_number("DDPStrategy", "powersgd_rank", self.powersgd_rank, 1)
+        check_number("DDPStrategy", "powersgd_start", self.powersgd_start, 0)
         if self.ddp_comm_hook is not None and self.gradient_compression is not None:
             raise ContradictionError(
                 "DDPStrategy has both ddp_comm_hook and gradient_compression: one of them exchanges gradients",
@@ -136,10 +134,6 @@ class DDP(Strategy):
         self._wrapped: Any = None
         self._power: PowerSGD | None = None
         self._sharded: dict[int, ShardedStates] = {}
-
-    def within(self, world: World) -> Strategy:
-        """Return itself: the world stays as it is."""
-        return self
 
     def optimizers(self, optimizers: list[Any], world: World) -> None:
         """Share the optimizers' states, if asked to."""
@@ -219,13 +213,10 @@ class DDP(Strategy):
 
     def accumulated(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the mean of what the ranks have gathered, which the window's end would make of it."""
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        has = self._world.reduce(torch.tensor([p.grad is not None for _, p in named], dtype=torch.uint8), "max")
         zero = torch.zeros_like
         return {
             name: self._world.mean(zero(p) if p.grad is None else p.grad)
-            for (name, p), somewhere in zip(named, has.tolist(), strict=True)
-            if somewhere
+            for name, p in with_gradients(model, self._world)
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from hasten.trainer.batches import mapped
 from hasten.trainer.errors import ContradictionError, WrongValueError
 from hasten.trainer.outputs import loss_of
 from hasten.trainer.precision import Precision
-from hasten.trainer.strategies.base import Forward, Strategy, check_timeout
+from hasten.trainer.strategies.base import Forward, Strategy, check_number, check_timeout
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -76,9 +76,7 @@ class FSDPStrategy(Strategy):
                 f"FSDPStrategy(blocks={self.blocks!r})", 'give classes, or their names: "Block,DecoderLayer"'
             )
         self.names = parts
-        size: Any = self.shard_size
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 2):
-            raise WrongValueError(f"FSDPStrategy(shard_size={size!r})", "a whole number of at least 2, or None")
+        check_number("FSDPStrategy", "shard_size", self.shard_size, 2, or_none=True)
 
     def within(self, world: World) -> Strategy:
         """Return the strategy at work; alone, nothing is sharded."""
@@ -127,10 +125,6 @@ class FSDP(Strategy):
         self._root: Root | None = None
         self._buffers: Buffers | None = None
         self._first_steps: list[in_place.FirstStep] = []
-
-    def within(self, world: World) -> Strategy:
-        """Return itself: the world stays as it is."""
-        return self
 
     # -- set-up ----------------------------------------------------------------------------------------
 

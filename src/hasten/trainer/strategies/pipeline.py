@@ -13,7 +13,7 @@ from torch import nn
 
 from hasten.data import rng
 from hasten.errors import HastenError
-from hasten.parallel import World
+from hasten.parallel import World, with_gradients
 from hasten.parallel.groups import SameBatch, average_all, mesh_of
 from hasten.parallel.pipeline import Pipeline, Place, Stage, bounds_of, gathered, refuse, split
 from hasten.trainer.batches import mapped
@@ -22,7 +22,7 @@ from hasten.trainer.logged import NamesOnly
 from hasten.trainer.loss_module import LossModule
 from hasten.trainer.outputs import loss_of
 from hasten.trainer.precision import Precision
-from hasten.trainer.strategies.base import Forward, Strategy, check_timeout
+from hasten.trainer.strategies.base import Forward, Strategy, check_number, check_timeout
 from hasten.trainer.strategies.drawing import draw_alike, drawn_apart
 from hasten.trainer.strategies.fsdp import refuse_beside
 
@@ -75,11 +75,8 @@ class PipelineStrategy(Strategy):
         check_timeout(_LABEL, self.timeout)
         if self.schedule not in ("gpipe", "1f1b"):
             raise WrongValueError(f"{_LABEL}(schedule={self.schedule!r})", 'there are: "gpipe", "1f1b"')
-        for name, least in (("microbatches", 1), ("pipeline_parallel_size", 2)):
-            value: Any = getattr(self, name)
-            wrong = not isinstance(value, int) or isinstance(value, bool) or value < least
-            if wrong and not (value is None and name == "pipeline_parallel_size"):
-                raise WrongValueError(f"{_LABEL}({name}={value!r})", f"a whole number of at least {least}")
+        check_number(_LABEL, "microbatches", self.microbatches, 1)
+        check_number(_LABEL, "pipeline_parallel_size", self.pipeline_parallel_size, 2, or_none=True)
         for name in ("layers", "loss"):
             if not isinstance(getattr(self, name), str):
                 raise WrongValueError(f"{_LABEL}({name}=...)", "give its name in the module that is trained")
@@ -119,10 +116,6 @@ class InStages(Strategy):
         self._pipeline: Pipeline | None = None
         self._module: Any = None
         self._averages = True
-
-    def within(self, world: World) -> Strategy:
-        """Return itself: the world stays as it is."""
-        return self
 
     # -- set-up ----------------------------------------------------------------------------------------
 
@@ -335,9 +328,7 @@ class InStages(Strategy):
 
     def accumulated(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the mean of what the pipelines have gathered; of other stages' parameters, tensors without memory."""
-        named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-        has = self._world.reduce(torch.tensor([one.grad is not None for _, one in named], dtype=torch.uint8), "max")
-        waits = [one for one, somewhere in zip(named, has.tolist(), strict=True) if somewhere]
+        waits = with_gradients(model, self._world)
         before = {name: one.grad for name, one in waits}
         if self._world.size > self.copies:
             group = self._mesh["data"].get_group()

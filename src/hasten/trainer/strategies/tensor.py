@@ -13,7 +13,7 @@ import torch
 
 from hasten.data import rng
 from hasten.errors import HastenError
-from hasten.parallel import World, in_place
+from hasten.parallel import World, in_place, with_gradients
 from hasten.parallel.fsdp import Buffers, begin_again, shard
 from hasten.parallel.groups import mesh_of
 from hasten.parallel.sharded import by_mesh, is_sharded
@@ -23,7 +23,7 @@ from hasten.trainer.batches import tensors
 from hasten.trainer.errors import ContradictionError, WrongValueError
 from hasten.trainer.outputs import loss_of
 from hasten.trainer.precision import Precision
-from hasten.trainer.strategies.base import Forward, Strategy, check_timeout
+from hasten.trainer.strategies.base import Forward, Strategy, check_number, check_timeout
 from hasten.trainer.strategies.drawing import draw_alike
 from hasten.trainer.strategies.fsdp import FSDP, FSDPStrategy, refuse_beside
 
@@ -84,9 +84,7 @@ class TensorParallelStrategy(Strategy):
                     f"{_LABEL}(plan=...): {path!r} has {style!r}",
                     "each path has an object of torch.distributed.tensor.parallel, such as ColwiseParallel()",
                 )
-        size: Any = self.tensor_parallel_size
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 2):
-            raise WrongValueError(f"{_LABEL}(tensor_parallel_size={size!r})", "a whole number of at least 2, or None")
+        check_number(_LABEL, "tensor_parallel_size", self.tensor_parallel_size, 2, or_none=True)
         if self.data_parallel not in ("ddp", "fsdp"):
             raise WrongValueError(f"{_LABEL}(data_parallel={self.data_parallel!r})", 'there are: "ddp", "fsdp"')
         if self.blocks is not None and self.data_parallel != "fsdp":
@@ -263,13 +261,10 @@ class TensorParallel(FSDP):
         """Return the mean of what the groups have gathered, whole."""
         if self._root is not None:
             return super().accumulated(model)
-        named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-        has = self._world.reduce(torch.tensor([one.grad is not None for _, one in named], dtype=torch.uint8), "max")
         found = {}
-        for (name, parameter), somewhere in zip(named, has.tolist(), strict=True):
-            if somewhere:
-                gradient: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                found[name] = self._world.mean(gradient.full_tensor() if is_sharded(gradient) else gradient)
+        for name, parameter in with_gradients(model, self._world):
+            gradient: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            found[name] = self._world.mean(gradient.full_tensor() if is_sharded(gradient) else gradient)
         return found
 
     # -- the end ---------------------------------------------------------------------------------------
