@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import random
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from hasten.data import rng
 from hasten.techniques.memory import step_in_backward
 
 WEIGHT, BEFORE, GRADIENT, BUFFER, STATE = "weight", "weight before the step", "gradient", "buffer", "optimizer state"
@@ -126,18 +125,12 @@ def options_of(names: Names) -> dict[str, str]:
 
 def random_states() -> dict[str, str]:
     """Return digests of the process-wide random states of Python, NumPy and torch."""
-    states = {
-        "random state of Python": _short(repr(random.getstate()).encode()),
-        "random state of torch": _short(torch.get_rng_state().numpy().tobytes()),
-    }
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kind, words, *rest = numpy.random.get_state()
-        states["random state of NumPy"] = _short(words.tobytes() + repr((kind, *rest)).encode())
+    python, numpy, cpu, _ = rng.raw({})
+    states = {"Python": python, "torch": cpu, "NumPy": numpy}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        for device in range(torch.cuda.device_count()):
-            state = torch.cuda.get_rng_state(device)
-            states[f"random state of torch on cuda:{device}"] = _short(state.numpy().tobytes())
-    return states
+        for device, state in enumerate(torch.cuda.get_rng_state_all()):
+            states[f"torch on cuda:{device}"] = state.numpy().tobytes()
+    return {f"random state of {name}": _short(repr(kept).encode()) for name, kept in states.items() if kept is not None}
 
 
 def digest(tensor: torch.Tensor) -> str:

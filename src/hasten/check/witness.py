@@ -89,18 +89,15 @@ class Witness:
         """Note a step of a training without an optimizer, which changes its weights by hand behind each backward."""
         if not self.names.optimizers:
             self._before = {}
-            self._after(None)
+            self.after_step(None)
 
     def before_step(self, closure: bool) -> None:
         """Note weights, and gradients (which a closure makes only in the step)."""
         self._before = {name: state.kept(value) for name, value in state.weights(self.names, state.BEFORE).items()}
         self._gradients = None if closure else self._kept(state.gradients(self.names))
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note what a step of an optimizer left."""
-        self._after(optimizer)
-
-    def _after(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Note what a step of an optimizer left; None: of a training without one."""
         gradients = self._gradients
         values = dict(self._before)
         values.update(gradients if gradients is not None else self._kept(state.gradients(self.names)))

@@ -87,7 +87,7 @@ def _walk(root: Any) -> Iterator[tuple[str, Any]]:
             if id(thing) in seen or len(seen) > _MOST or thing is None or isinstance(thing, _OPAQUE):
                 continue
             seen.add(id(thing))
-            if _is_generator(thing):
+            if is_generator(thing):
                 yield path, thing
                 continue
             epoch = getattr(thing, "__dict__", {}).get("epoch")
@@ -107,26 +107,25 @@ def _inside(thing: Any) -> list[tuple[Any, Any]]:
     return [(name, inner) for name, inner in getattr(thing, "__dict__", {}).items() if name != "_iterator"]
 
 
-def _is_generator(thing: Any) -> bool:
-    if isinstance(thing, torch.Generator):
-        return True
-    if isinstance(thing, random.Random):
+def is_generator(thing: Any) -> bool:
+    """Whether something is a generator whose state can be copied."""
+    if isinstance(thing, torch.Generator | random.Random):
         return not isinstance(thing, random.SystemRandom)
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(thing, (numpy.random.Generator, numpy.random.RandomState))
+    numpy = sys.modules.get("numpy.random")
+    return numpy is not None and isinstance(thing, numpy.Generator | numpy.RandomState)
 
 
 def states_of(found: dict[str, Any]) -> dict[str, Any]:
     """The states of what `find` found, as plain values and tensors."""
-    return {path: _state_of(path, thing) for path, thing in found.items()}
+    return {path: _state_of(thing) for path, thing in found.items()}
 
 
-def _state_of(path: str, thing: Any) -> Any:
+def _state_of(thing: Any) -> Any:
     if isinstance(thing, torch.Generator):
         return thing.get_state()
     if isinstance(thing, random.Random):
         return _python(thing.getstate())
-    if not _is_generator(thing):
+    if not is_generator(thing):
         return thing.epoch
     if hasattr(thing, "bit_generator"):
         return _plain(thing.bit_generator.state)
@@ -144,7 +143,7 @@ def set_states(found: dict[str, Any], states: dict[str, Any]) -> list[str]:
         thing, kept = found[path], states[path]
         if isinstance(thing, torch.Generator) and isinstance(kept, torch.Tensor):
             thing.set_state(kept.cpu())
-        elif not _is_generator(thing) and isinstance(kept, int):
+        elif not is_generator(thing) and isinstance(kept, int):
             thing.epoch = kept
         elif isinstance(thing, random.Random) and isinstance(kept, dict) and "words" in kept:
             thing.setstate(_of_python(kept))

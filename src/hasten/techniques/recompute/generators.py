@@ -98,14 +98,6 @@ class States:
         self._marks = _marks()
 
 
-def is_generator(thing: Any) -> bool:
-    """Return whether something is a generator whose state can be copied."""
-    if isinstance(thing, torch.Generator | random.Random):
-        return not isinstance(thing, random.SystemRandom)
-    numpy = sys.modules.get("numpy.random")
-    return numpy is not None and isinstance(thing, numpy.Generator | numpy.RandomState)
-
-
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()

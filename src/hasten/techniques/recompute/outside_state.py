@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hasten.techniques.recompute.generators import Drawn, States, is_generator
+from hasten.data.rng import is_generator
+from hasten.techniques.recompute.generators import Drawn, States
 from hasten.techniques.recompute.names import ModuleCode, OuterName
 
 _TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
