@@ -22,7 +22,7 @@ import types
 from pathlib import Path, PurePath
 from typing import Any
 
-from hasten.data.code_references import is_trusted, words
+from hasten.data.code_references import is_set, is_trusted, words
 from hasten.data.content_stamp import Stamp
 from hasten.data.library_state import library_state, replaced_in_libraries
 from hasten.data.snapshot import Snapshot
@@ -158,7 +158,7 @@ class _Naming:
             self.visit(function.__defaults__)
             self.visit(function.__kwdefaults__)
             for cell in function.__closure__ or ():
-                self.visit(_held(cell))
+                self.visit(cell.cell_contents if is_set(cell) else None)
             self.visit(getattr(function, "__wrapped__", None))
             self._of_nodes(function)
             return
@@ -306,10 +306,3 @@ def _is_plain_dict(values: dict[Any, Any]) -> bool:
 def _refuse_addresses(text: str) -> None:
     if " at 0x" in text:
         raise Unnamed(f"samples are made of {text[:80]}, which cannot be told in another process")
-
-
-def _held(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty one
-        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
@@ -257,20 +258,12 @@ def _order(dataset: Any, shuffle: bool, sampler: Sampler[int] | None) -> tuple[C
     if shuffle and hasattr(dataset, "order"):  # it knows which samples lie together
         return dataset.order, len(dataset), "shuffled"
     if shuffle:
-        return _Shuffled(len(dataset)), len(dataset), "shuffled"
+        return functools.partial(Permutation, len(dataset)), len(dataset), "shuffled"
     return getattr(dataset, "order_in_files", _in_order), len(dataset), "in order"
 
 
 def _in_order(seed: int, epoch: int) -> Order:
     return lambda positions: positions
-
-
-class _Shuffled:
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __call__(self, seed: int, epoch: int) -> Order:
-        return Permutation(self._length, seed, epoch)
 
 
 class _Drawn:

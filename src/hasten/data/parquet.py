@@ -17,9 +17,8 @@ from hasten.data.parquet_files import files_of, together
 from hasten.data.parquet_images import ImageError
 from hasten.data.parquet_order import FileOrder, LaneOrder
 from hasten.data.permutation import Indices
-from hasten.data.remote.files import PendingRead, RemoteFile
+from hasten.data.remote.files import PendingRead, RemoteFile, RowGroupPrefetch
 from hasten.data.remote.options import Remote
-from hasten.data.remote.prefetch import RowGroupPrefetch
 from hasten.errors import HastenError
 
 _BUDGET = 256 << 20  # bytes of row groups that are open at a time, as far as `window` is not given

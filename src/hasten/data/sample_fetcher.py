@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import time
@@ -152,28 +153,27 @@ class SampleFetcher(Dataset[Any]):
 
     def _together(self, many: Callable[[list[int]], Any], batch: KeyedBatch) -> list[Any]:
         """Let a dataset that makes many samples at once make them, by the random numbers of the first."""
+        with self._at_once(batch):
+            return list(many(list(batch)))
+        return self._each(batch)
+
+    @contextlib.contextmanager
+    def _at_once(self, batch: KeyedBatch) -> Iterator[None]:
+        """Make many samples inside, by the random numbers of the first; leave it where one fails that may fail."""
         self.begins(batch[0], batch.number)
         if self.reseed is not None:
             self.reseed(_keys(batch, batch[:1])[0])
         try:
-            return list(many(list(batch)))
+            yield
         except Exception as error:
             if self.on_error == "raise" or isinstance(error, RemoteError):
                 error.add_note(self._note(f"one of the samples {_few(batch)}", batch, error))
                 raise
-        return self._each(batch)
 
     def _whole(self, read: Callable[[list[int]], Any], batch: KeyedBatch) -> Any:
         """Have a batch read at once; where that fails, find out which of its samples fail."""
-        self.begins(batch[0], batch.number)
-        if self.reseed is not None:
-            self.reseed(_keys(batch, batch[:1])[0])
-        try:
+        with self._at_once(batch):
             return read(batch)
-        except Exception as error:
-            if self.on_error == "raise" or isinstance(error, RemoteError):
-                error.add_note(self._note(f"one of the samples {_few(batch)}", batch, error))
-                raise
         good: list[int] = []
         for index in batch:
             try:

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hasten.data.convert.source import BadRecord, Piece, fingerprint_of, pieces_of_rows
+from hasten.data.convert.source import BadRecord, RowSource, fingerprint_of
 from hasten.data.permutation import Permutation
 from hasten.errors import HastenError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 
 
-class ImageFolder:
+class ImageFolder(RowSource):
     """Rows of `image` (the file's bytes as they are), `label` (number of the subfolder in sorted order), `file`.
 
     Args:
@@ -56,10 +56,6 @@ class ImageFolder:
 
         fields = [("image", pa.binary()), *([("label", pa.int64())] if self.classes else []), ("file", pa.string())]
         return pa.schema(fields, metadata={"classes": json.dumps(self.classes)} if self.classes else None)
-
-    def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:
-        """Yield images after the first `start` in the order they are written."""
-        return pieces_of_rows(self._rows(start), self.schema(), start, size, skip_bad)
 
     def _rows(self, start: int) -> Iterator[dict[str, Any] | BadRecord]:
         order = Permutation(len(self._files), 0, 0) if self._shuffle else None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hasten.data.convert.source import BadRecord, Piece, fingerprint_of, pieces_of_rows
+from hasten.data.convert.source import BadRecord, RowSource, fingerprint_of
 from hasten.data.permutation import Permutation
 from hasten.errors import HastenError
 
@@ -47,7 +48,7 @@ def dataset_named(text: str) -> Any:
     return dataset
 
 
-class Samples:
+class Samples(RowSource):
     """Rows of a dataset's samples: a dict's values by name, a tuple's as `x0`, `x1`, anything else as `x`.
 
     Tensors and arrays become numbers or lists of fixed size (flat: `shape` stands in the column's metadata), images
@@ -66,7 +67,8 @@ class Samples:
         self._schema: Any = None
         if not self.records:
             raise HastenError(f"{name} is empty", "is it another split?")
-        first = [row for row in self._rows(0, min(_ESTIMATED, self.records)) if isinstance(row, dict)]
+        self._order = Permutation(self.records, 0, 0) if shuffle else None
+        first = [row for row in itertools.islice(self._rows(0), _ESTIMATED) if isinstance(row, dict)]
         values = [value for row in first for value in row.values()]
         taken = sum(len(value) if isinstance(value, bytes | str) else 8 * len(_as_list(value)) for value in values)
         self.size = taken // max(1, len(first)) * self.records
@@ -99,20 +101,12 @@ class Samples:
             self._schema = pa.schema(fields)
         return self._schema
 
-    def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:
-        """Yield the samples after the first `start` in the order they are written."""
-        rows = self._rows(start, len(self._dataset))
-        return pieces_of_rows(rows, self.schema(), start, size, skip_bad)
-
     def _place(self, number: int) -> int:
-        if not self._shuffle:
-            return number
-        return int(Permutation(len(self._dataset), 0, 0)(number))
+        return number if self._order is None else int(self._order(number))
 
-    def _rows(self, start: int, end: int) -> Iterator[dict[str, Any] | BadRecord]:
-        order = Permutation(len(self._dataset), 0, 0) if self._shuffle else None
-        for number in range(start, end):
-            index = number if order is None else int(order(number))
+    def _rows(self, start: int) -> Iterator[dict[str, Any] | BadRecord]:
+        for number in range(start, len(self._dataset)):
+            index = self._place(number)
             try:
                 row = {name: _plain(value) for name, value in _parts(self._dataset[index]).items()}
             except Exception as error:  # whatever a person's code raises

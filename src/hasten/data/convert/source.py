@@ -77,37 +77,35 @@ def refuse(bad: BadRecord) -> HastenError:
     return HastenError(f"{bad.where}: {bad.why}", "mend or remove it, or leave such records out with --skip-bad")
 
 
-def pieces_of_rows(
-    rows: Iterable[dict[str, Any] | BadRecord], schema: Any, start: int, size: int, skip_bad: bool
-) -> Iterator[Piece]:
-    """Yield pieces of rows that come one by one.
+class RowSource(Source):
+    """A source whose records come one by one."""
 
-    Args:
-        rows: A dict a record, or what is wrong with it.
-        schema: Of the pieces.
-        start: Records before the first of these.
-        size: Bytes of a piece.
-        skip_bad: Leave bad records out.
-    """
-    kept: list[dict[str, Any]] = []
-    places: list[int] = []
-    bad: list[BadRecord] = []
-    taken, records = 0, start
-    for row in rows:
-        records += 1
-        if isinstance(row, BadRecord):
-            if not skip_bad:
-                raise refuse(row)
-            bad.append(row)
-        else:
-            kept.append(row)
-            places.append(records)
-            taken += sum(map(_bytes_of, row.values()))
-        if taken >= size or len(kept) + len(bad) >= 65_536:
+    def _rows(self, start: int) -> Iterator[dict[str, Any] | BadRecord]:
+        """Yield the records after the first `start`, in the order they are written, or what is wrong with them."""
+        raise NotImplementedError
+
+    def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:
+        """Yield them in pieces."""
+        schema = self.schema()
+        kept: list[dict[str, Any]] = []
+        places: list[int] = []
+        bad: list[BadRecord] = []
+        taken, records = 0, start
+        for row in self._rows(start):
+            records += 1
+            if isinstance(row, BadRecord):
+                if not skip_bad:
+                    raise refuse(row)
+                bad.append(row)
+            else:
+                kept.append(row)
+                places.append(records)
+                taken += sum(map(_bytes_of, row.values()))
+            if taken >= size or len(kept) + len(bad) >= 65_536:
+                yield Piece(_table(kept, places, schema), records, tuple(bad))
+                kept, places, bad, taken = [], [], [], 0
+        if kept or bad:
             yield Piece(_table(kept, places, schema), records, tuple(bad))
-            kept, places, bad, taken = [], [], [], 0
-    if kept or bad:
-        yield Piece(_table(kept, places, schema), records, tuple(bad))
 
 
 def _table(rows: list[dict[str, Any]], places: list[int], schema: Any) -> Any:

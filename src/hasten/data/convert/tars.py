@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.data.convert.images import SUFFIXES, why_no_image
-from hasten.data.convert.source import BadRecord, Piece, fingerprint_of, pieces_of_rows
+from hasten.data.convert.source import BadRecord, RowSource, fingerprint_of
 from hasten.errors import HastenError
 
 _TEXT = ("txt", "text", "json", "caption", "transcript")
@@ -17,7 +17,7 @@ _NUMBERS = ("cls", "cls2", "index", "inx", "id")
 _SCHEMA_SAMPLES = 100
 
 
-class WebDataset:
+class WebDataset(RowSource):
     """Rows of `__key__` and a column for each ending: images as `image`, numbers, text, else bytes.
 
     Args:
@@ -52,10 +52,6 @@ class WebDataset:
             types = {"number": pa.int64(), "text": pa.string(), "bytes": pa.binary(), "image": pa.binary()}
             self._schema = pa.schema([("__key__", pa.string()), *((name, types[kind]) for name, kind in kinds.items())])
         return self._schema
-
-    def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:
-        """Yield the samples after the first `start`."""
-        return pieces_of_rows(self._rows(start), self.schema(), start, size, skip_bad)
 
     def _rows(self, start: int) -> Iterator[dict[str, Any] | BadRecord]:
         known = set(self.schema().names)

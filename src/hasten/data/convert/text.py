@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hasten.data.convert.source import BadRecord, Piece, fingerprint_of, pieces_of_rows, refuse
+from hasten.data.convert.source import BadRecord, Piece, RowSource, fingerprint_of, refuse
 from hasten.errors import HastenError
 
 _BLOCK = 1 << 20
@@ -127,7 +127,7 @@ def _all_are(column: Any, kind: Any) -> bool:
     return True
 
 
-class JsonLines:
+class JsonLines(RowSource):
     """A file of JSON objects, one a line; lists of one length become fixed-size lists.
 
     Args:
@@ -188,10 +188,6 @@ class JsonLines:
             return now if known is None else pa.unify_schemas([known, now], promote_options="permissive")
         except pa.ArrowException as error:
             raise HastenError(f"{self._file}, before line {until}: {error}", "a column has one type") from None
-
-    def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:
-        """Yield the lines after the first `start`."""
-        return pieces_of_rows(self._rows(start), self.schema(), start, size, skip_bad)
 
     def _rows(self, start: int) -> Iterator[dict[str, Any] | BadRecord]:
         with self._file.open("rb") as file:
