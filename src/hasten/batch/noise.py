@@ -11,8 +11,6 @@ from hasten.batch.attempt import Attempts
 from hasten.errors import HastenError
 from hasten.techniques.convergence.noise_scale import FEWEST, NoiseScale, noise_scale
 
-AT = (10, 30, 90)
-"""Steps of the script after which gradients are looked at: the noise scale rises from near 0 at the start."""
 _GRADIENTS = 32  # batches in a look
 
 
@@ -60,7 +58,7 @@ def critical_batch(
         attempts: Makes it.
         own: Samples in a batch.
         samples: In the training loader's dataset; 0: nobody knows.
-        at: Steps after which to look.
+        at: Steps after which to look: the noise scale rises from near 0 at the start.
         say: Gets a line.
     """
     # Without shuffling a second pass brings the same gradients: they must not be taken twice.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hasten.errors import HastenError
+from hasten.parallel.flat import copy_back
 from hasten.parallel.world import World
 
 
@@ -39,15 +40,8 @@ class ShardedStates:
         self._optimizer = weakref.proxy(optimizer)
         self.owner = self._shares()
         self._taken: list[tuple[Any, Any]] = []
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._behind),
-        ]
-
-    def release(self) -> None:
-        """Let the optimizer step all parameters again; it has the states of this rank's only."""
-        for handle in self._handles:
-            handle.remove()
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._behind)
 
     def _parameters(self) -> list[Any]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -110,8 +104,7 @@ class ShardedStates:
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.broadcast(flat, rank)
             if rank != self._world.rank:
-                for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+                copy_back(flat, tensors)
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
@@ -122,7 +115,7 @@ class ShardedStates:
         world, own = self._world, self._optimizer.state_dict()
         states: dict[int, Any] = own["state"]
         gathered: list[Any] = [None] * world.size
-        dist.all_gather_object(gathered, {at: _shapes(state) for at, state in states.items()})
+        dist.all_gather_object(gathered, {at: _without_memory(state) for at, state in states.items()})
         for rank, shapes in enumerate(gathered[1:], start=1):
             for at, names in shapes.items():
                 if world.rank == 0:
@@ -138,7 +131,7 @@ class ShardedStates:
     def _received(self, kept: Any, rank: int) -> Any:
         import torch.distributed as dist
 
-        if not isinstance(kept, _Shape):
+        if not isinstance(kept, torch.Tensor):
             return kept
         there = self._sent(torch.empty(kept.shape, dtype=kept.dtype))
         dist.recv(there, rank)
@@ -154,12 +147,6 @@ class ShardedStates:
         self._optimizer.load_state_dict({**state, "state": own})
 
 
-class _Shape:
-    """Stands for a tensor that is sent behind it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-
-
-def _shapes(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: _Shape(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+def _without_memory(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state with what says only which tensors are sent behind it."""
+    return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in state.items()}

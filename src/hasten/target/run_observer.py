@@ -38,7 +38,7 @@ def install(session: Session) -> None:
     tap(argparse.ArgumentParser, "parse_known_args", lambda plain: _parsing(plain, facts))
     for name in _WRITERS:
         after_import(name, functools.partial(_tap_writer, session, name, logged))
-    after_import(_CSV, functools.partial(_tap_csv, session, logged))
+    after_import(_CSV, functools.partial(_tap_csv, logged))
     _tap_loaders(facts)
     atexit.register(_tell_idle, session, facts)
     handle: list[Any] = []
@@ -147,7 +147,7 @@ def _adding(plain: Any, tell: Callable[[str], None]) -> Any:
     return add_scalar
 
 
-def _tap_csv(session: Session, tell: Callable[[str], None]) -> None:
+def _tap_csv(tell: Callable[[str], None]) -> None:
     def logging(plain: Any) -> Any:
         def log_metrics(self: Any, metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
             for name, value in metrics.items():

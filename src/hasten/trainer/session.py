@@ -78,14 +78,19 @@ def _open(trainer: Trainer) -> None:
 
 def _left(trainer: Trainer) -> None:
     """A callback wanted the run for itself, and is done with it."""
-    hooks, fn = trainer.engine.hooks, trainer.stage.fn
+    _tell_of_the_end(trainer, trainer.stage.fn)
+    _tear_down(trainer)
+    trainer.stage.status, trainer.stage.stage = "finished", None
+
+
+def _tell_of_the_end(trainer: Trainer, fn: str | None) -> None:
+    """Call the hooks `teardown`, and have loggers end."""
+    hooks = trainer.engine.hooks
     if (own := hooks.of_datamodule("teardown")) is not None:
         own(stage=fn)
     hooks.call("teardown", stage=fn)
     for logger in trainer.loggers:
         logger.finalize("success")
-    _tear_down(trainer)
-    trainer.stage.status, trainer.stage.stage = "finished", None
 
 
 def _where_memory_ran_out(trainer: Trainer) -> str:
@@ -166,12 +171,8 @@ def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     _tear_down(trainer)
     if fn == "fit":
         hooks.call("on_fit_end")
-    if (own := hooks.of_datamodule("teardown")) is not None:
-        own(stage=fn)
-    hooks.call("teardown", stage=fn)
+    _tell_of_the_end(trainer, fn)
     engine.model.__dict__["_current_fx_name"] = None
-    for logger in trainer.loggers:
-        logger.finalize("success")
     if measures(trainer.profiler):
         trainer.profiler.describe()
     trainer.stage.status, trainer.stage.stage = "finished", None

@@ -52,12 +52,7 @@ def as_plain_tensor(value: torch.Tensor) -> torch.Tensor | None:
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a tensor of this shape that is laid out row by row."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return torch.empty(shape, device="meta").stride()
 
 
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

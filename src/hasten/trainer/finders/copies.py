@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -124,18 +125,13 @@ def copied_fit(trainer: Trainer, fit: dict[str, Any], loaders: dict[str, Any], c
             continue
         for what, owner in (("datamodule", fit["datamodule"]), ("module", fit["model"])):
             if owner is not None and overridden(owner, hook, *trainer.engine.bases(what)):
-                object.__setattr__(owner, hook, _Hook(getattr(owner, hook), change, kind))
+                object.__setattr__(owner, hook, functools.partial(_changed, getattr(owner, hook), change, kind))
     return fit
 
 
-class _Hook:
-    """A hook that gives loaders, which come out changed."""
-
-    def __init__(self, plain: Callable[[], Any], change: Change, kind: str) -> None:
-        self._plain, self._change, self._kind = plain, change, kind
-
-    def __call__(self) -> Any:
-        return self._change(self._plain(), self._kind)
+def _changed(plain: Callable[[], Any], change: Change, kind: str) -> Any:
+    """What a hook that gives loaders gives, changed."""
+    return change(plain(), kind)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hasten.trainer import checks, feeding
@@ -12,6 +14,8 @@ from hasten.trainer.lightning.parts import Nothing, Part, flag, reads, sets
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
+
+_COUNTERS = ("current_epoch", "global_step", "total_batches", "logged_steps")  # where a trial of the tuner begins
 
 
 class _Count:
@@ -26,13 +30,6 @@ class Progress:
 
     def __init__(self, current: int, total: int, last: bool = False) -> None:
         self.current, self.total, self.is_last_batch = _Count(current), _Count(total), last
-
-
-class _Reset:
-    """A counter that can only be set back."""
-
-    def __init__(self, reset: Any) -> None:
-        self.reset = reset
 
 
 class _Loop(Part):
@@ -60,10 +57,11 @@ class _Loop(Part):
             feeding.setup(self._trainer, self._kind)
 
     def state_dict(self) -> dict[str, Any]:
-        return tuning.counters(self._trainer)
+        return {name: getattr(self._trainer.progress, name) for name in _COUNTERS}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        tuning.restore_counters(self._trainer, state_dict)
+        for name, value in state_dict.items():
+            setattr(self._trainer.progress, name, value)
 
     def reset(self) -> None:
         pass  # each run starts again
@@ -156,7 +154,8 @@ class EpochLoop(Part):
     @property
     def automatic_optimization(self) -> Any:
         part = Nothing()
-        part.optim_progress = _Reset(lambda: setattr(self._trainer.progress, "global_step", 0))  # type: ignore[attr-defined]
+        reset = functools.partial(setattr, self._trainer.progress, "global_step", 0)
+        part.optim_progress = SimpleNamespace(reset=reset)  # type: ignore[attr-defined]
         return part
 
     @property

@@ -12,19 +12,6 @@ if TYPE_CHECKING:
     from hasten.trainer.sources import Combined
     from hasten.trainer.trainer import Trainer
 
-_COUNTERS = ("current_epoch", "global_step", "total_batches", "logged_steps")
-
-
-def counters(trainer: Trainer) -> dict[str, int]:
-    """Return how far the training is, as `restore_counters` takes it."""
-    return {name: getattr(trainer.progress, name) for name in _COUNTERS}
-
-
-def restore_counters(trainer: Trainer, kept: dict[str, int]) -> None:
-    """Begin the next trial where the first one began."""
-    for name, value in kept.items():
-        setattr(trainer.progress, name, value)
-
 
 def fit(trainer: Trainer) -> None:
     """Train as the limits say, within a `fit` that has not begun to train."""
