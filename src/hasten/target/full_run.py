@@ -125,10 +125,7 @@ class FullRuns:
 
     def first(self) -> tuple[FullRun, Readings]:
         """Run the script as it is; what it reports, and `facts` of its arguments and optimizer, are kept."""
-        run, readings, folder = self._run(Candidate(), 1.0, 0, "first", self.goal, None, stop=False)
-        self.facts = _facts(folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        self.done.append(run)
+        run, readings, self.facts = self._run(Candidate(), 1.0, 0, "first", self.goal, None, stop=False)
         return run, readings
 
     def run(
@@ -152,14 +149,11 @@ class FullRuns:
             most: Seconds after which it is stopped unless it has reached that; None: never.
             stop: End it once it has reached the goal of all: what comes behind it is known.
         """
-        run, _, folder = self._run(candidate, share, seed, part, goal, most, stop)
-        shutil.rmtree(folder, ignore_errors=True)
-        self.done.append(run)
-        return run
+        return self._run(candidate, share, seed, part, goal, most, stop)[0]
 
     def _run(
         self, candidate: Candidate, share: float, seed: int, part: str, goal: Goal, most: float | None, stop: bool
-    ) -> tuple[FullRun, Readings, Path]:
+    ) -> tuple[FullRun, Readings, list[dict[str, Any]]]:
         folder = self.scratch / f"w{len(self.done)}"
         folder.mkdir()
         readings = Readings(self.goal, self.only)
@@ -186,9 +180,9 @@ class FullRuns:
         to_goal = self._met(readings, self.goal)
         log_end = last_lines(folder / "log")
         outcome, reason = _outcome(code, late, to_goal, bool(values) or self.kind is None, log_end)
-        idle: dict[str, str] = (
-            next((fact["idle"] for fact in _facts(folder) if "idle" in fact), {}) if candidate.plan else {}
-        )
+        facts = _facts(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        idle: dict[str, str] = next((fact["idle"] for fact in facts if "idle" in fact), {}) if candidate.plan else {}
         if idle and outcome in ("reached", "missed"):
             outcome, reason = "idle", "; ".join(f"{name}: {why}" for name, why in idle.items())
         if outcome in ("crashed", "out of memory", "idle"):
@@ -197,7 +191,8 @@ class FullRuns:
             candidate, share, seed, part, outcome, seconds, to_goal, code == 0, values, reason,
             log_end if outcome == "crashed" else "",
         )  # fmt: skip
-        return run, readings, folder
+        self.done.append(run)
+        return run, readings, facts
 
     def _start(self, candidate: Candidate, seed: int, folder: Path, log: Any) -> Child:
         trial = TrialOptions(str(folder), _NEVER, _NEVER, _NEVER, seconds=float(_NEVER), seed=seed, cut=False)

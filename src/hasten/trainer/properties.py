@@ -38,6 +38,16 @@ def _while(stage: str, doc: str) -> property:
     return property(is_on, switch, doc=doc)
 
 
+def _loaders(kind: str, doc: str) -> property:
+    """Return a property: the loaders of a kind; None before they are known."""
+
+    def used(trainer: TrainerProperties) -> Any:
+        source = trainer.engine.feeds[kind].source
+        return None if source is None else source.tree
+
+    return property(used, doc=doc)
+
+
 class TrainerProperties:
     """The readable side of a Trainer. Nothing here changes a training, but for the few properties with setters."""
 
@@ -284,29 +294,10 @@ class TrainerProperties:
     def ckpt_path(self, path: str | None) -> None:
         self.checkpointing.path = path
 
-    @property
-    def train_dataloader(self) -> Any:
-        """The training loaders, as they are used."""
-        return self._loaders("train")
-
-    @property
-    def val_dataloaders(self) -> Any:
-        """The validation loaders, as they are used."""
-        return self._loaders("val")
-
-    @property
-    def test_dataloaders(self) -> Any:
-        """The test loaders, as they are used."""
-        return self._loaders("test")
-
-    @property
-    def predict_dataloaders(self) -> Any:
-        """The prediction loaders, as they are used."""
-        return self._loaders("predict")
-
-    def _loaders(self, kind: str) -> Any:
-        source = self.engine.feeds[kind].source
-        return None if source is None else source.tree
+    train_dataloader = _loaders("train", "The training loaders, as they are used.")
+    val_dataloaders = _loaders("val", "The validation loaders, as they are used.")
+    test_dataloaders = _loaders("test", "The test loaders, as they are used.")
+    predict_dataloaders = _loaders("predict", "The prediction loaders, as they are used.")
 
     @property
     def num_training_batches(self) -> float:
