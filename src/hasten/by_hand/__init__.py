@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from hasten.by_hand.named import Setting, technique_settings
+from hasten.by_hand.named import technique_settings
 from hasten.by_hand.prepared import Prepared, sort
-from hasten.plan import Plan
+from hasten.plan import Plan, Setting
 
 __all__ = ["autocast", "backward", "end", "setup"]
 

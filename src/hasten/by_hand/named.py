@@ -75,6 +75,3 @@ def _check(name: str, setting: Setting) -> None:
         raise HastenError(f"setup({name}={setting!r}): there is no technique {name!r}", hint)
     if setting is not False and (wrong := technique.check(setting)):
         raise HastenError(f"setup({name}={setting!r}): {name} {wrong}")
-
-
-__all__ = ["Setting", "technique_settings"]

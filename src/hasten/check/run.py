@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from hasten.check.checked import Checked
 from hasten.check.files import ROUNDED, FileDifference, Load, compare_files, saved_by_torch
@@ -19,13 +18,6 @@ from hasten.techniques import CATALOGUE, Effect
 
 _TIMES_ITSELF = 6.0  # what noise moves by a sixth of the bound is not held against the plan
 _PLAIN_FIRST, _PLAN_FIRST = "saved as it is, resumed under the plan", "saved under the plan, resumed as it is"
-
-
-class SavedFiles(NamedTuple):
-    """How saved files are read, and from which folder their names are told."""
-
-    load: Load
-    here: Path
 
 
 def check_plan(
@@ -57,16 +49,18 @@ def check_plan(
         HastenError: The plain run fails, or trains nothing.
     """
     runs = Runs(run, folder, say, at_once, brief)
-    return _Check(runs, plan, folder, say, SavedFiles(load, here or Path.cwd()), brief).run(resume)
+    return _Check(runs, plan, folder, say, load, here or Path.cwd(), brief).run(resume)
 
 
 class _Check:
     """One check as it goes on."""
 
-    def __init__(self, runs: Runs, plan: Techniques, folder: Path, say: Say, files: SavedFiles, brief: bool) -> None:
+    def __init__(
+        self, runs: Runs, plan: Techniques, folder: Path, say: Say, load: Load, here: Path, brief: bool
+    ) -> None:
         self._runs = runs
         self._brief = brief
-        self._saved = files
+        self._load, self._here = load, here
         self._plan = plan
         self._folder = folder
         self._say = say
@@ -174,7 +168,7 @@ class _Check:
     ) -> list[FileDifference]:
         assert lap.plain is not None
         rounded = 0.0 if level is Effect.EXACT else ROUNDED
-        found = compare_files(lap.plain.saved, ended.saved, rounded, *self._saved)
+        found = compare_files(lap.plain.saved, ended.saved, rounded, self._load, self._here)
         if not found:
             return []
         own = self._saved_otherwise_by_itself(lap, 0.0)  # times, dates
@@ -194,7 +188,7 @@ class _Check:
             self._own_files[roundoff] = {
                 (one.file, one.at)
                 for other in others
-                for one in compare_files(lap.plain.saved, other.saved, rounded, *self._saved)
+                for one in compare_files(lap.plain.saved, other.saved, rounded, self._load, self._here)
             }
         return set(self._own_files[roundoff])
 
@@ -219,7 +213,7 @@ class _Check:
                 "the script read nothing of what it had saved: it does not go on from there",
                 "say how it is told to, as in --resume '--resume checkpoint.pt'",
             )
-        here = f"{self._saved.here}{os.sep}".lstrip(os.sep)  # confined runs save under whole paths
+        here = f"{self._here}{os.sep}".lstrip(os.sep)  # confined runs save under whole paths
         self._say(f"going on from {', '.join(file.removeprefix(here) for file in read[:3])}")
         found = []
         for ((plan, level), _), one, other in zip(chosen, there, back, strict=True):

@@ -148,13 +148,10 @@ class Runs:
             self.notes.append(f"the training is large: tensors were compared in every {seen['stride']}th step")
         return seen
 
-    def _follow(self, lap: ReferenceRun, plan: Techniques, level: Effect) -> tuple[Ended, Any]:
-        exact = level is Effect.EXACT
-        return self._start(plan, lap, role=FOLLOWS, exact=exact, redraws=level is Effect.SAMPLING)
-
     def begin_to_follow(self, lap: ReferenceRun, plan: Techniques, level: Effect) -> Future[tuple[Ended, Any]]:
         """Run the training under a plan beside the plain one, in its turn."""
-        return self._pool.submit(self._follow, lap, plan, level)
+        exact, redraws = level is Effect.EXACT, level is Effect.SAMPLING
+        return self._pool.submit(self._start, plan, lap, role=FOLLOWS, exact=exact, redraws=redraws)
 
     def follow(self, lap: ReferenceRun, plan: Techniques, level: Effect) -> tuple[Ended, Any]:
         """Do so and wait for it."""

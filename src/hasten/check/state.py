@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,7 +51,8 @@ class Names:
             for path, parameter in module.named_parameters():
                 named.setdefault(id(parameter), (f"{model}.{path}", parameter))
         for number, optimizer in enumerate(self.optimizers):
-            for place, tensor in enumerate(_of_groups(optimizer)):
+            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            for place, tensor in enumerate(held):
                 named.setdefault(id(tensor), (f"optimizer {number}, parameter {place}", tensor))
         return dict(named.values())
 
@@ -167,10 +168,6 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_sparse:
         return tensor.coalesce().cpu().clone()
     return tensor.cpu().clone(memory_format=torch.contiguous_format)
-
-
-def _of_groups(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def chunked_cross_entropy(
         >>> words = torch.randint(0, 40_000, (4, 250))
         >>> chunked_cross_entropy(hidden, table, words).backward()
     """
-    _check(_Given(hidden, weight, target, bias), reduction, label_smoothing, chunk)
+    _check(hidden, weight, target, bias, reduction, label_smoothing, chunk)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -131,16 +131,16 @@ class ChunkedCrossEntropy(nn.Module):
         return f"{features}, {classes}, bias={self.bias is not None}, reduction={self.reduction!r}"
 
 
-class _Given(NamedTuple):
-    hidden: Tensor
-    weight: Tensor
-    target: Tensor
-    bias: Tensor | None
-
-
-def _check(given: _Given, reduction: str, smoothing: float, chunk: int | None) -> None:
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    reduction: str,
+    smoothing: float,
+    chunk: int | None,
+) -> None:
     """Raise where an argument does not fit, with what would."""
-    hidden, weight, target, bias = given
     if reduction not in _REDUCTIONS:
         raise HastenError(f"reduction={reduction!r} is unknown", f"it must be one of {', '.join(_REDUCTIONS)}")
     if not 0.0 <= smoothing <= 1.0:
