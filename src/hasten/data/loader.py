@@ -254,7 +254,7 @@ def _order(dataset: Any, shuffle: bool, sampler: Sampler[int] | None) -> tuple[C
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(dataset):
         sampler, shuffle = None, True
     if sampler is not None:
-        return _Drawn(sampler), len(sampler), type(sampler).__name__  # type: ignore[arg-type]
+        return functools.partial(_drawn, sampler), len(sampler), type(sampler).__name__  # type: ignore[arg-type]
     if shuffle and hasattr(dataset, "order"):  # it knows which samples lie together
         return dataset.order, len(dataset), "shuffled"
     if shuffle:
@@ -266,20 +266,15 @@ def _in_order(seed: int, epoch: int) -> Order:
     return lambda positions: positions
 
 
-class _Drawn:
+def _drawn(sampler: Sampler[int], seed: int, epoch: int) -> Order:
     """The order that a sampler draws, when its generators are seeded by (seed, epoch)."""
-
-    def __init__(self, sampler: Sampler[int]) -> None:
-        self._sampler = sampler
-
-    def __call__(self, seed: int, epoch: int) -> Order:
-        own = rng.find(self._sampler)
-        before = rng.states_of(own)
-        with unmoved():
-            Reseed(self._sampler)(key_of(seed, epoch))
-            drawn = np.fromiter(self._sampler, dtype=np.int64)
-        rng.set_states(own, before)
-        return lambda positions: drawn[positions]
+    own = rng.find(sampler)
+    before = rng.states_of(own)
+    with unmoved():
+        Reseed(sampler)(key_of(seed, epoch))
+        drawn = np.fromiter(sampler, dtype=np.int64)
+    rng.set_states(own, before)
+    return lambda positions: drawn[positions]
 
 
 def _fingerprint(dataset: Any, order: str) -> str:

@@ -72,7 +72,7 @@ class NoGradValidation(Technique):
             repeatable = known.get(module)
             if repeatable is None:
                 repeatable = known[module] = self._repeatable(module)
-            return repeatable.run(module, _Forward(call, module), args, kwargs)
+            return repeatable.run(module, lambda *given, **named: call(module, given, named), args, kwargs)
 
         return validating
 
@@ -82,17 +82,12 @@ class NoGradValidation(Technique):
         itself, kind = weakref.ref(module), type(module).__name__
         self.did("model")
 
-        def asked() -> None:
-            if (module := itself()) is not None and module not in self._alone:
-                self._alone.add(module)
-                self.let_go(f"{kind}: a backward goes through it in eval mode")
-
-        def left_alone(reason: str) -> None:
+        def left_alone(reason: str = "a backward goes through it in eval mode") -> None:
             if (module := itself()) is not None and module not in self._alone:
                 self._alone.add(module)
                 self.let_go(f"{kind}: {reason}")
 
-        return Repeatable(self.name, left_alone, asked, waits=_KEEPS, with_hooks=True)
+        return Repeatable(self.name, left_alone, left_alone, waits=_KEEPS, with_hooks=True)
 
 
 def unused_graphs(evidence: Evidence) -> int | Refusal:
@@ -114,13 +109,3 @@ def _seconds_of_validation(evidence: Evidence) -> float:
     passes = [one for one in evidence.passes if not one.trained and one.batches > 1]
     batches = sum(one.batches - 1 for one in passes)
     return sum(one.end - one.first for one in passes) / batches if batches else 0.0
-
-
-class _Forward:
-    """A module's forward behind the other techniques."""
-
-    def __init__(self, call: Call, module: Any) -> None:
-        self._call, self._module = call, module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self._module, args, kwargs)
