@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import errno
 import functools
+import glob
 import io
 import os
 import shutil
@@ -48,7 +49,7 @@ def install(overlay: Overlay) -> None:
     _replace("link", _linking(overlay, os.link))
     _replace("symlink", _symlinking(overlay, os.symlink))
     _replace("listdir", _listing(overlay, os.listdir))
-    _replace("scandir", _scanning(overlay, os.scandir))
+    _replace_scandir(_scanning(overlay, os.scandir))
     _replace("chdir", _changing_folder(overlay, os.chdir))
     os.getcwd, os.getcwdb = overlay.cwd, lambda: os.fsencode(overlay.cwd())
     shutil.rmtree = _removing_tree(overlay, shutil.rmtree)
@@ -62,6 +63,14 @@ def _replace(name: str, ours: Any) -> None:
         if plain in known:
             known.add(ours)
     setattr(os, name, ours)
+
+
+def _replace_scandir(ours: Any) -> None:
+    """Also where Python 3.13's `Path.glob` keeps it under a name of its own; 3.11, 3.12 and 3.14 look into `os`."""
+    plain, globber = os.scandir, getattr(glob, "_StringGlobber", None)
+    if getattr(globber, "scandir", None) is plain:
+        globber.scandir = staticmethod(ours)  # type: ignore[union-attr]
+    _replace("scandir", ours)
 
 
 # -- opening -------------------------------------------------------------------------------------------
