@@ -22,7 +22,7 @@ words = st.text(st.characters(categories=("Ll", "Nd"), include_characters="-=./_
         "--epochs 90", "--epochs=90", "-epochs 90", "epochs=90", "--num_epochs 90", "--num-epochs=90",
         "--num_train_epochs 90", "--max_epochs 90", "--max-epochs=90", "--n_epochs 90", "--nepochs 90", "--n-epochs 90",
         "--nb_epochs 90", "--total_epochs 90", "--total-epochs 90", "--epoch 90", "trainer.max_epochs=90",
-        "+trainer.max_epochs=90", "--trainer.max_epochs 90", "training.epochs=90", "-e 90",
+        "+trainer.max_epochs=90", "--nEpochs 90", "--trainer.max_epochs 90", "training.epochs=90", "-e 90",
     ],
 )  # fmt: skip
 def test_ways_to_say_epochs(words: str) -> None:
@@ -57,14 +57,15 @@ def test_what_is_assumed() -> None:
 
 def test_what_was_seen_stands_in_place_of_what_was_assumed() -> None:
     """A script says `for epoch in range(4)` in its source; what its command line says is what will be run."""
-    run = evidence([[0.1] * 5] * 4, validation=1.0)
+    run = evidence([[0.1] * 5] * 4, validation=1.0, ended="finished")
     assumed = length_of(["train.py"], BASE)
     length = seen_to_its_end(assumed, run)
     assert length.epochs == 4
     assert length.known_from == "a process of this tune came to the end of the training"
     assert steps_of(length, BASE) == 240  # epochs of 6 s in steps of 0.1 s
     assert seen_to_its_end(assumed, None) == assumed
-    assert seen_to_its_end(assumed, evidence([])) == assumed, "it has no DataLoader"
+    assert seen_to_its_end(assumed, evidence([], ended="finished")) == assumed, "it has no DataLoader"
+    assert seen_to_its_end(assumed, evidence([[0.1] * 5])) == assumed, "it was ended"
     named = length_of(["train.py", "--epochs", "90"], BASE)
     assert seen_to_its_end(named, run) == named
 

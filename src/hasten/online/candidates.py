@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hasten.evidence import Evidence, Phase
 from hasten.evidence.figures import percent
-from hasten.online.options import Candidate
+from hasten.online.options import FILLS, Candidate
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect, Liveness, Refusal, Resource, Technique
 
@@ -43,13 +43,16 @@ class Applicable:
     skipped: tuple[Skipped, ...]
 
 
-def applicable(evidence: Evidence, *, only: frozenset[str] = frozenset(), warm: bool = True) -> Applicable:
+def applicable(
+    evidence: Evidence, *, only: frozenset[str] = frozenset(), warm: bool = True, epochs: int | None = None
+) -> Applicable:
     """Ask every technique of the catalogue.
 
     Args:
         evidence: Of the script as it is, with datasets asked what repeats itself.
         only: Names of the techniques to try; empty for all.
         warm: Whether techniques must be switched while the training runs.
+        epochs: Of the full training; None where that is not known.
     """
     shares = shares_of(evidence)
     candidates: list[Candidate] = []
@@ -60,6 +63,8 @@ def applicable(evidence: Evidence, *, only: frozenset[str] = frozenset(), warm: 
             skipped.append(Skipped(name, "not among those that --only names"))
         elif technique.effect is Effect.TRAJECTORY:
             skipped.append(Skipped(name, "changes the optimisation path: judged with --allow trajectory --target"))
+        elif name in FILLS and epochs == 1:
+            skipped.append(Skipped(name, "the training is one epoch, in which no sample comes twice"))
         elif isinstance(answer := technique.settings(evidence), Refusal):
             skipped.append(Skipped(name, answer.reason))
         elif technique.relieves is Resource.DATA and shares[Resource.DATA] < _LITTLE:

@@ -10,7 +10,8 @@ from hasten.evidence.schema import Evidence
 from hasten.tuner.timing import Timing
 
 EPOCHS = re.compile(
-    r"^(?:--?|\+)?(?:trainer\.|train\.|training\.)?(?:num|n|max|nb|total)?[-_]?(?:train[-_])?epochs?$|^-e$"
+    r"^(?:--?|\+)?(?:trainer\.|train\.|training\.)?(?:num|n|max|nb|total)?[-_]?(?:train[-_])?epochs?$|^-e$",
+    re.IGNORECASE,  # --nEpochs
 )
 _ASSUMED_SECONDS = 600.0
 _ASSUMED_EPOCHS = 10
@@ -51,8 +52,10 @@ def length_of(command: Sequence[str], baseline: Timing) -> Length:
 
 
 def seen_to_its_end(length: Length, run: Evidence | None) -> Length:
-    """Return the epochs of a run that came to its end by itself, if there was one, in place of assumed ones."""
-    if not length.assumed or run is None or not (epochs := sum(one.trained for one in run.passes)):
+    """Return the epochs of a run, if it came to its end by itself, in place of assumed ones."""
+    if not length.assumed or run is None or run.ended != "finished":
+        return length
+    if not (epochs := sum(one.trained for one in run.passes)):
         return length
     return Length(epochs, "a process of this tune came to the end of the training")
 

@@ -62,7 +62,7 @@ class OnlineSearch:
         self._plain_crashes = 0
         self._processes = 0
         self._last_step = 0  # of a process that went on for long behind it
-        self.whole: Evidence | None = None  # of the last process that came to its end by itself
+        self.ended: Evidence | None = None  # of the last process that came to its end by itself
 
     def search(self) -> bool:
         """Search until the time is out; False where this script cannot be tuned in one process."""
@@ -145,22 +145,23 @@ class OnlineSearch:
         )
         process = _Process(self._trials, self._found, options, self._on_block, self._step)
         process.run(folder, self._startup)
-        if not (process.done or process.crashed or process.late or options.early_ends):
-            self._ended(folder / "evidence.json")
+        if not (process.done or process.crashed or process.late):
+            self._ended(folder / "evidence.json", whole=not options.early_ends)
         shutil.rmtree(folder, ignore_errors=True)
         self._ran.update(*(block.on for block in self._found.blocks if _counts(block)))
         if process.crashed:
             self._blame(process)
         return process
 
-    def _ended(self, path: Path) -> None:
-        """Learn from a process that came to its end by itself how long the training is."""
+    def _ended(self, path: Path, whole: bool) -> None:
+        """Learn how long the training is from a process that came to its end by itself, its passes `whole` or cut."""
         try:
-            self.whole = read_evidence(path)
+            self.ended = read_evidence(path)
         except HastenError:  # it left none: it was ended by something else
             return
-        self._options = dataclasses.replace(self._options, total_steps=max(1, self.whole.steps))
-        self._last_step = max(self._last_step, _last_step(self.whole))
+        if whole:
+            self._options = dataclasses.replace(self._options, total_steps=max(1, self.ended.steps))
+            self._last_step = max(self._last_step, _last_step(self.ended))
 
     def _blame(self, process: _Process) -> None:
         """Find out what a crash, a hang or a NaN is due to, as far as that is known; it is off for good."""

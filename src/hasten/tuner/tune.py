@@ -125,7 +125,7 @@ class _Tune:
     def run(self) -> Tuned:
         self.baseline = self._baseline()
         self.startup, self.step = self.baseline.startup, self.baseline.timing.step
-        self.length = length_of(self.trials.command, self.baseline.timing)
+        self.length = seen_to_its_end(length_of(self.trials.command, self.baseline.timing), self.baseline.evidence)
         self.block = _block_seconds(self.options.budget, self.length.epochs * seconds_per_epoch(self.baseline.timing))
         self._recall()
         self.asked = self._applicable(warm=not self._apart())
@@ -165,8 +165,8 @@ class _Tune:
         return ""
 
     def _applicable(self, warm: bool) -> Applicable:
-        options = self.options
-        asked = applicable(self.baseline.evidence, only=options.only, warm=warm)
+        only, epochs = self.options.only, self.length.epochs
+        asked = applicable(self.baseline.evidence, only=only, warm=warm, epochs=epochs)
         return dataclasses.replace(asked, candidates=applied(asked.candidates, self.recalled))
 
     def _recall(self) -> None:
@@ -208,7 +208,7 @@ class _Tune:
     def _search_online(self) -> None:
         online = self._online()
         searched = online.search()
-        self.length = seen_to_its_end(self.length, online.whole)
+        self.length = seen_to_its_end(self.length, online.ended)
         if not searched:
             self.asked = self._applicable(warm=False)
             self.found = dataclasses.replace(self._found(warm=False), blocks=self.found.blocks)
