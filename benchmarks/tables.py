@@ -54,14 +54,12 @@ short settings of their own flags. `whole run` is the wall time of the process, 
 the script's own progress lines. Neither uses hasten's clock. Two pairs each: a check that nothing breaks or
 slows down, not as the best that can be had.
 
-Tuned in two minutes, on two quiet cores: nanogpt, vae and the two word language models by the search of commit
-8ee5a51 ([how](tune.md)); mnist_rnn, super_resolution, mingpt_adder, dcgan_fake, timm_train and yunjey_feedforward by
-that of cd136b9. mnist and imagenet_dummy by the search before it, at a high priority beside other work (load 10 to 14).
-The other three rows are those of the search before that, which asked one question a process in 60 to 140 seconds; they
-are not measured again yet.
-
-nanogpt's run is 300 steps, 14 s. A tune does not know how long a script without a DataLoader trains, and compiled: the
-first whole run took 17.7 s for 13.6, the second, with compiled kernels on the disk, 12.9 for 13.6.
+Tuned in two minutes, on two quiet cores: mnist, mnist_rnn and super_resolution by the search of commit fb1ba1e
+([how](tune.md)); imagenet_dummy, dcgan_fake, nanogpt, mingpt_adder, timm_train and yunjey_feedforward by that of ca456f7,
+which knew less of how long short trainings are (there super_resolution's whole run was 0.82x, compiled for 5 s; mnist's
+1.11x, with a cache in one epoch; mnist_rnn's plan was empty); vae and the two word language models by that of 8ee5a51. The
+other three rows are those of an older search, which asked one question a process in 60 to 140 seconds; they are not
+measured again yet.
 """
 
 REGRET = """## What a short budget leaves behind
