@@ -55,11 +55,11 @@ the script's own progress lines. Neither uses hasten's clock. Two pairs each: a 
 slows down, not as the best that can be had.
 
 Tuned in two minutes, on two quiet cores: mnist, mnist_rnn and super_resolution by the search of commit fb1ba1e
-([how](tune.md)); imagenet_dummy, dcgan_fake, nanogpt, mingpt_adder, timm_train and yunjey_feedforward by that of ca456f7,
-which knew less of how long short trainings are (there super_resolution's whole run was 0.82x, compiled for 5 s; mnist's
-1.11x, with a cache in one epoch; mnist_rnn's plan was empty); vae and the two word language models by that of 8ee5a51. The
-other three rows are those of an older search, which asked one question a process in 60 to 140 seconds; they are not
-measured again yet.
+([how](tune.md)); imagenet_dummy, dcgan_fake, nanogpt, mingpt_adder, timm_train and yunjey_feedforward by that of
+ca456f7, which knew less of how long short trainings are (there super_resolution's whole run was 0.82x, compiled for
+5 s; mnist's 1.11x, with a cache in one epoch; mnist_rnn's plan was empty); vae and the two word language models by that
+of 8ee5a51. The other three rows are those of an older search, which asked one question a process in 60 to 140 seconds;
+they are not measured again yet.
 """
 
 REGRET = """## What a short budget leaves behind

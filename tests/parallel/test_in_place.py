@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
@@ -37,6 +38,52 @@ def test_the_first_step_alone_is_watched():
     torch.testing.assert_close(weight, torch.full((3,), 0.7), check_dtype=False)
     first.remove()
     assert "step" not in vars(optimizer)
+
+
+def test_a_closure_is_the_trainings_own_and_is_compiled():
+    weight, optimizer = _trained()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def loss():
+        return (weight * 2).sum()
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    FirstStep(optimizer)
+    optimizer.step(closure)
+    assert optimizer.watched == [True]
+    assert len(graphs) == 1
+    torch.testing.assert_close(weight, torch.full((3,), 0.8), check_dtype=False)
+
+
+def test_a_step_that_is_compiled_is_not_watched():
+    _, optimizer = _trained()
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    FirstStep(optimizer)
+    optimizer.step()
+    assert optimizer.watched == [False]
+
+
+def test_a_first_step_that_fails_is_watched_again():
+    _, optimizer = _trained()
+    FirstStep(optimizer)
+
+    def broken():
+        raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        optimizer.step(broken)
+    optimizer.step()
+    assert optimizer.watched == [True, True]
 
 
 def test_a_scheduler_that_counts_steps_keeps_its_count_and_is_put_back():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.tuner.length import full_seconds, length_of, seconds_per_epoch, seen_to_its_end, steps_of
+from hasten.evidence import Evidence
+from hasten.tuner.length import full_seconds, length_of, seconds_per_epoch, seen_to_its_end, steps_of, steps_seen
 from hasten.tuner.timing import Timing
-from tests.tuner.evidence import evidence
+from tests.tuner.evidence import TRAIN, VAL, evidence
 
 BASE = Timing((0.1,) * 4, 50, 1.0, 3.0, {})  # an epoch of 6 s
 LOOSE = Timing((0.02,) * 4, None, 0.0, 3.0, {})  # 1,000 steps of 20 s
@@ -35,7 +38,7 @@ def test_ways_to_say_epochs(words: str) -> None:
     "words",
     [
         "", "--epochs", "--epochs many", "--epochs=", "--epochs 1.5", "--warmup-epochs 5", "--eval_epochs 5",
-        "--epochs-per-eval 5", "--save-every-epochs 2", "--lr_epochs 3", "epochs 90", "--start-epoch 4", "90",
+        "--epochs-per-eval 5", "-E 9", "--save-every-epochs 2", "--lr_epochs 3", "epochs 90", "--start-epoch 4", "90",
     ],
 )  # fmt: skip
 def test_what_is_no_number_of_epochs(words: str) -> None:
@@ -57,17 +60,44 @@ def test_what_is_assumed() -> None:
 
 def test_what_was_seen_stands_in_place_of_what_was_assumed() -> None:
     """A script says `for epoch in range(4)` in its source; what its command line says is what will be run."""
-    run = evidence([[0.1] * 5] * 4, validation=1.0, ended="finished")
+    run = ended([5] * 4)
     assumed = length_of(["train.py"], BASE)
     length = seen_to_its_end(assumed, run)
     assert length.epochs == 4
     assert length.known_from == "a process of this tune came to the end of the training"
     assert steps_of(length, BASE) == 240  # epochs of 6 s in steps of 0.1 s
-    assert seen_to_its_end(assumed, None) == assumed
-    assert seen_to_its_end(assumed, evidence([], ended="finished")) == assumed, "it has no DataLoader"
-    assert seen_to_its_end(assumed, evidence([[0.1] * 5])) == assumed, "it was ended"
     named = length_of(["train.py", "--epochs", "90"], BASE)
     assert seen_to_its_end(named, run) == named
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        None,
+        evidence([], ended="finished"),  # no DataLoader
+        evidence([[0.1] * 5] * 4),  # it was ended
+        evidence([[0.1] * 1] * 9, ended="finished"),  # next(iter(loader)) each step
+        evidence([[0.1] * 1000, [0.1] * 500], ended="finished"),  # so many steps, or a break
+    ],
+)
+def test_what_was_seen_says_nothing_where_passes_are_cut(run: Evidence | None) -> None:
+    assumed = length_of(["train.py"], BASE)
+    assert seen_to_its_end(assumed, run) == assumed
+
+
+def test_steps_seen() -> None:
+    """A search cuts passes to a little more than half; a script that takes one batch of each has as many as it had."""
+    assert steps_seen(ended([5] * 4)) == 20
+    assert steps_seen(evidence([[0.1] * 600] * 2, steps=1200)) == 2000
+    assert steps_seen(evidence([[0.1] * 1] * 9, steps=9)) == 18
+    assert steps_seen(evidence([[0.1] * 300], loaders=(), steps=300)) == 300
+
+
+def ended(batches: list[int]) -> Evidence:
+    """A run that came to its end by itself, in whole passes."""
+    loader = dataclasses.replace(TRAIN, batches=batches[0], samples=8 * batches[0])
+    steps = [[0.1] * each for each in batches]
+    return evidence(steps, validation=1.0, loaders=(loader, VAL), ended="finished", steps=sum(batches))
 
 
 def test_seconds() -> None:

@@ -1,4 +1,4 @@
-"""A run that is going on, in a small file that is rewritten about once a second. Reads no device; no torch.
+"""A run that is going on, in a small file that is rewritten about once a second. No torch.
 
 `hasten watch` reads it, and `doctor` falls back on it where a run was killed before it could leave its evidence. The
 file lies beside the evidence that is to come: `evidence.live.json` beside `evidence.json` (`live_path`). It is

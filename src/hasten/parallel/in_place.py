@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hasten.errors import HastenError
 from hasten.parallel.sharded import is_sharded
 
+LOSES_CHANGES = torch.__version__ < "2.13"  # compared as versions
+"""Whether this torch may lose a change without a word: 2.9 does, 2.13 raises, those between were not tried."""
+
 _ADDS = {"add_", "sub_", "neg_", "zero_", "copy_"}
 """What ranks may do to their summands of a tensor, each by itself."""
 
@@ -40,7 +43,6 @@ class Watch(TorchDispatchMode):
     """Raises where a tensor that is a sum over ranks is changed in place, as the square of a norm.
 
     torch 2.9 changes a copy and leaves the tensor as it was, without a word: Adafactor trained with other statistics.
-    torch 2.13 raises by itself.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,7 +54,9 @@ class Watch(TorchDispatchMode):
 
 
 class FirstStep:
-    """Watches an optimizer's first step; the others run as they are.
+    """Watches an optimizer's first step, but for its closure: that is the training's own, and may be compiled there.
+
+    A step that is itself compiled is not watched: torch.compile would give it up for good.
 
     Args:
         optimizer: Its `step` is another until `remove`.
@@ -60,15 +64,18 @@ class FirstStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._before = optimizer, vars(optimizer).get("step")  # a scheduler's counter, or nothing
-        step, self._is_over = optimizer.step, False
+        step, self._is_over = optimizer.step, hasattr(optimizer.step, "_torchdynamo_orig_callable")
 
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._is_over:
                 return step(*args, **kwargs)
+            watch = Watch()  # type: ignore[no-untyped-call]
+            args = tuple(_unwatched(one, watch) for one in args)
+            with watch:
+                done = step(*args, **{name: _unwatched(one, watch) for name, one in kwargs.items()})
             self._is_over = True
-            with Watch():  # type: ignore[no-untyped-call]
-                return step(*args, **kwargs)
+            return done
 
         self._watched: Any = watched
         vars(optimizer)["step"] = watched
@@ -79,3 +86,19 @@ class FirstStep:
             del vars(self._optimizer)["step"]
             if self._before is not None:
                 vars(self._optimizer)["step"] = self._before
+
+
+def _unwatched(argument: Any, watch: Watch) -> Any:
+    if not callable(argument):
+        return argument
+
+    @functools.wraps(argument)
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        # Left, not set aside: torch 2.9's compiler counts the modes that were entered.
+        watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            return argument(*args, **kwargs)
+        finally:
+            watch.__enter__()  # type: ignore[no-untyped-call]
+
+    return closure

@@ -10,8 +10,7 @@ from hasten.evidence.schema import Evidence
 from hasten.tuner.timing import Timing
 
 EPOCHS = re.compile(
-    r"^(?:--?|\+)?(?:trainer\.|train\.|training\.)?(?:num|n|max|nb|total)?[-_]?(?:train[-_])?epochs?$|^-e$",
-    re.IGNORECASE,  # --nEpochs
+    r"^(?i:(?:--?|\+)?(?:trainer\.|train\.|training\.)?(?:num|n|max|nb|total)?[-_]?(?:train[-_])?epochs?)$|^-e$"
 )
 _ASSUMED_SECONDS = 600.0
 _ASSUMED_EPOCHS = 10
@@ -52,12 +51,25 @@ def length_of(command: Sequence[str], baseline: Timing) -> Length:
 
 
 def seen_to_its_end(length: Length, run: Evidence | None) -> Length:
-    """Return the epochs of a run, if it came to its end by itself, in place of assumed ones."""
-    if not length.assumed or run is None or run.ended != "finished":
+    """Return the epochs of a run, if it came to its end by itself in whole passes, in place of assumed ones.
+
+    Where passes are cut, by the script (`next(iter(loader))` each step, a `break`) or by a trial, their number says
+    nothing of epochs.
+    """
+    if not length.assumed or run is None or run.ended != "finished" or (loader := run.train_loader) is None:
         return length
-    if not (epochs := sum(one.trained for one in run.passes)):
+    trained = [one for one in run.passes if one.trained]
+    if len({one.loader for one in trained}) != 1 or any(one.batches != loader.batches for one in trained):
         return length
-    return Length(epochs, "a process of this tune came to the end of the training")
+    return Length(len(trained), "a process of this tune came to the end of the training")
+
+
+def steps_seen(run: Evidence) -> int:
+    """Return how many steps a training has whose run came to its end, passes that a search has cut counted whole."""
+    trained = sum(one.trained for one in run.passes)
+    loader = run.train_loader
+    whole = trained * (loader.batches or 0) if loader is not None else 0
+    return max(1, run.steps, min(whole, 2 * run.steps))  # a search cuts no more than half; a script may, each pass
 
 
 def steps_of(length: Length, timing: Timing) -> int:

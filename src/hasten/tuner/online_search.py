@@ -16,6 +16,7 @@ from hasten.online.record import Event, Measured, read
 from hasten.taps.config import RunConfig
 from hasten.techniques import Liveness
 from hasten.tuner.found import Found
+from hasten.tuner.length import steps_seen
 from hasten.tuner.trial import Trials, last_lines
 
 _POLL = 0.2
@@ -146,22 +147,24 @@ class OnlineSearch:
         process = _Process(self._trials, self._found, options, self._on_block, self._step)
         process.run(folder, self._startup)
         if not (process.done or process.crashed or process.late):
-            self._ended(folder / "evidence.json", whole=not options.early_ends)
+            self._ended(folder / "evidence.json", options.early_ends)
         shutil.rmtree(folder, ignore_errors=True)
         self._ran.update(*(block.on for block in self._found.blocks if _counts(block)))
         if process.crashed:
             self._blame(process)
         return process
 
-    def _ended(self, path: Path, whole: bool) -> None:
-        """Learn how long the training is from a process that came to its end by itself, its passes `whole` or cut."""
+    def _ended(self, path: Path, early_ends: int) -> None:
+        """Learn how long the training is from a process that came to its end by itself."""
         try:
-            self.ended = read_evidence(path)
+            run = read_evidence(path)
         except HastenError:  # it left none: it was ended by something else
             return
-        if whole:
-            self._options = dataclasses.replace(self._options, total_steps=max(1, self.ended.steps))
-            self._last_step = max(self._last_step, _last_step(self.ended))
+        if run.ended == "finished":  # others end with their last step
+            self.ended = run
+        if not early_ends or not run.passes:  # no pass was cut to a few steps
+            self._options = dataclasses.replace(self._options, total_steps=steps_seen(run))
+            self._last_step = max(self._last_step, _last_step(run))
 
     def _blame(self, process: _Process) -> None:
         """Find out what a crash, a hang or a NaN is due to, as far as that is known; it is off for good."""

@@ -174,7 +174,8 @@ class FSDP(Strategy):
                     'LBFGS and strategy="fsdp" do not go together: it looks at all parameters in one piece',
                     'use another optimizer, or strategy="ddp"',
                 )
-        self._first_steps = [in_place.FirstStep(optimizer) for optimizer in optimizers]
+        if in_place.LOSES_CHANGES:
+            self._first_steps = [in_place.FirstStep(optimizer) for optimizer in optimizers]
 
     # -- the step --------------------------------------------------------------------------------------
 
