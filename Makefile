@@ -20,7 +20,7 @@ TORCH  ?= torch==2.13.0
 TESTS  ?= tests
 MARK   ?= not slow
 PART   ?= 1/1
-JOBS   ?= 3
+JOBS   ?= 4
 BUDGET ?= 3m
 
 BIN   := .venv/bin
