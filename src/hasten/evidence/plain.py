@@ -94,6 +94,6 @@ def with_texts(value: Kind, change: Callable[[str], str]) -> Kind:
         changed = dataclasses.replace(value, **{name: with_texts(part, change) for name, part in fields.items()})
     elif isinstance(value, dict):
         changed = {with_texts(key, change): with_texts(part, change) for key, part in value.items()}
-    elif isinstance(value, list | tuple) and not (value and isinstance(value[0], int | float)):  # a long series
+    elif isinstance(value, list | tuple) and not all(isinstance(part, int | float) for part in value):  # a long series
         changed = type(value)(with_texts(part, change) for part in value)
     return changed  # type: ignore[no-any-return]
