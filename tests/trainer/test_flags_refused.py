@@ -185,6 +185,7 @@ def test_short_names_of_precisions(given, full):
         ({"barebones": True, "log_every_n_steps": 5}, "log_every_n_steps"),
         ({"barebones": True, "num_sanity_val_steps": 1}, "num_sanity_val_steps"),
         ({"barebones": True, "fast_dev_run": True}, "fast_dev_run"),
+        ({"barebones": 1, "fast_dev_run": 1}, "fast_dev_run=1"),
         ({"barebones": True, "detect_anomaly": True}, "detect_anomaly"),
         ({"barebones": True, "profiler": "simple"}, "profiler"),
         ({"enable_checkpointing": False, "callbacks": ModelCheckpoint()}, "ModelCheckpoint"),

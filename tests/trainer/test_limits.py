@@ -69,3 +69,8 @@ def test_what_is_said_goes_through_logging_where_that_is_set_up(caplog, capsys):
         fitted()
     assert "max_epochs=1 reached" in caplog.text
     assert capsys.readouterr().err == ""
+
+
+def test_variables_of_a_framework_that_is_not_imported_say_nothing(monkeypatch):
+    monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "7")
+    assert hasten.Trainer().max_epochs is None

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import hasten
 from hasten import HastenError
+from hasten.callbacks import NaNWatch
 from tests.trainer.trainings import Regression, dataset, loader, quiet
 
 
@@ -21,7 +22,7 @@ class Seen(hasten.Module):
 
     def training_step(self, batch, batch_idx):
         self.batches.append(batch)
-        return self.net.weight.sum()
+        return next(self.parameters()).sum()
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.batches.append((dataloader_idx, batch))
@@ -269,6 +270,119 @@ def test_steps_that_draw_their_batches_themselves(sized):
     trainer.fit(module, batches(), batches())
     assert module.drawn == {"training": [0, 1, 2, 3] * 2, "validation": [0, 1, 2, 3] * 2}
     assert (trainer.global_step, trainer.current_epoch) == (4, 2)
+
+
+class ToldOfBatches(Regression):
+    """Steps that draw one batch each from numbers, and hooks that note what they are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.drawn, self.ended = [], [], []
+
+    def training_step(self, dataloader_iter):
+        self.drawn.append(next(dataloader_iter))
+        return next(self.parameters()).sum()
+
+    def validation_step(self, dataloader_iter):
+        self.drawn.append(next(dataloader_iter))
+
+    def predict_step(self, dataloader_iter):
+        self.drawn.append(next(dataloader_iter))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.begun.append((batch, batch_idx, 0))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.ended.append((batch, batch_idx, 0))
+
+    def _begins(self, batch, batch_idx, dataloader_idx=0):
+        self.begun.append((batch, batch_idx, dataloader_idx))
+
+    def _ends(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.ended.append((batch, batch_idx, dataloader_idx))
+
+    on_validation_batch_start = on_predict_batch_start = _begins
+    on_validation_batch_end = on_predict_batch_end = _ends
+
+
+@pytest.mark.parametrize(
+    ("fn", "loaders", "drawn"),
+    [
+        ("fit", [10, 11, 12], [(10, 0, 0), (11, 1, 0), (12, 2, 0)]),
+        ("validate", {"a": [10, 11], "b": [12]}, [(10, 0, 0), (11, 1, 0), (12, 0, 1)]),
+        ("validate", [10, 11], [(10, 0, 0), (11, 1, 0)]),
+        ("predict", {"a": [10, 11], "b": [12]}, [(10, 0, 0), (11, 1, 0), (12, 0, 1)]),
+    ],
+)
+def test_hooks_around_a_step_that_draws_are_told_the_batch_drawn_last(fn, loaders, drawn):
+    module = ToldOfBatches()
+    getattr(quiet(), fn)(module, loaders)
+    assert module.drawn == module.ended == drawn
+    assert module.begun == [(None, 0, 0), *drawn[:-1]]  # the step has not drawn its own yet
+
+
+class EndsItsEpoch(Regression):
+    """A step that draws, and stops its epoch by -1 once the second batch has been."""
+
+    def training_step(self, dataloader_iter):
+        x, y = next(dataloader_iter)[0]
+        return (self.net(x) - y).pow(2).mean()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch is not None and batch_idx == 1 else None
+
+
+def test_a_step_that_draws_ends_its_epoch_by_its_hook_too():
+    trainer = quiet(max_epochs=2)
+    trainer.fit(EndsItsEpoch(), loader())
+    assert trainer.global_step == 4
+
+
+class SeesBatches(EndsItsEpoch):
+    """Ends its epoch by the number of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.told.append(batch_idx)
+        return -1 if batch_idx == 2 else None
+
+
+def test_a_step_that_draws_is_told_the_same_numbers_when_its_epoch_is_resumed(tmp_path):
+    quiet(max_epochs=1).fit(whole := SeesBatches(), loader())
+    first = quiet(max_epochs=1, max_steps=2)
+    first.fit(stopped := SeesBatches(), loader())
+    first.save_checkpoint(tmp_path / "step2.ckpt")
+    quiet(max_epochs=1).fit(resumed := SeesBatches(), loader(), ckpt_path=tmp_path / "step2.ckpt")
+    assert stopped.told + resumed.told == whole.told == [0, 0, 1, 2]
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+class Poisoned(Regression):
+    """Whose loss of one batch is infinite."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return (self.net(x) - y).pow(2).mean() + (float("inf") if batch_idx == 2 else 0.0)
+
+
+class PoisonedDraws(Poisoned):
+    def training_step(self, dataloader_iter):
+        return super().training_step(*next(dataloader_iter)[:2])
+
+
+def test_hastens_own_callbacks_count_the_batches_of_a_step_that_draws():
+    """In windows of two batches, of which NaNWatch leaves out the second."""
+    trained = []
+    for kind in (Poisoned, PoisonedDraws):
+        watch = NaNWatch(action="skip", patience=5)
+        quiet(max_epochs=1, accumulate_grad_batches=2, callbacks=[watch]).fit(module := kind(), loader())
+        assert watch.skipped == 1
+        trained.append(module)
+    one, other = trained
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 class Stream(torch.utils.data.IterableDataset):

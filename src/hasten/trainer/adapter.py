@@ -5,6 +5,7 @@ Its base, which does nothing, is what the Trainer has where no such framework is
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import HastenError
@@ -79,6 +80,15 @@ class Adapter:
     def stopped(self, kind: type[SystemExit]) -> type[SystemExit]:
         """Return the exception for a training that SIGTERM ended."""
         return kind
+
+    def environment_flags(self, kind: str, given: Collection[str]) -> dict[str, tuple[str, Any]]:
+        """Return flags that the framework takes from the environment: variable and value, by the flag's name.
+
+        Args:
+            kind: Name of the Trainer's class.
+            given: Flags that the script gives.
+        """
+        return {}
 
     def default_logger(self, root: str) -> Any:
         """Return the logger of a Trainer that was given none; None: hasten's own."""

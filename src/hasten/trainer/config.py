@@ -288,11 +288,11 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        if values.switch("barebones", self.barebones):
+            self._refuse_beside_barebones()  # while values stand as they were given
         for flag in fields(self):
             if (check := flag.metadata["check"]) is not None:
                 object.__setattr__(self, flag.name, check(flag.name, getattr(self, flag.name)))
-        if self.barebones:
-            self._refuse_beside_barebones()
         if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
             raise misconfigured(
                 "`val_check_interval` should be an integer or a time-based duration (str 'DD:HH:MM:SS',"

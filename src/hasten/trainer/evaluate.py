@@ -59,8 +59,7 @@ class _Running:
     def __init__(self, trainer: Trainer, hooks: Hooks, source: Combined, stage: str) -> None:
         self._trainer, self._hooks, self._source, self._stage = trainer, hooks, source, stage
         self._draws = feeding.draws(getattr(trainer.model, f"{stage}_step"))
-        one_at_a_time = source.mode == "sequential" and len(source.leaves) > 1
-        self.several = one_at_a_time and (stage == "predict" or not self._draws)
+        self.several = source.mode == "sequential" and len(source.leaves) > 1
         if not self._draws:
             _check_dataloader_idx(trainer, hooks, stage, self.several)
         self._modes = [(part, part.training) for part in trainer.model.modules()]
@@ -77,7 +76,6 @@ class _Running:
         own_step = getattr(trainer.model, f"{stage}_step")
         self._step = steps.called(trainer, f"{stage}_step", own_step)
         self._with_idx = steps.takes_batch_idx(own_step)
-        self._batch_alone = self._draws and stage == "predict"
         self._preparing = [] if self._draws else feeding.preparing(trainer, stage)
         self._on_start, self._on_end = hooks.of(f"on_{stage}_batch_start"), hooks.of(f"on_{stage}_batch_end")
 
@@ -94,13 +92,18 @@ class _Running:
 
     def step(self, batch: Any, batch_idx: int, index: int) -> Any:
         """Return what the module's step gives, with the hooks around it."""
-        places: tuple[Any, ...] = (batch, batch_idx, index) if self.several else (batch, batch_idx)
+        told = 3 if self.several else 2
+        places: tuple[Any, ...] = (batch.last if self._draws else (batch, batch_idx, index))[:told]
         names = self._trainer.model.__dict__
         for hook in self._on_start:
             hook(*places)
         names["_current_fx_name"] = f"{self._stage}_step"
         step = self._step
-        output = step(batch) if self._batch_alone else step(*places) if self._with_idx else step(batch, *places[2:])
+        if self._draws:
+            output = step(batch)
+            places = batch.last[:told]
+        else:
+            output = step(*places) if self._with_idx else step(batch, *places[2:])
         names["_current_fx_name"] = None
         if output is None and self._stage == "predict":
             messages.warn("predict_step gave None", stacklevel=2)

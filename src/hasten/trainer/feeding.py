@@ -163,10 +163,14 @@ class DataLoaderIterator:
     Args:
         fetch: Gives the next batch.
         done: Batches drawn before.
+
+    Attributes:
+        last: What was drawn last; the batch is None before the first. Hooks around the step are given it.
     """
 
     def __init__(self, fetch: Callable[[], Any], done: int = 0) -> None:
         self._fetch, self.done = fetch, done
+        self.last: tuple[Any, int, int] = (None, max(0, done - 1), 0)  # resumed, the number is what it would have been
 
     def itself(self) -> DataLoaderIterator:
         """Return this, in place of a batch."""
@@ -176,9 +180,13 @@ class DataLoaderIterator:
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
-        batch = self._fetch()
+        self.last = self._fetch(), self.done, 0
         self.done += 1
-        return batch, self.done - 1, 0
+        return self.last
+
+    def told(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook that is given the batch drawn last and its number, in place of its last two arguments."""
+        return lambda *args: hook(*args[:-2], *self.last[:2])
 
 
 class LoadersInTurn:
@@ -186,20 +194,24 @@ class LoadersInTurn:
 
     Args:
         batches: (batch, batch_idx, dataloader_idx), all of them.
+
+    Attributes:
+        last: What was drawn last; the batch is None before the first. Hooks around the step are given it.
     """
 
     def __init__(self, batches: Iterator[tuple[Any, int, int]]) -> None:
         self._batches = batches
         self._next = next(batches, None)
+        self.last: tuple[Any, int, int] = (None, 0, 0)
 
     def __iter__(self) -> LoadersInTurn:
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
-        batch, self._next = self._next, next(self._batches, None)
-        if batch is None:
+        if self._next is None:
             raise StopIteration
-        return batch
+        self.last, self._next = self._next, next(self._batches, None)
+        return self.last
 
     def steps(self) -> Iterator[tuple[LoadersInTurn, int, int]]:
         """Give this to one step after the other, while there are batches left."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from hasten.trainer.errors import UnknownFlagError
@@ -103,3 +104,19 @@ class FlagAttribute:
 
     def __set__(self, trainer: Any, value: Any) -> None:
         trainer.configure(**{self._name: value})
+
+
+def set_by(found: Mapping[str, tuple[str, Any]]) -> list[str]:
+    """Return what to say about flags from the environment: a variable and its value, by the flag's name."""
+    return [f"{variable} is set: {name}={value!r}" for name, (variable, value) in found.items()]
+
+
+@contextmanager
+def noting(found: Mapping[str, tuple[str, Any]]) -> Iterator[None]:
+    """Note in an error about a flag which of them came from the environment: the script does not show them."""
+    try:
+        yield
+    except Exception as error:
+        for line in set_by(found):
+            error.add_note(line)
+        raise

@@ -252,14 +252,26 @@ class Hooks:
 
         return hook
 
-    def at_batch_end(self) -> tuple[list[tuple[Callback, Hook]], list[Hook]]:
-        """Return the hooks for the end of a training batch: of callbacks that may skip batches, and all others."""
+    def at_batch_end(self, told: Callable[[Hook], Hook]) -> tuple[list[tuple[Callback, Hook]], list[Hook]]:
+        """Return the hooks for the end of a training batch: of callbacks that may skip batches, and all others.
+
+        Args:
+            told: Makes each into what the loop calls.
+        """
         name = "on_train_batch_end"
         seldom = [one for one in self._trainer.callbacks if getattr(one, "skip_batches", None) is not None]
         rest = [one for one in self._trainer.callbacks if not any(one is other for other in seldom)]
         own = self.of_module(name)
-        now_and_then = [(one, hook) for one in seldom for hook in self.of_callbacks(name, among=[one])]
-        return now_and_then, self.of_callbacks(name, among=rest) + ([own] if own else [])
+        now_and_then = [(one, hook) for one in seldom for hook in self.told_callbacks(name, told, [one])]
+        return now_and_then, self.told_callbacks(name, told, rest) + ([told(own)] if own else [])
+
+    def told_callbacks(self, name: str, told: Callable[[Hook], Hook], among: list[Any] | None = None) -> list[Hook]:
+        """The callbacks' methods as the loop calls them, by `told`; hasten's own count the loop's batches."""
+        found: list[Hook] = []
+        for one in self._trainer.callbacks if among is None else among:
+            methods = self.of_callbacks(name, among=[one])
+            found += methods if type(one).__module__.startswith("hasten.") else map(told, methods)
+        return found
 
     def of(self, name: str) -> list[Hook]:
         """All that listen to a hook: callbacks first, then the module."""

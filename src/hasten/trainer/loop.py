@@ -17,8 +17,11 @@ from hasten.trainer.outputs import manual_outputs_of, outputs_of
 from hasten.trainer.validation import Validation
 
 if TYPE_CHECKING:
-    from hasten.trainer.hooks import Hooks
+    from hasten.trainer.hooks import Hook, Hooks
     from hasten.trainer.trainer import Trainer
+
+    Fed = tuple[Callable[[], Any], list[Callable[[Any, int], Any]], steps.Step, Callable[[Hook], Hook]]
+    """What gives a batch, what each goes through, the step, and what hooks around it are made into."""
 
 
 class FitLoop:
@@ -174,12 +177,12 @@ class FitLoop:
     def _batches(self, step: steps.Step) -> None:
         """The batches of an epoch, from where it stands."""
         trainer, hooks, board, progress, engine = self.trainer, self.hooks, self.board, self.progress, self.engine
-        ahead = self.ahead
-        fetch, preparing, step = self._fed(step)
-        on_start, own_start = hooks.of_callbacks("on_train_batch_start"), hooks.of_module("on_train_batch_start")
-        now_and_then, on_end = hooks.at_batch_end()
+        total, ahead = self.feed.total, self.ahead
+        fetch, preparing, step, told = self._fed(step)
+        on_start = hooks.told_callbacks("on_train_batch_start", told)
+        own_start = told(own) if (own := hooks.of_module("on_train_batch_start")) else None
+        now_and_then, on_end = hooks.at_batch_end(told)
         look = progress.batch_idx  # the next batch at which those that look only now and then do
-        total = self.feed.total
         automatic = trainer.model.automatic_optimization
         given_to_hooks = outputs_of if automatic else manual_outputs_of
         scheduled = automatic and bool(engine.optimizing.schedulers)
@@ -232,12 +235,12 @@ class FitLoop:
             self._after_batch(progress.batch_idx - 1)
         trainer.model.__dict__["_current_fx_name"] = None
 
-    def _fed(self, step: steps.Step) -> tuple[Callable[[], Any], list[Callable[[Any, int], Any]], steps.Step]:
-        """Return what gives a batch, what each goes through, and the step."""
+    def _fed(self, step: steps.Step) -> Fed:
+        """Return how batches come to the step; one that takes `dataloader_iter` draws them itself."""
         if not feeding.draws(self.trainer.model.training_step):
-            return self.fetch, feeding.preparing(self.trainer, "train"), step
+            return self.fetch, feeding.preparing(self.trainer, "train"), step, lambda hook: hook
         drawn = feeding.DataLoaderIterator(self.fetch, self.progress.batch_idx)
-        return drawn.itself, [], self._drawing(step, drawn)
+        return drawn.itself, [], self._drawing(step, drawn), drawn.told
 
     def _finish_resumed_batch(self) -> None:
         """A checkpoint that was made between a batch's hooks: do what was left of that batch."""

@@ -20,7 +20,7 @@ from hasten.trainer.config import Config
 from hasten.trainer.config_docs import documentation, takes
 from hasten.trainer.engine import Engine
 from hasten.trainer.errors import refuse_class
-from hasten.trainer.flags import FlagAttribute, refuse_unknown
+from hasten.trainer.flags import FlagAttribute, noting, refuse_unknown, set_by
 from hasten.trainer.loggers.base import Logger
 from hasten.trainer.loss_module import LossModule
 from hasten.trainer.progress import Progress
@@ -60,14 +60,20 @@ class Trainer(TrainerProperties):
 
     @takes(Config)
     def __init__(self, **flags: Any) -> None:
+        found = adapter().environment_flags(type(self).__name__, flags)
+        flags |= {name: value for name, (_, value) in found.items()}
+        with noting(found):
+            self._set_up(flags)
+        for line in (*set_by(found), *installing.one_or_all(flags)):
+            self.say(line)
+
+    def _set_up(self, flags: dict[str, Any]) -> None:
         refuse_unknown(flags, [flag.name for flag in fields(Config)])
         self.given = Config(**flags)
         self.config = self.given.settled()
         if self.config.seed is not None:
             seed_everything(self.config.seed)
-        self.progress = Progress()
-        self.stage = Stage()
-        self.metrics = Metrics()
+        self.progress, self.stage, self.metrics = Progress(), Stage(), Metrics()
         self._said: set[str] = set()
         techniques = installing.installed(self.config)
         self.installed, self._remarks = techniques.settings, techniques.remarks
@@ -80,8 +86,6 @@ class Trainer(TrainerProperties):
         self.profiler = attachments.profiler()
         self.callbacks: list[Any] = attachments.callbacks() + techniques.callbacks
         self.checkpointing = Checkpointing(self, self.config.background_saves)
-        for line in installing.one_or_all(flags):
-            self.say(line)
 
     # -- what a person calls ---------------------------------------------------------------------------
 

@@ -7,8 +7,12 @@ Nothing of this is used unless the script has imported Lightning itself, as `lig
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
+import os
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import HastenError
@@ -21,6 +25,14 @@ from hasten.trainer.lightning.loading import teach_loading as teach_loading
 if TYPE_CHECKING:
     from hasten.trainer.progress import Progress
     from hasten.trainer.trainer import Trainer
+
+
+def _value(text: str) -> Any:
+    """Return a Python literal's value; a text that is none, as `bf16-mixed` and `01:30:00`, is itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that literal_eval may raise
+        return text
 
 
 class Lightning(Adapter):
@@ -63,6 +75,15 @@ class Lightning(Adapter):
         """Return an exception that is its SIGTERMException too."""
         own = [sys.modules[f"{package.__name__}.utilities.exceptions"].SIGTERMException for package in names.packages()]
         return type("Stopped", (kind, *dict.fromkeys(own)), {})
+
+    def environment_flags(self, kind: str, given: Collection[str]) -> dict[str, tuple[str, Any]]:
+        """Return what `PL_TRAINER_MAX_EPOCHS=3` and the like say: numbers, True, None, lists; else the text itself.
+
+        As there, the class of the Trainer is in the middle, and only flags of Lightning's Trainer are looked for.
+        """
+        flags = [name for name in inspect.signature(names.packages()[0].Trainer.__init__).parameters if name != "self"]
+        variables = {name: f"PL_{kind.upper()}_{name.upper()}" for name in flags if name not in given}
+        return {name: (there, _value(os.environ[there])) for name, there in variables.items() if os.environ.get(there)}
 
     def default_logger(self, root: str) -> Any:
         """Return TensorBoard where that is installed, else CSV files, as its own Trainer does."""
