@@ -234,6 +234,29 @@ def test_a_gradient_penalty_is_not_compiled(train: Train, asks: str) -> None:
         assert "train.py:9" in changed.err
 
 
+@pytest.mark.parametrize("asks", ["hessian(loss, x)", "hvp(loss, x, x)[1]", "jvp(loss, x, x)[1]"])
+def test_a_hessian_of_a_later_step_is_noticed_before_its_forward(train: Train, asks: str) -> None:
+    script = f"""
+    import torch
+    from torch import nn
+    plain = torch.compile
+    torch.compile = lambda f, **_: plain(f, backend="aot_eager")
+    torch.manual_seed(0)
+    from torch.autograd.functional import hessian, hvp, jvp
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer, gives, loss = torch.optim.SGD(model.parameters(), 0.1), [], lambda x: model(x).pow(2).sum()
+    for number in range(4):
+        x = torch.randn(1, 4)
+        optimizer.zero_grad(); loss(x).backward(); optimizer.step()
+        if number == 2: gives.append({asks})
+    torch.save({{"weights": model.state_dict(), "gives": gives[0]}}, "left.pt")
+    """
+    plain, changed = train(script), train(script, compile="default")
+    assert plain.code == changed.code == 0, changed.err
+    assert close(plain.left, changed.left, 1e-5)
+    assert "gradients may be differentiated again (torch.autograd.functional)" in changed.err
+
+
 def test_a_model_that_cannot_be_compiled_runs_as_it_is(train: Train) -> None:
     script = """
         import torch

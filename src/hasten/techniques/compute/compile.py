@@ -52,8 +52,8 @@ class Compile(Technique):
     parameters (what a step leaves out would get gradients of zero in place of none), or that may draw from a
     `random.Random` of their own, keep a `deque` of bounded length, catch errors in their forward (compiled code raises
     them elsewhere), ask whether they are compiled, or use torch's reentrant checkpoint. So are all models where the
-    script's code says `create_graph=True`, and once a hook on all modules is set, or the gradient of a tensor within a
-    graph is asked for (`retain_grad`, a hook).
+    script's code says `create_graph=True`, and once a hook on all modules is set, the gradient of a tensor within a
+    graph is asked for (`retain_grad`, a hook), or a function of `torch.autograd.functional` is called.
     """
 
     name = "compile"
@@ -236,7 +236,8 @@ class Compile(Technique):
     def _look_for_create_graph(self) -> None:
         """Notice what compiled code cannot do: from then on nothing is compiled. In a first step nothing is yet.
 
-        Gradients that a library differentiates again: a later step that does fails. Gradients at tensors inside a model
+        Gradients that a library differentiates again: a later step that does fails. `torch.autograd.functional` does
+        (Hessians, Jacobian-vector products), and calls the model before. Gradients at tensors inside a model
         (`retain_grad`, a hook): compiled code makes none there, or parts of them. And hooks on all modules, of which
         compiled code that is there already runs none.
         """
@@ -286,10 +287,19 @@ class Compile(Technique):
             everywhere = torch.nn.modules.module
             self._gradients = [Replaced(torch.autograd, "grad", functools.partial(noticing, 4))]
             self._gradients.append(Replaced(torch.autograd, "backward", functools.partial(noticing, 3)))
+            # Each function there begins by it, before it calls the model.
+            self._gradients.append(Replaced(torch.autograd.functional, "_grad_preprocess", self._preparing))
             self._gradients += [Replaced(torch.Tensor, name, asking) for name in ("register_hook", "retain_grad")]
             self._gradients += [Replaced(everywhere, name, hooked) for name in _ON_ALL_MODULES]
             for function in self._gradients:
                 function.put_in_place()
+
+    def _preparing(self, plain: Any) -> Any:
+        def prepare(*args: Any, **kwargs: Any) -> Any:
+            self._leave("gradients may be differentiated again (torch.autograd.functional)")
+            return plain(*args, **kwargs)
+
+        return prepare
 
     def _look_at_all(self) -> None:
         """Have compiled code notice what it takes for granted by default.
