@@ -57,11 +57,11 @@ for line in sys.argv[1:]:
 """
 
 
-def test_help_and_catalogue_need_no_torch(tmp_path) -> None:
+def test_help_catalogue_and_a_job_need_no_torch(tmp_path) -> None:
     """Where torch cannot be imported at all, these still answer."""
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
     env = environment(PYTHONPATH=str(tmp_path))
-    lines = ["--help", "--version", "techniques", "techniques --markdown", "run --help"]
+    lines = ["--help", "--version", "techniques", "techniques --markdown", "run --help", "submit --dry-run torch.py"]
     done = execute(PYTHON, "-c", EACH, *lines, cwd=tmp_path, env=env)
     assert (done.code, done.err) == (0, "")
     assert all(done.out.split("===\n")[: len(lines)])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_submit import HASTEN, WORDS, submit
+from tests.cli.test_submit import HASTEN, WORDS
 from tests.own_mounts import need_mounts
 from tests.taps.forks import command
 
@@ -20,8 +20,8 @@ def test_the_script_is_printed_and_is_bash(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORDS)
     words = ["--dry-run", "--nodes", "2", "--devices", "4", "--time", "4:00:00", "--partition", "big"]
     words += ["--resume", "--resume 'my last.pt'", "--setup", "module load cuda", "--sbatch", "--mem=64G"]
-    done = submit(tmp_path, *words, "train.py", "--name", "it's")
-    assert done.returncode == 0, done.stderr
+    done = command(tmp_path, "submit", *words, "train.py", "--name", "it's")
+    assert done.code == 0, done.err
     for line in (
         "#SBATCH --nodes=2",
         "#SBATCH --ntasks-per-node=4",
@@ -31,11 +31,11 @@ def test_the_script_is_printed_and_is_bash(tmp_path: Path) -> None:
         "#SBATCH --mem=64G",
         "#SBATCH --job-name=train",
     ):
-        assert line in done.stdout.splitlines()
-    assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=False).returncode == 0
+        assert line in done.out.splitlines()
+    assert subprocess.run(["bash", "-n"], input=done.out, text=True, check=False).returncode == 0
     # What the shell makes of the command, at the first start and when the job runs again.
     for count, more in (("0", []), ("1", ["--resume", "my last.pt"])):
-        words = command_of(done.stdout, tmp_path, SLURM_RESTART_COUNT=count)
+        words = command_of(done.out, tmp_path, SLURM_RESTART_COUNT=count)
         assert words == [*RUN, "--no-plan", "train.py", "--name", "it's", *more]
 
 
@@ -75,12 +75,12 @@ def test_a_script_for_one_device_is_carried_to_several_by_one_task(tmp_path: Pat
 def test_the_plan_of_the_folder_is_used_and_checked(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORDS)
     (tmp_path / "hasten.toml").write_text('[techniques]\nprecision = "bf16-mixed"\n')
-    done = submit(tmp_path, "--dry-run", "train.py")
-    assert "hasten run --plan hasten.toml train.py" in done.stdout, done.stderr
+    done = command(tmp_path, "submit", "--dry-run", "train.py")
+    assert "hasten run --plan hasten.toml train.py" in done.out, done.err
     (tmp_path / "hasten.toml").write_text('[techniques]\nprecison = "bf16-mixed"\n')
-    done = submit(tmp_path, "--dry-run", "train.py")
-    assert done.returncode == 2
-    assert "precison" in done.stderr
+    done = command(tmp_path, "submit", "--dry-run", "train.py")
+    assert done.code == 2
+    assert "precison" in done.err
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,10 @@ def test_what_is_wrong_is_said_before_anything_is_sent(words: list[str], said: s
 
 def test_without_slurm_the_message_says_where_to_go(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORDS)
-    done = submit(tmp_path, "train.py", PATH=str(tmp_path))
-    assert done.returncode == 2
-    assert "no sbatch on the path" in done.stderr
-    assert "--dry-run" in done.stderr
+    done = command(tmp_path, "submit", "train.py", PATH=str(tmp_path))
+    assert done.code == 2
+    assert "no sbatch on the path" in done.err
+    assert "--dry-run" in done.err
 
 
 def test_a_folder_that_takes_no_log_is_said_before_the_job_is_sent(tmp_path: Path) -> None:

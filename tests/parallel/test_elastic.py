@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-PLACES = os.pathsep.join(map(str, (ROOT / "tests" / "quick_start", ROOT / "src")))
+from tests.fork_here import fork_here
+
 # 48 samples, 8 a step whatever the number of ranks, and a checkpoint after each step.
 SCRIPT = """
-import sys, time
+import os, sys, time
 import torch, hasten
 from torch.nn import functional as F
 
@@ -46,6 +43,8 @@ trainer = hasten.Trainer(
 )
 loader = hasten.data.DataLoader(data, batch_size=8 // trainer.world_size, shuffle=True, seed=3)
 module = Net()
+with open(f"pid-{trainer.global_rank}", "w") as file:
+    file.write(str(os.getpid()))
 trainer.fit(module, loader, ckpt_path="last")
 if trainer.is_global_zero:
     torch.save(module.state_dict(), "end.pt")
@@ -53,16 +52,26 @@ if trainer.is_global_zero:
 STEPS = 18
 
 
+TORCHRUN = """
+import os, sys
+import torch._dynamo, hasten.trainer  # once, not in each rank
+from tests.taps.forked_pythons import forked_pythons, run
+log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+os.dup2(log, 1)
+os.dup2(log, 2)
+streams = sys.stdin, sys.stdout, sys.stderr  # kept: who lets go of them closes the log
+os.setsid()  # a Ctrl-C in pytest is not theirs
+known = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+env = {key: value for key, value in os.environ.items() if key not in known}
+with forked_pythons():
+    run(["-m", "torch.distributed.run", *sys.argv[2:]], env)
+"""
+
+
 def agent(folder, *options, slow="0", log="log"):
-    """Start torchrun itself, in a session of its own, so that nothing of it outlives the test."""
+    """Start torchrun itself, its ranks forks of it; see `end`."""
     (folder / "train.py").write_text(SCRIPT)
-    known = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
-    env = {key: value for key, value in os.environ.items() if key not in known}
-    with (folder / log).open("w") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *map(str, options), "train.py", slow],
-            cwd=folder, env={**env, "PYTHONPATH": PLACES}, stdout=file, stderr=file, start_new_session=True,
-        )  # fmt: skip
+    return fork_here(TORCHRUN, log, *map(str, options), "train.py", slow, folder=folder)
 
 
 def finish(process, folder, log="log"):
@@ -96,12 +105,8 @@ def until(condition, process, folder):
         time.sleep(0.02)
 
 
-def rank_of(process, rank):
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if child.environ().get("RANK") == str(rank) and "train.py" in child.cmdline():
-                return child
-    raise AssertionError(f"no rank {rank}")
+def rank_of(folder, rank):
+    return int((folder / f"pid-{rank}").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +120,7 @@ def test_killed_ranks_start_again(tmp_path, whole, rank):
     """torch's agent hands the new ranks the store of the old ones, whose keys are still in it."""
     process = agent(tmp_path, "--nproc-per-node", 2, "--max-restarts", 3, slow="0.05")
     until(lambda: len(steps(tmp_path)) > 7, process, tmp_path)
-    rank_of(process, rank).send_signal(signal.SIGKILL)
+    os.kill(rank_of(tmp_path, rank), signal.SIGKILL)
     weights = finish(process, tmp_path)
     assert all(torch.equal(weights[name], whole[name]) for name in whole)
     assert 0 not in [step for step, _ in steps(tmp_path)[1:]]  # it went on, and did not begin again

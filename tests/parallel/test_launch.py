@@ -187,9 +187,10 @@ def wait_for_ranks(folder: Path, size: int) -> None:
 
 
 def test_torchrun_is_recognised(folder: Path) -> None:
-    done = run(folder, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py", "end", "2")
-    assert done.returncode == 0, done.stderr
-    assert _printed(done.stdout) == ["rank 0 of 2 sums 2", "rank 1 of 2 sums 2"]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    done = launched(folder, *torchrun, "train.py", "end", "2")
+    assert done.code == 0, done.err
+    assert _printed(done.out) == ["rank 0 of 2 sums 2", "rank 1 of 2 sums 2"]
     assert "torchrun" in (folder / "rank1").read_text()
 
 

@@ -11,6 +11,7 @@ import torch
 from hasten.data import rng
 from hasten.techniques.memory import step_in_backward
 
+_DIGEST = 12  # bytes
 WEIGHT, BEFORE, GRADIENT, BUFFER, STATE = "weight", "weight before the step", "gradient", "buffer", "optimizer state"
 
 
@@ -136,11 +137,14 @@ def random_states() -> dict[str, str]:
 
 def digest(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's type, shape and bits, however it lies in memory."""
-    return _short(b"".join(bits(tensor)))
+    whole = hashlib.blake2b(digest_size=_DIGEST)
+    for part in bits(tensor):
+        whole.update(part)
+    return whole.hexdigest()
 
 
-def bits(tensor: torch.Tensor) -> Iterator[bytes]:
-    """Give a tensor's type, shape and bits, in the order of its elements."""
+def bits(tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
+    """Give a tensor's type, shape and bits, in the order of its elements, without a copy of them where it lies so."""
     tensor = local(tensor)
     if tensor.is_sparse:
         tensor = tensor.coalesce()
@@ -153,7 +157,7 @@ def bits(tensor: torch.Tensor) -> Iterator[bytes]:
     if tensor.is_meta or not tensor.numel():
         return
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    yield plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    yield plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -175,4 +179,4 @@ def _plain(value: Any) -> Any:
 
 
 def _short(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=12).hexdigest()
+    return hashlib.blake2b(content, digest_size=_DIGEST).hexdigest()

@@ -24,7 +24,7 @@ class Moment:
         place: In words: "optimizer step 3".
         texts: Name -> text that must be equal: digests of random states, options.
         digests: Name -> digest of a tensor.
-        values: Name -> the tensor; None where only digests were kept.
+        values: Name -> the tensor; None where only digests were kept, and in a moment that was read: `Track.values`.
         random: The process-wide random states, as `hasten.data.rng.state` returns them.
         carried: The batch itself, pickled, for runs that draw other ones; None where it is too large.
         cut: Of the end: whether the check's bounds ended the run, not the script.
@@ -41,7 +41,7 @@ class Moment:
 
 
 class Track:
-    """Moments in the order in which they came, a file each.
+    """Moments in the order in which they came, a file each, and one for the values of each that has some.
 
     Args:
         folder: Where they are; made if it is not there.
@@ -54,13 +54,16 @@ class Track:
         # The functions themselves: hasten's taps replace the names in torch.
         self._save, self._load = torch.serialization.save, torch.serialization.load
 
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{number:06d}.moment"
+    def _path(self, number: int, kind: str = "moment") -> Path:
+        return self.folder / f"{number:06d}.{kind}"
 
     def write(self, moment: Moment) -> None:
         """Append a moment. Who follows sees it whole or not at all."""
+        if moment.values is not None:
+            with replacing(self._path(self.length, "values"), durable=False) as file:  # before who follows looks
+                self._save(moment.values, file)
         with replacing(self._path(self.length), durable=False) as file:
-            self._save(vars(moment), file)
+            self._save(vars(moment) | {"values": None}, file)
         self.length += 1
 
     def close(self) -> None:
@@ -77,3 +80,14 @@ class Track:
         self.length += 1
         # It was written by another process of the same training, whose own classes may be in a batch.
         return Moment(**self._load(path, map_location="cpu", weights_only=False))
+
+    def values(self) -> dict[str, torch.Tensor] | None:
+        """Return the values of the moment that was read last; None where only digests were kept.
+
+        They are much the larger part, and who compares digests needs them only where one differs.
+        """
+        path = self._path(self.length - 1, "values")
+        if not path.exists():
+            return None
+        values: dict[str, torch.Tensor] = self._load(path, map_location="cpu", weights_only=False)
+        return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -182,7 +183,8 @@ class Witness:
         if not self._claims():
             return
         assert moment.values is not None
-        moment.digests = {name: state.digest(value) for name, value in moment.values.items()}
+        if self.records or self.options.exact:  # others are measured
+            moment.digests = {name: state.digest(value) for name, value in moment.values.items()}
         if not self.records:
             self._follow(moment, None)
             return
@@ -216,9 +218,9 @@ class Witness:
             return self._follow_batch(moment, theirs, batch)
         if self.options.exact:
             self._compare_bits(moment, theirs)
-        elif theirs.values is not None and moment.values is not None:
-            self._measure(moment, theirs.values)
-            self._go_on_from(theirs.values)
+        elif (values := self.track.values()) is not None:
+            self._measure(moment, values)
+            self._go_on_from(values)
         return None
 
     def _compare_texts(self, moment: Moment, theirs: Moment) -> None:
@@ -253,8 +255,8 @@ class Witness:
             if mine is None or plain is None:
                 self._part(moment.place, name, "there only as it is" if mine is None else "there only under the plan")
             difference = "other bits"
-            if moment.values is not None and theirs.values is not None:
-                difference = _words_of(far(moment.values[name], theirs.values[name]))
+            if moment.values is not None and (values := self.track.values()) is not None:
+                difference = _words_of(far(moment.values[name], values[name]))
             self._part(moment.place, name, difference)
 
     def _measure(self, moment: Moment, theirs: dict[str, torch.Tensor]) -> None:
@@ -323,16 +325,22 @@ def far(
     if mine.shape != plain.shape:
         return float("inf"), 0.0, float("inf"), 0.0
     a, b = _wide(mine), _wide(plain)
-    whole = float(torch.nan_to_num(b, 0.0, 0.0, 0.0).norm())
+    whole = size = float(b.norm())
+    if not math.isfinite(whole):
+        whole = float(torch.nan_to_num(b, 0.0, 0.0, 0.0).norm())
     if start is not None and my_start is not None:
         a, b = a - _wide(my_start), b - _wide(start)
-    finite = torch.isfinite(b)
-    if not torch.equal(torch.isfinite(a), finite):
-        return float("inf"), whole, float("inf"), whole
-    a, b = a[finite], b[finite]
-    size = float(b.norm())
-    along = float((a - b) @ b) / size**2 if size > 0 else 0.0
-    return float((a - b).norm()), size, along, whole
+        size = float(b.norm())
+    apart = a - b
+    gap = float(apart.norm())
+    if not math.isfinite(gap + size):  # some number is not finite, or too large for its square to be
+        finite = torch.isfinite(b)
+        if not torch.equal(torch.isfinite(a), finite):
+            return float("inf"), whole, float("inf"), whole
+        b, apart = b[finite], (a - b)[finite]
+        gap, size = float(apart.norm()), float(b.norm())
+    along = float(apart @ b) / size**2 if size > 0 else 0.0
+    return gap, size, along, whole
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from hasten.cli import slurm
 from hasten.cli.command import BATCHES, LAUNCHERS, process_arguments, resume_arguments, script_of
 from hasten.cli.script import training
 from hasten.errors import HastenError
@@ -54,8 +55,6 @@ def submit(
 
     Example: hasten submit --nodes 2 --devices 4 --time 4:00:00 train.py --epochs 90
     """
-    from hasten.parallel import slurm
-
     command = training(ctx)
     process_arguments(command, "submit")
     if Path(command[0]).name in LAUNCHERS:

@@ -1,0 +1,53 @@
+"""How far apart two tensors are, by plain arithmetic; and values of a track, read only where they are asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hasten.check.track import Moment, Track
+from hasten.check.witness import far
+
+INF, NAN = float("inf"), float("nan")
+
+
+def test_a_tensor_is_as_far_as_its_numbers_are() -> None:
+    mine, plain = torch.tensor([3.0, 0.0]), torch.tensor([3.0, 4.0])
+    assert far(mine, plain) == pytest.approx((4.0, 5.0, -16 / 25, 5.0))
+    # Of a step what counts is how far it went: from (3, 0) to (3, 4), and not at all.
+    assert far(mine, plain, mine, mine) == pytest.approx((4.0, 4.0, -1.0, 5.0))
+    assert far(plain, plain) == pytest.approx((0.0, 5.0, 0.0, 5.0))
+
+
+def test_what_is_not_finite_in_both_takes_no_part() -> None:
+    for value in (INF, -INF, NAN):
+        plain = torch.tensor([3.0, 4.0, value])
+        assert far(torch.tensor([3.0, 0.0, value]), plain) == pytest.approx((4.0, 5.0, -16 / 25, 5.0))
+        start = torch.tensor([3.0, 0.0, 1.0])
+        assert far(plain, plain, start, start) == pytest.approx((0.0, 4.0, 0.0, 5.0))
+
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+def test_what_is_finite_in_one_alone_is_without_end_apart(value: float) -> None:
+    finite, other = torch.tensor([3.0, 4.0]), torch.tensor([3.0, value])
+    assert far(other, finite) == (INF, 5.0, INF, 5.0)
+    assert far(finite, other) == (INF, 3.0, INF, 3.0)
+    assert far(finite, torch.ones(3)) == (INF, 0.0, INF, 0.0)
+
+
+def test_values_are_read_where_they_are_asked_for(tmp_path: Path) -> None:
+    written, read = Track(str(tmp_path)), Track(str(tmp_path))
+    written.write(Moment("batch", "batch 1", digests={"sample 0 of part 0": "a"}))
+    written.write(Moment("step", "optimizer step 1", values={"loss: 0": torch.tensor(2.0)}))
+    written.close()
+    batch = read.read()
+    assert batch is not None
+    assert batch.digests == {"sample 0 of part 0": "a"}
+    assert read.values() is None
+    step = read.read()
+    assert step is not None
+    assert step.values is None
+    assert read.values() == {"loss: 0": torch.tensor(2.0)}
+    assert read.read() is None
