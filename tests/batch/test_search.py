@@ -216,6 +216,24 @@ def test_a_script_without_a_loader_is_told_to_name_its_argument(tmp_path: Path) 
     assert "--argument --batch-size" in str(raised.value.fix)
 
 
+def test_a_batch_sampler_of_the_scripts_own_is_refused_before_its_size_is_believed(tmp_path: Path) -> None:
+    script = """
+        import torch
+        from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+        data = torch.randn(96, 4)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for epoch in range(9):
+            for x in DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 8, False)):
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+    """
+    with forked_pythons(), pytest.raises(HastenError, match="to give batches of 32, and gave 8, with") as raised:
+        search(attempts_of(script, tmp_path), 0, lambda line: None)
+    assert "--argument --batch-size" in str(raised.value.fix)
+
+
 def test_a_script_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
     with forked_pythons(), pytest.raises(HastenError, match="ZeroDivisionError"):
         search(attempts_of("import torch\n1 / 0\n", tmp_path), 0, lambda line: None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
-from hasten.parallel.in_place import FirstStep, Watch
+from hasten.parallel.in_place import FirstStep, Watch, explained
 
 
 class Seeing(torch.optim.SGD):
@@ -106,3 +106,34 @@ def test_what_has_wrapped_it_since_stays():
     first.remove()
     optimizer.step()
     assert optimizer.watched == [True]
+
+
+def _refused():
+    raise RuntimeError("aten.pow_: in-place operations that require placement changes are not supported")
+
+
+class Refused(torch.optim.SGD):
+    def step(self, closure=None):
+        _refused()
+
+
+def test_only_what_an_optimizer_does_is_laid_at_its_door():
+    with pytest.raises(RuntimeError) as stepped:
+        Refused([torch.nn.Parameter(torch.zeros(2))]).step()
+    assert "use AdamW" in str(explained(stepped.value))
+    with pytest.raises(RuntimeError) as elsewhere:
+        _refused()  # as a model's forward may meet it
+    assert explained(elsewhere.value) is None
+
+
+class Model(torch.nn.Module):
+    def forward(self):
+        _refused()
+
+
+def test_a_closures_forward_is_not_the_optimizers():
+    """As LBFGS and `optimizer_step` have it run."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    with pytest.raises(RuntimeError) as within:
+        optimizer.step(Model())
+    assert explained(within.value) is None

@@ -31,6 +31,7 @@ from hasten.techniques.recompute.costs import BlockCost
 from hasten.tuner.command_line import with_argument
 from hasten.tuner.trial import last_lines
 
+_NAME_ARGUMENT = "name the script's own argument: hasten batch --argument --batch-size train.py --batch-size 16"
 _POLL = 0.02  # seconds between two looks at a process's memory
 
 
@@ -116,12 +117,17 @@ class Attempts:
             lean: Have the C library give freed memory back at once: the peak is then what the training needs, a line
                 in the batch size. It takes longer, so the attempt is not kept among those `done`.
             plan: Technique -> setting; None: the script as it is.
+
+        Raises:
+            HastenError: The training's batches kept another size.
         """
         trial = {"batches": 12, "steps": 24, "seconds": self.timeout / 3, "pass_seconds": self.timeout / 12}
         asked = {"size": 0 if self.argument else size, "former": former}
         arguments = with_argument(self.arguments, self.argument, size) if self.argument and size else self.arguments
         with self._folder() as folder:
             attempt = self._trained(folder, size, trial, asked, arguments, plan or {}, LEAN if lean else {})
+        if asked["size"]:
+            _check_size(attempt, size)
         if not lean:
             self.done.append(attempt)
         return attempt
@@ -218,9 +224,20 @@ class Attempts:
         if not loader.batch_size:
             raise HastenError(
                 f"the training loader ({loader.where}) has a batch sampler of its own, or no batch size",
-                "name the script's own argument: hasten batch --argument --batch-size train.py --batch-size 16",
+                _NAME_ARGUMENT,
             )
         return loader.batch_size, samples
+
+
+def _check_size(attempt: Attempt, size: int) -> None:
+    """Refuse a size that no training loader took: a batch sampler that the script built keeps its own."""
+    loaders = attempt.evidence.loaders if attempt.outcome == "ok" and attempt.evidence is not None else ()
+    trained = [loader for loader in loaders if loader.role == "train"]
+    if trained and all(loader.batch_size != size for loader in trained):
+        kept = f"{trained[0].batch_size}, with a batch sampler of its own" if trained[0].batch_size else "another size"
+        raise HastenError(
+            f"the training loader ({trained[0].where}) was to give batches of {size}, and gave {kept}", _NAME_ARGUMENT
+        )
 
 
 def value_of(arguments: Sequence[str], name: str) -> int:

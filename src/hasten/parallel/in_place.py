@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import traceback
 from typing import Any
 
 import torch
@@ -26,16 +27,24 @@ _REFUSED = re.compile(
 
 
 def explained(error: BaseException) -> HastenError | None:
-    """Return what to do where torch has refused a change in place; None for other errors."""
+    """Return what to do where torch has refused an optimizer's change in place; None for other errors."""
     text = str(error)
-    return _refusal(text[:120]) if _REFUSED.search(text) else None
+    return _refusal(text[:120]) if _REFUSED.search(text) and _is_by_optimizer(error) else None
+
+
+def _is_by_optimizer(error: BaseException) -> bool:
+    """Whether an optimizer's step raised it, not the model's forward or backward in a closure that the step called."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    callers = (frame.f_locals.get("self") for frame in reversed(frames))
+    known = (torch.optim.Optimizer, torch.nn.Module, torch.Tensor)
+    return isinstance(next((one for one in callers if isinstance(one, known)), None), torch.optim.Optimizer)
 
 
 def _refusal(what: str) -> HastenError:
     return HastenError(
-        f"An operation on a tensor that ranks have in parts (DTensor) is one that torch cannot do in place: {what}",
-        "Most likely an optimizer's, as Adafactor's or Rprop's: use AdamW, SGD, or another that steps each element by"
-        ' itself, or strategy="ddp".',
+        "The optimizer makes a change to a tensor that ranks have in parts (DTensor), which torch cannot do in place:"
+        f" {what}",
+        'Adafactor and Rprop do: use AdamW, SGD, or another that steps each element by itself, or strategy="ddp".',
     )
 
 
