@@ -20,6 +20,7 @@ from hasten.online.options import Candidate
 from hasten.online.record import Measured
 from hasten.taps.config import TrialOptions
 from hasten.tuner import tune as module
+from hasten.tuner.budget import Spent, block_seconds
 from hasten.tuner.check import CheckOptions, check
 from hasten.tuner.found import Found
 from hasten.tuner.online_search import OnlineSearch
@@ -138,7 +139,21 @@ def test_a_budget_holds_what_the_process_took_before_and_its_report(tmp_path: Pa
 def test_a_block_is_longer_in_a_long_tune_and_shorter_in_a_short_training(
     budget: float, training: float, block: float
 ) -> None:
-    assert module._block_seconds(budget, training) == pytest.approx(block)
+    assert block_seconds(budget, training) == pytest.approx(block)
+
+
+def test_each_second_of_a_tune_goes_to_one_stage() -> None:
+    before = time.monotonic()
+    spent = Spent(before - 3.0)
+    for stage in ("search", "check", "search"):
+        spent.on(stage)
+        time.sleep(0.05)
+    seconds = spent.seconds()
+    assert list(seconds) == ["start", "search", "check"]
+    assert seconds["start"] >= 3.0
+    assert seconds["search"] >= 0.1
+    assert seconds["check"] >= 0.05
+    assert 3.15 <= sum(seconds.values()) <= time.monotonic() - before + 3.0
 
 
 def test_a_check_that_is_ended_says_nothing_of_the_plan(tmp_path: Path) -> None:

@@ -152,10 +152,25 @@ def test_a_trial_that_the_budget_cuts_is_held_against_no_technique(
     several = trials(tmp_path, "import time\ntime.sleep(600)", monkeypatch)
     several.deadline = time.monotonic() + 1
     found = Found(Course([Candidate("channels_last", True)], live=False), warm=False)
-    search_apart(several, found, Trial({}, 0, "ok", 0.1), time.monotonic() + 60, lambda line: None, lambda block: None)
+    baseline, until = Trial({}, 0, "ok", 0.1), time.monotonic() + 60
+    search_apart(several, found, baseline, 100, until, lambda line: None, lambda block: None)
     assert (several.done[-1].plan, several.done[-1].outcome) == ({"channels_last": True}, "timeout")
     assert (found.course.out, found.notes) == ({}, [])
     assert "longer than the budget" in found.would_ask[0]
+
+
+@pytest.mark.parametrize(("steps", "compiles"), [(500, False), (10**9, True)])
+def test_a_training_too_short_for_it_is_not_compiled_to_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, compiles: bool
+) -> None:
+    several = trials(tmp_path, TRAIN + "train(3)", monkeypatch)
+    baseline, several.deadline = several.run({}), time.monotonic() + 60  # it runs two epochs of the three at the most
+    found = Found(Course([Candidate("set_to_none", True), Candidate("compile", "default")], live=False), warm=False)
+    monkeypatch.setattr(several, "run", lambda plan, timeout: Trial(plan, 0, "crash", 0.1, reason="not run here"))
+    search_apart(several, found, baseline, steps, several.deadline, lambda line: None, lambda block: None)
+    asked = {index for block in found.blocks for index in block.on}
+    assert asked == ({0, 1} if compiles else {0})
+    assert ("training this short" in found.course.out.get(1, "")) == (not compiles)
 
 
 @pytest.mark.parametrize("slow", ["train(9, then=lambda epoch: time.sleep(100))", "wait = 0.3; train()"])

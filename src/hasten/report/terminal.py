@@ -217,6 +217,8 @@ class _TunePage:
         for label, path in rows:
             if path is not None:
                 self.console.print(self._text(f"  {label:<8}{words.clean(str(path))}"), soft_wrap=True)
+        if spent := words.spent(self.proof.spent_seconds):
+            self._columns([(self._text("time  "), self._text(spent))])
         command = _next_command(self.proof, self.command, plan_path)
         if command:
             self.console.print()

@@ -21,6 +21,7 @@ EFFECTS = {
 _PHASE_LABELS = {"data": "data wait", "transfer": "copy to device", "sync": "gradient sync"}
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 NONE = "–"
+_WORTH_A_WORD = 0.5  # seconds of a tune
 percent = figures.percent
 
 
@@ -98,6 +99,11 @@ def duration(seconds: float | None) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
     return f"{seconds / 86400:,.1f} days"
+
+
+def spent(stages: Mapping[str, float]) -> str:
+    """What the time of a tune went to, as far as it is worth a word: `search 96 s, check 43.2 s`."""
+    return ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in stages.items() if seconds >= _WORTH_A_WORD)
 
 
 def alike(seconds: float, longest: float) -> str:

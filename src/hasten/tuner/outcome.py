@@ -60,6 +60,7 @@ class Measurements:
         checked: What the check found.
         start: Moment (`time.monotonic`) at which the tune began.
         budget: Seconds it had.
+        spent: Stage -> seconds that it took.
         notes: What else there is to say.
         noise: How quiet the machine was.
     """
@@ -73,6 +74,7 @@ class Measurements:
     checked: Checked | None
     start: float
     budget: float
+    spent: dict[str, float]
     notes: list[str]
     noise: MachineNoise
 
@@ -109,6 +111,7 @@ def proof_of(all_: Measurements) -> Proof:
         trials=tuple(map(_row, all_.trials.done)),
         budget_seconds=all_.budget,
         used_seconds=time.monotonic() - all_.start,
+        spent_seconds=all_.spent,
         warm=found.warm,
         agreement=all_.checked.agreed if all_.checked is not None else None,
         blocks=tuple(block_of(block, found, all_.start) for block in found.blocks),

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 
 from hasten.online.record import Measured
+from hasten.online.schedule import TOO_SHORT_TO_COMPILE, compiling_may_pay
+from hasten.techniques import Liveness
 from hasten.tuner.found import Found
 from hasten.tuner.trial import Trial, Trials
 
@@ -17,6 +19,7 @@ def search_apart(
     trials: Trials,
     found: Found,
     baseline: Trial,
+    steps: int,
     until: float,
     say: Callable[[str], None],
     on_block: Callable[[Measured], None],
@@ -27,14 +30,17 @@ def search_apart(
         trials: Where they run.
         found: What the search knows; it is added to.
         baseline: The script as it is, measured already.
+        steps: Of the full training: in a short one nothing is compiled.
         until: Moment (`time.monotonic`) at which the search ends.
         say: Progress, a line each.
         on_block: Is told of each trial as of a block.
     """
     course, crashes, longest = found.course, 0, baseline.seconds
     _saw(found, baseline, frozenset(), "baseline", on_block)
+    if baseline.timing is not None and not compiling_may_pay(baseline.timing.step, steps):
+        course.drop(course.of(Liveness.LAST), TOO_SHORT_TO_COMPILE)
     wish, part = course.all_on(), "all on"
-    while time.monotonic() + longest < until and crashes < _MOST_CRASHES:
+    while (wish or part == "search") and time.monotonic() + longest < until and crashes < _MOST_CRASHES:
         plan = {course.candidates[i].name: course.candidates[i].setting for i in sorted(wish)}
         trial = trials.run(plan, timeout=4 * longest + _TIMEOUT)
         if trial.outcome == "timeout" and time.monotonic() >= trials.deadline:

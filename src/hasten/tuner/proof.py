@@ -265,6 +265,7 @@ class Proof:
             sums have the ratio of `speedup`, or the page says that they have not.
         pairs: Pairs of fresh processes, which also hold what a warm process hides (start-up, caches).
         warm: Whether blocks in one process decided; else trials in processes of their own did, and `notes` says why.
+        spent_seconds: What the seconds used went to: stage -> seconds.
         would_ask: What tune would still ask with more time, a sentence each, without a full stop.
         blocks: The course of the search.
     """
@@ -289,6 +290,7 @@ class Proof:
     trials: tuple[TrialRow, ...]
     budget_seconds: float
     used_seconds: float
+    spent_seconds: dict[str, float] = field(default_factory=dict)
     warm: bool = True
     agreement: Agreement | None = None
     blocks: tuple[Block, ...] = ()

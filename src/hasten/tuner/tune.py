@@ -19,6 +19,7 @@ from hasten.online.record import Measured
 from hasten.plan import Plan
 from hasten.taps.config import TrialOptions
 from hasten.tuner.baseline import Baseline, run_baseline
+from hasten.tuner.budget import Spent, block_seconds, check_seconds, checked_passes, checked_steps
 from hasten.tuner.check import CheckOptions, check
 from hasten.tuner.found import Claimed, Found, Quiet
 from hasten.tuner.length import length_of, seconds_per_epoch, seen_to_its_end, steps_of
@@ -31,15 +32,9 @@ from hasten.tuner.training_key import Key, key_of
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.trouble import trouble_of
 
-_BLOCK_SECONDS = (0.5, 1.0)
-_BLOCKS_OF_A_RUN = 8  # of a training so short that longer ones would be too few
-_SHORTEST_BLOCK = 0.1  # seconds
 _SHORTEST_SEARCH = 8.0  # seconds for which the proof gives way first, and then the check
 _CLAIM_SHARE = 0.25  # of the time for the search
-_CHECKED_STEPS = (2, 6)  # a pass in the check
-_SLOW_STEP = 0.5  # seconds: of slower ones one pass is checked, not two
 _CHECKS = 3  # after so many checks with something taken back each, the rest goes unchecked, and is said to
-_ONE_THREAD = 2.0  # times as long as on all cores, roughly, a step takes in the check
 _HEADROOM = 1.2  # check and pair of the demo took 1.04 to 1.16 times what is expected of them, and one pair was cut
 _LONG = 300.0  # seconds of budget from which on stricter parts of the plan are checked apart
 _LEAST_FOR_BASELINE = 60.0  # seconds
@@ -111,9 +106,10 @@ class _Tune:
 
     def __init__(self, trials: Trials, options: TuneOptions, say: Say, on_block: OnBlock | None, start: float) -> None:
         self.trials, self.options, self.say, self.on_block = trials, options, say, on_block
-        self.start, self.end = start, start + options.budget - _REPORT * options.started
+        self.end = start + options.budget - _REPORT * options.started
+        self.start, self.spent = start, Spent(start)
         self.check_took = 0.0  # seconds of the last check
-        self.block = _BLOCK_SECONDS[0]  # seconds
+        self.block = block_seconds(options.budget, float("inf"))  # until it is known how long the training is
         self.notes: list[str] = []
         self.interrupted = self.taken_back = False
         self.pairs: list[tuple[Trial, Trial]] = []
@@ -126,7 +122,7 @@ class _Tune:
         self.baseline = self._baseline()
         self.startup, self.step = self.baseline.startup, self.baseline.timing.step
         self.length = seen_to_its_end(length_of(self.trials.command, self.baseline.timing), self.baseline.evidence)
-        self.block = _block_seconds(self.options.budget, self.length.epochs * seconds_per_epoch(self.baseline.timing))
+        self.block = block_seconds(self.options.budget, self.length.epochs * seconds_per_epoch(self.baseline.timing))
         self._recall()
         self.asked = self._applicable(warm=not self._apart())
         self.found = self._found(warm=not self._apart())
@@ -149,6 +145,7 @@ class _Tune:
 
     def _baseline(self) -> Baseline:
         """Run the script as it is, for a shortened pass: its evidence, and how long a step is."""
+        self.spent.on("the script as it is")
         self.say("running the script as it is")
         baseline = run_baseline(self.trials, self.options.budget)
         self.trials.deadline = self.end
@@ -197,6 +194,7 @@ class _Tune:
             self.say(f"no time is left for a search: {rest}, and the script takes {took} before it trains")
             self.found.would_ask.append(f"what helps at all: {rest} were left for a script that starts in {took}")
             return
+        self.spent.on("search")
         if why := self._apart():
             self._search_apart(why)
         else:
@@ -217,7 +215,8 @@ class _Tune:
     def _search_apart(self, why: str) -> None:
         self.notes.append(f"each question took a process of its own, not a block of one that runs: {why}")
         self.say(f"asking in processes of their own: {why}")
-        search_apart(self.trials, self.found, self.baseline.trial, self._search_end(), self.say, self._told)
+        steps = steps_of(self.length, self.baseline.timing)
+        search_apart(self.trials, self.found, self.baseline.trial, steps, self._search_end(), self.say, self._told)
 
     def _online(self) -> OnlineSearch:
         """Prepare the search in one process."""
@@ -252,13 +251,7 @@ class _Tune:
         return self.end - aside
 
     def _check_seconds(self) -> float:
-        steps = self._checked_steps() * (1 if self.step > _SLOW_STEP else 2)
-        return 2.5 * self.startup + 2 + 2 * steps * self.step * _ONE_THREAD
-
-    def _checked_steps(self) -> int:
-        least, most = _CHECKED_STEPS
-        each = 2 * self.step * _ONE_THREAD
-        return max(least, min(most, int(self.options.budget / 8 / max(each, 1e-6))))
+        return check_seconds(self.options.budget, self.step, self.startup)
 
     def _pair_seconds(self) -> float:
         trained, claim = self.baseline.trial.seconds - self.startup, self.found.claim()
@@ -270,8 +263,8 @@ class _Tune:
     def _check(self) -> None:
         """Compare the plan with the script as it is, step by step, and drop the techniques that part from it."""
         options = CheckOptions(
-            batches=self._checked_steps(),
-            epochs=1 if self.step > _SLOW_STEP else 2,
+            batches=checked_steps(self.options.budget, self.step),
+            epochs=checked_passes(self.step),
             seconds=60.0 + 6 * self.baseline.trial.seconds,
             until=self.end,
             brief=self.options.budget < _LONG,
@@ -285,6 +278,7 @@ class _Tune:
             if self.end - began < (self.check_took or 0.5 * self._check_seconds()):
                 found.would_ask.append("the check, step by step, whether the plan changes the training")
                 return
+            self.spent.on("check")
             self.say(f"checking {', '.join(found.plan())} step by step")
             try:
                 checked = check(
@@ -339,6 +333,7 @@ class _Tune:
             return
         seconds = min(20.0, self.end - time.monotonic() - self.startup)
         if seconds > _SHORTEST_SEARCH / 2:
+            self.spent.on("measuring in turn")
             self.say(f"measuring {', '.join(found.plan())} {how}")
             options = OnlineOptions(self.asked.candidates, "", 0.0, 0.0, block_seconds=self.block)
             online = OnlineSearch(self.trials, found, options, self.startup, self.say, self._told)
@@ -354,6 +349,7 @@ class _Tune:
                 if not seed:
                     self.found.would_ask.append("a pair of fresh processes: start-up, first epoch, losses")
                 return
+            self.spent.on("fresh processes")
             began = time.monotonic()
             sides = [{}, self.found.plan()]
             first, second = (
@@ -389,12 +385,7 @@ class _Tune:
             checked=self.checked,
             start=self.start,
             budget=self.options.budget,
+            spent=self.spent.seconds(),
             notes=[*self.notes, *self.found.notes],
             noise=self.quiet.noise(self.found),
         )
-
-
-def _block_seconds(budget: float, training: float) -> float:
-    """Seconds of a block: the longer the budget the longer, and some of them fit into a short training."""
-    least, most = _BLOCK_SECONDS
-    return min(most, max(least, budget / 300), max(_SHORTEST_BLOCK, training / _BLOCKS_OF_A_RUN))
