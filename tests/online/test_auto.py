@@ -167,12 +167,49 @@ def test_a_technique_that_fails_is_left_out(tmp_path: Path) -> None:
     assert Plan.read(tmp_path / "hasten-auto.toml").techniques == {"helps": True}
 
 
+# Another training, in a thread: what is switched between two steps of one would come within a step of the other.
+BESIDE = """
+import threading, torch
+stepped = threading.Event()
+def beside():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(torch.randn(6, 2), batch_size=3)
+    while True:
+        for x in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            stepped.set()
+            time.sleep(0.02)
+threading.Thread(target=beside, daemon=True).start()
+assert stepped.wait(60)
+"""
+# A thread draws the batches, a few ahead: where it begins a step, another one is half done.
+AHEAD = """
+import queue, threading, torch.utils.data
+Plain = torch.utils.data.DataLoader
+class Ahead:
+    def __init__(self, *args, **named):
+        self.loader = Plain(*args, **named)
+    def __iter__(self):
+        drawn = queue.Queue(2)
+        def draw():
+            for batch in self.loader:
+                drawn.put(batch)
+            drawn.put(None)
+        threading.Thread(target=draw, daemon=True).start()
+        return iter(drawn.get, None)
+torch.utils.data.DataLoader = Ahead
+"""
 ALONE = {
     "deterministic": (
         "import torch; torch.use_deterministic_algorithms(True)",
         {},
         "the script asks for deterministic algorithms",
     ),
+    "threads": (BESIDE, {}, "its steps are the work of several threads"),
+    "threads that draw": (AHEAD, {}, "its steps are the work of several threads"),
     "ranks": ("", {"WORLD_SIZE": "2", "RANK": "0"}, "it trains in 2 processes"),
 }
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 from hasten.evidence.open_pass import BLANK, STALE_AFTER, OpenPass, StepMarker, adding_up, first_step_so_far
@@ -42,6 +43,7 @@ class Recorder:
         steps: How many are over, but for those of a rest that goes on; see `step_in_progress`.
         resting: In which pass the clock rests.
         current: The pass whose batch is being worked on; its `loader` is -1 outside every loader.
+        threads: Those that called `backward`.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Recorder:
         self.validations: list[tuple[int, Any, int, float]] = []  # step, sum of losses, how many, when
         self.steps = 0
         self.optimizer_steps: dict[int, int] = {}
+        self.threads: set[int] = set()
         # Told, in the middle of a step, where a part of it begins (True) and ends; see `mark`.
         self.listeners: list[Callable[[Phase, bool], None]] = []
         self.on_close: list[Callable[[], None]] = []  # called when the run is over, before the recorder closes
@@ -254,6 +257,7 @@ class Recorder:
     def backward(self, seconds: float, losses: Sequence[Any]) -> None:
         """`backward` was called on `losses` (detached, unread)."""
         current = self.current
+        self.threads.add(get_ident())
         if self._validated:
             self._flush_validation()
         current.phases[_BACKWARD] += seconds
@@ -374,7 +378,7 @@ class Recorder:
         other = copy.copy(self)
         other.kept = self.kept.so_far()
         other.passes, other.validations = list(self.passes), list(self.validations)
-        other.optimizer_steps = dict(self.optimizer_steps)
+        other.optimizer_steps, other.threads = dict(self.optimizer_steps), set(self.threads)
         other._open = {key: copy.copy(opened) for key, opened in self._open.items()}
         other.on_step = other.on_pass = None
         other.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,11 +105,13 @@ class Auto:
         """A step is over; answers behind how many to be told again, None: the next."""
         if self._over or os.getpid() != self._pid:
             return _NEVER
+        again = None
         try:
-            again = self._glance(steps) if self._stays else self._step(steps)
+            self._note_threads()
+            if not self._why:
+                again = self._glance(steps) if self._stays else self._step(steps)
         except Exception as error:  # tuning never breaks a script
             self._why = f"tuning failed: {type(error).__name__}: {error}"
-            again = None
         if self._why:
             self._stop()
         return _NEVER if self._is_over() else again
@@ -118,6 +121,8 @@ class Auto:
         if self._over or began or os.getpid() != self._pid:
             return
         self._passes += opened.trained
+        if opened.trained:
+            self._note_threads()
         if self._driver is None:
             return
         try:
@@ -150,6 +155,16 @@ class Auto:
         else:
             self._driver.on_step(steps)
         return None
+
+    def _note_threads(self) -> None:
+        """What is switched between two steps of one thread would come within a step of another: a second training, or
+        one whose batches this thread draws for it."""
+        threads = self._recorder.threads
+        threads.add(threading.get_ident())
+        if len(threads) > 1:
+            threads &= {thread.ident for thread in threading.enumerate()}
+            if len(threads) > 1:
+                self._why = self._why or "its steps are the work of several threads"
 
     def _glance(self, steps: int) -> int | None:
         """Nothing is measured: look at the loss now and then."""

@@ -30,6 +30,10 @@ _FEW_ROUNDS = 6  # blocks: two rounds of three sets, which it is kept for in bet
 _LEAST_PAIRS, _MOST_PAIRS = 3, 8
 _MOST_TURNS = 3 * _MOST_PAIRS  # with the pairs that others disturbed
 
+TOO_SHORT_TO_COMPILE = (
+    f"compiling takes {_COMPILE_SECONDS:.0f} s or so, more than it could save in a training this short"
+)
+
 
 class Host(Protocol):
     """The driver as the schedule sees it."""
@@ -170,8 +174,12 @@ def _may_pay(course: Course, options: OnlineOptions) -> bool:
     """Whether compiling could be won back in the full training."""
     if not course.of(Liveness.LAST) - set(course.out):
         return False
-    most = _COMPILE_SAVES * math.exp(course.posterior.level) * options.total_steps
-    return most > _COMPILE_WORTH * _COMPILE_SECONDS
+    return compiling_may_pay(math.exp(course.posterior.level), options.total_steps)
+
+
+def compiling_may_pay(step: float, steps: int) -> bool:
+    """Whether compiling could be won back in so many steps of so many seconds."""
+    return _COMPILE_SAVES * step * steps > _COMPILE_WORTH * _COMPILE_SECONDS
 
 
 def _compile_seconds(course: Course, options: OnlineOptions) -> float:
@@ -190,9 +198,8 @@ def _compile(course: Course, options: OnlineOptions, host: Host) -> Wishes:
     """Compile once, on what won, where it may be won back in the full training."""
     for index in sorted(course.of(Liveness.LAST) - set(course.out) - course.chosen()):
         if not _may_pay(course, options):
-            why = f"compiling takes {_COMPILE_SECONDS:.0f} s or so, more than it could save in a training this short"
-            course.drop([index], why)
-            host.note(Event("not worth it", (index,), text=why))
+            course.drop([index], TOO_SHORT_TO_COMPILE)
+            host.note(Event("not worth it", (index,), text=TOO_SHORT_TO_COMPILE))
             continue
         if _search_end(course, options) - time.monotonic() < _compile_seconds(course, options):
             host.note(Event("not asked", (index,), text="compiling takes longer than the time that was left"))
