@@ -125,7 +125,8 @@ in the places where hasten listens."""
 CORPUS = """`benchmarks/doctor/corpus.py`: `ill/` holds scripts with one planted illness each, `healthy/` scripts
 without; what else is true of a script was judged by hand. Scripts for a GPU are read only. Recall: planted findings
 that were given. Precision: findings given that were planted or are true as well. Scripts and rules were written by the
-same people, and the rules were mended on these scripts: how others are judged is not shown by it."""
+same people, and the rules were mended on these scripts: how others are judged is not shown by it. A planted script near
+its finding's threshold (`frequent_validation`: a fifth of the time) is found or missed as the machine is."""
 
 TRACEML = """`benchmarks/doctor/beside_traceml.py`: four short trainings with a known truth, each in turn with plain
 Python, {turns} turns; CPU time of the training process in its median step, beside plain Python's. TraceML ran the

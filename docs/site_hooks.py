@@ -20,14 +20,11 @@ def on_files(files: Files, config: Any) -> Files:
     """Add what lies outside docs/, and make the generated pages from the code as it is now."""
     from hasten.cli.findings import findings_page as findings
     from hasten.cli.techniques import catalogue_page as catalogue
-    from hasten.report import html
-    from hasten.tuner.proof import Proof
 
     for name in BESIDE:
         text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
         files.append(File.generated(config, name, content=_linked(text, name, config, files, base="")))
-    tune = html.render(Proof.read(ROOT / "benchmarks/results/reports/image.json"))
-    made = {"catalogue.md": catalogue(), "findings.md": findings(), "reports/tune.html": tune}
+    made = {"catalogue.md": catalogue(), "findings.md": findings()}
     for name, text in made.items():
         if (old := files.get_file_from_path(name)) is not None:
             files.remove(old)
