@@ -72,26 +72,6 @@ def test_they_hold_while_it_runs_and_what_others_set_stays() -> None:
         torch.set_float32_matmul_precision(before[0])
 
 
-def test_what_a_script_sets_for_compiled_code_stays_though_the_technique_had_set_the_same() -> None:
-    from torch._dynamo import config as dynamo
-    from torch._functorch import config as functorch
-
-    class Setting(Regression):
-        def on_train_end(self) -> None:
-            assert dynamo.suppress_errors and not functorch.donated_buffer, "the technique is on"
-            dynamo.suppress_errors, functorch.donated_buffer = True, False
-
-    before = dynamo.suppress_errors, functorch.donated_buffer
-    assert before == (False, True)
-    try:
-        for module, left in ((Regression(), before), (Setting(), (True, False))):
-            trainer = quiet(plan=Plan({"compile": "default"}), limit_train_batches=1, limit_val_batches=0)
-            trainer.fit(module, loader())
-            assert (dynamo.suppress_errors, functorch.donated_buffer) == left
-    finally:
-        dynamo.suppress_errors, functorch.donated_buffer = before
-
-
 def test_torchs_own_update_is_put_back() -> None:
     module = sys.modules[torch.optim.SGD.__module__]
     plain, trainer = module.sgd, quiet(fused_optimizer=True, max_epochs=1, limit_val_batches=0)

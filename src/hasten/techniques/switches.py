@@ -26,14 +26,10 @@ class Switches:
         self._changed.append((read, write, before, read()))
 
     def put_back(self) -> None:
-        """Set all to what they were, but for those that somebody else has set since.
-
-        A True that somebody has set is told from ours where ours is 1: what is an object stays the object it is.
-        """
+        """Set all to what they were, but for those that somebody else has changed since."""
         while self._changed:
             read, write, before, ours = self._changed.pop()
-            now = read()
-            if type(now) is type(ours) and now == ours:
+            if read() == ours:
                 write(before)
 
 

@@ -178,7 +178,6 @@ class Compile(Technique):
         self._set(torch._dynamo.config, name, value)
 
     def _set(self, config: Any, name: str, value: Any) -> None:
-        value = int(value) if isinstance(value, bool) else value  # another object than the True that a script sets
         self._switches.set(lambda: getattr(config, name), lambda value: setattr(config, name, value), value)
 
     def model(self, model: Any, args: tuple[Any, ...]) -> None:
