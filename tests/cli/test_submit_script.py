@@ -123,8 +123,11 @@ def test_without_slurm_the_message_says_where_to_go(tmp_path: Path) -> None:
 def test_a_folder_that_takes_no_log_is_said_before_the_job_is_sent(tmp_path: Path) -> None:
     need_mounts()
     (tmp_path / "train.py").write_text(WORDS)
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 1\n")  # where SLURM is not installed: it is not asked
+    (tmp_path / "sbatch").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     mount = 'mount --bind -o ro "$0" "$0" && mount -o remount,bind,ro "$0" && cd "$0" && exec "$@"'
     words = ["unshare", "-rm", "sh", "-c", mount, str(tmp_path), *HASTEN, "train.py"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2, done.stderr
     assert f"the job's log would lie in {tmp_path}, where nothing can be written" in done.stderr

@@ -50,7 +50,7 @@ LEAKS = """
     from torch.utils.data import DataLoader, TensorDataset
 
     torch.set_num_threads(1)
-    model = torch.nn.Linear(16, 2**18)
+    model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     kept = []
     for epoch in range(2):
@@ -59,7 +59,7 @@ LEAKS = """
             optimizer.zero_grad()
             loss.mean().backward()
             optimizer.step()
-            kept.append(loss.detach())  # 8 MiB a step
+            kept.append(torch.ones(2**21))  # 8 MiB a step
 """
 LOADS = """
     import torch
@@ -103,7 +103,7 @@ def test_what_a_script_loads_before_it_trains_is_named(tmp_path: Path) -> None:
 def test_a_training_that_fits_and_leaks_is_said_to_run_out_later(tmp_path: Path) -> None:
     found = climbed(tmp_path, LEAKS, asked(8 << 30, on_gpu=False))
     assert found.chosen.plan == {}
-    assert 6 * MB < found.plain.attempt.grows < 40 * MB  # kept, and what comes to lie between
+    assert 6 * MB < found.plain.attempt.grows < 12 * MB
     page = lines(found, ("train.py",), "hasten.toml")
     assert any(line.startswith("BUT memory rises by ") and "which fills what is left in about" in line for line in page)
     assert as_json(found, ("train.py",))["rises_bytes_a_step"] == round(found.plain.attempt.grows)
