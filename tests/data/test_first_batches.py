@@ -147,11 +147,12 @@ class Frozen(Numbers):
 
 
 def test_what_workers_inherit_is_left_alone_by_their_collections():
+    own = [[at] for at in range(50_000)]  # what a freeze here would add to whatever is frozen already
     before = gc.get_freeze_count()
     (counts,) = DataLoader(Frozen(4), batch_size=4, num_workers=1)
     assert min(counts.tolist()) > 10_000
     # Of objects that something else froze, some may have ended meanwhile.
-    assert abs(gc.get_freeze_count() - before) < 100, "the training's own objects are collected as before"
+    assert abs(gc.get_freeze_count() - before) < len(own) / 2, "the training's own objects are collected as before"
 
 
 @given(sizes=st.lists(st.integers(1, 9), max_size=12), workers=st.integers(2, 5))
