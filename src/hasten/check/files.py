@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 ROUNDED = 0.05
 """Relative difference of a saved tensor that may come of one step's rounding."""
+_ONLY_PLAIN, _ONLY_PLAN = "saved only as it is", "saved only under the plan"
 
 
 Load = Callable[[Path], tuple[Any] | None]
@@ -29,8 +30,8 @@ def compare_files(plain: Path, plan: Path, rounded: float, load: Load, here: Pat
     """Compare the folders into which two runs saved.
 
     Files that torch wrote are compared value by value, strides included, since an optimizer's fused kernels take them
-    at their word; other files by their bytes where the plan is exact, else by their presence. Numbers in names (a
-    date, a process id) are passed over.
+    at their word; other files by their bytes where the plan is exact, else by their presence. Long numbers in
+    names (a date, most process ids) are passed over.
 
     Args:
         plain: What the script saved as it is.
@@ -46,13 +47,32 @@ def compare_files(plain: Path, plan: Path, rounded: float, load: Load, here: Pat
     found = []
     for name in sorted({*mine, *theirs}):
         if name not in mine or name not in theirs:
-            found.append(
-                FileDifference(name, "", "saved only as it is" if name in theirs else "saved only under the plan")
-            )
+            found.append(FileDifference(name, "", _ONLY_PLAIN if name in theirs else _ONLY_PLAN))
         else:
             differences = _compare(theirs[name], mine[name], rounded, load)
             found += [FileDifference(name, at, how) for at, how in differences]
     return found
+
+
+def renamed(found: list[FileDifference], own: set[tuple[str, str]]) -> list[FileDifference]:
+    """Return what was found, without files whose names hold a number that each plain run chooses anew.
+
+    A short process id is one, as in TensorBoard's `events.out.tfevents.1795518486.host.934.0`: such a file is passed
+    over where it is missing from a second plain run, too, and there are as many of that name, numbers aside.
+
+    Args:
+        found: What was saved otherwise under the plan.
+        own: Files and places in them at which plain runs differ.
+    """
+    varying = {_numberless(file) for file, at in own if not at}
+    missing = [_numberless(one.file) for one in found if one.how == _ONLY_PLAIN]
+    more = [_numberless(one.file) for one in found if one.how == _ONLY_PLAN]
+    same = {name for name in varying if name in more and missing.count(name) == more.count(name)}
+    return [one for one in found if one.how not in (_ONLY_PLAIN, _ONLY_PLAN) or _numberless(one.file) not in same]
+
+
+def _numberless(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
 
 
 def _by_name(root: Path, here: Path) -> dict[str, Path]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hasten.check.checked import Checked
-from hasten.check.files import ROUNDED, FileDifference, Load, compare_files, saved_by_torch
+from hasten.check.files import ROUNDED, FileDifference, Load, compare_files, renamed, saved_by_torch
 from hasten.check.judge import Compared, level_of, parts_of, roundoff_of
 from hasten.check.runs import Ended, ReferenceRun, Runner, Runs, Say, Techniques
 from hasten.errors import HastenError
@@ -174,7 +174,7 @@ class _Check:
         own = self._saved_otherwise_by_itself(lap, 0.0)  # times, dates
         if rounded:  # what is left when large numbers cancel
             own |= self._saved_otherwise_by_itself(lap, max(lap.roundoff, roundoff_of(plan)))
-        return [one for one in found if (one.file, one.at) not in own and (one.file, "") not in own]
+        return [one for one in renamed(found, own) if (one.file, one.at) not in own and (one.file, "") not in own]
 
     def _saved_otherwise_by_itself(self, lap: ReferenceRun, roundoff: float) -> set[tuple[str, str]]:
         """Places in files at which plain runs differ: two that are alike, or those under noise."""
