@@ -58,7 +58,7 @@ def process_arguments(command: list[str], verb: str = "run") -> list[str]:
         verb: Which of hasten's commands asks, for the message.
 
     Raises:
-        HastenError: There is no such script, or nothing to run was named.
+        HastenError: There is no such script, it is a notebook, or nothing to run was named.
     """
     if not command:
         raise HastenError("no script was named", f"hasten {verb} SCRIPT ARGS, or hasten {verb} -m MODULE ARGS")
@@ -68,6 +68,9 @@ def process_arguments(command: list[str], verb: str = "run") -> list[str]:
             raise HastenError("-m needs a module", f"hasten {verb} -m pkg.train ARGS")
         return [sys.executable, *command]
     path = Path(first)
+    if path.suffix == ".ipynb" and path.is_file():  # Python would say that `null` is not defined, or see nothing
+        remedy = f"export it as a script: jupyter nbconvert --to script {shlex.quote(first)}"
+        raise HastenError(f"{first} is a notebook, not a script", remedy)
     if (path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK))) or (path / "__main__.py").is_file():
         return [sys.executable, *command]
     found = shutil.which(first) or shutil.which(first, path=str(Path(sys.executable).parent))  # torchrun of this venv
