@@ -53,7 +53,7 @@ FAST = {
     "nothing to tune": (["tune"], ["no script was named", "hasten tune SCRIPT"]),
     "no module": (["run", "--no-plan", "-m"], ["-m needs a module"]),
     "a folder": (["run", "--no-plan", "."], ["is a folder without a __main__.py"]),
-    "a notebook": (["run", "--no-plan", "train.ipynb"], ["train.ipynb is a notebook", "nbconvert --to script train.ipynb"]),
+    "a notebook": (["run", "--no-plan", "train.ipynb"], ["is a notebook", "nbconvert --to script train.ipynb"]),
     "no plan": (["run", "train.py"], ["no plan at hasten.toml", "hasten tune"]),
     "no such plan": (["run", "--plan", "x.toml", "train.py"], ["no plan at x.toml"]),
     "a syntax error": (["tune", "broken.py"], ["broken.py:3: the script has a syntax error"]),
