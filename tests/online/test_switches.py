@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
 from hasten.errors import HastenError
+from hasten.online.auto_plan import new_files
 from hasten.online.switches import Schedule, Switched, is_schedule, read_schedule
 
 LINES = [
@@ -36,7 +38,39 @@ def test_half_a_line_at_the_end_is_none(tmp_path: Path) -> None:
     last = whole.rstrip(b"\n").rfind(b"\n") + 1
     for cut in range(last, len(whole)):
         path.write_bytes(whole[:cut])
-        assert read_schedule(path) == LINES[:-1]
+        said: list[str] = []
+        assert read_schedule(path, said.append) == LINES[:-1]
+        assert [line.partition(" is half")[0] for line in said] == [f"replay: the last line of {path}"] * (cut > last)
+
+
+def test_a_schedule_that_cannot_be_written_to_its_end_is_left_empty(tmp_path: Path) -> None:
+    """A full disk takes a part of a line; what was on there would stay on in a replay, not so in the run."""
+    path = tmp_path / "a.schedule"
+    schedule = Schedule(str(path), ("train.py",))
+    schedule.write(LINES[0])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            schedule.write(LINES[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not path.read_bytes()
+
+
+def test_schedules_of_earlier_runs_are_kept(tmp_path: Path) -> None:
+    for run in range(3):
+        path = new_files(tmp_path / "auto.toml")
+        assert path == tmp_path / "auto.schedule"
+        Schedule(str(path), (f"run {run}",))
+    assert {one.name: f"run {one.read_text().count('run 1')}" for one in tmp_path.iterdir()} == {
+        "auto.1.schedule": "run 0",
+        "auto.2.schedule": "run 1",
+        "auto.schedule": "run 0",
+    }
+    path.write_bytes(b"")
+    new_files(tmp_path / "auto.toml")
+    assert len(list(tmp_path.iterdir())) == 2, "an empty one is none"
 
 
 def test_two_processes_never_write_one_schedule(tmp_path: Path) -> None:

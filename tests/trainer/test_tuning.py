@@ -158,6 +158,31 @@ def test_what_helps_stays_on_to_the_end_of_the_fit(
     assert "auto: settled after" in capsys.readouterr().err
 
 
+class Raises(hasten.callbacks.Callback):
+    """Ends a fit while something is on, and fails as it is told of the end."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if module.on:
+            raise ValueError("the first")
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        raise KeyboardInterrupt("the second")
+
+
+def test_nothing_stays_on_where_a_callback_fails_as_it_is_told_of_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Sleepy(planted(monkeypatch, "helps", -0.015))
+    (tmp_path / "hasten-auto.toml").write_text('[hasten]\nby = "hasten run --auto"\n')
+    trainer = tuned(tmp_path, seconds=8.0)
+    trainer.callbacks.insert(0, Raises())
+    with pytest.warns(UserWarning, match="while ending: KeyboardInterrupt: the second"):
+        with pytest.raises(ValueError, match="the first"):
+            trainer.fit(module, loader(400))
+    assert not module.on
+    assert tuning_of(trainer).recorder is None
+
+
 def test_what_a_flag_sets_is_not_switched(tmp_path: Path) -> None:
     trainer = tuned(tmp_path, Stop(tmp_path, 3), precision="bf16-mixed", fused_optimizer=False)
     trainer.fit(Images(), images())

@@ -90,9 +90,10 @@ def lines(found: BatchSearchResult) -> list[str]:
     if found.saturated > found.own:
         page += ["", f"rate for batch {found.saturated}: {rate_factor(found):g}x the script's ({rule(found)})"]
     page += _critical(found)
-    page.append(
-        "A larger batch takes fewer, larger steps: the same epochs may come to another loss. Nothing was changed."
-    )
+    page += [
+        "A larger batch takes fewer, larger steps: the same epochs may come to another loss. Nothing was changed.",
+        "What the script counts in steps (a schedule's length, warm-up, a last step) has to be divided with it.",
+    ]
     return page
 
 

@@ -143,7 +143,8 @@ class Auto:
     def close(self) -> None:
         """The process ends."""
         if not self._over and self._chosen is None and self._recorder.steps and os.getpid() == self._pid:
-            self._around.say("auto: the run ended before anything was settled: no plan was written")
+            former = f"; {self._options.shown} is an earlier run's" if os.path.exists(self._options.plan) else ""
+            self._around.say(f"auto: the run ended before anything was settled: no plan was written{former}")
         self._over = True
 
     # -- steps -------------------------------------------------------------------------------------------------
@@ -298,7 +299,7 @@ class Auto:
             self._schedule.write(Switched(self._recorder.steps, self._passes, on))
         except OSError as error:
             self._schedule = None
-            self._why = f"{self._options.schedule} cannot be written: {error.strerror}"
+            self._why = f"{self._options.schedule} cannot be written, and is left empty: {error.strerror}"
 
     def _asked_all(self) -> None:
         """Nothing is left to be asked."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import glob
 import math
+import stat
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -63,7 +66,9 @@ def is_auto_plan(content: bytes) -> bool:
 
 
 def new_files(plan: Path) -> Path:
-    """Return where the schedule of switches goes that belongs to this plan; an earlier run's is removed.
+    """Return where the schedule of switches goes that belongs to this plan; an earlier run's is kept as `.1.schedule`.
+
+    Of a training that was killed and begun again with the same command each part can be replayed.
 
     Raises:
         HastenError: One of the two files is somebody else's, or cannot be written.
@@ -73,5 +78,16 @@ def new_files(plan: Path) -> Path:
         raise HastenError(f"--auto does not write its plan to {plan}", f"name another file, such as {AUTO_NAME}")
     check_target(plan, "the plan", is_auto_plan)
     check_target(schedule, "the schedule of switches", is_schedule)
-    schedule.unlink(missing_ok=True)  # the process that trains makes its own
+    with contextlib.suppress(FileNotFoundError):  # none, or another process of this run has moved it
+        if stat.S_ISREG(schedule.lstat().st_mode) and schedule.stat().st_size:
+            schedule.rename(_free(plan))
+        else:
+            schedule.unlink()  # the process that trains makes its own
     return schedule
+
+
+def _free(plan: Path) -> Path:
+    """Return a name for an earlier schedule: of the number behind the last."""
+    numbers = [path.suffixes[-2][1:] for path in plan.parent.glob(f"{glob.escape(plan.stem)}.*.schedule")]
+    last = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    return plan.with_suffix(f".{last + 1}.schedule")

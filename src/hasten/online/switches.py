@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,7 @@ class Switched:
 
 
 class Schedule:
-    """Writes one, each switch before it is made.
+    """Writes one, each switch before it is made. One that cannot be written to its end is left empty.
 
     Args:
         path: The file; there is none yet.
@@ -57,7 +57,14 @@ class Schedule:
         self._write({"step": switched.step, "passes": switched.passes, "on": dict(switched.on)})
 
     def _write(self, data: dict[str, object]) -> None:
-        os.write(self._file, (json.dumps(data) + "\n").encode())
+        left = (json.dumps(data) + "\n").encode()
+        try:
+            while left:  # a disk that is nearly full takes a part
+                left = left[os.write(self._file, left) :]
+        except OSError:
+            # What is on here would stay on in a replay, where this run goes on without: no replay is better.
+            os.ftruncate(self._file, 0)
+            raise
 
 
 def is_schedule(content: bytes) -> bool:
@@ -69,8 +76,8 @@ def is_schedule(content: bytes) -> bool:
     return isinstance(head, dict) and str(head.get("schema", "")).partition("/")[0] == _KIND
 
 
-def read_schedule(path: Path) -> list[Switched]:
-    """Read one; a last line that a run which was killed left half written is none.
+def read_schedule(path: Path, say: Callable[[str], None] | None = None) -> list[Switched]:
+    """Read one; a last line that a run which was killed left half written is none: `say` is told.
 
     Raises:
         HastenError: It cannot be read, is none, or names what this hasten does not know.
@@ -81,7 +88,10 @@ def read_schedule(path: Path) -> list[Switched]:
         raise HastenError(f"cannot read the schedule {path}: {error.strerror or error}", _ELSE) from None
     if not is_schedule(content):
         raise HastenError(f"{path} is no schedule of switches", _ELSE)
-    whole = content[: content.rfind(b"\n") + 1].splitlines()
+    end = content.rfind(b"\n") + 1
+    whole = content[:end].splitlines()
+    if content[end:] and say is not None:
+        say(f"replay: the last line of {path} is half a line, of a switch that was never made: it is dropped")
     return [_switched(line, f"{path}:{number}") for number, line in enumerate(whole[1:], 2)]
 
 

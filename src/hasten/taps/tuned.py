@@ -36,7 +36,7 @@ def begin(session: Session, built: Built) -> Told | None:
     over = functools.partial(_listen_no_more, session)
     told: Told
     if options.replay:  # each rank by itself: all have the same steps
-        told = Replay(read_schedule(Path(options.schedule)), board, recorder, say, over)
+        told = Replay(read_schedule(Path(options.schedule), say), board, recorder, say, over)
     elif session.rank:
         told = Following(board, recorder, session.rank, over)
     else:

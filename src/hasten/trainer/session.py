@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import signal
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,18 +121,26 @@ def _about_the_loss(trainer: Trainer, error: BaseException) -> str:
 def _failed(trainer: Trainer, error: BaseException) -> None:
     trainer.stage.status = "interrupted"
     trainer.engine.stopping.interrupted = True
+    calls: list[Callable[[], Any]] = []
     if (hooks := trainer.engine.hooks) is not None:  # else it failed before anybody could listen
-        for hook in hooks.of_callbacks("on_exception"):
-            hook(error)
+        calls += [functools.partial(hook, error) for hook in hooks.of_callbacks("on_exception")]
         if (own := hooks.of_datamodule("on_exception")) is not None:
-            own(error)
-    for logger in trainer.loggers:
-        logger.finalize("failed")
-    try:
-        _tear_down(trainer)
-    except Exception as second:  # the first error is the one to show
-        messages.warn(f"while ending: {second}", stacklevel=2)
+            calls.append(functools.partial(own, error))
+    calls += [functools.partial(logger.finalize, "failed") for logger in trainer.loggers]
+    _call_each([*calls, functools.partial(_tear_down, trainer)])
     trainer.stage.stage = None
+
+
+def _call_each(calls: Iterable[Callable[[], Any]]) -> None:
+    """Call all of these, though one raises: a callback's `on_exception` must not leave on what another switches off."""
+    others = []
+    for call in calls:
+        try:
+            call()
+        except BaseException as second:  # the first error is the one to show, though this be another Ctrl-C
+            others.append(f"{type(second).__name__}: {second}")
+    for line in others:  # behind all: a warning may be an error
+        messages.warn(f"while ending: {line}", stacklevel=3)
 
 
 def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
