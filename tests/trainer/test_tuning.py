@@ -176,9 +176,9 @@ def test_nothing_stays_on_where_a_callback_fails_as_it_is_told_of_an_error(
     (tmp_path / "hasten-auto.toml").write_text('[hasten]\nby = "hasten run --auto"\n')
     trainer = tuned(tmp_path, seconds=8.0)
     trainer.callbacks.insert(0, Raises())
-    with pytest.warns(UserWarning, match="while ending: KeyboardInterrupt: the second"):
-        with pytest.raises(ValueError, match="the first"):
-            trainer.fit(module, loader(400))
+    second = pytest.warns(UserWarning, match="while ending: KeyboardInterrupt: the second")
+    with second, pytest.raises(ValueError, match="the first"):
+        trainer.fit(module, loader(400))
     assert not module.on
     assert tuning_of(trainer).recorder is None
 
