@@ -143,7 +143,7 @@ class Auto:
     def close(self) -> None:
         """The process ends."""
         if not self._over and self._chosen is None and self._recorder.steps and os.getpid() == self._pid:
-            former = f"; {self._options.shown} is an earlier run's" if os.path.exists(self._options.plan) else ""
+            former = f"; {self._options.shown} is an earlier run's" if Path(self._options.plan).exists() else ""
             self._around.say(f"auto: the run ended before anything was settled: no plan was written{former}")
         self._over = True
 
