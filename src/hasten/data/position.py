@@ -114,42 +114,47 @@ class Position:
             place = self.loader.state_dict() if self._begun is None else self.loader.state_after(batches - self._before)
             return {**state, "batches": batches if state["open"] else 0, "way": "own", "loader": place}
         state["own"] = rng.states_of(rng.find(self.loader))
-        if (
-            is_stateful(dataset := dataset_of(self.loader))
-            and not workers_of(self.loader)
-            and not is_iterable(self.loader)
-        ):
+        dataset = dataset_of(self.loader)
+        if is_stateful(dataset) and not workers_of(self.loader) and not is_iterable(self.loader):
             state["dataset"] = copy.deepcopy(dataset.state_dict())
-        if self._begun is None:
-            if not isinstance(self.loader, DataLoader) and is_stateful(self.loader):
-                state["loader"] = copy.deepcopy(self.loader.state_dict())
-            running = self.loader._iterator if is_persistent(self.loader) else None
-            if running is not None:
-                if (watch := watch_of(running)) is not None:
-                    running.hasten_settle()
-                    state["workers"] = _workers_state(watch, *watch.at(batches=2**62))
-                else:
-                    state["workers"] = None
-            elif self._waiting is not None:
-                state["workers"] = self._waiting["workers"]
-            return state
-        state.update(batches=batches, way=self._way, digest=rng.digest(), reused=self._reused)
+        return {**state, **(self._between() if self._begun is None else self._within(batches))}
+
+    def _between(self) -> dict[str, Any]:
+        """What a state between two passes has more."""
+        state: dict[str, Any] = {}
+        if not isinstance(self.loader, DataLoader) and is_stateful(self.loader):
+            state["loader"] = copy.deepcopy(self.loader.state_dict())
+        running = self.loader._iterator if is_persistent(self.loader) else None
+        if running is not None:
+            if (watch := watch_of(running)) is not None:
+                running.hasten_settle()
+                state["workers"] = _workers_state(watch, *watch.at(batches=2**62))
+            else:
+                state["workers"] = None
+        elif self._waiting is not None:
+            state["workers"] = self._waiting["workers"]
+        return state
+
+    def _within(self, batches: int) -> dict[str, Any]:
+        """What a state in the middle of a pass has more."""
+        assert self._begun is not None
+        state = {"batches": batches, "way": self._way, "digest": rng.digest(), "reused": self._reused}
         state["begun"] = {name: self._begun[name] for name in ("rng", "own", "first") if name in self._begun}
         as_of = batches
         if self._way == "loader":
-            own = state["loader"] = copy.deepcopy(self.loader.state_dict())
+            own = copy.deepcopy(self.loader.state_dict())
             if isinstance(self.loader, DataLoader):
                 as_of = batches - own.get("_steps_since_snapshot", 0)
                 # Of a worker that has given nothing yet in a later pass, torchdata keeps how it ended the pass before.
                 state["early"] = self._reused and is_iterable(self.loader) and as_of < workers_of(self.loader)
-                if not _holds_data_state(own):  # it would replay, and not say with which random states
-                    state["way"] = "replay"
-                    del state["loader"]
+            if isinstance(self.loader, DataLoader) and not _holds_data_state(own):
+                state["way"] = "replay"  # it would replay, and not say with which random states
+            else:
+                state["loader"] = own
         elif self._way == "dataset":
-            inner = self._fetcher.dataset_iter
-            state["dataset"] = (
-                copy.deepcopy(dataset.state_dict()) if is_stateful(dataset) and inner is not dataset else None
-            )
+            dataset, inner = dataset_of(self.loader), self._fetcher.dataset_iter
+            own_state = is_stateful(dataset) and inner is not dataset
+            state["dataset"] = copy.deepcopy(dataset.state_dict()) if own_state else None
             state["dataset_iter"] = copy.deepcopy(inner.state_dict()) if is_stateful(inner) else None
         if self._watch is not None:
             known = (self._begun["workers"], []) if state["way"] == "replay" else self._watch.at(as_of)
@@ -199,6 +204,14 @@ class Position:
         plan = self._plan(state, batches if way == "skip" else 0, begun if state["reused"] else None)
         self._begun = {**begun, "workers": dict(plan.start)}
         self._reused = state["reused"]
+        iterator = self._go_on(state, way, plan)
+        _warn(doubts(state, plan))
+        self._set_own(state["own"])
+        return iterator
+
+    def _go_on(self, state: dict[str, Any], way: str, plan: WorkerWatch) -> Iterator[Any]:
+        """Begin the pass again, and bring it to where the state is of; `plan` is told what that took."""
+        loader, batches = self.loader, state["batches"]
         if way == "loader":
             loader.load_state_dict(copy.deepcopy(state["loader"]))
         elif way == "dataset" and state["dataset"] is not None:
@@ -208,22 +221,23 @@ class Position:
         self._look_at(iterator)
         if way == "dataset" and state["dataset_iter"] is not None:
             self._fetcher.dataset_iter.load_state_dict(copy.deepcopy(state["dataset_iter"]))
-        if way == "skip":
-            if not workers_of(loader):
-                if state["reused"]:  # workers that stayed drew no seed for this pass
-                    _put_back(loader, begun)
-                if "first" in begun:
-                    rng.restore(begun["first"])
-                plan.short, plan.drew = advance(iterator, batches)
-                if "dataset" in state and is_stateful(dataset_of(loader)):
-                    dataset_of(loader).load_state_dict(copy.deepcopy(state["dataset"]))
+        elif way == "skip" and not workers_of(loader):
+            self._skip(iterator, state, plan)
         elif way == "replay":
             plan.short, plan.drew = _replay(iterator, batches)
         if isinstance(iterator, _BaseDataLoaderIter) and way in ("skip", "dataset"):
             iterator._num_yielded = batches
-        _warn(doubts(state, plan))
-        self._set_own(state["own"])
         return iterator
+
+    def _skip(self, iterator: Iterator[Any], state: dict[str, Any], plan: WorkerWatch) -> None:
+        """Pass over the batches that were consumed, without making them."""
+        if state["reused"]:  # workers that stayed drew no seed for this pass
+            _put_back(self.loader, state["begun"])
+        if "first" in state["begun"]:
+            rng.restore(state["begun"]["first"])
+        plan.short, plan.drew = advance(iterator, state["batches"])
+        if "dataset" in state and is_stateful(dataset := dataset_of(self.loader)):
+            dataset.load_state_dict(copy.deepcopy(state["dataset"]))
 
     def _resume_own(self, state: dict[str, Any]) -> Iterator[Any] | None:
         """`resume`, by the state that a loader keeps of itself."""
