@@ -39,10 +39,9 @@ def batches(indices: Iterator[int], sampler: Any) -> Iterator[list[int]]:
         yield batch
 
 
-def batching(loader: Any) -> Any:
-    """Return what decides how indices are put into batches."""
-    sampler = loader.batch_sampler
-    return None if sampler is None else (sampler.batch_size, sampler.drop_last, id(sampler))
+def batching(sampler: Any) -> Any:
+    """Return what decides how a BatchSampler puts indices into batches."""
+    return None if sampler is None else (sampler.batch_size, sampler.drop_last)
 
 
 class Positions:

@@ -20,7 +20,7 @@ from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoader
 
 from hasten.data.opened_files import changed_file, mapped_file
 from hasten.data.sample_keys import unmoved
-from hasten.data.sampler_order import Positions, batches, batching
+from hasten.data.sampler_order import Positions, batches, batching, why_not
 from hasten.data.snapshot import Snapshot
 from hasten.data.worker_batch import END, BatchMaker, MadeBatch, says, seed_batch
 from hasten.data.worker_deaths import DeferredWorkerDeath
@@ -130,6 +130,7 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
     def __init__(self, loader: Any, handed: WorkerPasses) -> None:
         super().__init__(loader)
         self._hasten_loader_itself = loader
+        self._hasten_batcher = loader.batch_sampler  # this pass keeps it, whatever the loader's becomes
         self._hasten_positions = Positions(loader, self._sampler_iter)
         self._sampler_iter = self._hasten_positions.order
         self._hasten_counts = 0, 0
@@ -168,7 +169,9 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
     def _hasten_begin(self) -> None:
         loader = self._hasten_loader_itself
         snapshot = Snapshot({"dataset": self._dataset_fetcher.dataset, "collate_fn": loader.collate_fn})
-        if why := (snapshot.blind and f"the dataset {snapshot.blind}") or says(snapshot):
+        why = (snapshot.blind and f"the dataset {snapshot.blind}") or says(snapshot)
+        # Judged again: loaders that begin no second pass (timm's, Ultralytics') exchange it once they are built.
+        if why := why or why_not(loader.sampler if self._hasten_batcher is None else self._hasten_batcher):
             self._hasten_let_go(why)
             return
         count, prefetch = self._hasten_counts = self._hasten_handed.counts()
@@ -177,7 +180,7 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
             return
         self._hasten_snapshot = snapshot
         self._hasten_ambient = _ambient()
-        self._hasten_batching = batching(loader)
+        self._hasten_batching = batching(self._hasten_batcher)
         options = {
             "dataset": BatchMaker(self._dataset_fetcher, snapshot, int(self._base_seed)),
             "num_workers": count,
@@ -228,7 +231,7 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
             why = why or "what the sampler orders"
         if _ambient() != self._hasten_ambient:
             why = why or "torch's default type or grad mode"
-        if batching(self._hasten_loader_itself) != self._hasten_batching:
+        if batching(self._hasten_batcher) != self._hasten_batching:
             self._hasten_batch_again()
             why = why or "the batch size"
         if why:
@@ -308,10 +311,11 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
 
     def _hasten_batch_again(self) -> None:
         """The batch size changed: indices that were drawn ahead are put into batches of the new size."""
-        sampler = self._hasten_loader_itself.batch_sampler
         rest = itertools.chain.from_iterable(list(self._hasten_drawn))
         self._hasten_drawn = deque()
-        self._sampler_iter = batches(itertools.chain(rest, itertools.chain.from_iterable(self._sampler_iter)), sampler)
+        self._sampler_iter = batches(
+            itertools.chain(rest, itertools.chain.from_iterable(self._sampler_iter)), self._hasten_batcher
+        )
 
 
 def _ambient() -> Any:
