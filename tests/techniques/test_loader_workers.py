@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.techniques.conftest import Train
-from tests.techniques.loader_passes import PASSES
 
 TWO = {"num_workers": 2, "prefetch_factor": 3}
 SCRIPT = """
@@ -58,31 +57,6 @@ def test_batches_come_from_workers_in_the_same_order(train: Train) -> None:
     assert changed["pids"] == [[True, True]] * 3
     assert changed["options"] == [[0, None, False]] * 3  # the script's loader is as it made it
     assert said == "loader"
-
-
-def test_a_number_is_a_setting_and_workers_of_its_own_get_another_number(train: Train) -> None:
-    own = "num_workers=1, prefetch_factor=2, persistent_workers=True, timeout=9, multiprocessing_context='fork'"
-    middle = f"read(DataLoader(Data(), 4, {own}))"
-    plain, changed, _ = compared(train, middle, 2)
-    assert (plain["options"], changed["options"]) == ([[1, 2, True]], [[2, 2, True]])
-    plain, changed, _ = compared(train, middle, 0)
-    assert changed["options"] == [[0, None, False]]
-    assert changed["pids"] == [[False]]
-
-
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        ("Data(), 4, num_workers=1, worker_init_fn=print", "worker_init_fn"),
-        ("Counts(), 4, num_workers=1", "samples change what it holds"),
-        ("Asks(), 4, num_workers=1", "`get_worker_info`"),
-        ("Data(), 4, num_workers=1, sampler=Own()", "the order of Own"),
-    ],
-)
-def test_workers_of_its_own_stay_where_their_number_matters(train: Train, data: str, said: str) -> None:
-    _, changed, noted = compared(train, OTHERS + f"read(DataLoader({data}))")
-    assert changed["options"][0][0] == 1
-    assert said in noted
 
 
 OTHERS = """
@@ -255,6 +229,94 @@ def test_a_dataset_that_is_told_its_options_by_a_dataclass_has_workers(train: Tr
     _, changed, said = compared(train, middle)
     assert "left alone" not in said
     assert changed["pids"] == [[True, True]]
+
+
+PASSES = {
+    "inside itself": """
+    for number, (x, _) in enumerate(loader):
+        seen.append(x.tolist())
+        if number == 1:
+            seen += [inner.tolist() for inner, _ in loader]""",
+    "zipped with itself": "seen += [[x.tolist(), y.tolist()] for (x, _), (y, _) in zip(loader, loader)]",
+    "zipped": """
+    other = DataLoader(Data(), 2, shuffle=True)
+    seen += [[x.tolist(), y.tolist()] for (x, _), (y, _) in zip(loader, other)]""",
+    "by hand": """
+    one, other = iter(loader), iter(loader)
+    torch.manual_seed(5)
+    seen += [next(one)[0].tolist(), next(other)[0].tolist(), torch.rand(1).item(), next(one)[0].tolist()]""",
+    "cut short": """
+    for epoch in range(3):
+        for number, (x, _) in enumerate(loader):
+            seen.append(x.tolist())
+            if number == epoch: break""",
+    "with draws between": "seen += [[x.tolist(), torch.rand(1).item()] for x, _ in loader]",
+    "a generator of its own": """
+    loader = DataLoader(Data(), 3, shuffle=True, generator=torch.Generator().manual_seed(1))
+    for epoch in range(2): seen += [[x.tolist(), int(loader.generator.initial_seed())] for x, _ in loader]
+    seen.append(loader.generator.get_state().tolist())""",
+    "a batch size that grows": """
+    for x, _ in loader:
+        seen.append(x.tolist())
+        loader.batch_sampler.batch_size = 2""",
+    "by the length": "seen += [len(loader), len(iter(loader)), loader.num_workers]",
+    "with a sampler that listens": """
+    class Listens:
+        last = 0
+        def __len__(self): return 10
+        def __iter__(self):
+            for _ in range(10): yield self.last
+    sampler = Listens()
+    for number, (x, _) in enumerate(DataLoader(Data(), 1, sampler=sampler)):
+        seen.append(x.tolist()); sampler.last = (number * 7) % 10""",
+    "with replacement": """
+    from torch.utils.data import RandomSampler
+    g = torch.Generator()
+    for x, _ in DataLoader(Data(), 4, sampler=RandomSampler(Data(), True, 100, g)):
+        seen.append([x.tolist(), torch.randint(9, (), generator=g).item()])""",
+    "with weights": """
+    from torch.utils.data import WeightedRandomSampler
+    sampler = WeightedRandomSampler(torch.ones(10), 20)
+    for x, _ in DataLoader(Data(), 4, sampler=sampler):
+        seen.append(x.tolist()); sampler.weights[int(x[0])] = 0""",
+    "with indices that change": """
+    from torch.utils.data import SubsetRandomSampler
+    sampler = SubsetRandomSampler([1, 2, 3, 4, 5])
+    for epoch in range(2):
+        for x, _ in DataLoader(Data(), 1, sampler=sampler):
+            seen.append(x.tolist())
+            sampler.indices = [int(x) + 1 for x in sampler.indices] if epoch else sampler.indices""",
+    "that begins no second one": """
+    class Again:
+        def __init__(self, sampler): self.sampler = sampler
+        def __iter__(self):
+            while True: yield from iter(self.sampler)
+    class Endless(DataLoader):
+        def __init__(self, *given):
+            super().__init__(*given)
+            object.__setattr__(self, "batch_sampler", Again(self.batch_sampler))
+            self.iterator = super().__iter__()
+        def __iter__(self):
+            for _ in range(len(self.batch_sampler.sampler)): yield next(self.iterator)
+    endless = Endless(Data(), 3, True)
+    for epoch in range(3):
+        for x, _ in endless: seen.append([x.tolist(), torch.rand(1).item()])
+    for step, (x, _) in enumerate(loader):
+        seen.append(x.tolist())
+        loader.__dict__["batch_sampler"] = Again(None)""",
+    "whose batches are the dataset's own": """
+    class Views(Data):
+        def __init__(self): self.rows = torch.zeros(10, 2)
+        def __getitem__(self, index): return self.rows[index]
+    data = Views()
+    for epoch in range(2):
+        for row in DataLoader(data, batch_size=None):
+            seen.append(row.tolist())
+            row += 1
+        for rows in DataLoader(data, 5, collate_fn=list):
+            for row in rows: row += 1
+    seen.append(data.rows.tolist())""",
+}
 
 
 @pytest.mark.parametrize("how", PASSES)

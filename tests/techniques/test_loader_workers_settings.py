@@ -17,8 +17,8 @@ from hasten.taps.config import RunConfig, environment
 from hasten.techniques import CATALOGUE, Choices, Refusal
 from hasten.techniques.data.fork_safety import holds_open
 from hasten.techniques.data.loader_workers import LoaderWorkers
-from tests.techniques.conftest import CPU, LOADER, evidence_of
-from tests.techniques.test_loader_workers import TWO
+from tests.techniques.conftest import CPU, LOADER, Train, evidence_of
+from tests.techniques.test_loader_workers import TWO, compared
 
 
 def facts(**changes: Any) -> Evidence:
@@ -112,3 +112,28 @@ def test_what_a_dataset_may_hold(tmp_path: Path) -> None:
         assert "sqlite3.Cursor (.deep)" in holds_open(Holder(a=Holder(b=Holder(deep=db.cursor()))))
     with open(tmp_path / "x", "wb") as file:
         assert holds_open(Holder(dataset=Holder(file=file))) == "holds an open _io.BufferedWriter (.file)"
+
+
+def test_a_number_is_a_setting_and_workers_of_its_own_get_another_number(train: Train) -> None:
+    own = "num_workers=1, prefetch_factor=2, persistent_workers=True, timeout=9, multiprocessing_context='fork'"
+    middle = f"read(DataLoader(Data(), 4, {own}))"
+    plain, changed, _ = compared(train, middle, 2)
+    assert (plain["options"], changed["options"]) == ([[1, 2, True]], [[2, 2, True]])
+    plain, changed, _ = compared(train, middle, 0)
+    assert changed["options"] == [[0, None, False]]
+    assert changed["pids"] == [[False]]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("Data(), 4, num_workers=1, worker_init_fn=print", "worker_init_fn"),
+        ("Counts(), 4, num_workers=1", "samples change what it holds"),
+        ("Asks(), 4, num_workers=1", "`get_worker_info`"),
+        ("Data(), 4, num_workers=1, sampler=Own()", "the order of Own"),
+    ],
+)
+def test_workers_of_its_own_stay_where_their_number_matters(train: Train, data: str, said: str) -> None:
+    _, changed, noted = compared(train, OTHERS + f"read(DataLoader({data}))")
+    assert changed["options"][0][0] == 1
+    assert said in noted
