@@ -18,7 +18,7 @@ from hasten.techniques import CATALOGUE, Choices, Refusal
 from hasten.techniques.data.fork_safety import holds_open
 from hasten.techniques.data.loader_workers import LoaderWorkers
 from tests.techniques.conftest import CPU, LOADER, Train, evidence_of
-from tests.techniques.test_loader_workers import TWO, compared
+from tests.techniques.test_loader_workers import OTHERS, TWO, compared
 
 
 def facts(**changes: Any) -> Evidence:
