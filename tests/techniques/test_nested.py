@@ -47,6 +47,8 @@ def test_everything_of_its_kind_is_replaced_and_the_original_stays() -> None:
         "g": types.MappingProxyType({"x": one}),
         "h": torch.nn.utils.rnn.pack_sequence([one]),
         "i": collections.deque([one]),
+        "j": types.SimpleNamespace(x=one, name="cat"),
+        "k": torch.distributions.Independent(torch.distributions.Normal(one, one), 1),
     }
     new = map_tensors(lambda tensor: tensor * 2 if tensor.is_floating_point() else tensor, batch)
     assert batch["a"][0] is one
@@ -63,6 +65,8 @@ def test_everything_of_its_kind_is_replaced_and_the_original_stays() -> None:
     assert new["g"] is batch["g"]
     assert new["h"].data.tolist() == [2, 2]
     assert new["i"][0].tolist() == [2, 2]
+    assert (new["j"].x.tolist(), new["j"].name, batch["j"].x) == ([2, 2], "cat", one)
+    assert (new["k"].mean.tolist(), batch["k"].mean.tolist()) == ([2, 2], [1, 1])
 
 
 def test_what_does_not_change_is_the_same_object() -> None:

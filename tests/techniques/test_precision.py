@@ -80,10 +80,19 @@ DRAWING = """
                 torch.bernoulli(wide * 0.5), nn.functional.dropout(wide), nn.functional.gumbel_softmax(mean),
             ])
             states.append(torch.get_rng_state())
-            return self.last(hidden)
+            squashed = torch.distributions.TransformedDistribution(
+                torch.distributions.Independent(torch.distributions.Normal(hidden, wide), 1),
+                [torch.distributions.TanhTransform()],
+            )
+            return self.last(hidden), squashed, torch.distributions.Categorical(logits=hidden)
     model, drawn, states, kinds = Net(), [], [], set()
-    model(torch.randn(7, 8)).sum().backward()
-    torch.save({"drawn": drawn, "states": states, "kinds": kinds}, "left.pt")
+    output, squashed, choice = model(torch.randn(7, 8))
+    actions = squashed.rsample(), choice.sample()  # what a policy gives draws behind the forward
+    drawn.extend([actions[0], choice.entropy(), choice.probs])
+    states.append(torch.get_rng_state())
+    (output.sum() + choice.log_prob(actions[1]).sum() + actions[0].sum()).backward()
+    given = {output.dtype, actions[0].dtype, choice.logits.dtype, choice.probs.dtype}
+    torch.save({"drawn": drawn, "states": states, "kinds": kinds, "given": given}, "left.pt")
 """
 
 
@@ -91,6 +100,7 @@ def test_random_numbers_are_those_of_float32(train: Train) -> None:
     plain, changed = train(DRAWING), train(DRAWING, precision="bf16-mixed")
     assert plain.code == changed.code == 0, plain.err + changed.err
     assert changed.left["kinds"] == {torch.bfloat16}
+    assert changed.left["given"] == {torch.float32}
     assert identical(plain.left["states"], changed.left["states"])
     for one, other in zip(plain.left["drawn"], changed.left["drawn"], strict=True):
         assert close(one, other, 0.01)

@@ -1,9 +1,10 @@
-"""Tensors inside batches and outputs: lists, tuples, dicts and dataclasses of them, as deep as they go."""
+"""Tensors inside batches and outputs: lists, tuples, dicts, dataclasses and distributions, as deep as they go."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -16,10 +17,14 @@ def map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
 
     Args:
         change: Gives the new tensor, or the same one.
-        value: A tensor, or lists, tuples, mappings and dataclasses that hold some, nested in each other.
+        value: A tensor, or lists, tuples, mappings, dataclasses, `types.SimpleNamespace` and `torch.distributions` that
+            hold some, nested in each other.
     """
     import torch
+    from torch.distributions import Distribution, Transform
     from torch.utils._pytree import SUPPORTED_NODES, tree_map_only
+
+    attributes_hold = Distribution, Transform, types.SimpleNamespace
 
     def changed(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
@@ -44,6 +49,11 @@ def map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
             part = copy.copy(part)
             for name, new in different.items():
                 object.__setattr__(part, name, new)  # a frozen one too
+        elif isinstance(part, attributes_hold):
+            different = {name: new for name, old in vars(part).items() if (new := changed(old)) is not old}
+            if different:
+                part = copy.copy(part)
+                vars(part).update(different)
         elif type(part) in SUPPORTED_NODES:  # a container that its library told torch about
             return tree_map_only(torch.Tensor, change, part)
         return part
