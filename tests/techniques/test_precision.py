@@ -60,6 +60,7 @@ def test_outputs_weights_and_gradients_are_float32_and_close(train: Train, setti
 
 
 DRAWING = """
+    import threading
     import torch
     from torch import nn
 
@@ -71,6 +72,10 @@ DRAWING = """
         def forward(self, x):
             hidden = self.first(x)
             kinds.add(hidden.dtype)
+            if others:
+                go_on.set()
+                others.pop().join()
+                kinds.add((self.first(x)).dtype)
             mean, wide = hidden.detach() * 0, torch.ones_like(hidden)
             drawn.extend(one.float() for one in [
                 torch.randn_like(hidden), torch.rand_like(hidden), torch.empty_like(hidden).normal_(1.0, 2.0),
@@ -85,13 +90,23 @@ DRAWING = """
                 [torch.distributions.TanhTransform()],
             )
             return self.last(hidden), squashed, torch.distributions.Categorical(logits=hidden)
-    model, drawn, states, kinds = Net(), [], [], set()
+    model, drawn, states, kinds, others = Net(), [], [], set(), []
     output, squashed, choice = model(torch.randn(7, 8))
     actions = squashed.rsample(), choice.sample()  # what a policy gives draws behind the forward
     drawn.extend([actions[0], choice.entropy(), choice.probs])
     states.append(torch.get_rng_state())
     (output.sum() + choice.log_prob(actions[1]).sum() + actions[0].sum()).backward()
     given = {output.dtype, actions[0].dtype, choice.logits.dtype, choice.probs.dtype}
+    class Other(nn.Linear):  # a forward in another thread, which begins before the model's and ends within it
+        def forward(self, x):
+            begun.set()
+            go_on.wait(60)
+            return super().forward(x)
+    begun, go_on = threading.Event(), threading.Event()
+    others.append(threading.Thread(target=Other(8, 8), args=[torch.ones(1, 8)]))
+    others[0].start()
+    begun.wait(60)
+    model(torch.ones(7, 8))[0].sum().backward()
     torch.save({"drawn": drawn, "states": states, "kinds": kinds, "given": given}, "left.pt")
 """
 
@@ -100,6 +115,7 @@ def test_random_numbers_are_those_of_float32(train: Train) -> None:
     plain, changed = train(DRAWING), train(DRAWING, precision="bf16-mixed")
     assert plain.code == changed.code == 0, plain.err + changed.err
     assert changed.left["kinds"] == {torch.bfloat16}
+    assert changed.installed == {"precision": "2 x model"}
     assert changed.left["given"] == {torch.float32}
     assert identical(plain.left["states"], changed.left["states"])
     for one, other in zip(plain.left["drawn"], changed.left["drawn"], strict=True):

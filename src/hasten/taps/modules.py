@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from time import perf_counter
@@ -14,7 +15,19 @@ from hasten.taps.wrapping import tap
 
 _ALL_LOSSES = 200  # steps whose losses are all kept
 _LOSSES_EVERY = 8  # steps after these of which one keeps its losses, where they are only shown: one kept costs 8 us
-_inside = False  # whether an outermost module's forward is going on
+
+
+class _Here(threading.local):
+    """This thread: others may run forwards of their own at the same time (an actor, an evaluation).
+
+    Attributes:
+        inside: Whether an outermost module's forward is going on in it.
+    """
+
+    inside = False
+
+
+_here = _Here()
 
 
 def install(session: Session) -> None:
@@ -38,19 +51,20 @@ def _tap_forward(session: Session) -> None:
     recorder = session.run.recorder
     acts = session.run.acting("forward") or session.run.acting("model") or session.config.ranks is not None
     resting = recorder if recorder is not None and recorder.may_rest and not acts else None
-    grad_enabled = torch.is_grad_enabled
+    grad_enabled, here = torch.is_grad_enabled, _here
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global _inside
-        # Inside compiled code the flag folds away; a clock read there would break the graph.
-        if _inside or is_compiling() or is_tracing():
+        # Inside compiled code the first of these folds away; a clock read there would break the graph.
+        if is_compiling() or here.inside or is_tracing():
+            return plain(self, *args, **kwargs)
+        if "_is_replica" in self.__dict__:  # nn.DataParallel's threads are inside its forward
             return plain(self, *args, **kwargs)
         if resting is not None and resting.resting is not None and self.training and grad_enabled():
-            _inside = True  # for the modules inside, which ask no more
+            here.inside = True  # for the modules inside, which ask no more
             try:
                 return plain(self, *args, **kwargs)
             finally:
-                _inside = False
+                here.inside = False
         return outermost(self, args, kwargs)
 
     tap(Module, "__call__", lambda _: __call__)
@@ -61,8 +75,7 @@ def _tap_forward(session: Session) -> None:
 
 def _set_inside(inside: bool) -> bool:
     """A technique runs a forward again in a backward: its modules are inside, and no outermost ones."""
-    global _inside
-    before, _inside = _inside, inside
+    before, _here.inside = _here.inside, inside
     return before
 
 
@@ -110,7 +123,7 @@ class _WatchedModules:
 
 def _outermost(session: Session, plain: Any, torch: Any) -> Any:
     """Run in place of an outermost module's forward."""
-    run, grad_enabled = session.run, torch.is_grad_enabled
+    run, grad_enabled, here = session.run, torch.is_grad_enabled, _here
 
     def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plain(module, *args, **kwargs)
@@ -122,7 +135,6 @@ def _outermost(session: Session, plain: Any, torch: Any) -> Any:
     watches = modules.watches
 
     def outermost(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        global _inside
         watch: Any = watches.get(id(module), unknown)
         if watch is unknown:
             watch = modules.first_time(module, args, kwargs)
@@ -131,12 +143,12 @@ def _outermost(session: Session, plain: Any, torch: Any) -> Any:
         recorder = run.recorder
         if recorder is not None and recorder.resting is not None and not (module.training and grad_enabled()):
             recorder.wake()  # validation is listened to in all steps
-        _inside = True
+        here.inside = True
         if recorder is None or recorder.resting is not None:
             try:
                 return forward(module, args, kwargs) if wraps else plain(module, *args, **kwargs)
             finally:
-                _inside = False
+                here.inside = False
         trains, graph, aside = module.training, grad_enabled(), False
         validating = not (graph and (trains or watch.backward_through_eval))
         if validating and (trains or not watch.train_calls):
@@ -152,7 +164,7 @@ def _outermost(session: Session, plain: Any, torch: Any) -> Any:
         try:
             output = forward(module, args, kwargs) if wraps else plain(module, *args, **kwargs)
         finally:
-            _inside = False
+            here.inside = False
             seconds = perf_counter() - start
             recorder.current.phases[phase] += seconds
             session.aside = seconds if aside else 0.0

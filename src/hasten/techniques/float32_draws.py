@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,7 +13,10 @@ _IN_PLACE = ("normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_",
 _LIKE = ("randn_like", "rand_like", "randn", "rand", "normal", "bernoulli")
 _UNTYPED = ("normal", "bernoulli")  # they take no dtype
 _NARROW = ("bfloat16", "float16")
-_depths: dict[str, int] = {}  # type -> outermost forwards in such a precision, one inside the other
+# Type -> outermost forwards in such a precision, one inside the other; of all threads, as a backward on a GPU has
+# threads of its own, and may run a forward again.
+_depths: dict[str, int] = {}
+_lock = threading.Lock()
 
 
 class Float32Draws:
@@ -30,14 +34,16 @@ class Float32Draws:
         _DRAWS.need(self)
 
     def __enter__(self) -> None:
-        for name in self._types:
-            _depths[name] = _depths.get(name, 0) + 1
+        with _lock:
+            for name in self._types:
+                _depths[name] = _depths.get(name, 0) + 1
 
     def __exit__(self, *_: object) -> None:
-        for name in self._types:
-            _depths[name] -= 1
-            if not _depths[name]:
-                del _depths[name]
+        with _lock:
+            for name in self._types:
+                _depths[name] = _depths.get(name, 1) - 1
+                if not _depths[name]:
+                    del _depths[name]
 
     def leave(self) -> None:
         """Put torch's own functions back; it is entered no more."""
