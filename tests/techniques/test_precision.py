@@ -122,6 +122,42 @@ def test_random_numbers_are_those_of_float32(train: Train) -> None:
         assert close(one, other, 0.01)
 
 
+ROUTED = """
+    import torch
+    from torch import nn
+
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+        def forward(self, x, wrong=False):
+            out, chosen = torch.zeros_like(x), x[:, 0] > 0
+            if wrong:
+                raise RuntimeError("CUDA out of memory")
+            out[chosen] = self.layer(x[chosen])
+            return out
+    torch.manual_seed(0)
+    model, ended, kinds = Routed(), [], []
+    for step in range(4):
+        try:  # as scripts pass over batches for which there is no memory
+            kinds.append(model(torch.randn(9, 4), wrong=step == 0).dtype)
+        except RuntimeError as error:
+            ended.append((step, str(getattr(error, "__notes__", ""))))
+    torch.save({"ended": ended, "kinds": kinds}, "left.pt")
+"""
+
+
+@pytest.mark.parametrize("setting", ["bf16-mixed", "16-mixed"])
+def test_a_forward_that_cannot_take_16_bits_ends_once_and_not_again(train: Train, setting: str) -> None:
+    changed = train(ROUTED, precision=setting)
+    assert changed.code == 0, changed.err
+    (_, memory), (step, note) = changed.left["ended"]  # and no third one
+    assert (memory, step) == ("", 1)
+    assert "Take precision out of the plan" in note
+    assert changed.left["kinds"] == [torch.float32] * 2
+    assert "precision does not act from here on: a forward ended in an error" in changed.err
+
+
 @pytest.mark.parametrize("setting", ["bf16-mixed", "16-mixed"])
 def test_a_script_under_autocast_is_left_as_it_is(train: Train, setting: str) -> None:
     script = SGD.replace("output = model(x)", "with torch.autocast('cpu', torch.bfloat16): output = model(x)").replace(

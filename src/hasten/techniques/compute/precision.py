@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import weakref
 from collections.abc import Mapping
@@ -41,6 +42,9 @@ _TENSOR_WORK = frozenset(
 )
 
 
+# What torch's and NumPy's errors say where tensors are of a type that they do not take, or of two.
+_OF_TYPES = re.compile("dtype|(scalar|data) ?type|ScalarType|Half|[fF]loat16|a primitive|not implemented for")
+
 _TRUE = {"bf16-true": "bfloat16", "16-true": "float16", "64-true": "float64"}
 
 
@@ -54,7 +58,8 @@ class Precision(Technique):
     to float32, with the reason, where something sees gradients inside the backward (hooks, `retain_grad`, autograd
     functions of the script) or takes them in a way of its own (`torch.autograd.grad`, a GradScaler, an optimizer that
     differentiates more than once a step), where tensors get gradients that no optimizer of torch's steps, and where
-    numbers overflow with no scale at all.
+    numbers overflow with no scale at all. A forward that cannot take 16 bits (it writes into float32 by an index, or
+    asks for a NumPy array) ends in torch's error, with a note, and later ones are in float32.
 
     "bf16-true", "16-true" and "64-true" are for the Trainer: they convert the model itself, cast floating-point
     inputs, and let tensors made in the forward be of that type too; outputs stay in it, and random numbers are those of
@@ -74,6 +79,7 @@ class Precision(Technique):
         self._scaler = LossScaler(self.let_go, self._dropped) if setting == "16-mixed" else None
         self._converted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._wides: list[Float32Draws] = []
+        self._gone = ""  # why no forward is cast any more
         self._scripts_own = False  # whether the script was seen under its own autocast, whose draws are in 16 bits
 
     @property
@@ -141,9 +147,9 @@ class Precision(Technique):
     def on(self) -> None:
         """Cast from the next forward on; the scale is the one it was switched off with."""
         super().on()
+        if gone := self._gone or (self._scaler is not None and self._scaler.gone):
+            raise HastenError(gone)
         if self._scaler is not None:
-            if self._scaler.gone:
-                raise HastenError(self._scaler.gone)
             self.process()
             self._scaler.resume()
 
@@ -240,13 +246,17 @@ class Precision(Technique):
                 kinds[module] = kind
                 if kind:
                     self.did("model")
-            if kind not in contexts or (scaler is not None and scaler.gone):
+            if kind not in contexts or self._gone or (scaler is not None and scaler.gone):
                 return call(module, args, kwargs)
             if enabled(kind):  # the script's own: its outputs and draws are in 16 bits already
                 self._under_autocast(kind)
                 return call(module, args, kwargs)
-            with contexts[kind], wide:
-                output = call(module, args, kwargs)
+            try:
+                with contexts[kind], wide:
+                    output = call(module, args, kwargs)
+            except (RuntimeError, TypeError) as error:
+                self._not_taken(error, str(dtype).removeprefix("torch."))
+                raise
             return map_tensors(widen, output)
 
         return mixed
@@ -256,6 +266,25 @@ class Precision(Technique):
         if self._scaler is not None:
             self._scaler.paused = not self.active
             guard(optimizer, self._scaler, self._may_step)
+
+    def _not_taken(self, error: Exception, dtype: str) -> None:
+        """A forward under autocast ended in an error: where it may be autocast's, cast no more and say so.
+
+        It is not run again in float32: what it has drawn, counted and changed until then stays. A script that goes on
+        behind errors has lost this step alone.
+        """
+        if not _OF_TYPES.search(str(error)):
+            return
+        error.add_note(
+            f'hasten: precision = "{self.setting}" ran this forward under autocast, where layers give {dtype}, which '
+            "may not have been taken. Take precision out of the plan, or cast in the forward (`.float()`)"
+        )
+        self._gone = f"a forward ended in an error with tensors in {dtype}"
+        self.failed(self._gone)
+        if self._scaler is None:
+            self.let_go(self._gone)
+        else:
+            self._leave(self._gone)
 
     def _under_autocast(self, kind: str) -> None:
         self._scripts_own = True
