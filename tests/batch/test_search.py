@@ -234,6 +234,31 @@ def test_a_batch_sampler_of_the_scripts_own_is_refused_before_its_size_is_believ
     assert "--argument --batch-size" in str(raised.value.fix)
 
 
+def test_a_data_set_of_batches_is_refused_and_one_of_rows_that_are_one_is_not(tmp_path: Path) -> None:
+    script = """
+        import torch
+        from torch.utils.data import DataLoader
+        data = torch.randn(96, ROWS, 4)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in DataLoader(list(data), collate_fn=lambda items: items[0]):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+    """
+    for rows in (8, 1):
+        (folder := tmp_path / str(rows)).mkdir()
+        attempts = attempts_of(script.replace("ROWS", str(rows)), folder)
+        with forked_pythons():
+            first = attempts.run()
+        if rows == 1:
+            assert attempts.own_size(first, 0) == (1, 96)
+            continue
+        with pytest.raises(HastenError, match="the model gets 8 rows of each: an item is a batch already") as raised:
+            attempts.own_size(first, 0)
+        assert "--argument --batch-size" in str(raised.value.fix)
+
+
 def test_a_script_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
     with forked_pythons(), pytest.raises(HastenError, match="ZeroDivisionError"):
         search(attempts_of("import torch\n1 / 0\n", tmp_path), 0, lambda line: None)

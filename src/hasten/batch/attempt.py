@@ -226,7 +226,20 @@ class Attempts:
                 f"the training loader ({loader.where}) has a batch sampler of its own, or no batch size",
                 _NAME_ARGUMENT,
             )
+        if (rows := _rows_of_one(first)) > 1 and loader.batch_size == 1:
+            raise HastenError(
+                f"the training loader ({loader.where}) gives its data set's items one by one, and the model gets "
+                f"{rows} rows of each: an item is a batch already",
+                _NAME_ARGUMENT,
+            )
         return loader.batch_size, samples
+
+
+def _rows_of_one(attempt: Attempt) -> int:
+    """Rows that the model gets where the loader's batch is one; 0 where that is not known, or some dimension is one."""
+    models = attempt.evidence.models if attempt.evidence is not None else ()
+    shape = next((shape for model in models if model.train_calls for shape in model.input_shapes), ())
+    return shape[0] if len(shape) > 1 and 1 not in shape else 0
 
 
 def _check_size(attempt: Attempt, size: int) -> None:
