@@ -303,6 +303,15 @@ def make_beside(path: str | os.PathLike[str]) -> tuple[str, int]:
         os.close(fd)
 
 
+def set_aside(path: Path, name: Path) -> None:
+    """Keep a file of an earlier run under another name, which nothing has.
+
+    Raises:
+        FileNotFoundError: There is no such file (any more).
+    """
+    path.rename(name)
+
+
 def remove_left_behind(path: str | os.PathLike[str]) -> bool:
     """Remove a file that `make_beside` made, if its writer was killed; return whether it is gone by that."""
     try:

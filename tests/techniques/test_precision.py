@@ -170,6 +170,56 @@ def test_a_script_under_autocast_is_left_as_it_is(train: Train, setting: str) ->
     assert "under autocast itself" in changed.installed["precision"]
 
 
+IN_A_DATASET = """
+    import torch
+    from torch import nn
+    import hasten.data
+    from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+    torch.manual_seed(0)
+    class Blurred(Dataset):
+        def __init__(self):
+            self.blur, self.images = nn.Conv2d(3, 3, 5, groups=3), torch.randn(24, 1, 3, 12, 12)
+        def __len__(self): return 24
+        def __getitem__(self, index):
+            with torch.no_grad(): return self.blur(self.images[index])[0]
+    class Streamed(IterableDataset):
+        def __init__(self, data): self.data = data
+        def __iter__(self): return iter([self.data[index] for index in range(24)])
+    class Collate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Conv2d(3, 3, 1)
+        @torch.no_grad()
+        def forward(self, samples): return self.mix(torch.stack(samples))
+    data, inside = Blurred(), set()
+    class Net(nn.Sequential):
+        def forward(self, x):
+            x = self[0](x)
+            inside.add(str(x.dtype))
+            return self[2](self[1](x))
+    model = Net(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 1))
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=1e-3), []
+    for loader in (
+        DataLoader(data, 8),
+        DataLoader(data, 8, num_workers=1, multiprocessing_context="fork"),
+        DataLoader(Streamed(data), 8, collate_fn=Collate()),
+        hasten.data.DataLoader(data, 8, num_workers=1, workers="thread"),
+    ):
+        for images in loader:
+            seen.append(images)
+            optimizer.zero_grad(); model(images).mean().backward(); optimizer.step()
+    torch.save({"seen": seen, "inside": inside}, "left.pt")
+"""
+
+
+def test_a_module_of_the_dataset_makes_the_samples_of_float32(train: Train) -> None:
+    plain, changed = train(IN_A_DATASET), train(IN_A_DATASET, precision="bf16-mixed", listen=False)
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    assert (plain.left["inside"], changed.left["inside"]) == ({"torch.float32"}, {"torch.bfloat16"})
+    assert identical(plain.left["seen"], changed.left["seen"])
+
+
 def test_accumulated_gradients_are_those_of_the_whole_batch(train: Train) -> None:
     script = SGD.replace(
         "optimizer.zero_grad(); loss.backward()", "(loss / 3).backward(); scaled = model.first.weight.grad"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ _counting: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}  # to
 _listeners = 0
 _sets = 0
 _numbers = itertools.count(1)  # two threads of a script that set it at once get two numbers
-_thread = threading.local()
 
 
 def sets() -> int:
@@ -64,13 +62,3 @@ def _around(plain: Callable[..., None]) -> Callable[..., None]:
         plain(*args)
 
     return counting
-
-
-def makes_samples() -> None:
-    """Say that the calling thread makes samples only."""
-    _thread.makes_samples = True
-
-
-def is_makers() -> bool:
-    """Return whether the calling thread makes samples only, beside a training that computes."""
-    return getattr(_thread, "makes_samples", False)

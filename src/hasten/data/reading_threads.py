@@ -13,6 +13,7 @@ from contextvars import Context, copy_context
 from typing import Any
 
 from hasten.data import default_type
+from hasten.data.making_samples import only_makes_samples
 from hasten.data.opened_files import opened
 from hasten.data.round_trip import is_plain_array
 
@@ -149,7 +150,7 @@ class ThreadPool:
 
 def _work(tasks: Any, function: Callable[[Any], Any], busy: Any) -> None:
     """Run tasks in a thread; it refers to nothing of who asked, so that it ends with that."""
-    default_type.makes_samples()
+    only_makes_samples()
     while (item := tasks.get()) is not None:
         with busy:
             item[0].run(function, item[1])

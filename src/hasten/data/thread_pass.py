@@ -14,6 +14,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hasten.data import default_type, rng
+from hasten.data.making_samples import only_makes_samples
 from hasten.data.passes import HUNG, Counted
 from hasten.data.sample_fetcher import IDLE, Collate, SampleFetcher
 from hasten.data.sample_keys import unmoved
@@ -171,7 +172,7 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
 
 def _work(tasks: Any, make: Any, worker: int, init: Any) -> None:
     """Run tasks in a thread, without a reference to the iterator: a pass that was left lets it end."""
-    default_type.makes_samples()
+    only_makes_samples()
     failed: BaseException | None = None
     try:
         if init is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hasten.errors import HastenError
 from hasten.evidence import this_machine
-from hasten.files import check_target
+from hasten.files import check_target, set_aside
 from hasten.online.course import Course
 from hasten.online.switches import is_schedule
 from hasten.plan import DEFAULT_NAME, Plan
@@ -80,7 +80,7 @@ def new_files(plan: Path) -> Path:
     check_target(schedule, "the schedule of switches", is_schedule)
     with contextlib.suppress(FileNotFoundError):  # none, or another process of this run has moved it
         if stat.S_ISREG(schedule.lstat().st_mode) and schedule.stat().st_size:
-            schedule.rename(_free(plan))
+            set_aside(schedule, _free(plan))
         else:
             schedule.unlink()  # the process that trains makes its own
     return schedule

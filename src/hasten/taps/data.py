@@ -13,6 +13,7 @@ from typing import Any
 from hasten.evidence import facts
 from hasten.taps.after_import import once_imported
 from hasten.taps.config import TrialOptions
+from hasten.taps.modules import hears_forwards
 from hasten.taps.protocol import BuiltLoader, Session
 from hasten.taps.steps_over import NEVER
 from hasten.taps.wrapping import tap
@@ -82,6 +83,8 @@ def _register(loader: Any, options: dict[str, Any], session: Session) -> None:
 
 
 def _beginning(begin: Any, session: Session) -> Any:
+    begin = _making_samples(begin, session)
+
     def __iter__(self: Any) -> Any:
         recorder = session.run.recorder
         if recorder is None:
@@ -101,8 +104,14 @@ def _beginning(begin: Any, session: Session) -> Any:
     return __iter__
 
 
+def _making_samples(make: Any, session: Session) -> Any:
+    from hasten.data.making_samples import makes_samples
+
+    return makes_samples(make) if hears_forwards(session) else make
+
+
 def _tap_iterator(kind: Any, session: Session) -> None:
-    plain = kind.__next__
+    plain = _making_samples(kind.__next__, session)
     run = session.run
     changes = bool(run.acting("batches"))
     loaders = session.loaders
@@ -119,8 +128,8 @@ def _tap_iterator(kind: Any, session: Session) -> None:
     if session.config.warm is not None:
         give = _going_on(give, session)
     if run.recorder is None:
-        if changes:
-            tap(kind, "__next__", lambda _: fetch)
+        if give is not kind.__next__:
+            tap(kind, "__next__", lambda _: give)
         return
 
     def __next__(self: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Taps on modules: the forward of outermost modules, and torch.autograd.backward."""
+"""Taps on modules: the forward of outermost modules, and torch.autograd.backward.
+
+A module that is called while a sample is made is the dataset's: what it computes is what the training is given.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,17 @@ _here = _Here()
 def install(session: Session) -> None:
     """Set the taps, if anything wants them."""
     run = session.run
-    carries = session.config.ranks is not None
-    if carries or run.recorder is not None or run.acting("forward") or run.acting("model"):
+    if hears_forwards(session):
         _tap_forward(session)
     if run.recorder is not None or run.acting("backward"):
         _tap_backward(session)
+
+
+def hears_forwards(session: Session) -> bool:
+    """Whether anything wants to know of forwards."""
+    run = session.run
+    carries = session.config.ranks is not None
+    return bool(carries or run.recorder is not None or run.acting("forward") or run.acting("model"))
 
 
 def _tap_forward(session: Session) -> None:
@@ -45,6 +54,8 @@ def _tap_forward(session: Session) -> None:
     from torch._C import _is_tracing as is_tracing  # torch.jit's is three times as dear
     from torch.compiler import is_compiling
     from torch.nn import Module
+
+    from hasten.data.making_samples import is_making_samples
 
     plain = Module.__call__
     outermost = _outermost(session, plain, torch)
@@ -55,7 +66,7 @@ def _tap_forward(session: Session) -> None:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Inside compiled code the first of these folds away; a clock read there would break the graph.
-        if is_compiling() or here.inside or is_tracing():
+        if is_compiling() or here.inside or is_tracing() or is_making_samples():
             return plain(self, *args, **kwargs)
         if "_is_replica" in self.__dict__:  # nn.DataParallel's threads are inside its forward
             return plain(self, *args, **kwargs)

@@ -84,12 +84,12 @@ _DRAWS = Replacements(_functions)
 def _in_place(plain: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
-    from hasten.data.default_type import is_makers
+    from hasten.data.making_samples import is_making_samples
 
     is_compiling = torch.compiler.is_compiling
 
     def draw_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _depths or not _as_float32(self.dtype) or is_compiling() or is_makers():
+        if not _depths or not _as_float32(self.dtype) or is_compiling() or is_making_samples():
             return plain(self, *args, **kwargs)
         wide = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
         drawn = torch.empty_like(self, dtype=torch.float32, requires_grad=False)
@@ -101,13 +101,13 @@ def _in_place(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _like(plain: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
-    from hasten.data.default_type import is_makers
+    from hasten.data.making_samples import is_making_samples
 
     is_compiling = torch.compiler.is_compiling
     typed = {} if plain.__name__ in _UNTYPED else {"dtype": torch.float32}
 
     def draw(*args: Any, **kwargs: Any) -> Any:
-        if not _depths or is_compiling() or kwargs.get("out") is not None or is_makers():
+        if not _depths or is_compiling() or kwargs.get("out") is not None or is_making_samples():
             return plain(*args, **kwargs)
         given = kwargs.get("dtype") or next((a.dtype for a in args if isinstance(a, torch.Tensor)), None)
         dtype = given or torch.get_default_dtype()
