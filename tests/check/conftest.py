@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import textwrap
@@ -13,7 +14,7 @@ import pytest
 from hasten.check.checked import Checked
 from hasten.check.options import WitnessOptions
 from hasten.check.run import check_plan
-from hasten.check.runs import Ended
+from hasten.check.runs import CheckTimeoutError, Ended
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE
 from hasten.tuner.check import CheckOptions, config_of, ended
@@ -33,7 +34,7 @@ def short() -> Iterator[Path]:
 @pytest.fixture
 def check(short: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Check a script: `check(script, plan)`; `under_plan` is what runs in place of the script under a plan;
-    `below` is a folder that the check's own lies in."""
+    `below` is a folder that the check's own lies in; `runs_in_time` are those after which the time is over."""
     for technique in planted.TECHNIQUES:
         monkeypatch.setitem(CATALOGUE, technique.name, technique)
     count = [0]
@@ -45,11 +46,13 @@ def check(short: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
         under_plan: str | None = None,
         options: CheckOptions | None = None,
         below: str = "",
+        runs_in_time: float = math.inf,
     ) -> Checked:
         count[0] += 1
         folder = short / below / str(count[0])
         folder.mkdir(parents=True)
         runs = ForkedRuns(folder, textwrap.dedent(script), options or CheckOptions(resume=resume))
+        runs.left = runs_in_time
         if under_plan is not None:
             runs.under_plan = textwrap.dedent(under_plan)
         monkeypatch.chdir(folder)
@@ -67,8 +70,12 @@ class ForkedRuns:
         self.here = folder
         self.script = self.under_plan = script
         self.options = options
+        self.left = math.inf  # runs for which there is time
 
     def __call__(self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
+        self.left -= 1
+        if self.left < 0:
+            raise CheckTimeoutError("the check's time was over before its runs were")
         config = config_of(plan, witness, folder, saved, ("train.py",), self.options)
         (self.here / "train.py").write_text(self.under_plan if plan else self.script)
         more = self.options.resume or () if saved is not None else ()

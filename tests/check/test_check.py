@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.exact.trainings import MODELS, training
 from hasten.check.checked import Checked
+from hasten.check.runs import CheckTimeoutError
 from hasten.errors import HastenError
 from tests.check.conftest import Check
 
@@ -58,6 +59,18 @@ def test_a_planted_defect_is_found_and_named(check: Check, defect: str) -> None:
     assert found.first is not None
     assert (found.first.what, found.first.place) == DEFECTS[defect], said(found)
     assert found.culprits == (defect,)
+
+
+def test_a_difference_that_was_seen_is_told_though_the_time_is_over_then(check: Check) -> None:
+    plan = {"leaves_alone": True, "draws_once": True}
+    with pytest.raises(CheckTimeoutError):
+        check(training(), plan, runs_in_time=2)  # whether the script repeats itself is not known
+    found = check(training(), plan, runs_in_time=3)
+    assert found.ok is False
+    assert found.first is not None
+    assert found.first.what == DEFECTS["draws_once"][0]
+    assert found.culprits == ()
+    assert any("before it was known which technique it is" in note for note in found.notes)
 
 
 # slow: twice the operators, each with its noise

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hasten.check.checked import Checked
 from hasten.check.files import ROUNDED, FileDifference, Load, compare_files, renamed, saved_by_torch
 from hasten.check.judge import Compared, level_of, parts_of, roundoff_of
-from hasten.check.runs import Ended, ReferenceRun, Runner, Runs, Say, Techniques
+from hasten.check.runs import CheckTimeoutError, Ended, ReferenceRun, Runner, Runs, Say, Techniques
 from hasten.errors import HastenError
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect
@@ -47,6 +48,7 @@ def check_plan(
 
     Raises:
         HastenError: The plain run fails, or trains nothing.
+        CheckTimeoutError: The time was over before anything was known of the plan.
     """
     runs = Runs(run, folder, say, at_once, brief)
     return _Check(runs, plan, folder, say, load, here or Path.cwd(), brief).run(resume)
@@ -77,15 +79,19 @@ class _Check:
             followers = [self._runs.begin_to_follow(lap, part, level) for part, level in parts]
             self._runs.plain(lap, begun)
             self._note_trajectory()
-            runs, ends = [], []
-            for (part, level), follower in zip(parts, followers, strict=True):
-                end, seen = follower.result()
-                ends.append(end)
-                runs.append(self._runs.judge(lap, part, level, end, seen))
+            runs: list[Compared] = []
+            ends: list[Ended] = []
+            with _enough_seen(runs):
+                for (part, level), follower in zip(parts, followers, strict=True):
+                    end, seen = follower.result()
+                    runs.append(self._runs.judge(lap, part, level, end, seen))
+                    ends.append(end)
             if ends and ends[-1].idle:
                 self._runs.notes.append(f"nothing to act on here, so not checked: {', '.join(ends[-1].idle)}")
             self._runs.notes += ends[-1].alone if ends else ()
-            files = self._files(lap, parts, runs, ends)
+            files: list[FileDifference] = []
+            with _enough_seen(runs):
+                files = self._files(lap, parts[: len(runs)], runs, ends)
             blamed = self._blame(lap, runs, files)
             resumed: list[tuple[str, Compared]] = []
             if resume and all(run.ok for run in runs):
@@ -144,7 +150,11 @@ class _Check:
             self._say(f"with {', '.join(names)} alone")
             return parts({name: suspects[name] for name in names})
 
-        return culprits(list(suspects), these) if suspects else []
+        try:
+            return culprits(list(suspects), these) if suspects else []
+        except CheckTimeoutError:
+            self._runs.notes.append("the check's time was over before it was known which technique it is")
+            return []
 
     def _note_trajectory(self) -> None:
         for name, setting in self._plan.items():
@@ -237,6 +247,16 @@ def _told(found: list[FileDifference]) -> list[tuple[str, str]]:
     for file, at, how in found:
         words.setdefault(file, f"{at} {how}".strip())
     return sorted(words.items())
+
+
+@contextlib.contextmanager
+def _enough_seen(runs: Sequence[Compared]) -> Iterator[None]:
+    """Once a part of the plan was seen to part from the plain run, the check may run out of time."""
+    try:
+        yield
+    except CheckTimeoutError:
+        if all(run.ok is not False for run in runs):
+            raise
 
 
 def culprits(names: Sequence[str], parts: Callable[[list[str]], bool]) -> list[str]:

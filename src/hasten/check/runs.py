@@ -26,6 +26,10 @@ Techniques = Mapping[str, Setting]
 Say = Callable[[str], None]
 
 
+class CheckTimeoutError(HastenError):
+    """The check's time was over before a run was; it says nothing of the plan."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """A run that is over.

@@ -15,9 +15,8 @@ from pathlib import Path
 from hasten.check.checked import Checked
 from hasten.check.options import RECORDS, WitnessOptions
 from hasten.check.run import check_plan
-from hasten.check.runs import Ended, Say
+from hasten.check.runs import CheckTimeoutError, Ended, Say
 from hasten.child import Child, how_it_ended, scratch_folder, start_logged
-from hasten.errors import HastenError
 from hasten.evidence import read_evidence, this_machine
 from hasten.plan import Setting
 from hasten.taps.config import RunConfig, TrialOptions, environment
@@ -111,7 +110,7 @@ class Processes:
                 child.end(patience=0)
                 self._going.discard(child)
         if code is None and time.monotonic() >= self.options.until:  # a run that is ended says nothing of the plan
-            raise HastenError("the check's time was over before its runs were", "give it more time")
+            raise CheckTimeoutError("the check's time was over before its runs were", "give it more time")
         return ended(folder, code, plan, self.options.seconds)
 
     def stop(self) -> None:

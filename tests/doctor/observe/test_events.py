@@ -246,3 +246,20 @@ for x, y in loader:
     assert event(evidence, "profiler", at(tmp_path, "on")).steps == 40
     assert event(evidence, "anomaly", at(tmp_path, "anomaly")).steps == 40
     assert kinds(evidence) == {"profiler": 1, "anomaly": 1}
+
+
+def test_a_profiler_that_is_told_not_to_profile(tmp_path: Path) -> None:
+    _, evidence = observed(
+        tmp_path,
+        HEAD
+        + """
+with torch.autograd.profiler.profile(False), torch.autograd.profiler.emit_nvtx(enabled=False):
+    for epoch in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+""",
+    )
+    assert evidence.steps == 80
+    assert evidence.events == ()

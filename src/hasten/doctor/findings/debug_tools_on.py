@@ -117,10 +117,16 @@ class DebugToolsOn(Rule):
             elif name in ("profile", "emit_nvtx") and full.startswith(("torch.profiler", "torch.autograd.profiler")):
                 scheduled = any(arg.keyword is not None and arg.keyword.value == "schedule" for arg in call.args)
                 inside = _holds_training(code, call) or code.training.in_step(call)
-                if inside and not scheduled:
+                if inside and not scheduled and not _is_optional(call, full):
                     yield Problem(
                         call, "the whole training runs under the profiler", "give it a schedule(...), or take it out"
                     )
+
+
+def _is_optional(call: cst.Call, full: str) -> bool:
+    """Whether an older profiler is built in any case and told to profile or not: `profile(args.profile)`."""
+    enabled = [arg for arg in call.args if arg.keyword is None or arg.keyword.value == "enabled"]
+    return full.startswith("torch.autograd.") and bool(enabled) and not is_word(enabled[0].value, "True")
 
 
 def _of_tools(evidence: Evidence, tried: Sequence[Measurement]) -> float:

@@ -162,7 +162,8 @@ class DebugTools:
         def switch(self_: Any, *args: Any, **kwargs: Any) -> Any:
             result = plain(self_, *args, **kwargs)
             with self._session.run.guard(f"observing {kind}"):
-                self._see(kind, (*args, *kwargs.values()))
+                if getattr(self_, "enabled", True):  # profile(args.profile) builds one in any case
+                    self._see(kind, (*args, *kwargs.values()))
             return result
 
         return switch

@@ -176,9 +176,9 @@ def _watch_class(kind: Any, notify: Callable[[bool], None]) -> None:
 
     @functools.wraps(build)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() not in _ours_in:
-            notify(not _compiler_asks(sys._getframe(1)))
         build(self, *args, **kwargs)
+        if threading.get_ident() not in _ours_in and getattr(self, "enabled", True):
+            notify(not _compiler_asks(sys._getframe(1)))
 
     kind.__init__ = __init__
 
