@@ -15,12 +15,6 @@ from tests.taps.scripts import PYTHON
 
 ROOT = Path(__file__).parents[1]
 
-DATA = """
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-inputs = torch.randn(2000, 64)
-train_loader = DataLoader(TensorDataset(inputs, inputs[:, :10].argmax(1)), batch_size=32, shuffle=True)
-"""
 TWO_MODELS = """
 from torch import nn
 maker, judge = nn.Linear(8, 8), nn.Linear(8, 1)
@@ -45,7 +39,7 @@ def script(page: str, before: dict[int, str]) -> str:
         pytest.param("docs/embeddings.md", {}, id="embeddings"),
         # slow: they compile models, or tune while they train
         pytest.param("docs/setup.md", {1: TWO_MODELS}, id="setup", marks=pytest.mark.slow),
-        pytest.param("README.md", {0: DATA}, id="readme", marks=pytest.mark.slow),
+        pytest.param("README.md", {}, id="readme", marks=pytest.mark.slow),
     ],
 )
 def test_the_code_of_a_page_runs(page: str, before: dict[int, str], tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def folder(tmp_path: Path) -> Path:
     write(tmp_path, "fails.py", "import torch\nraise RuntimeError('no data here')\n")
     write(tmp_path, "idle.py", "import torch\nprint('nothing to train')\n")
     write(tmp_path, "torchless.py", "print('nothing to train')\n")
+    (tmp_path / "true").mkdir()
     write(tmp_path, "file", "not a folder")
     write(tmp_path, "train.ipynb", '{"cells": [], "metadata": {}, "nbformat": 4}')
     write(tmp_path, "good.toml", "[techniques]\nprecision = 'bf16-mixed'\n")
@@ -53,6 +54,7 @@ FAST = {
     "nothing to tune": (["tune"], ["no script was named", "hasten tune SCRIPT"]),
     "no module": (["run", "--no-plan", "-m"], ["-m needs a module"]),
     "a folder": (["run", "--no-plan", "."], ["is a folder without a __main__.py"]),
+    "a folder named like a program": (["run", "--no-plan", "true"], ["true is a folder without a __main__.py"]),
     "a notebook": (["run", "--no-plan", "train.ipynb"], ["is a notebook", "nbconvert --to script train.ipynb"]),
     "no plan": (["run", "train.py"], ["no plan at hasten.toml", "hasten tune"]),
     "no such plan": (["run", "--plan", "x.toml", "train.py"], ["no plan at x.toml"]),
@@ -130,6 +132,27 @@ def test_settings_that_do_nothing_are_said(folder: Path) -> None:
     assert quiet.err == ""
 
 
+def test_options_behind_the_script_are_said_where_it_knows_none_of_the_name(folder: Path) -> None:
+    write(folder, "parser.py", "import argparse\nargparse.ArgumentParser().add_argument('--out')\n")
+    line = ["run", "--no-plan", "torchless.py", "--evidence=e.json", "--out", "o", "--any-machine", "--other"]
+    done = command(folder, *line)
+    assert "--evidence=e.json, --any-machine stand behind the script, so the script gets them" in done.err
+    write(folder, "parser.py", "def main(out, evidence, any_machine): ...\n")
+    assert command(folder, *line).err == ""
+    assert command(folder, "run", "--no-plan", "torchless.py", "--", "--quiet").err.count("--quiet stands behind") == 1
+
+
+def test_a_plan_that_was_made_for_another_script_is_said(folder: Path) -> None:
+    made = "[hasten]\ncommand = 'torchrun --nproc-per-node 2 deep/train.py --lr 1'\n[techniques]\nset_to_none = true\n"
+    write(folder, "p.toml", made)
+    other = command(folder, "run", "--plan", "p.toml", "torchless.py")
+    assert (other.code, other.out) == (0, "nothing to train\n")
+    assert other.err == "hasten: p.toml was made for train.py, not for torchless.py: tune it, too\n"
+    assert command(folder, "run", "--quiet", "--plan", "p.toml", "torchless.py").err == ""
+    write(folder, "p.toml", made.replace("train.py", "torchless.py"))
+    assert command(folder, "run", "--plan", "p.toml", "torchless.py").err == ""
+
+
 RUN = {
     "fails at once": (["tune", "--budget", "60s", "fails.py"], ["fails by itself", "no data here", "fails.py:2"]),
     "no training": (["tune", "--budget", "60s", "idle.py"], ["no training was found"]),
@@ -139,7 +162,7 @@ RUN = {
         ["tune", "--memory", "50MB", "train.py"],
         ["50 MB is less than `import torch` takes", "allow more: --memory "],
     ),
-    "too short a budget": (["tune", "--budget", "1s", "train.py"], ["train", "give it", "--budget"]),
+    "too short a budget": (["tune", "--budget", "0.2s", "train.py"], ["train", "give it", "--budget"]),
 }
 
 

@@ -39,6 +39,7 @@ def project(tmp_path: Path) -> Path:
     write(tmp_path, "pkg/__main__.py", LOOK)
     write(tmp_path, "app/__main__.py", LOOK)
     write(tmp_path, "with space.py", LOOK)
+    write(tmp_path, "options.py", "def parse(plan, no_plan, evidence): ...")  # the training's own, so nothing is said
     return tmp_path
 
 

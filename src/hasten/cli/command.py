@@ -7,8 +7,10 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from hasten import messages
 from hasten.errors import HastenError
 from hasten.plan import did_you_mean
 
@@ -74,7 +76,8 @@ def process_arguments(command: list[str], verb: str = "run") -> list[str]:
     if (path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK))) or (path / "__main__.py").is_file():
         return [sys.executable, *command]
     found = shutil.which(first) or shutil.which(first, path=str(Path(sys.executable).parent))  # torchrun of this venv
-    if ("/" not in first and first.endswith(".py")) or not found:
+    folder_alone = path.is_dir() and len(command) == 1  # no launcher: those are told what to start
+    if ("/" not in first and first.endswith(".py")) or not found or folder_alone:
         if path.is_dir():
             raise HastenError(f"{first} is a folder without a __main__.py", "name the script in it")
         near = [str(found) for found in Path(path.parent).glob("*.py")] if path.parent.is_dir() else []
@@ -86,6 +89,45 @@ def script_of(command: list[str]) -> Path | None:
     """The script's file, where the command names one."""
     path = Path(command[0])
     return path if path.suffix == ".py" and path.is_file() else None
+
+
+def tell_misplaced(command: list[str], own: Collection[str], verb: str) -> None:
+    """Say which of hasten's own options the script gets.
+
+    Args:
+        command: The training's own command line.
+        own: The options, such as `--budget`.
+        verb: Which of hasten's commands has them.
+    """
+    if behind := _misplaced(command, own):
+        stand, get = ("stands", "it") if len(behind) == 1 else ("stand", "them")
+        messages.tell(
+            f"hasten: {', '.join(behind)} {stand} behind the script, so the script gets {get}; hasten's own options "
+            f"stand before it: hasten {verb} {behind[0]} ... {command[0]}"
+        )
+
+
+def _misplaced(command: list[str], own: Collection[str]) -> list[str]:
+    """The words behind a script that are options of hasten's own, where the code beside it knows no such name."""
+    words = [word for word in command[1:] if word.startswith("--") and word.partition("=")[0] in own]
+    script = script_of(command) if words else None
+    if script is None:
+        return []
+    said = "".join(path.read_text("utf-8", "replace") for path in script.resolve().parent.glob("*.py"))
+    by_name = "add_argument(" in said or ".option(" in said  # else by a variable's: fire, dataclasses
+
+    def is_known(word: str) -> bool:
+        name = word.partition("=")[0]
+        return name in said if by_name else re.search(rf"\b{name[2:].replace('-', '_')}\b", said) is not None
+
+    return [word for word in words if not is_known(word)]
+
+
+def trained(command: Sequence[str]) -> str:
+    """Return the name of the script or module that a command line trains, whoever starts it; "" where none is named."""
+    if "-m" in command[:-1]:
+        return command[command.index("-m") + 1]
+    return next((Path(word).name for word in command if word.endswith(".py")), "")
 
 
 def resume_arguments(text: str) -> list[str]:

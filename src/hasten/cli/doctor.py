@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from hasten.taps.config import DoctorOptions
 
 _SEVERITIES = tuple(map(str, Severity))
-_OURS_ALONE = ("--json", "--html", "--trace", "--whole", "--no-sample", "--fail-on")  # few scripts have these
 _TRYING = 20.0  # seconds at the most, for switching what may help in the run itself
 _AT_LEAST = 5.0  # seconds of training, where --steps is not given: 200 quick steps show little of the machine
 
@@ -197,10 +196,6 @@ def _listen(command: list[str], options: DoctorOptions, whole: bool, evidence: P
         messages.tell(f"hasten: {line}")
 
     say(f"listening to {name}, {_bounds(options, whole)}")
-    if behind := [word for word in command[1:] if word.partition("=")[0] in _OURS_ALONE]:
-        say(
-            f"{', '.join(behind)} stands behind the script, so the script gets it; hasten's own options stand before it"
-        )
     return listen(arguments, command, options, whole, evidence, say)
 
 

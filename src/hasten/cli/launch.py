@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten.cli.command import process_arguments, split_line, without_python
+from hasten.cli.command import process_arguments, split_line, tell_misplaced, trained, without_python
 from hasten.errors import HastenError
 from hasten.evidence import this_machine
 from hasten.evidence.live import is_live, live_path
@@ -19,6 +19,9 @@ from hasten.online.options import AutoOptions
 from hasten.plan import DEFAULT_NAME, Plan
 from hasten.taps.config import RankOptions, RunConfig, environment
 from hasten.techniques import check, remarks
+
+_TAKING = {"--plan", "--evidence", "--out", "--replay"}
+_FLAGS = ("--no-plan", "--any-machine", "--quiet", "--auto")
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,19 @@ def launch_quickly(words: list[str]) -> None:
     parser.add_argument("--evidence", type=Path)
     parser.add_argument("--out", type=Path, default=Path(AUTO_NAME))
     parser.add_argument("--replay", type=Path)
-    for flag in ("--no-plan", "--any-machine", "--quiet", "--auto"):
+    for flag in _FLAGS:
         parser.add_argument(flag, action="store_true")
     words = list(words)
-    split = split_line(words, {"--plan", "--evidence", "--out", "--replay"})
+    split = split_line(words, _TAKING)
     try:
         options, unknown = parser.parse_known_args(words[:split])
     except argparse.ArgumentError:
         return
     if not unknown:
-        launch(without_python(words[split:]), RunOptions(**vars(options)))
+        command = without_python(words[split:])
+        if not options.quiet:
+            tell_misplaced(command, {*_TAKING, *_FLAGS, "--devices"}, "run")
+        launch(command, RunOptions(**vars(options)))
 
 
 def launch(command: list[str], how: RunOptions) -> None:
@@ -87,6 +93,9 @@ def prepared(command: list[str], how: RunOptions, ranks: RankOptions | None = No
     if not quiet:
         for remark in remarks(chosen, this_machine()):
             print(f"hasten: {remark}", file=sys.stderr)
+        tuned, runs = trained(chosen.made.get("command", "").split()), trained(command)
+        if tuned and runs and tuned != runs:
+            print(f"hasten: {chosen.path} was made for {tuned}, not for {runs}: tune it, too", file=sys.stderr)
     config = RunConfig(
         techniques=dict(chosen.techniques),
         evidence=str(evidence.absolute()) if evidence else "",

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from hasten.cli.command import split_line, without_python
+from hasten.cli.command import split_line, tell_misplaced, without_python
 
 
 class ScriptCommand(TyperCommand):
@@ -30,5 +30,8 @@ class ScriptCommand(TyperCommand):
 
 
 def training(ctx: typer.Context) -> list[str]:
-    """The training's command line, as it was split off."""
-    return without_python(list(ctx.meta["command"]))
+    """The training's command line, as it was split off; what looks misplaced in it is said."""
+    command = without_python(list(ctx.meta["command"]))
+    if not ctx.params.get("quiet"):
+        tell_misplaced(command, {name for option in ctx.command.params for name in option.opts}, ctx.info_name or "")
+    return command

@@ -63,7 +63,9 @@ def tune(
     ),
     only: list[str] = typer.Option([], help="Try this technique only (may be repeated).", metavar="NAME"),
     order: int = typer.Option(0, help="Seed of the search: another one measures in another order.", metavar="N"),
-    processes: bool = typer.Option(False, help="Measure each set in a process of its own, not in one that runs."),
+    processes: bool = typer.Option(
+        False, "--processes", help="Measure each set in a process of its own, not in one that runs."
+    ),
     no_memory: bool = typer.Option(False, "--no-memory", help="Neither use nor keep what tunes learn, in .hasten."),
 ) -> None:
     """Find what makes a training faster without spoiling its result; write a plan and a proof.

@@ -58,7 +58,7 @@ def run_baseline(trials: Trials, budget: float) -> Baseline:
     startup = max(0.1, trial.seconds - (evidence.ended_at - evidence.step_start[0]))
     if startup > budget:
         raise HastenError(
-            f"a budget of {budget:.0f} s is too short: the script takes {startup:.0f} s before it trains",
+            f"a budget of {budget:g} s is too short: the script takes {startup:.1f} s before it trains",
             f"give it --budget {4 * startup / 60 + 0.5:.0f}m or more",
         )
     _bound(trials, evidence, timing, seconds, budget)
