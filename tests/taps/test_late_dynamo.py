@@ -95,6 +95,7 @@ def there():
     print([hasattr(torch.distributed, name) for name in ("fsdp", "nn", "tensor", "no_such_name")])
 there()
 torch.optim.SGD([parameter], lr=0.1)
+torch.testing.assert_close(parameter, parameter)  # imports torch.distributed.tensor by itself, as torch.jit.trace does
 print(torch.distributed.nn.__name__, torch.distributed.fsdp.FullyShardedDataParallel.__name__)
 print(torch.fx.experimental.symbolic_shapes.__name__)
 there()

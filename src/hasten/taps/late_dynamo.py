@@ -13,7 +13,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from hasten.taps.after_import import after_import
@@ -78,7 +78,7 @@ def _answer_for_modules() -> None:
 
 def _answering(package: ModuleType, plain: Callable[[str], Any] | None) -> Callable[[str], Any]:
     def __getattr__(name: str) -> Any:
-        if _DYNAMO not in sys.modules and not name.startswith("__"):
+        if _DYNAMO not in sys.modules and not name.startswith("__") and _is_a_scripts(sys._getframe(1)):
             importlib.import_module(_DYNAMO)
             if name in vars(package):
                 return vars(package)[name]
@@ -87,6 +87,16 @@ def _answering(package: ModuleType, plain: Callable[[str], Any] | None) -> Calla
         raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}", name=name, obj=package)
 
     return __getattr__
+
+
+def _is_a_scripts(frame: FrameType) -> bool:
+    """Whether neither torch's own code asks, nor the import system, which looks for a name before it imports it.
+
+    Both do without torch._dynamo in a process that has no optimizer; amid an import of theirs, its own would go
+    round in a circle.
+    """
+    asks = str(frame.f_globals.get("__name__"))
+    return asks != "torch" and not asks.startswith(("torch.", "importlib."))
 
 
 def _is_known(plain: Callable[[Any], Any]) -> bool:
