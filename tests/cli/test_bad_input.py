@@ -134,6 +134,8 @@ def test_settings_that_do_nothing_are_said(folder: Path) -> None:
 
 def test_options_behind_the_script_are_said_where_it_knows_none_of_the_name(folder: Path) -> None:
     write(folder, "parser.py", "import argparse\nargparse.ArgumentParser().add_argument('--out')\n")
+    (folder / "folder.py").mkdir()
+    (folder / "gone.py").symlink_to("nowhere")
     line = ["run", "--no-plan", "torchless.py", "--evidence=e.json", "--out", "o", "--any-machine", "--other"]
     done = command(folder, *line)
     assert "--evidence=e.json, --any-machine stand behind the script, so the script gets them" in done.err

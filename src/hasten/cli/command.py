@@ -113,7 +113,8 @@ def _misplaced(command: list[str], own: Collection[str]) -> list[str]:
     script = script_of(command) if words else None
     if script is None:
         return []
-    said = "".join(path.read_text("utf-8", "replace") for path in script.resolve().parent.glob("*.py"))
+    beside = (path for path in script.resolve().parent.glob("*.py") if path.is_file() and os.access(path, os.R_OK))
+    said = "".join(path.read_text("utf-8", "replace") for path in beside)
     by_name = "add_argument(" in said or ".option(" in said  # else by a variable's: fire, dataclasses
 
     def is_known(word: str) -> bool:
