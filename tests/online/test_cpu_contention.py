@@ -97,6 +97,36 @@ def test_busy_neighbours_disturb(tmp_path: Path) -> None:
     assert float(others) > 0.3
 
 
+WAITS = """
+import hashlib, os, threading
+from hasten.online.cpu_contention import Reading
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # two threads for one core: each waits while the other works
+before = Reading()
+data = bytes(2**20)  # hashed without the interpreter's lock
+def work():
+    for _ in range(300):
+        hashlib.sha256(data).digest()
+threads = [threading.Thread(target=work) for _ in range(2)]
+for thread in threads:
+    thread.start()
+while any(thread.is_alive() for thread in threads):
+    threads[0].join(0.05)
+    threads[1].join(0.05)
+    after = Reading()
+    if after.waited is None or after.waited > before.waited:
+        break
+print(before.waited, after.waited)
+"""
+
+
+def test_time_that_threads_wait_for_a_core_is_read_again_each_time() -> None:
+    done = subprocess.run([sys.executable, "-c", WAITS], check=True, capture_output=True, text=True)
+    before, after = done.stdout.split()
+    if before == "None":
+        pytest.skip("this kernel has no schedstat")
+    assert float(after) > float(before)
+
+
 IN_GROUPS = """
 import os
 for folder in FOLDERS:

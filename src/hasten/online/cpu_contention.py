@@ -144,7 +144,6 @@ def _group() -> tuple[float, float] | None:
     return None if quota is None or used is None else (used, quota)
 
 
-@cache
 def _waited() -> float | None:
     """Seconds that the threads of this process, and the main ones of what it started, were ready and had no core."""
     files = [thread / "schedstat" for thread in Path("/proc/self/task").iterdir()]
