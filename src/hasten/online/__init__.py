@@ -1,1 +1,1 @@
-"""Online tuning: techniques switched between short blocks of one running training, and what each brings."""
+"""Online tuning: switch techniques between short blocks of one running training, and estimate each one's effect."""

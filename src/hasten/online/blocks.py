@@ -1,4 +1,9 @@
-"""A block as it is measured: which of a training's steps count, and when there are enough of them."""
+"""Measure one block: decide which of its steps count, and when there are enough.
+
+A block begins with a switch of techniques. Steps that say nothing about the steady pace are left out: the first ones
+after the switch, the first of each pass (its batches may have waited ready), steps that still compile or fill a cache,
+and the search's own work between two steps. CPU time that other processes take meanwhile is recorded with the block.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +21,22 @@ if TYPE_CHECKING:
     from hasten.evidence.recorder import Recorder
 
 _LEAST_STEPS = 4
-_FEW = 2  # are enough where they take as long as four blocks
+_FEW = 2  # steps: enough if they take as long as four blocks
 _SHORT_PASS = 4  # batches: in shorter passes the first step counts too, or none would
-_UNSETTLED = 3.0  # times the expected step: something is still compiled, filled or started
+_UNSETTLED = 3.0  # times the expected step: still compiling, filling a cache or starting workers
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A block that is asked for.
+    """Request for a block, made by the schedule.
 
     Attributes:
-        on: Indices of the candidates that shall be on.
-        part: Of the course, for the record.
-        exact: Begin only in a pass that has the wanted techniques of its own (workers, a cache) on; otherwise those
-            of the pass that goes on stay, and the wanted come with the next.
-        skip: Steps behind the switch that do not count.
-        expected: Seconds a step is expected to take; 0.0: not known. While steps take a multiple, they do not count.
+        on: Indices of the candidates to have on.
+        part: Part of the search that asks (search, finalists, claim, ...), for the record.
+        exact: Wait for a pass that has the requested per-pass techniques (workers, a cache) on. If False, begin now
+            with those of the current pass; the requested ones follow with the next pass.
+        skip: Number of steps after the switch that do not count.
+        expected: Expected seconds per step; 0.0 if unknown. Steps that take a multiple of it do not count.
     """
 
     on: frozenset[int]
@@ -43,14 +48,14 @@ class Wish:
 
 @dataclass
 class Open:
-    """A block that goes on.
+    """Block that is being measured.
 
     Attributes:
-        fewest: Steps that are enough where they take as long as four blocks.
-        root: The process that started all of the training; None: this one.
-        skipped: Seconds of the steps behind the switch that did not count.
-        between: Seconds behind the last step that were not the training's, but the search's own: a switch, what it
-            reckons, waiting for the device. The recorder has them in the step that follows; they count in none.
+        fewest: Number of steps that is enough if they take as long as four blocks.
+        root: Process id that started the whole training; None for this process.
+        skipped: Seconds of the steps after the switch that did not count.
+        between: Seconds that the search itself took after the last step (switching, computing, waiting for the
+            device). The recorder adds them to the following step; they are subtracted there.
     """
 
     wish: Wish
@@ -73,21 +78,21 @@ class Open:
         self.now: Callable[[], float] = time.perf_counter  # the recorder's clock
 
     def step(self, recorder: Recorder, number: int, ready: int, last_pass: int) -> bool:
-        """A step is over; whether the block is.
+        """Take in the step that just ended. Return whether the block is complete.
 
         Args:
-            recorder: Has it as its last.
-            number: Of its batch in the pass, from 1; 0 outside of one.
-            ready: Batches that workers had made before the pass's first was asked for.
-            last_pass: Batches of the pass before; 0 where there was none.
+            recorder: Recorder whose last step this is.
+            number: Number of its batch in the pass, from 1; 0 outside of a pass.
+            ready: Number of batches that workers had ready when the pass asked for its first.
+            last_pass: Number of batches of the previous pass; 0 if there was none.
         """
         self.now = recorder.now
-        phases = self._without_what_is_ours(recorder)
+        phases = self._without_own_time(recorder)
         net = net_seconds(phases)
         if self._is_left_out(net, number, ready, last_pass):
             if not self.steps:
                 if self.left_out >= self.wish.skip:
-                    self.sync()  # what the device has still to do belongs to steps that do not count
+                    self.sync()  # work still queued on the device belongs to steps that do not count
                 self.reading = Reading(self.root)
             return False
         if not self.steps:
@@ -101,17 +106,18 @@ class Open:
             return False
         return self.steps >= _LEAST_STEPS or self.seconds >= 4 * self.least_seconds
 
-    def _without_what_is_ours(self, recorder: Recorder) -> list[float]:
-        """Phases of the last step, without the seconds before it that were the search's own."""
+    def _without_own_time(self, recorder: Recorder) -> list[float]:
+        """Return the last step's phases (seconds) without the time that the search itself took before it."""
         phases = list(recorder.last[0])
-        # A step begins where its batch is asked for; without a loader, where the optimizer's step before it was over.
+        # A step begins when its batch is requested; without a loader, when the previous optimizer step ended. So the
+        # search's own time was recorded in the first phase of that kind.
         phase = Phase.DATA if recorder.step_of == "batch" else Phase.OTHER
         phases[phase] = max(0.0, phases[phase] - self.between)
         self.between = 0.0
         return phases
 
     def _is_left_out(self, net: float, number: int, ready: int, last_pass: int) -> bool:
-        """Whether a step, the `number`-th of its pass, is not like the steady ones."""
+        """Return whether the `number`-th step of its pass is not representative of steady steps."""
         if self.left_out < self.wish.skip:
             self.left_out += 1
             self.skipped += net
@@ -124,12 +130,15 @@ class Open:
         return bool(number and not short and number <= max(1, bought))
 
     def _disturbed(self) -> bool:
-        """Whether others were in the way since steps began to take a multiple: then waiting for the end may be long."""
+        """Return whether other processes have disturbed the block since its steps became slow.
+
+        Then the steps may stay slow for long: they count, rather than being waited out.
+        """
         self.slow_since = self.slow_since or self.reading
         return self.slow_since.taken().disturbs
 
     def over(self) -> Measured:
-        """The block as it was measured."""
+        """Return the block's measurement, after waiting for the device."""
         before = self.now()
         self.sync()
         self.seconds += self.now() - before
@@ -139,12 +148,12 @@ class Open:
 
 
 def is_bad(recorder: Recorder) -> bool:
-    """Whether the last step's loss is NaN or infinite; reads it from the device."""
+    """Return whether the last step's loss is NaN or infinite. Copies it from the device, which synchronizes."""
     return any(not math.isfinite(float(loss.detach().float().mean())) for loss in recorder.last[1])
 
 
 def synchronize() -> None:
-    """Wait until the device has done what it was given."""
+    """Wait for all work queued on the GPU, if there is one."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():

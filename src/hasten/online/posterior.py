@@ -1,15 +1,16 @@
-"""A Bayesian regression of log(seconds per step) on the techniques that were on, one block at a time. No torch.
+"""Bayesian regression of log(seconds per step) on the techniques that were on, one block at a time. No torch.
 
-log(seconds per step) = level + sum of the effects of what is on + what known pairs do together + noise. The level
-drifts (the machine is shared, the training goes on); effects stay. Everything is normal, so one block is one step of a
-Kalman filter. Blocks that others disturbed (see `taken.py`) are slower by something that they have in common, and count
-for a ninth.
+The model: log(seconds per step) = level + sum of the effects of the techniques that are on + interactions of known
+pairs + noise. The level drifts (the machine is shared, and the training itself changes); effects are constant. All
+terms are normal, so taking in one block is one step of a Kalman filter. Blocks that other processes disturbed (see
+`cpu_contention.py`) share one more effect, which slows them down, and weigh a ninth.
 
-Real figures have longer tails than normal ones, so the filter runs over all blocks several times. What lies more than
-three deviations off after a run has its deviation widened to a third of that in the next one. For a block (a hiccup of
-the machine) that means that it decides nothing; for an effect (a technique that makes steps 25 times slower), that its
-expectation does not hold it back, and the other effects need not make up for it. This is the idea of iteratively
-reweighted least squares (Holland and Welsch 1977).
+Real measurements have heavier tails than a normal distribution, so the filter runs over all blocks several times. A
+block or effect that lies more than three standard deviations from its expectation after one run has its deviation
+widened, to a third of that distance, in the next. For a block (a hiccup of the machine) this means that it decides
+nothing. For an effect (a technique that makes steps 25 times slower) it means that its prior does not hold it back, so
+that the other effects need not absorb the difference. This is iteratively reweighted least squares (Holland and Welsch
+1977).
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from types import MappingProxyType
 
 from hasten.online.prior import cholesky
 
-_DRIFT = 0.15  # of the noise: how far the level walks between two blocks
+_DRIFT = 0.15  # of the noise: standard deviation of the level's random walk between two blocks
 _LEAST_NOISE = 0.01
 _FIRST_NOISE = 0.06
-_ENOUGH = 6  # blocks that tell the noise
-_FAR = 3.0  # standard deviations beyond which a block or an effect is less sure than it was taken to be
-_NEAR = 5  # blocks on either side that tell the level at a block
-_RUNS = 8  # of the filter at the most: two or three are enough as a rule
-_STEADY = 0.02  # of the noise, and of what is widened: a run that changes them by less is the last
-_RESTART = 0.15  # how much the level may change from one process to the next
-_DISTURBED = (0.2, 0.5)  # how much slower steps are while others take of the CPU: mean and deviation
-_LESS_SURE = 3.0  # times as far as a quiet block may a disturbed one be off
+_ENOUGH = 6  # blocks from which the noise can be estimated
+_FAR = 3.0  # standard deviations: a block or an effect beyond that is an outlier, and its deviation is widened
+_NEAR = 5  # blocks on either side from which the level at a block is estimated
+_RUNS = 8  # of the filter, at most; two or three are usually enough
+_STEADY = 0.02  # relative change of the noise and the widened deviations: the last run changes them by less
+_RESTART = 0.15  # standard deviation of the change of the level from one process to the next
+_DISTURBED = (0.2, 0.5)  # prior (mean, deviation) of the slowdown while other processes take CPU
+_LESS_SURE = 3.0  # a disturbed block's standard deviation, in those of a quiet one
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class CandidateEstimate:
 
     Attributes:
         mean: Change of log(seconds per step) when it is on; negative is faster.
-        spread: Standard deviation.
-        blocks: Blocks in which it was on.
-        without: Blocks in which it was off.
+        spread: Standard deviation of that change.
+        blocks: Number of blocks in which it was on.
+        without: Number of blocks in which it was off.
     """
 
     mean: float
@@ -54,19 +55,19 @@ class CandidateEstimate:
 
     @property
     def helps(self) -> float:
-        """Probability that it makes a step faster."""
+        """Probability that the candidate makes a step faster."""
         return 0.5 * math.erfc(self.mean / (self.spread * math.sqrt(2)))
 
     @property
     def ratio(self) -> tuple[float, float, float]:
-        """How many times faster a step is with it: the middle and the 95 % interval."""
+        """Speed-up of a step: the median, and the lower and upper end of the 95 % interval."""
         half = 1.96 * self.spread
         return math.exp(-self.mean), math.exp(-self.mean - half), math.exp(-self.mean + half)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A block that was measured: what was on, log(seconds per step), its process, and whether others disturbed it."""
+    """Measured block: the candidates that were on, log(seconds per step), its process, and whether it was disturbed."""
 
     on: frozenset[int]
     pace: float
@@ -76,11 +77,11 @@ class Seen:
 
 @dataclass
 class _Filter:
-    """A run of the Kalman filter: what is known after the blocks that it has seen.
+    """State of a Kalman filter after the blocks that it has taken in.
 
     Attributes:
-        mean: Of the level, the effects of candidates and pairs, and of being disturbed.
-        cov: Covariance of these.
+        mean: Mean of the level, of the effects of candidates and of pairs, and of the effect of being disturbed.
+        cov: Their covariance.
     """
 
     mean: list[float]
@@ -90,21 +91,22 @@ class _Filter:
         """Take in a block.
 
         Args:
-            rows: What acted in it.
+            rows: Indices of the terms that acted in it.
             pace: log(seconds per step).
             noise: Standard deviation of such a block.
-            far: How many times less sure it is, since it lies far off.
+            far: Factor by which the noise is widened because the block is an outlier.
 
         Returns:
-            How many deviations off it was, `far` aside; and whether what acted in it was known better than it measures.
+            The block's distance from its prediction in standard deviations, without `far`; and whether the prediction
+            was more certain than the block's own noise.
         """
         towards = [sum([row[j] for j in rows]) for row in self.cov]
         known = max(0.0, sum(towards[j] for j in rows))
         unexpected = pace - sum(self.mean[j] for j in rows)
         variance = known + (far * noise) ** 2
-        self.mean = [one + share * (unexpected / variance) for one, share in zip(self.mean, towards, strict=True)]
+        self.mean = [mean + share * (unexpected / variance) for mean, share in zip(self.mean, towards, strict=True)]
         self.cov = [
-            [one - share * other for one, other in zip(row, towards, strict=True)]
+            [value - share * other for value, other in zip(row, towards, strict=True)]
             for row, share in zip(self.cov, [share / variance for share in towards], strict=True)
         ]
         return abs(unexpected) / math.sqrt(known + noise * noise), known <= noise * noise
@@ -114,10 +116,10 @@ class Posterior:
     """Posterior over every candidate's effect.
 
     Args:
-        priors: (mean, spread) of each candidate's effect before anything was measured.
-        pairs: Two candidates that may change each other's worth -> (mean, spread) of what they do together beyond
-            what each does alone.
-        shared: Covariance of two of these effects (candidates, then pairs) before anything was measured.
+        priors: (mean, standard deviation) of each candidate's effect, before any measurement.
+        pairs: Pairs of candidates that may interact, with (mean, standard deviation) of the interaction: what both do
+            together beyond the sum of what each does alone.
+        shared: Prior covariance of two of these effects, by their numbers (candidates first, then pairs).
     """
 
     def __init__(
@@ -133,22 +135,22 @@ class Posterior:
         self._fitted: tuple[_Filter, float] | None = None
 
     def add(self, on: Collection[int], seconds: float, process: int = 0, disturbed: bool = False) -> None:
-        """A block was measured."""
+        """Take in a measured block. `seconds` is per step."""
         self.seen.append(Seen(frozenset(on), math.log(seconds), process, disturbed))
         self._fitted = None
 
     @property
     def noise(self) -> float:
-        """Standard deviation of log(seconds per step) among quiet blocks of one set."""
+        """Standard deviation of log(seconds per step) among undisturbed blocks of one set of techniques."""
         return self._fit()[1]
 
     @property
     def level(self) -> float:
-        """Expected log(seconds per step) of a block now, with nothing on."""
+        """Expected log(seconds per step) of the next block with nothing on."""
         return self._known.mean[0]
 
     def estimate(self, index: int, beside: Collection[int]) -> CandidateEstimate:
-        """Return the estimate of a candidate, with these others on."""
+        """Return the estimate of a candidate's effect while the candidates `beside` are on."""
         mean, variance = self._sum([1 + index, *self._rows_of_pairs(index, beside)])
         return CandidateEstimate(
             mean,
@@ -158,30 +160,30 @@ class Posterior:
         )
 
     def asked(self, index: int) -> float:
-        """Blocks in which a candidate was on, or off if these are fewer; three disturbed ones count as one."""
+        """Return the number of blocks with the candidate on, or off if that is less. A disturbed block counts a third."""
         weights = [(index in block.on, 1 / _LESS_SURE if block.disturbed else 1.0) for block in self.seen]
         return min(sum(weight for on, weight in weights if on is side) for side in (True, False))
 
     def gain(self, on: Collection[int]) -> tuple[float, float]:
-        """Mean and standard deviation of the change of log(seconds per step) with these on."""
+        """Return mean and standard deviation of the change of log(seconds per step) when these are on."""
         mean, variance = self._sum(self._rows(on)[1:])
         return mean, math.sqrt(max(0.0, variance))
 
     def better(self, on: Collection[int], than: Collection[int]) -> float:
-        """Probability that steps are faster with these on than with those, which are among them."""
+        """Return the probability that steps are faster with `on` than with `than`, a subset of it."""
         mean, variance = self._sum(set(self._rows(on)) - set(self._rows(than)))
         return 0.5 * math.erfc(mean / math.sqrt(2 * max(1e-12, variance)))
 
     def means(self) -> list[float]:
-        """Expected effects of the candidates, then of the pairs."""
+        """Return the expected effects of the candidates, then of the pairs."""
         return self._known.mean[1:-1]
 
     def covariance(self) -> list[list[float]]:
-        """Covariance of the effects of the candidates, then of the pairs."""
+        """Return the covariance of the effects of the candidates, then of the pairs."""
         return [row[1:-1] for row in self._known.cov[1:-1]]
 
     def draw(self, lot: random.Random) -> list[float]:
-        """Draw the effects of all candidates and pairs at once, as likely as they are."""
+        """Draw the effects of all candidates, then of all pairs, from their joint posterior."""
         mean, factor = self._known.mean, cholesky(self._known.cov, 1e-12)[0]
         normal = [lot.gauss(0.0, 1.0) for _ in mean]
         return [mean[i] + sum(factor[i][j] * normal[j] for j in range(i + 1)) for i in range(1, len(factor) - 1)]
@@ -189,17 +191,18 @@ class Posterior:
     # -- what acts in a block ------------------------------------------------------------------------------
 
     def _rows(self, on: Collection[int]) -> list[int]:
-        """Return the terms of a block with these on: the level, the candidates, the pairs of which both are on."""
+        """Return the terms that act in a block with these on: the level, the candidates, the pairs with both on."""
         first = 1 + len(self.priors)
         together = (first + place for place, (one, other) in enumerate(self.pairs) if one in on and other in on)
         return [0, *(1 + i for i in on), *together]
 
     def _rows_of(self, block: Seen) -> list[int]:
-        """Return the terms of a block that was measured."""
+        """Return the terms that acted in a measured block."""
         disturbed = 1 + len(self.priors) + len(self.pairs)
         return [*self._rows(block.on), *([disturbed] if block.disturbed else [])]
 
     def _rows_of_pairs(self, index: int, beside: Collection[int]) -> list[int]:
+        """Return the terms of the pairs that a candidate forms with the candidates `beside`."""
         first = 1 + len(self.priors)
         return [
             first + place
@@ -208,7 +211,7 @@ class Posterior:
         ]
 
     def _sum(self, rows: Collection[int]) -> tuple[float, float]:
-        """Mean and variance of a sum."""
+        """Return mean and variance of the sum of these terms."""
         known = self._known
         return sum(known.mean[i] for i in rows), sum(known.cov[i][j] for i in rows for j in rows)
 
@@ -219,7 +222,7 @@ class Posterior:
         return self._fit()[0]
 
     def _fit(self) -> tuple[_Filter, float]:
-        """Run the filter over all blocks until a further run would change little; what is known, and the noise."""
+        """Run the filter over all blocks until it converges. Return its last state and the noise."""
         if self._fitted is not None:
             return self._fitted
         priors = [(self.seen[0].pace if self.seen else 0.0, 1.0), *self.priors, *self.pairs.values(), _DISTURBED]
@@ -241,16 +244,16 @@ class Posterior:
     def _run(
         self, priors: Sequence[tuple[float, float]], noise: float, wide: Sequence[float], far: Sequence[float]
     ) -> tuple[_Filter, list[tuple[float, bool]]]:
-        """Run the filter over all blocks.
+        """Run the filter over all blocks once.
 
         Args:
-            priors: What is expected: mean and spread of each.
+            priors: Mean and standard deviation of each term.
             noise: Standard deviation of a quiet block.
-            wide: How many times as wide each spread is taken to be.
-            far: How many times less sure each block is.
+            wide: Factor by which each prior's standard deviation is widened.
+            far: Factor by which each block's noise is widened.
 
         Returns:
-            What is known then, and what `_Filter.step` said of each block.
+            The filter's last state, and what `_Filter.step` returned for each block.
         """
         known = _Filter([mean for mean, _ in priors], [[0.0] * len(priors) for _ in priors])
         for i, (_, spread) in enumerate(priors):
@@ -268,29 +271,33 @@ class Posterior:
         return known, off
 
     def _less_sure(self) -> list[float]:
-        """How many times less sure than a quiet block each is, since others disturbed it."""
-        # Where others disturb all the time, there is nothing better to go by: the noise is that of disturbed blocks.
+        """Return each block's noise in that of a quiet block: more than 1 if other processes disturbed it."""
+        # If every block was disturbed there is nothing better to compare with: the noise is that of disturbed blocks.
         always = len(self.seen) > _ENOUGH and all(block.disturbed for block in self.seen)
         return [_LESS_SURE if block.disturbed and not always else 1.0 for block in self.seen]
 
     def _noise_of(self, off: Sequence[tuple[float, bool]], noise: float) -> float:
-        """Noise by how far off blocks were; where these are too few, the one that the filter ran with.
+        """Return the noise that the blocks' distances from their predictions show.
 
-        Best told by blocks that nobody disturbed and whose sets were known before, such as a set that was measured
-        again: what was unexpected of the others is due to effects that were not known yet.
+        Undisturbed blocks whose set was well known before (such as a set measured again) are preferred: the distance of
+        the others is partly due to effects that were still unknown. With too few blocks, return `noise` itself.
+
+        Args:
+            off: What `_Filter.step` returned for each block.
+            noise: The noise that the filter ran with.
         """
-        behind = list(zip(self.seen, off, strict=True))[1:]  # the first is the level itself
-        quiet = [one for block, one in behind if not block.disturbed]
-        told = quiet if len(quiet) >= _ENOUGH else [one for _, one in behind]
-        known = [one for one in told if one[1]]
-        told = known if len(known) >= _ENOUGH else told
-        if len(told) < _ENOUGH:
+        later = list(zip(self.seen, off, strict=True))[1:]  # the first block only sets the level
+        quiet = [step for block, step in later if not block.disturbed]
+        steps = quiet if len(quiet) >= _ENOUGH else [step for _, step in later]
+        known = [step for step in steps if step[1]]
+        steps = known if len(known) >= _ENOUGH else steps
+        if len(steps) < _ENOUGH:
             return noise
-        # The median is not moved by hiccups; 1.48 times it is a normal distribution's standard deviation.
-        return max(_LEAST_NOISE, 1.48 * noise * statistics.median(deviations for deviations, _ in told))
+        # Hiccups do not move the median; for a normal distribution 1.48 times it is the standard deviation.
+        return max(_LEAST_NOISE, 1.48 * noise * statistics.median(deviations for deviations, _ in steps))
 
     def _far(self, mean: Sequence[float], noise: float) -> list[float]:
-        """How many times less sure each block is, for being more than three deviations off those around it."""
+        """Return the factor by which each block's noise is widened: more than 1 for outliers among their neighbours."""
         rest = [block.pace - sum(mean[i] for i in self._rows_of(block)[1:]) for block in self.seen]
         far = []
         for at, (block, less_sure) in enumerate(zip(self.seen, self._less_sure(), strict=True)):

@@ -6,20 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_DIGITS = 9  # behind the point: what a file needs
-_LEAST = 1e-8  # more than rounding changes
+_DIGITS = 9  # decimals in a file
+_LEAST = 1e-8  # tolerance: more than `_DIGITS` rounds away
 
 
 @dataclass(frozen=True)
 class Prior:
-    """Effects of settings and pairs of them on log(seconds per step), and how they hang together.
+    """Joint estimate of the effects of settings and pairs on log(seconds per step).
 
-    Two techniques that were never on without each other are known as a sum only: that is in the covariance.
+    The covariance matters: of two techniques that were always on together only the sum of their effects is known.
 
     Attributes:
         rows: `Candidate.key` of each setting, then `pair_key` of each pair.
-        mean: Of each row.
-        covariance: Of the rows.
+        mean: Mean effect of each row.
+        covariance: Covariance of the rows' effects.
     """
 
     rows: tuple[str, ...]
@@ -27,20 +27,20 @@ class Prior:
     covariance: tuple[tuple[float, ...], ...]
 
     def only(self, rows: Sequence[str]) -> Prior:
-        """Return it with these rows."""
+        """Return the estimate of these rows alone, in this order."""
         at = [self.rows.index(row) for row in rows]
         covariance = tuple(tuple(self.covariance[i][j] for j in at) for i in at)
         return Prior(tuple(rows), tuple(self.mean[i] for i in at), covariance)
 
     def beside(self, other: Prior) -> Prior:
-        """Return it with the rows of another that it lacks."""
+        """Return this estimate, extended by the rows that only `other` has, as independent of these."""
         other = other.only([row for row in other.rows if row not in self.rows])
         mine, theirs = (0.0,) * len(self.rows), (0.0,) * len(other.rows)
         covariance = [*(line + theirs for line in self.covariance), *(mine + line for line in other.covariance)]
         return Prior(self.rows + other.rows, self.mean + other.mean, tuple(covariance))
 
     def widened(self, factor: float, least: float) -> Prior:
-        """Return it with standard deviations so many times wider, `least` added to each before."""
+        """Return this estimate with `least` added in quadrature to each standard deviation, and that times `factor`."""
         size, more = len(self.rows), least * least
         return Prior(
             self.rows,
@@ -52,16 +52,16 @@ class Prior:
         )
 
     def rounded(self) -> Prior:
-        """Return it with figures as a file needs them."""
+        """Return this estimate rounded to the decimals that are written to files."""
         covariance = tuple(tuple(round(value, _DIGITS) for value in line) for line in self.covariance)
         return Prior(self.rows, tuple(round(value, _DIGITS) for value in self.mean), covariance)
 
     def spread(self, row: int) -> float:
-        """Standard deviation of a row."""
+        """Return the standard deviation of a row's effect."""
         return math.sqrt(max(0.0, self.covariance[row][row]))
 
     def is_sane(self, most: float) -> bool:
-        """Whether it may come of a regression, its figures no larger than `most`."""
+        """Return whether this is a valid estimate: shapes agree, no figure exceeds `most`, the covariance is one."""
         size = len(self.rows)
         if not len(self.mean) == len(self.covariance) == size or any(len(line) != size for line in self.covariance):
             return False
@@ -70,12 +70,12 @@ class Prior:
 
 
 def pair_key(one: str, other: str) -> str:
-    """Name a pair of settings."""
+    """Return the name of a pair of settings."""
     return f"{one} & {other}"
 
 
 def _is_positive(matrix: Sequence[Sequence[float]]) -> bool:
-    """Whether a matrix is symmetric and positive definite, as far as rounding tells."""
+    """Return whether a matrix is symmetric and positive semidefinite, within rounding."""
     pairs = ((i, j) for i in range(len(matrix)) for j in range(i))
     return all(abs(matrix[i][j] - matrix[j][i]) <= _LEAST for i, j in pairs) and cholesky(matrix, _LEAST)[1] >= -_LEAST
 
@@ -84,8 +84,8 @@ def cholesky(matrix: Sequence[Sequence[float]], least: float) -> tuple[list[list
     """Return the lower triangular factor of a covariance matrix, and its lowest pivot.
 
     Args:
-        matrix: Symmetric; below its diagonal it is not read.
-        least: What a lower pivot, which rounding may have made, is taken to be.
+        matrix: A symmetric matrix; only its lower triangle is read.
+        least: Lower bound of the pivots: rounding can make one zero or negative.
     """
     factor = [[0.0] * len(matrix) for _ in matrix]
     lowest = math.inf
