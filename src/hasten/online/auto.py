@@ -1,8 +1,9 @@
-"""Tunes a person's own run while it goes on: nothing of it is thrown away, and what helps stays on.
+"""Tune a user's own run while it trains (`hasten run --auto`, `Trainer(plan="auto")`).
 
-First a few steps as the script is. What they tell says which techniques may help; all of those are on in the next
-blocks, then what draws from the posterior take to help, as in `hasten tune`, but at the steps and passes that come
-anyway. What was chosen stays on, and is looked at again now and then.
+The first few steps run unchanged, and show which techniques may help. Then the search of `hasten tune` runs on the
+steps and passes of the training itself: no step is repeated or thrown away. The chosen techniques stay on, and now and
+then a pair of blocks checks that they still help. Every switch is written to a schedule before it is made, for
+`--replay`.
 """
 
 from __future__ import annotations
@@ -39,27 +40,27 @@ if TYPE_CHECKING:
     from hasten.switchboard import Switchboard
 
 _NEVER = sys.maxsize
-_PLAIN_STEPS, _PLAIN_SECONDS, _LEAST_PLAIN = 24, 3.0, 4  # as the script is, before anything is switched
-_SHARE = 0.2  # of a training whose length is known: no more of it is searched
+_PLAIN_STEPS, _PLAIN_SECONDS, _LEAST_PLAIN = 24, 3.0, 4  # unchanged steps (or seconds) before anything is switched
+_SHARE = 0.2  # of a training of known length: the most that the search may take
 _BLOCKS = 60  # of a search that has all its time
 _LEAST_BLOCK, _MOST_BLOCK = 0.1, 0.5  # seconds
-_GLANCE = 64  # steps from one look at the loss to the next, while nothing is measured
-_LONGEST = 64  # times as long between two looks, where they found the same again and again
-_APART = 100  # times a block's length between two looks: a hundredth of the training runs as the script is
+_GLANCE = 64  # steps between two reads of the loss while nothing is measured
+_LONGEST = 64  # the interval between two looks doubles up to this factor while they confirm the choice
+_APART = 100  # lengths of a block between two looks: about a hundredth of the training runs without the techniques
 
 
 @dataclass(frozen=True)
 class Around:
-    """The process that is tuned, as the tuning sees it.
+    """What the tuning needs of the process that it tunes.
 
     Attributes:
-        board: Switches techniques.
-        recorder: Says how long steps took.
+        board: The switchboard.
+        recorder: Measures the steps.
         command: The training's command line.
-        evidence: Gives the evidence so far.
-        say: Tells the person a line.
-        over: Called when nobody needs to hear of steps any more.
-        together: In a training of several ranks that are switched together: why these cannot be, or ""; None: one rank.
+        evidence: Returns the evidence so far.
+        say: Prints a line for the user.
+        over: Called when no further step needs to be reported.
+        together: If several ranks are switched together: returns why they cannot be, or "". None for a single rank.
     """
 
     board: Switchboard
@@ -72,15 +73,15 @@ class Around:
 
 
 class Auto:
-    """Tunes the run of which it is told each step and pass.
+    """Tunes a run. The session calls `on_step` after each step and `on_pass` for each pass.
 
     Args:
-        options: How long to search, and what to leave behind.
-        around: What the process gives.
+        options: How long to search, and which files to write.
+        around: The process that is tuned.
     """
 
     compiling = 0.0
-    by_pass: ClassVar[set[int]] = set()  # no block waits for its pass: they may be long in a real training
+    by_pass: ClassVar[set[int]] = set()  # no block waits for a pass: in a real training passes may be long
 
     def __init__(self, options: AutoOptions, around: Around) -> None:
         self._options, self._around = options, around
@@ -88,21 +89,21 @@ class Auto:
         self._recorder.may_rest = False
         self._pid = os.getpid()
         self._losses = Losses()
-        self._watched: set[int] = set()  # candidates whose first block was looked at
+        self._watched: set[int] = set()  # candidates whose first block's losses were compared
         self._driver: Driver | None = None
         self._schedule: Schedule | None = None
         self._able: tuple[Candidate, ...] = ()
         self._chosen: frozenset[int] | None = None
-        self._hopeful: frozenset[int] = frozenset()  # come on with the next pass, and were never measured
+        self._hopeful: frozenset[int] = frozenset()  # per-pass techniques never measured, on from the next pass
         self._passes = self._look_at = 0
         self._began = self._step_seconds = self._block_seconds = 0.0
         self._stays = self._over = False
         self._why = ""
 
-    # -- told by the session -----------------------------------------------------------------------------------
+    # -- called by the session ---------------------------------------------------------------------------------
 
     def on_step(self, steps: int) -> int | None:
-        """A step is over; answers behind how many to be told again, None: the next."""
+        """Take in the step that just ended. Return the number of the step to be called after; None for the next."""
         if self._over or os.getpid() != self._pid:
             return _NEVER
         again = None
@@ -117,7 +118,7 @@ class Auto:
         return _NEVER if self._is_over() else again
 
     def on_pass(self, opened: OpenPass, began: bool) -> None:
-        """A pass through a loader begins or is over."""
+        """Take in the begin or end of a pass through a loader."""
         if self._over or began or os.getpid() != self._pid:
             return
         self._passes += opened.trained
@@ -128,12 +129,12 @@ class Auto:
         try:
             self._driver.on_pass(opened, began)
         except Exception as error:  # tuning never breaks a script
-            self._why = f"tuning failed: {type(error).__name__}: {error}"  # switched off at the end of the next step
+            self._why = f"tuning failed: {type(error).__name__}: {error}"  # the next step's end switches all off
         if opened.trained and self._hopeful:
             self._look_at = 0
 
     def abandon(self, why: str) -> None:
-        """Nothing can be switched any more: what is on stays on."""
+        """End the tuning because nothing can be switched any more. What is on stays on."""
         if not self._over:
             self._over = True
             self._log(dict(self._board.on))
@@ -141,7 +142,7 @@ class Auto:
             self._around.over()
 
     def close(self) -> None:
-        """The process ends."""
+        """End the tuning as the process ends."""
         if not self._over and self._chosen is None and self._recorder.steps and os.getpid() == self._pid:
             former = f"; {self._options.shown} is an earlier run's" if Path(self._options.plan).exists() else ""
             self._around.say(f"auto: the run ended before anything was settled: no plan was written{former}")
@@ -158,8 +159,11 @@ class Auto:
         return None
 
     def _note_threads(self) -> None:
-        """What is switched between two steps of one thread would come within a step of another: a second training, or
-        one whose batches this thread draws for it."""
+        """End the tuning if several threads train or draw batches.
+
+        A switch between two steps of one thread would fall within a step of another: that of a second training, or one
+        whose batches this thread draws ahead.
+        """
         threads = self._recorder.threads
         threads.add(threading.get_ident())
         if len(threads) > 1:
@@ -168,7 +172,7 @@ class Auto:
                 self._why = self._why or "its steps are the work of several threads"
 
     def _glance(self, steps: int) -> int | None:
-        """Nothing is measured: look at the loss now and then."""
+        """Read the loss now and then, while nothing is measured."""
         self._losses.saw(self._recorder.last[1])
         self._why = self._why or self._left_alone() or self._losses.wrong(bool(self._board.on), watched=False)
         if self._why:
@@ -180,7 +184,7 @@ class Auto:
         return None
 
     def _begin_if_known(self, steps: int) -> None:
-        """Begin the search once enough steps were seen as the script is."""
+        """Begin the search once enough unchanged steps were seen."""
         now = time.monotonic()
         self._began = self._began or now
         if steps < _PLAIN_STEPS and (steps < _LEAST_PLAIN or now - self._began < _PLAIN_SECONDS):
@@ -214,10 +218,10 @@ class Auto:
         ranks = None if self._around.together is None else os.getppid()  # their launcher, and so all of them
         self._driver = Driver(options, self._board, self._recorder, self._asked_all, self._wishes, self, ranks)
 
-    # -- what is asked -----------------------------------------------------------------------------------------
+    # -- the schedule of blocks --------------------------------------------------------------------------------
 
     def _wishes(self, course: Course, options: OnlineOptions, host: Host) -> Wishes:
-        """Ask for blocks, and end when one of them went wrong."""
+        """Request blocks until one of them goes wrong."""
         asks, measured = self._asks(course, options), None
         while not self._why:
             try:
@@ -230,6 +234,7 @@ class Auto:
             self._watched |= new
 
     def _asks(self, course: Course, options: OnlineOptions) -> Wishes:
+        """Request the search's blocks; then keep the chosen set on, and compare it now and then."""
         yield from search(course, options)
         if not _unasked(course):
             yield from play_off(course, options, self)
@@ -248,18 +253,18 @@ class Auto:
             apart = min(_LONGEST, 2 * apart) if course.chosen() == chosen else 1
 
     def _stay(self, course: Course, on: frozenset[int], times: int) -> Wishes:
-        """Have these on, unmeasured and hardly listened to, until it is time to look again."""
+        """Keep these on until the next look, without measuring and with the recorder mostly at rest."""
         pace = math.exp(course.posterior.level + course.posterior.gain(on)[0])
         apart = max(self._options.look_every, int(_APART * self._block_seconds / pace))
         self._look_at = self._recorder.steps + times * apart
         self._stays = True
-        self._recorder.may_rest = self._around.together is None  # ranks count steps alike only if all of them count
+        self._recorder.may_rest = self._around.together is None  # ranks must count the same steps, so none may rest
         yield Wish(on, "stay")
         self._stays = self._recorder.may_rest = False
         self._hopeful = frozenset()
 
     def _settle(self, course: Course, chosen: frozenset[int]) -> None:
-        """This is chosen: write the plan, and say so where it is new."""
+        """Write the plan of the chosen set and tell the user, if the set is new."""
         if chosen == self._chosen:
             return
         first, self._chosen = self._chosen is None, chosen
@@ -276,20 +281,20 @@ class Auto:
         self._around.say(f"auto: {verb} after {self._recorder.steps} steps: {gain}{where}")
 
     def note(self, event: Event) -> None:
-        """The play-off's events are of no use here."""
+        """Ignore the play-off's events: no report is made of this run."""
 
     def _left_alone(self) -> str:
         return now_left_alone(together=self._around.together is not None)
 
-    # -- told by the driver ------------------------------------------------------------------------------------
+    # -- called by the driver ----------------------------------------------------------------------------------
 
-    def write(self, one: Measured | Event) -> None:
-        """A block is over, or something else happened: switches are written down before they are made."""
-        if not isinstance(one, Event):
+    def write(self, entry: Measured | Event) -> None:
+        """Write a switch to the schedule, before the driver makes it."""
+        if not isinstance(entry, Event):
             return
-        if one.kind == "switch":
-            self._log({self._able[i].name: self._able[i].setting for i in one.on})
-        elif one.kind == "over" and one.text:
+        if entry.kind == "switch":
+            self._log({self._able[i].name: self._able[i].setting for i in entry.on})
+        elif entry.kind == "over" and entry.text:
             self._why = self._why or "the loss turned to NaN or infinity"
 
     def _log(self, on: dict[str, Setting]) -> None:
@@ -302,14 +307,14 @@ class Auto:
             self._why = f"{self._options.schedule} cannot be written, and is left empty: {error.strerror}"
 
     def _asked_all(self) -> None:
-        """Nothing is left to be asked."""
+        """End the tuning because the schedule has no more blocks."""
         if not self._why:
             self._over = True
             self._all_off()
             self._around.over()
 
     def _stop(self) -> None:
-        """Everything is off for good."""
+        """Switch everything off for good, and tell the user why."""
         self._over = True
         was_on = bool(self._board.on)
         self._all_off()
@@ -331,7 +336,7 @@ class Auto:
 
 
 def _unasked(course: Course) -> frozenset[int]:
-    """Return techniques switched with a pass that were never on, since no pass has begun."""
+    """Return per-pass techniques that were never on, because no pass has begun since the search did."""
     ran = {i for block in course.posterior.seen for i in block.on}
     able = sorted(course.of(Liveness.PASS) - ran - set(course.out))
     return frozenset({course.candidates[i].name: i for i in reversed(able)}.values())

@@ -1,4 +1,4 @@
-"""The files that a run which was tuned while it went on leaves behind: its plan, and its schedule of switches."""
+"""The files that `hasten run --auto` leaves behind: the plan, and the schedule of switches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BY = "hasten run --auto"
 
 
 def plan_of(course: Course, chosen: frozenset[int], command: tuple[str, ...]) -> Plan:
-    """The plan of what was chosen, with what was seen of each as comments."""
+    """Return the plan of the chosen candidates, with each one's measured effect as a comment."""
     import torch
 
     machine, estimates = this_machine(), course.estimates(chosen)
@@ -45,18 +45,18 @@ def plan_of(course: Course, chosen: frozenset[int], command: tuple[str, ...]) ->
 
 
 def gain_of(course: Course, chosen: frozenset[int]) -> float:
-    """How many times faster a step is with these on, as far as is known."""
+    """Return the estimated speed-up of a step with these on (1.0: none)."""
     return math.exp(-course.posterior.gain(chosen)[0])
 
 
 def beside_others(course: Course) -> str:
-    """What makes such a figure doubtful: that others disturbed most blocks; "" where they did not."""
+    """Return a note that other processes disturbed most blocks; "" if they did not."""
     seen = course.posterior.seen
     return " while others took of the CPU" if 2 * sum(block.disturbed for block in seen) > len(seen) else ""
 
 
 def is_auto_plan(content: bytes) -> bool:
-    """Whether this is a plan that such a run left, and no person's."""
+    """Return whether this is the content of a plan that `--auto` wrote, rather than a user."""
     try:
         data = tomllib.loads(content.decode("utf-8"))
     except (ValueError, RecursionError):
@@ -66,19 +66,19 @@ def is_auto_plan(content: bytes) -> bool:
 
 
 def new_files(plan: Path) -> Path:
-    """Return where the schedule of switches goes that belongs to this plan; an earlier run's is kept as `.1.schedule`.
+    """Return the path of the schedule that belongs to this plan, after moving an earlier one to `.1.schedule`.
 
-    Of a training that was killed and begun again with the same command each part can be replayed.
+    If a training was killed and started again with the same command, each part can thus be replayed.
 
     Raises:
-        HastenError: One of the two files is somebody else's, or cannot be written.
+        HastenError: One of the two files was not written by hasten, or cannot be written.
     """
     schedule = plan.with_suffix(".schedule")
     if plan.name == DEFAULT_NAME or plan == schedule:
         raise HastenError(f"--auto does not write its plan to {plan}", f"name another file, such as {AUTO_NAME}")
     check_target(plan, "the plan", is_auto_plan)
     check_target(schedule, "the schedule of switches", is_schedule)
-    with contextlib.suppress(FileNotFoundError):  # none, or another process of this run has moved it
+    with contextlib.suppress(FileNotFoundError):  # there is none, or another process of this run has moved it
         if stat.S_ISREG(schedule.lstat().st_mode) and schedule.stat().st_size:
             set_aside(schedule, _free(plan))
         else:
@@ -87,7 +87,7 @@ def new_files(plan: Path) -> Path:
 
 
 def _free(plan: Path) -> Path:
-    """Return a name for an earlier schedule: of the number behind the last."""
+    """Return the next free numbered name for an earlier schedule."""
     numbers = [path.suffixes[-2][1:] for path in plan.parent.glob(f"{glob.escape(plan.stem)}.*.schedule")]
     last = max((int(number) for number in numbers if number.isdecimal()), default=0)
     return plan.with_suffix(f".{last + 1}.schedule")

@@ -1,4 +1,4 @@
-"""Which techniques apply to a training, and what is expected of each before it is measured."""
+"""Choose which techniques to try on a training, and what to expect of each before it is measured."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from hasten.online.options import FILLS, Candidate
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect, Liveness, Refusal, Resource, Technique
 
-_EXPECTED = 0.2  # of the share of the step that a technique relieves, as log(seconds per step)
+# Priors, as changes of log(seconds per step):
+_EXPECTED = 0.2  # saving expected of a technique, per share of the step that it relieves
 _SPREAD, _SPREAD_BY_SHARE = 0.06, 0.3
 _DOUBTED = {"cpu_threads": 0.1, "debug_off": -0.02, "cudnn_benchmark": -0.02}
-_SLIGHT = 0.03  # what lies in memory management or in switches that most steps do not feel
-_LITTLE = 0.05  # of the step: less to win is not worth the blocks it takes to see it
-_MOST_SETTINGS = 2  # of a technique: each must be asked in many blocks
-_NEXT_BEST = 0.7  # of the first setting's worth is expected of the next
+_SLIGHT = 0.03  # saving expected of memory management, and of switches that most steps do not notice
+_LITTLE = 0.05  # of the step: a smaller possible gain is not worth the blocks it takes to see it
+_MOST_SETTINGS = 2  # per technique, as each setting takes many blocks
+_NEXT_BEST = 0.7  # of the first setting's saving is expected of the second
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A technique that was not measured, and why it cannot help or is not safe here."""
+    """Technique that was not measured, with the reason why it cannot help or is not safe here."""
 
     name: str
     reason: str
@@ -34,8 +35,8 @@ class Applicable:
 
     Attributes:
         candidates: Settings worth trying.
-        why: Technique -> what of the evidence speaks for it.
-        skipped: Techniques that are not tried, and why.
+        why: Technique -> what in the evidence speaks for it.
+        skipped: Techniques that are not tried, with reasons.
     """
 
     candidates: tuple[Candidate, ...]
@@ -46,13 +47,13 @@ class Applicable:
 def applicable(
     evidence: Evidence, *, only: frozenset[str] = frozenset(), warm: bool = True, epochs: int | None = None
 ) -> Applicable:
-    """Ask every technique of the catalogue.
+    """Ask every technique of the catalogue whether it may help the training.
 
     Args:
-        evidence: Of the script as it is, with datasets asked what repeats itself.
+        evidence: Evidence of the unchanged script, its datasets probed for repeated samples.
         only: Names of the techniques to try; empty for all.
         warm: Whether techniques must be switched while the training runs.
-        epochs: Of the full training; None where that is not known.
+        epochs: Epochs of the full training; None if unknown.
     """
     shares = shares_of(evidence)
     candidates: list[Candidate] = []
@@ -80,7 +81,7 @@ def applicable(
 
 
 def shares_of(evidence: Evidence) -> dict[Resource, float]:
-    """How much of the time each resource's techniques could relieve, from 0 to 1."""
+    """Return the share of the time that each resource's techniques could relieve, from 0 to 1."""
     compute = evidence.share(Phase.FORWARD) + evidence.share(Phase.BACKWARD)
     return {
         Resource.DATA: evidence.share(Phase.DATA),
@@ -93,7 +94,7 @@ def shares_of(evidence: Evidence) -> dict[Resource, float]:
 
 
 def validation_share(evidence: Evidence) -> float:
-    """Share of the passes' time that went to those without training."""
+    """Return the share of all passes' time that was spent in validation passes, from 0 to 1."""
     trained = sum(over.end - over.start for over in evidence.passes if over.trained)
     validated = sum(over.end - over.start for over in evidence.passes if not over.trained)
     return validated / (trained + validated) if trained + validated > 0 else 0.0
@@ -104,7 +105,7 @@ def _is_live(technique: type[Technique], setting: Setting) -> bool:
 
 
 def _with_priors(technique: type[Technique], settings: list[Setting], share: float) -> list[Candidate]:
-    """Return the expected effect of each setting: the first is the technique's best guess."""
+    """Return a candidate with its prior for each setting. The first setting is the technique's best guess."""
     expected, spread = -_EXPECTED * share, _SPREAD + _SPREAD_BY_SHARE * share
     if technique.relieves is Resource.MEMORY:
         expected, spread = -_SLIGHT, 0.1

@@ -1,8 +1,8 @@
 """The course of a search: what is on in the next block, and which techniques are chosen at its end. No torch.
 
-All that applies is on from the start; then each block has on what a draw from the posterior takes to help (Thompson
-sampling), so that what is doubtful is asked most, and what is clear soon no more. Choosing is not claiming: the
-claim is measured afterwards, on blocks of its own.
+The search starts with every applicable technique on. After that, each block has on whatever helps according to a random
+draw from the posterior (Thompson sampling): doubtful techniques are measured most often, clear ones soon no more.
+Choosing is not claiming: the speed-up that a report states is measured afterwards, on blocks of its own.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hasten.techniques import CATALOGUE, Effect, Liveness
 
 _LEAST_SURE = {Effect.EXACT: 0.6, Effect.ROUNDING: 0.7, Effect.SAMPLING: 0.95, Effect.TRAJECTORY: 0.95}
 _SURE_TOGETHER = 0.95
-_HARMS = 0.5  # less sure to help than this, and it leaves even the set that won
+_HARMS = 0.5  # probability of helping below which a technique leaves even the fastest set
 _WORTH = 0.004  # of log(seconds per step): less is not worth a line in a plan
-_SETTLED = 0.97  # a technique this sure to help, or not to, is asked no more
-# What relieves the same part, or is read by the other: their worths are no sum.
+_SETTLED = 0.97  # a technique this sure to help, or not to, is measured no more
+# Techniques that relieve the same part of the step, or of which one feeds the other: their effects do not add up.
 _TOGETHER = {
     ("loader_workers", "cpu_threads"): (-0.15, 0.25),  # threads that wait for work keep the workers' cores busy
     ("loader_workers", "sample_cache"): (0.0, 0.15),
@@ -43,25 +43,26 @@ _TOGETHER = {
     ("compile", "cpu_threads"): (0.0, 0.12),
 }
 """Expectation of what two do together beyond what each does alone (log(seconds per step): mean, standard deviation)."""
-AS_GOOD = 0.015  # of log(seconds per step): sets this near to each other are alike
-_AGREES = 0.5  # of what an earlier tune left open: as far new blocks may move its mean
-_FINE = 0.02  # of log(seconds per step): a spread at which what was known need not be asked again
+AS_GOOD = 0.015  # of log(seconds per step): sets this close count as equally fast
+_AGREES = 0.5  # of an earlier tune's standard deviation: new blocks may move its mean this far and still agree with it
+_FINE = 0.02  # of log(seconds per step): a standard deviation at which an earlier estimate need not be measured again
 _NO_DOUBT = 1e-3
-_OF_ITS_OWN = 0.5  # of the deviation before anything was measured: above it, blocks do not tell a candidate from others
-_LEAST_BLOCKS = 2  # on and off, before anything is settled
-_LATEST = 8  # blocks that tell how long the next takes
+_OF_ITS_OWN = 0.5  # of the prior's standard deviation: above it, a candidate's effect may really be that of others
+_LEAST_BLOCKS = 2  # on and off, before a candidate is settled
+_LATEST = 8  # blocks from which the duration of the next is estimated
 
 
 class Course:
-    """One search.
+    """One search: proposes sets of candidates to measure, and chooses the best.
 
     Args:
-        candidates: What may be on.
-        seed: Of the draws.
-        careful: Add what never ran before one by one, since a process crashed.
+        candidates: Settings that may be on.
+        seed: Seed of the random draws.
+        careful: Add candidates that never ran before one at a time, because a process crashed.
         validation_share: Share of an epoch's time that validation takes, from 0 to 1.
-        live: Whether techniques are switched while the training runs: what comes last then has a part of its own.
-        prior: What an earlier tune knew, in the place of the candidates' own expectations.
+        live: Whether techniques are switched while the training runs. Then candidates of liveness LAST (compile) are
+            measured separately, after the others were settled.
+        prior: An earlier tune's estimate, used in place of the candidates' own priors.
     """
 
     def __init__(
@@ -80,47 +81,53 @@ class Course:
         self.validation = Posterior([one.validation or (one.mean, one.spread) for one in candidates])
         self._validation_share = validation_share
         self._settled: frozenset[int] | None = None
-        self.out: dict[int, str] = {}  # off for good, and why
-        self.lasting: set[int] = set()  # of them: off in the next tune too
+        self.out: dict[int, str] = {}  # candidates that are off for good -> reason
+        self.lasting: set[int] = set()  # those of them that stay off in the next tune
         self.careful = careful
-        self._took: deque[tuple[float, float]] = deque(maxlen=_LATEST)  # seconds of blocks, and what others took
+        self._took: deque[tuple[float, float]] = deque(maxlen=_LATEST)  # of a block: seconds, CPU share taken
         self._lot = random.Random(seed)
         self._last = self.of(Liveness.LAST) if live else set()
 
     def liveness(self, index: int) -> Liveness:
-        """When this candidate can be switched."""
+        """Return when this candidate can be switched."""
         one = self.candidates[index]
         return CATALOGUE[one.name].liveness_of(one.setting)
 
     def of(self, liveness: Liveness) -> set[int]:
-        """The candidates that are switched at such a moment."""
+        """Return the candidates of this liveness."""
         return {i for i in range(len(self.candidates)) if self.liveness(i) is liveness}
 
     def saw(self, on: Collection[int], seconds: float, process: int = 0, disturbed: bool = False) -> None:
-        """A block was measured."""
+        """Take in a measured block. `seconds` is per step."""
         self.posterior.add(on, seconds, process, disturbed)
 
     def took(self, seconds: float, taken: float | None) -> None:
-        """A block took so many seconds, with all that does not count; others took such a share of the CPU meanwhile."""
+        """Note how long a block took, uncounted steps included, and the share of the CPU that other processes took."""
         self._took.append((seconds, taken or 0.0))
 
     @property
     def block_seconds(self) -> float:
-        """Seconds that a block takes, with all that does not count, by the latest; 0.0 before the first."""
+        """Seconds that a block takes, uncounted steps included: median of the latest ones; 0.0 before the first."""
         return statistics.median(seconds for seconds, _ in self._took) if self._took else 0.0
 
     @property
     def taken(self) -> float:
-        """Share of the CPU that others take, from 0 to 1, by the latest blocks; 0.0 where that cannot be seen."""
+        """Share of the CPU that other processes take, 0 to 1: median of the latest blocks; 0.0 if it cannot be seen."""
         return statistics.median(taken for _, taken in self._took) if self._took else 0.0
 
     def saw_validation(self, on: Collection[int], seconds: float) -> None:
-        """A pass of validation took so many seconds a batch."""
+        """Take in a validation pass. `seconds` is per batch."""
         if seconds > 0:
             self.validation.add(on, seconds)
 
     def drop(self, indices: Iterable[int], reason: str, lasting: bool = False) -> None:
-        """These crash, hang or spoil the training: off for good; where `lasting`, in the next tune of it too."""
+        """Switch candidates off for good, because they crash, hang or spoil the training.
+
+        Args:
+            indices: The candidates.
+            reason: Why, for the report.
+            lasting: Whether they stay off in the next tune of this training too.
+        """
         for index in indices:
             self.out.setdefault(index, reason)
             if lasting:
@@ -129,12 +136,12 @@ class Course:
     # -- what is on next -----------------------------------------------------------------------------------
 
     def all_on(self) -> frozenset[int]:
-        """All that is expected to help, the best setting of each technique."""
+        """Return every candidate that is expected to help, with the best setting of each technique."""
         expected = [*(mean for mean, _ in self.posterior.priors), *(mean for mean, _ in self.posterior.pairs.values())]
         return self._one_by_one(self._best(expected, self._now()))
 
     def wants(self) -> frozenset[int]:
-        """Return the candidates that help by a draw from the posterior."""
+        """Return the candidates that help according to a random draw from the posterior (Thompson sampling)."""
         effects, share = self.posterior.draw(self._lot), self._share()
         if share:
             others = self.validation.draw(self._lot)
@@ -144,17 +151,21 @@ class Course:
         return self._one_by_one(self._best(effects, self._now()))
 
     def _now(self) -> set[int]:
+        """Return the candidates that may be on now: neither off for good nor measured last."""
         return set(range(len(self.candidates))) - set(self.out) - self._last
 
     def _one_by_one(self, on: frozenset[int]) -> frozenset[int]:
-        """All of them; after a crash, of what never ran before one."""
+        """Return all of `on`; after a crash, only one candidate of those that never ran before."""
         if not self.careful:
             return on
         ran = set().union(*(block.on for block in self.posterior.seen))
         return frozenset((on & ran) | set(sorted(on - ran)[:1]))
 
     def _best(self, effects: Sequence[float], allowed: Collection[int]) -> frozenset[int]:
-        """The set with the least sum of effects, one setting of each technique: changed by one while that helps."""
+        """Return the set with the least sum of effects, one setting per technique.
+
+        Greedy: starts with every candidate that helps alone, then flips single candidates while that improves the sum.
+        """
         pairs = dict(zip(self.posterior.pairs, effects[len(self.candidates) :], strict=False))
 
         def worth(on: frozenset[int]) -> float:
@@ -170,6 +181,7 @@ class Course:
             best = other
 
     def _one_of_each(self, indices: Iterable[int], effects: Sequence[float]) -> set[int]:
+        """Return the best setting of each technique among these candidates."""
         best: dict[str, int] = {}
         for index in indices:
             name = self.candidates[index].name
@@ -178,6 +190,7 @@ class Course:
         return set(best.values())
 
     def _flipped(self, on: frozenset[int], index: int) -> frozenset[int]:
+        """Return the set with this candidate removed, or added in place of the technique's other settings."""
         if index in on:
             return on - {index}
         name = self.candidates[index].name
@@ -186,7 +199,7 @@ class Course:
     # -- what is chosen ------------------------------------------------------------------------------------
 
     def estimates(self, beside: Collection[int] | None = None) -> list[CandidateEstimate]:
-        """What is known of each candidate, with the chosen others on: of a step and, by its share, of validation."""
+        """Return each candidate's effect on the time of an epoch, with the others `beside` on (default: the chosen)."""
         on = self.chosen() if beside is None else beside
         return [self._estimate(i, on) for i in range(len(self.candidates))]
 
@@ -200,16 +213,16 @@ class Course:
         return self._validation_share if self.validation.seen else 0.0
 
     def finalists(self) -> list[frozenset[int]]:
-        """Sets that may be the best: what is sure beside the others, what is expected, what ran fastest.
+        """Return the sets that may be the best: the sure candidates, the expected best, the fastest measured.
 
-        What comes last is not among them: it is measured beside what was settled.
+        Candidates of liveness LAST (compile) are in none of them: they are measured later, on top of the settled set.
         """
         ran = {i for block in self.posterior.seen for i in block.on} - set(self.out) - self._last
         best = self._best(self._expected(), ran)
         return list(dict.fromkeys([self._as_sure_as_asked(best), best, *self._fastest()]))
 
     def _fastest(self) -> list[frozenset[int]]:
-        """The set of blocks that ran fastest, by more than one block; none of what is off for good in it."""
+        """Return, as a list of at most one, the set with the fastest median of at least two blocks."""
         paces: dict[frozenset[int], list[float]] = {}
         disturbed = all(block.disturbed for block in self.posterior.seen)
         for block in self.posterior.seen:
@@ -219,37 +232,37 @@ class Course:
         return [min(often, key=lambda on: often[on])] if often else []
 
     def settle(self, on: frozenset[int]) -> None:
-        """This set ran faster than the others that may be the best: it is what is chosen."""
+        """Make this set, which ran faster than the other finalists, the chosen one."""
         self._settled = on
 
     @property
     def settled(self) -> frozenset[int] | None:
-        """What was settled, without a last technique that failed since; None before that, or if others of it failed."""
+        """The settled set, without LAST techniques that failed since. None before, or if another part of it failed."""
         if self._settled is None or (self._settled & set(self.out)) - self._last:
             return None
         return self._settled - set(self.out)
 
     def best_measured(self) -> frozenset[int]:
-        """Of all sets that ran, those first that may be the best, the first that is as fast as any of them."""
+        """Return the first set, finalists before others, that is as fast as the fastest set measured."""
         seen = [block.on for block in self.posterior.seen if not block.on & (set(self.out) | self._last)]
         ran = list(dict.fromkeys([*(one for one in self.finalists() if one in seen), *seen]))
         fastest = min(map(self._at_most, ran), default=0.0)
         return next((one for one in ran if self._at_most(one) <= fastest + AS_GOOD), frozenset())
 
     def chosen(self) -> frozenset[int]:
-        """What was settled; before that, what helps beside the others as surely as its effect on the result asks."""
+        """Return the settled set; before that, the candidates that help as surely as their effect asks."""
         if self._settled is not None:
             return self._without_the_needless(self._settled - set(self.out))
         ran = {i for block in self.posterior.seen for i in block.on}
         return self._as_sure_as_asked(self._best(self._expected(), ran - set(self.out)))
 
     def _at_most(self, on: Collection[int]) -> float:
-        """What log(seconds per step) changes by with these on, a standard deviation to the slower side."""
+        """Return an upper estimate (mean + standard deviation) of the change of log(seconds per step) with these on."""
         mean, spread = self.posterior.gain(on)
         return mean + spread
 
     def _without_the_needless(self, on: frozenset[int]) -> frozenset[int]:
-        """Of a set that ran, without what does not help: as far as the rest is surely no slower for it."""
+        """Return a measured set without the candidates that do not help, as long as the rest is surely no slower."""
         while on:
             unsure = [i for i in on if not self._is_sure(i, self._estimate(i, on), _HARMS)]
             leaves = [i for i in unsure if self._must_be_sure(i) or self._may_leave(i, on)]
@@ -259,7 +272,8 @@ class Course:
         return on
 
     def _may_leave(self, index: int, on: frozenset[int]) -> bool:
-        """Whether a set is no slower without this; kernels are compiled for one set, and others compile them again."""
+        """Return whether a set is no slower without this candidate."""
+        # Kernels are compiled for one set of techniques: with another, a run would compile them again.
         if on & self._last - {index}:
             return False
         return self._at_most(on - {index}) <= self._at_most(on) + AS_GOOD
@@ -272,12 +286,13 @@ class Course:
         return effects
 
     def _as_sure_as_asked(self, best: frozenset[int]) -> frozenset[int]:
-        """What is sure by itself; and what is so only together, where there was no time to tell which of it helps."""
+        """Return the candidates that surely help: each alone, or as a group if they could not be told apart in time."""
         sure = self._without_the_unsure(best)
         together = self._without_the_unsure(best, _HARMS)
         return together if self.posterior.better(together, sure & together) >= _SURE_TOGETHER else sure
 
     def _without_the_unsure(self, on: frozenset[int], least: float = 1.0) -> frozenset[int]:
+        """Return the set with its least sure candidate removed, again and again, until all that remain are sure."""
         while on:
             weak = [i for i in on if not self._is_sure(i, self._estimate(i, on), least)]
             if not weak:
@@ -286,7 +301,7 @@ class Course:
         return on
 
     def _is_sure(self, index: int, found: CandidateEstimate, least: float = 1.0) -> bool:
-        """Whether it helps as surely as its effect on the result asks, or as `least` where it only rounds."""
+        """Return whether a candidate helps as surely as its effect asks; `least` suffices if it only rounds."""
         asked = _LEAST_SURE[self._effect(index)]
         if not self._must_be_sure(index):
             asked = min(asked, least)
@@ -297,11 +312,11 @@ class Course:
         return CATALOGUE[one.name].effect_of(one.setting)
 
     def _must_be_sure(self, index: int) -> bool:
-        """Whether it changes the result by more than rounding."""
+        """Return whether a candidate changes the result by more than rounding."""
         return self._effect(index) not in (Effect.EXACT, Effect.ROUNDING)
 
     def doubtful(self) -> list[int]:
-        """Of which more blocks could still change the choice."""
+        """Return the candidates for which more blocks could still change the choice."""
         return [
             i
             for i, one in enumerate(self.estimates())
@@ -309,7 +324,7 @@ class Course:
         ]
 
     def prior(self) -> Prior:
-        """What is known of all that was measured, now or before, as the next tune's expectation."""
+        """Return the estimates of everything measured, in this tune or before, as the next tune's prior."""
         ran = {i for block in self.posterior.seen for i in block.on}
         asked = [i in ran or one.known is not None for i, one in enumerate(self.candidates)]
         asked += [asked[i] and asked[j] for i, j in self.posterior.pairs]
@@ -318,16 +333,17 @@ class Course:
         return whole.only([row for row, wanted in zip(rows, asked, strict=True) if wanted])
 
     def _is_clear(self, index: int, found: CandidateEstimate) -> bool:
-        """Whether enough is known: by two blocks on either side that tell it from others, or one without doubt."""
+        """Return whether enough is known of a candidate: two blocks with it on and two off, or one without doubt."""
         blocks, doubt = self.posterior.asked(index), min(found.helps, 1 - found.helps)
         expected, spread = self.posterior.priors[index]
-        own = expected * found.mean > 0 or found.spread < _OF_ITS_OWN * spread  # or it may bear the blame of others
+        # A result against expectation, and still uncertain, may really be the effect of other candidates.
+        own = expected * found.mean > 0 or found.spread < _OF_ITS_OWN * spread
         if blocks >= _LEAST_BLOCKS and own:
             return doubt < 1 - _SETTLED or abs(found.mean) + found.spread < 2 * _WORTH
         return blocks >= 1 and doubt < _NO_DOUBT
 
     def _is_as_known(self, index: int, now: CandidateEstimate) -> bool:
-        """Whether an earlier tune measured it, what was seen since agrees, and that is enough to choose by."""
+        """Return whether an earlier tune measured the candidate, new blocks agree, and that is enough to choose by."""
         known = self.candidates[index].known
         if known is None or abs(now.mean - known[0]) > _AGREES * known[1]:
             return False
@@ -335,7 +351,7 @@ class Course:
 
 
 def _pairs(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[int, int], tuple[float, float]]:
-    """The candidates that may change each other's worth, and what is expected of each pair."""
+    """Return the pairs of candidates that may interact, with the prior (mean, deviation) of each interaction."""
     pairs = {
         (i, j): _TOGETHER[one.name, other.name]
         for i, one in enumerate(candidates)
@@ -351,7 +367,7 @@ def _pairs(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[i
 
 
 def _shared(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[int, int], float]:
-    """How the effects of candidates and pairs hang together, as far as an earlier tune knew them."""
+    """Return the covariance of the effects of candidates and pairs that an earlier tune left; {} without one."""
     if prior is None:
         return {}
     rows = _rows(candidates, _pairs(candidates, None))
@@ -360,13 +376,13 @@ def _shared(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[
 
 
 def _rows(candidates: Sequence[Candidate], pairs: Iterable[tuple[int, int]]) -> list[str]:
-    """Names of the effects: those of candidates, then of pairs."""
+    """Return the names of the effects: of the candidates, then of the pairs."""
     names = [one.key for one in candidates]
     return [*names, *(pair_key(names[i], names[j]) for i, j in pairs)]
 
 
 def _mixed(step: CandidateEstimate, validation: CandidateEstimate, share: float) -> CandidateEstimate:
-    """What is known of the time of an epoch of which validation takes a share."""
+    """Return the effect on an epoch's time, of which validation takes `share`."""
     mean = (1 - share) * step.mean + share * validation.mean
     spread = math.hypot((1 - share) * step.spread, share * validation.spread)
     return CandidateEstimate(mean, spread, step.blocks, step.without)

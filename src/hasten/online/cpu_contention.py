@@ -1,8 +1,8 @@
 """CPU time that other processes and the hypervisor took during a measurement. No torch.
 
 Threads that wait for each other, as OpenMP's do at the end of each operator, lose several times what is taken from one
-core. Beside one busy process a step of two threads on two cores took four times as long, and a step of one thread no
-longer than before. A comparison of the two is then true only while that process runs.
+core: beside one busy process, a step of two threads on two cores took four times as long, a step of one thread no
+longer than before. A comparison of the two then holds only while that process runs.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from hasten.evidence import cgroup
 Figure = TypeVar("Figure")
 
 _DISTURBS = 0.05  # of the CPU
-_LEAST_SECONDS = 0.03  # of CPU time: what a short block cannot tell from the ticks in which the kernel counts
-_ROOM = 0.25  # of the CPU: with so much idle, and a whole core, others need not be in the way
-_WAITED = 0.1  # seconds in a second that threads were ready and had no core: then they are in the way all the same
+_LEAST_SECONDS = 0.03  # of CPU time: less drowns in the ticks in which the kernel counts
+_ROOM = 0.25  # of the CPU: with so much idle, and at least one core, other processes need not disturb
+_WAITED = 0.1  # seconds per second that threads were ready but had no core: then others disturb all the same
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class CpuContention:
-    """CPU that others took, as shares of the cores that this process may use.
+    """CPU taken by others during a measurement, as shares of the cores that this process may use.
 
     Attributes:
-        others: Share that processes beside this training took, from 0 to 1; None where that cannot be seen.
-        steal: Share that the hypervisor gave to other machines; None where it is not told.
-        disturbs: Whether what was measured meanwhile may be due to that.
+        others: Share that processes outside this training took, from 0 to 1; None if that cannot be seen.
+        steal: Share that the hypervisor gave to other machines; None if it is not reported.
+        disturbs: Whether the measurement may be distorted by that.
     """
 
     others: float | None = None
@@ -43,19 +43,19 @@ class CpuContention:
 
     @property
     def share(self) -> float | None:
-        """All that others took, from 0 to 1; None where that cannot be seen."""
+        """Share taken by other processes and the hypervisor, from 0 to 1; None if that cannot be seen."""
         return None if self.others is None else min(1.0, self.others + (self.steal or 0.0))
 
 
 @dataclass(frozen=True)
 class Room:
-    """Some cores, and what became of them in some seconds.
+    """How a set of cores was used during an interval.
 
     Attributes:
-        cores: How many; of a cgroup's limit that may be 1.5.
-        seconds: How long.
+        cores: Number of cores; a cgroup's limit may be fractional (1.5).
+        seconds: Length of the interval.
         idle: CPU seconds that nobody used.
-        others: CPU seconds that others used.
+        others: CPU seconds that other processes used.
     """
 
     cores: float
@@ -65,11 +65,15 @@ class Room:
 
     @property
     def share(self) -> float:
-        """Share of the cores that others used, from 0 to 1."""
+        """Share of the cores that other processes used, from 0 to 1."""
         return min(1.0, max(0.0, self.others) / (self.cores * self.seconds))
 
     def crowded(self, waited: float | None) -> bool:
-        """Whether others were in the way: of threads that waited so many seconds a second for a core."""
+        """Return whether other processes disturbed the training.
+
+        Args:
+            waited: Seconds per second that the training's threads waited for a core; None if unknown.
+        """
         if self.share < _DISTURBS or self.others < _LEAST_SECONDS:
             return False
         # A machine of 64 cores on which others keep 20 busy and 30 are idle disturbs nobody.
@@ -78,11 +82,11 @@ class Room:
 
 
 class Reading:
-    """CPU times at the moment at which it is made.
+    """Snapshot of CPU times, taken when it is created.
 
     Args:
-        root: The process that started all of the training: what it and all that it started use is not others'. None:
-            this one.
+        root: Process id that started the whole training: its CPU time and its descendants' is not "others'". None for
+            this process.
     """
 
     def __init__(self, root: int | None = None) -> None:
@@ -94,11 +98,11 @@ class Reading:
         self.ours = _told(partial(_spent, self.root))
 
     def taken(self) -> CpuContention:
-        """Return what others took since then."""
+        """Return what others took since this snapshot."""
         return self.until(Reading(self.root))
 
     def until(self, now: Reading) -> CpuContention:
-        """Return what others took from this moment to a later one."""
+        """Return what others took between this snapshot and a later one."""
         seconds = now.at - self.at
         if self.cores is None or now.cores is None or self.ours is None or now.ours is None or seconds <= 0:
             return CpuContention()
@@ -117,7 +121,7 @@ class Reading:
 
 
 def _told(ask: Callable[[], Figure | None]) -> Figure | None:
-    """Read the kernel's figures; None where there are none: a sandbox with another /proc."""
+    """Call `ask`; return None if the kernel does not provide its figures (a sandbox with a different /proc)."""
     try:
         return ask()
     except (OSError, ValueError, LookupError):
@@ -125,11 +129,11 @@ def _told(ask: Callable[[], Figure | None]) -> Figure | None:
 
 
 def _cores() -> tuple[int, float, float] | None:
-    """How many cores this process may use, and seconds that they were idle and stolen; None where that is not told."""
+    """Return the number of cores this process may use, and their idle and stolen seconds; None if not reported."""
     allowed = os.sched_getaffinity(0)
     lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
     rows = [list(map(int, ticks[:8])) for name, *ticks in lines if name != "cpu" and int(name[3:]) in allowed]
-    if not sum(map(sum, rows)):  # gVisor has the file and tells nothing in it
+    if not sum(map(sum, rows)):  # gVisor has the file, filled with zeros
         return None
     # Columns: user, nice, system, idle, iowait (idle as well), irq, softirq, steal.
     idle = sum(row[3] + row[4] for row in rows)
@@ -138,14 +142,14 @@ def _cores() -> tuple[int, float, float] | None:
 
 
 def _group() -> tuple[float, float] | None:
-    """CPU seconds that this process's cgroup has used, and how many cores it may use; None where it has no limit."""
+    """Return the CPU seconds this process's cgroup has used and its limit in cores; None if it has no limit."""
     quota = cgroup.cpu_quota()
     used = cgroup.cpu_used() if quota is not None else None
     return None if quota is None or used is None else (used, quota)
 
 
 def _waited() -> float | None:
-    """Seconds that the threads of this process, and the main ones of what it started, were ready and had no core."""
+    """Return the seconds that this process's threads and its descendants' main threads were ready but had no core."""
     files = [thread / "schedstat" for thread in Path("/proc/self/task").iterdir()]
     files += [Path(f"/proc/{pid}/schedstat") for pid in _descendants(os.getpid())]
     told = [text.split()[1] for text in map(_text, files) if text]
@@ -153,20 +157,20 @@ def _waited() -> float | None:
 
 
 def _spent(root: int) -> float:
-    """CPU seconds of this process and of the others that belong to a root, those included that have ended."""
+    """Return the CPU seconds of this process and all of the root's descendants, ended ones included."""
     mine, here = os.times(), os.getpid()
     others = {root, *_descendants(root), *_descendants(here)} - {here}
     return time.process_time() + mine.children_user + mine.children_system + sum(map(_of, others))
 
 
 def _of(pid: int) -> float:
-    """CPU seconds of a process and of its children that have ended."""
+    """Return the CPU seconds of a process and of its ended children."""
     fields = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) * _TICK
 
 
 def _descendants(pid: int) -> list[int]:
-    """Processes that a process has started, and those that they have."""
+    """Return the process ids of all descendants of a process."""
     if not _lists_children():
         import psutil
 
@@ -177,7 +181,7 @@ def _descendants(pid: int) -> list[int]:
     found: list[int] = []
     look = [pid]
     while look:
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # the process has just ended
             for thread in Path(f"/proc/{look.pop()}/task").iterdir():
                 started = [int(child) for child in _text(thread / "children").split()]
                 found += started
@@ -187,13 +191,14 @@ def _descendants(pid: int) -> list[int]:
 
 @cache
 def _lists_children() -> bool:
-    """Whether the kernel tells a thread's children (CONFIG_PROC_CHILDREN)."""
+    """Return whether the kernel lists a thread's children (CONFIG_PROC_CHILDREN)."""
     return Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
 def _text(path: Path) -> str:
-    """Read a file of /proc; "" where its process has just ended, or the kernel has no such file."""
+    """Read a file of /proc; return "" if its process has just ended, or the kernel has no such file."""
     try:
-        return path.read_text("utf-8", "replace")  # a process's name is cut behind 15 bytes, within a letter too
+        # The kernel cuts a process's name after 15 bytes, possibly within a multi-byte character.
+        return path.read_text("utf-8", "replace")
     except (FileNotFoundError, ProcessLookupError):
         return ""

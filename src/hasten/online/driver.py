@@ -1,4 +1,8 @@
-"""Drives the search inside the training's own process: switches techniques between steps, and measures each block."""
+"""Drive the search inside the training's own process: switch techniques between steps, and measure each block.
+
+The recorder calls `on_step` and `on_pass`. The driver asks the schedule (a generator) for the next block, switches
+techniques at the next possible place, measures the block, and sends the measurement back to the schedule.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +24,24 @@ if TYPE_CHECKING:
     from hasten.evidence.recorder import Recorder
     from hasten.switchboard import Switchboard
 
-_EARLY = (1, 4, 12)  # passes behind which the script's epoch ends early, so that validation is seen
+_EARLY = (1, 4, 12)  # numbers of the passes after which the script's epoch ends early, so that its validation is seen
 
 
 class Driver:
-    """Asks for one block after the other, and has it measured.
+    """Runs the blocks that a schedule asks for, one after the other.
 
     Args:
-        options: What may be switched, and how long.
-        board: Switches techniques.
-        recorder: Says how long steps took.
+        options: What may be switched, and for how long.
+        board: The switchboard.
+        recorder: The recorder of the steps' times.
         complete: Called at the end of the search; it may end the process.
-        wishes: Asks for one block after the other.
-        record: Where blocks and what else happens are written; None: to the options' file.
-        root: The process that started all of the training, whose CPU time is not others'; None: this one.
+        wishes: Makes the generator that requests blocks.
+        record: Takes blocks and events; None to write them to the options' file.
+        root: Process id that started the whole training; its CPU time is not "others'". None for this process.
 
     Attributes:
-        compiling: Seconds of the steps that did not count, behind the last switch: what compiling took.
-        by_pass: The candidates that are switched with a pass.
+        compiling: Seconds of the uncounted steps after the last switch: the time that compiling took.
+        by_pass: The candidates that are switched only when a pass begins.
     """
 
     def __init__(
@@ -63,23 +67,23 @@ class Driver:
             self._course.saw(on, seconds, -1, disturbed)
         self.by_pass = self._course.of(Liveness.PASS)
         self._pass_on: frozenset[int] = frozenset()  # candidates that act in the pass that goes on
-        self._first_with: frozenset[int] = frozenset()  # of them: in their first pass, where a cache fills
+        self._first_with: frozenset[int] = frozenset()  # those of them that are in their first pass, filling a cache
         self._ever: set[int] = set()
-        self._validated: set[int] = set()  # candidates slow at first that a validation had on
+        self._validated: set[int] = set()  # slow starters (caches, compile) that have been on in a validation
         self._last_pass = 0
-        self._begun_at = 0  # batches of the script's pass before those of the one that goes on
+        self._begun_at = 0  # the script's pass may be split into several: batches of it before the current one
         self._passes = self._early = 0
         self._bad_before = False
         self.compiling = 0.0
         self._open: Open | None = None
-        self._waiting: Wish | None = None  # for a pass with other techniques of its own
+        self._waiting: Wish | None = None  # requested, and waiting for a pass with other per-pass techniques
         self._wishes: Wishes | None = wishes(self._course, options, self)
         self._next(None)
 
-    # -- told by the recorder --------------------------------------------------------------------------------
+    # -- called by the recorder ------------------------------------------------------------------------------
 
     def on_step(self, steps: int) -> int | None:
-        """A step is over: between two steps, before the next batch is asked for."""
+        """Take in the step that just ended. Called between two steps, before the next batch is requested."""
         if self._wishes is None or os.getpid() != self._pid:
             return None
         began = self._recorder.now()
@@ -89,13 +93,13 @@ class Driver:
         elif self._open.step(self._recorder, number, self._ready(), self._last_pass):
             self._block_over(self._open)
         if 0 < self._options.last_step <= steps and self._wishes is not None:
-            self._complete()  # nothing is left to measure: the search goes on in the next process
+            self._complete()  # no further step will come in this process: the search continues in the next one
         if self._open is not None:
             self._open.between = self._recorder.now() - began
         return None
 
     def on_pass(self, opened: OpenPass, began: bool) -> None:
-        """A pass through a loader begins or is over."""
+        """Take in the begin or end of a pass through a loader."""
         if self._wishes is None or os.getpid() != self._pid:
             return
         if began:
@@ -109,7 +113,7 @@ class Driver:
             self._open.between = 0.0  # the next step begins with the next pass
 
     def _validation_over(self, opened: OpenPass) -> None:
-        """Take in what a batch of validation took, unless it compiled kernels or filled a cache."""
+        """Take in the time per batch of a validation pass, unless it compiled kernels or filled a cache."""
         on, last = self._on(), self._course.of(Liveness.LAST)
         slow_at_first = {i for i in on if i in last or self._options.candidates[i].name in FILLS}
         if opened.batches > 1 and slow_at_first <= self._validated:
@@ -119,11 +123,11 @@ class Driver:
         self._validated |= slow_at_first
 
     def goes_on(self, opened: OpenPass, whole: int) -> bool:
-        """A shortened pass has given its last batch: whether it begins once more, unseen by the script.
+        """Return whether a shortened pass shall start over, unseen by the script, after its last batch.
 
         Args:
             opened: The script's pass.
-            whole: Batches that it has when it is not shortened: more it shall not see.
+            whole: Number of batches of the full pass: the script never sees more.
         """
         if self._wishes is None or os.getpid() != self._pid or not opened.trained:
             return False
@@ -139,22 +143,22 @@ class Driver:
         return True
 
     def skip(self) -> None:
-        """The block that goes on shall not be measured: on to the next."""
+        """End the current block without measuring it, and begin the next."""
         if self._wishes is not None:
             self._next(Measured(0.0, 0.0, 0, tuple(sorted(self._on())), "", trouble="not measured"))
 
     def _pass_over(self, batches: int) -> None:
-        """Batches came to their end: techniques that are switched with a pass are, before the next."""
+        """Take in the end of a pass: switch the per-pass techniques, before the next begins."""
         self._last_pass = batches
         wanted = self._wanted() & self.by_pass
         if self._first_with and self._open is not None:
-            self._open = self._opened(self._open.wish)  # begun while a cache was filled: measured again
+            self._open = self._opened(self._open.wish)  # it began while a cache was filling: measure it again
         self._first_with = frozenset(i for i in wanted - self._ever if self._options.candidates[i].name in FILLS)
         self._ever |= wanted
         if wanted == self._pass_on:
             return
         if self._open is not None and self._open.steps:
-            self._open = self._opened(self._open.wish)  # half in one pass, half in another: measured again
+            self._open = self._opened(self._open.wish)  # it would span passes of different techniques: start over
         self._pass_on = wanted
         self._switch(self._on())
         if self._open is not None:
@@ -174,7 +178,7 @@ class Driver:
         self._begin_if_ready()
 
     def _begin_if_ready(self) -> None:
-        """Begin the block that is asked for, unless it waits for its pass."""
+        """Begin the requested block, unless it has to wait for a pass."""
         wish = self._waiting
         assert wish is not None
         waits = wish.exact and wish.on & self.by_pass != self._pass_on
@@ -210,7 +214,7 @@ class Driver:
         self._next(measured)
 
     def _note_alone(self, on: frozenset[int]) -> set[int]:
-        """Return techniques that were on and acted on nothing: no block can tell anything of them."""
+        """Return the techniques that were on but acted on nothing: blocks say nothing about them."""
         alone = set()
         for index in on - set(self._course.out):
             one = self._options.candidates[index]
@@ -229,11 +233,11 @@ class Driver:
         return self._acting(self._wanted())
 
     def _acting(self, wanted: frozenset[int]) -> frozenset[int]:
-        """What acts where these are wanted: the pass's own stay as they are, what failed does not act at all."""
+        """Return what is really on when these are requested: per-pass techniques change only with the next pass."""
         return ((wanted - self.by_pass) | self._pass_on) - set(self._course.out)
 
     def _ready(self) -> int:
-        """Batches that workers had made before the first of this pass was asked for."""
+        """Return how many batches workers may have had ready when this pass asked for its first."""
         ready = 0
         for index in self._pass_on:
             setting = self._options.candidates[index].setting
@@ -253,7 +257,7 @@ class Driver:
         self._note_broken()
 
     def _note_broken(self) -> None:
-        """Have what failed, when it was switched on or since then, off for good."""
+        """Switch techniques off for good that failed, when switched on or since."""
         for name, why in self._board.broken.items():
             indices = tuple(i for i, one in enumerate(self._options.candidates) if one.name == name)
             if new := tuple(i for i in indices if i not in self._course.out):
@@ -261,7 +265,7 @@ class Driver:
                 self._record.write(Event("broken", new, text=why))
 
     def note(self, event: Event) -> None:
-        """Write something of the schedule's into the record."""
+        """Write an event of the schedule to the record."""
         self._record.write(event)
 
     def _end(self, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Whether a person's own run may be tuned while it goes on, and which techniques may be switched in it. No torch."""
+"""Decide whether a user's own run may be tuned as it trains, and which techniques may be switched in it. No torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect, Liveness, Technique, toml_value
 from hasten.techniques.data.batched_fetch import holds_rows
 
-_SPARE = 0.8  # of the free memory: what could take more is not tried on a real run
+_SPARE = 0.8  # of the free memory: a technique that could take more is not tried on a real run
 _BATCHES_AHEAD = 4
 
 
 def now_left_alone(together: bool = False) -> str:
-    """Why nothing may be switched at this moment, whatever the training is; "" where it may.
+    """Return why nothing may be switched at this moment, in any training; "" if it may.
 
     Args:
-        together: Whether all ranks of the training are switched with this one.
+        together: Whether all ranks of the training are switched together.
     """
     import torch
 
@@ -40,27 +40,27 @@ def now_left_alone(together: bool = False) -> str:
 
 
 def ranks_started() -> int:
-    """Processes of this training, as its launcher said."""
+    """Return the number of processes that the launcher started for this training."""
     said = os.environ.get("WORLD_SIZE", "1")
     return int(said) if said.isdecimal() else 1
 
 
 def ranks_joined() -> int:
-    """Processes of this training that have joined a group; 1 where there is none."""
+    """Return the size of the default process group; 1 if there is none."""
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def ranks_differ(evidence: Evidence) -> str:
-    """Why the ranks of a training may not do the same in each step; "" where DistributedDataParallel has them do so."""
+    """Return why the ranks may do different things in a step; "" if DistributedDataParallel keeps them alike."""
     if any(model.name == "DistributedDataParallel" for model in evidence.models):
         return ""
     return "its processes train without DistributedDataParallel: who knows whether they must do the same"
 
 
 def steps_known(evidence: Evidence, options: AutoOptions) -> int | None:
-    """Steps of the whole training, where the Trainer knows or the command line names the epochs; None elsewhere."""
+    """Return the steps of the whole training, from the Trainer or the command line's epochs; None if unknown."""
     if options.steps is not None:
         return options.steps
     loader = evidence.train_loader
@@ -68,13 +68,13 @@ def steps_known(evidence: Evidence, options: AutoOptions) -> int | None:
 
 
 def seconds_of_step(evidence: Evidence) -> float:
-    """Seconds of a step, without validation and checkpoints."""
+    """Return the median seconds per step, without validation and checkpoints."""
     steps = evidence.step_phases[len(evidence.step_phases) // 2 :]
     return statistics.median(map(net_seconds, steps))
 
 
 def too_short(evidence: Evidence, options: AutoOptions) -> str:
-    """Why a training whose length is known is too short to be tuned; "" where it is not."""
+    """Return why too little of the training is left to tune it; "" if there is enough or its length is unknown."""
     whole = steps_known(evidence, options)
     if whole is None:
         return ""
@@ -83,11 +83,11 @@ def too_short(evidence: Evidence, options: AutoOptions) -> str:
 
 
 def too_large(name: str, evidence: Evidence) -> bool:
-    """Whether a technique may take more memory than is to spare."""
+    """Return whether a technique may take more memory than can be spared."""
     weights = 4 * sum(model.parameters for model in evidence.models)
     batches = sum(loader.batch_bytes for loader in evidence.loaders)
     needs = {
-        "precision": weights,  # copies in 16 bits, in an autocast region
+        "precision": weights,  # autocast's 16-bit copies
         "channels_last": weights,
         "pin_memory": _BATCHES_AHEAD * batches,
         "device_prefetch": _BATCHES_AHEAD * batches,
@@ -104,12 +104,13 @@ def _free(evidence: Evidence, name: str) -> float:
 
 _HARMLESS = (Effect.EXACT, Effect.ROUNDING)
 _LIVE = (Liveness.STEP, Liveness.PASS)
+# Reasons why some live techniques are left to `hasten tune`.
 _LEFT_TO_TUNE = {
     "sample_cache": "asks the dataset for samples beyond those that the script asks for",
     "no_grad_validation": "is felt in validation only, which blocks of steps do not show",
     "debug_off": "switches off what the script asked for",
 }
-# A scale for gradients that skips steps is more than rounding, and fp16 needs one.
+# fp16 needs loss scaling, which skips steps: that is more than rounding.
 _SCALED = ("16-mixed",)
 
 
@@ -123,7 +124,7 @@ def installed(options: AutoOptions) -> list[Technique]:
 
 
 def switchable(machine: Machine) -> list[Technique]:
-    """One object for each setting that keeps a training what it is, and can be switched in it."""
+    """Return one technique object for each setting that leaves the result alone and can be switched live."""
     return [
         technique(setting)
         for name, technique in CATALOGUE.items()
@@ -137,19 +138,19 @@ def switchable(machine: Machine) -> list[Technique]:
 
 
 def replayed(schedule: Iterable[Switched]) -> list[Technique]:
-    """One object for each setting that an earlier run had on."""
+    """Return one technique object for each setting that the schedule of an earlier run has on."""
     known = {f"{name} {toml_value(setting)}": (name, setting) for one in schedule for name, setting in one.on.items()}
     return [CATALOGUE[name](setting) for name, setting in known.values()]
 
 
 def candidates(evidence: Evidence, installed: Iterable[Technique]) -> tuple[Candidate, ...]:
-    """Return the installed techniques that may help a training of this evidence."""
+    """Return those of the installed techniques that may help the training, by its evidence."""
     here = {f"{one.name} {toml_value(one.setting)}" for one in installed}
     return tuple(one for one in applicable(evidence).candidates if f"{one.name} {toml_value(one.setting)}" in here)
 
 
 def told_without_asking(facts: LoaderFacts, loader: Any) -> LoaderFacts:
-    """Return facts of a training loader whose dataset is asked for no samples but the run's own."""
+    """Return facts of a loader without probing its dataset: in a user's own run no extra sample may be drawn."""
     if loader is None or facts.role != "train":
         return facts
     held = bool(loader._auto_collation) and facts.default_collate and holds_rows(loader.dataset)
@@ -157,7 +158,7 @@ def told_without_asking(facts: LoaderFacts, loader: Any) -> LoaderFacts:
 
 
 def _settings(technique: type[Technique], machine: Machine) -> tuple[Setting, ...]:
-    """All that it may be set to; of numbers, those that its own `settings` may come to."""
+    """Return all settings of a technique; of a numeric one, those that its own `settings` may propose."""
     if isinstance(technique.values, tuple):
         return technique.values
     cores = machine.cores

@@ -1,4 +1,4 @@
-"""The losses of a run that is tuned: whether what was switched on leaves them as those before let expect."""
+"""Watch the losses of a run that is tuned: do they stay where they were before a technique was switched on?"""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import statistics
 from collections import deque
 from typing import Any
 
-_USUAL = 64  # losses that are remembered as usual
-_LEAST = 4  # of them, or nothing can be said
-_LEAST_ROOM = 0.1  # of the highest: so far losses may rise in any case
-_UNREAD = 256  # steps
+_USUAL = 64  # losses that are remembered for comparison
+_LEAST = 4  # remembered losses needed for a comparison
+_LEAST_ROOM = 0.1  # of the highest loss: a rise up to that is always accepted
+_UNREAD = 256  # steps whose losses are kept until they are read
 
 
 class Losses:
-    """Keeps the losses of steps unread, and reads them when a block is over: a read waits for the device.
+    """Collects losses on the device and reads them once per block, since each read waits for the device.
 
     Attributes:
-        bad_before: Whether a loss was NaN or infinite with nothing on: then that is the script's own way.
+        bad_before: Whether a loss was NaN or infinite with nothing on: then no technique is blamed for it.
     """
 
     def __init__(self) -> None:
@@ -26,16 +26,16 @@ class Losses:
         self._usual: deque[float] = deque(maxlen=_USUAL)
 
     def saw(self, losses: list[Any]) -> None:
-        """A step is over, which called backward on these."""
+        """Take in the losses on which the last step called backward."""
         if losses:
             self._unread.append(losses)
 
     def wrong(self, on: bool, watched: bool) -> str:
-        """Return what is wrong with the losses since the last look; "" where nothing is.
+        """Return what is wrong with the losses since the last call; "" if nothing is.
 
         Args:
-            on: Whether anything was on.
-            watched: Compare them with those before, too: something was on for the first time.
+            on: Whether any technique was on.
+            watched: Also compare them with earlier losses, because a technique was on for the first time.
         """
         seen = self._read()
         if not all(map(math.isfinite, seen)):
@@ -49,7 +49,7 @@ class Losses:
         return ""
 
     def _rose(self, mean: float) -> str:
-        """Whether losses lie above all of those before by more than those lie apart."""
+        """Return a message if the mean lies above all earlier losses by more than their range; else ""."""
         if len(self._usual) < _LEAST:
             return ""
         lowest, highest = min(self._usual), max(self._usual)
@@ -58,7 +58,7 @@ class Losses:
         return f"the loss rose to {mean:.4g}; the steps before had {lowest:.4g} to {highest:.4g}"
 
     def _read(self) -> list[float]:
-        """One read of the device for all of them."""
+        """Return the collected losses, one number per step, with a single copy from the device."""
         import torch
 
         steps, self._unread = list(self._unread), deque(maxlen=_UNREAD)

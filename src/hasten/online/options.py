@@ -1,4 +1,4 @@
-"""Options of the process that is tuned. No torch."""
+"""Options of a process that is tuned. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hasten.plan import Setting
 from hasten.techniques.base import toml_value
 
 FILLS = ("sample_cache",)
-"""Techniques that do more work than none in their first pass."""
+"""Techniques that cost extra work in their first pass."""
 FILLING = "first pass: a cache fills"
 """Why a block of such a pass does not count."""
 
@@ -20,13 +20,13 @@ class Candidate:
     """One setting of one technique that may help.
 
     Attributes:
-        name: The technique's.
+        name: Name of the technique.
         setting: The setting.
-        mean: What is expected of it before it was measured: change of log(seconds per step), negative is faster.
-        spread: Standard deviation of that expectation.
-        label: How the course of the search calls it.
-        known: Mean and deviation of it beside an earlier tune's plan: while blocks agree, it need not be asked.
-        validation: What is expected of validation's time: mean and deviation; None: the same as of a step.
+        mean: Prior mean of its effect: change of log(seconds per step), negative is faster.
+        spread: Prior standard deviation of its effect.
+        label: Short name for reports; "" to use technique and setting.
+        known: Mean and standard deviation beside an earlier tune's plan. While blocks agree, it is not measured again.
+        validation: Prior (mean, standard deviation) of its effect on validation; None if the same as on a step.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """Name of the setting among all settings and techniques, the same in every tune."""
+        """Name that identifies technique and setting, the same in every tune."""
         return f"{self.name}={toml_value(self.setting)}"
 
     @property
     def called(self) -> str:
-        """Its name in words: with the setting, unless it has a label."""
+        """Name for reports: the label, or technique and setting."""
         return self.label or self.key
 
 
@@ -53,24 +53,24 @@ class OnlineOptions:
     """How a training is tuned while it runs.
 
     Attributes:
-        candidates: What may be switched on.
-        results: File to which blocks and what else happens are written, a JSON object a line.
+        candidates: Settings that may be switched on.
+        results: File for blocks and events, one JSON object per line.
         search_until: Moment (`time.monotonic`) at which the search ends and the claim begins.
-        claim_until: Moment at which the process ends; not after `search_until`: no claim, the search is all.
-        block_seconds: Measured seconds of a block at the least.
-        seed: Of the draws of the search; another one asks in another order.
-        careful: Add what never ran before one by one: a process before this one crashed.
-        former: Blocks that earlier processes measured, as (indices of what was on, seconds a step, disturbed).
-        plan: Indices of the candidates to claim for; None: those that the search chooses.
-        total_steps: Steps of the full training, against which compiling is weighed.
+        claim_until: Moment at which the process ends. Not later than `search_until` means: search only, no claim.
+        block_seconds: Least measured seconds of a block.
+        seed: Seed of the search's random draws; another seed measures in another order.
+        careful: Add candidates that never ran before one at a time, because an earlier process crashed.
+        former: Blocks of earlier processes, as (indices of the candidates that were on, seconds per step, disturbed).
+        plan: Indices of the candidates to measure the claim for; None for those that the search chooses.
+        total_steps: Steps of the full training, over which compiling must pay for itself.
         validation_share: Share of an epoch's time that validation takes, from 0 to 1.
-        prior: What an earlier tune knew of the candidates and of pairs of them.
-        early_ends: How often a pass of the script may end before its length, so that its validation is seen.
+        prior: An earlier tune's estimate of the candidates and pairs.
+        early_ends: How often a pass of the script may be cut short, so that its validation is seen.
         out: Indices of candidates that are off for good.
-        settled: Indices of what an earlier process settled on: the search is over; None: it is not.
-        compiling: Seconds that compiling took in an earlier process; None where it was not tried.
-        last_step: Steps behind which an earlier process trained no more, and did something else for long: the process
-            ends there; 0: it goes on to its end.
+        settled: Indices that an earlier process settled on, so that the search is over; None if it is not.
+        compiling: Seconds that compiling took in an earlier process; None if it was not tried.
+        last_step: Number of steps after which an earlier process trained no more but went on for long: the process
+            ends there. 0: it runs to its end.
     """
 
     candidates: tuple[Candidate, ...]
@@ -93,7 +93,7 @@ class OnlineOptions:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> OnlineOptions:
-        """Read what `dataclasses.asdict` gave, by way of JSON and `tuples`."""
+        """Build the options from `dataclasses.asdict`'s result after a round trip through JSON and `tuples`."""
         candidates = tuple(Candidate(**one) for one in data["candidates"])
         prior = Prior(**data["prior"]) if data["prior"] is not None else None
         return cls(**{**data, "candidates": candidates, "prior": prior})
@@ -101,19 +101,19 @@ class OnlineOptions:
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """How a person's own run is tuned while it goes on, or how such a run is repeated.
+    """How a user's own run is tuned while it trains (`--auto`), or repeated (`--replay`).
 
     Attributes:
         plan: File to which the plan is written.
-        schedule: File to which each switch is written, a JSON object a line; with `replay`, the file that is read.
-        epochs: Of the whole training, where the command line names them.
-        replay: Switch as an earlier run did, and search nothing.
-        seed: Of the draws of the search.
-        shown: The plan's file, as the person named it.
-        least_seconds: Training that takes no longer than this from now on is left alone.
-        most_seconds: Seconds of the search at the most.
-        look_every: Steps from one look at what was chosen to the next, at the least.
-        steps: Of the whole training, where that is known; `epochs` is not needed then.
+        schedule: File to which each switch is written, one JSON object per line; with `replay`, the file to read.
+        epochs: Epochs of the whole training, if the command line names them.
+        replay: Switch as an earlier run did, without a search.
+        seed: Seed of the search's random draws.
+        shown: The plan's file as the user named it.
+        least_seconds: A training with less time left than this is left alone.
+        most_seconds: Most seconds of the search.
+        look_every: Least number of steps between two looks at whether the chosen set still helps.
+        steps: Steps of the whole training, if known; `epochs` is not needed then.
     """
 
     plan: str

@@ -160,7 +160,7 @@ class Posterior:
         )
 
     def asked(self, index: int) -> float:
-        """Return the number of blocks with the candidate on, or off if that is less. A disturbed block counts a third."""
+        """Return the lesser number of blocks: with the candidate on, or with it off. A disturbed one counts a third."""
         weights = [(index in block.on, 1 / _LESS_SURE if block.disturbed else 1.0) for block in self.seen]
         return min(sum(weight for on, weight in weights if on is side) for side in (True, False))
 

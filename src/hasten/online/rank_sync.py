@@ -1,17 +1,16 @@
-"""Switches techniques on all ranks of a training at the same step: rank 0 decides, the others follow.
+"""Switch techniques on all ranks of a training at the same step: rank 0 decides, the others follow.
 
-Rank 0 writes commands into the store by which the ranks found each other, one a slot, in order. The others read them
-at the same places of the training as it wrote them: behind each step at which it was told of one, and behind each
-pass. A switch is followed by everybody's answer, so that what fails in one rank is off in all before they train on.
+Rank 0 writes commands into the process group's store, one per numbered slot. The other ranks read the slots in order,
+at the same places of the training: after the steps that rank 0 named, and after each pass. Every rank answers a switch,
+so that a technique that fails in one rank is off in all before training continues.
 
-A slot is taken once, by rank 0's command or by a rank that has waited too long for it (rank 0 has run out of batches,
-or validates alone). Then nobody switches any more, and all go on with what all have on: ranks never hold different
-plans, and never wait for each other for longer than that.
+A slot is taken once: by rank 0's command, or by a rank that has waited too long for it (rank 0 has run out of batches,
+or validates alone). After the latter nobody switches any more, and all ranks continue with the set that all have on. So
+ranks never run different plans, and never wait for each other longer than that.
 
-A technique may also fail inside a step, in one rank alone: workers that cannot be started, say. That rank goes on
-without it at once, and tells rank 0 when it next reads commands; rank 0 then has it off in all, when it next lets them
-train on. What rank 0 itself loses so, the others lose there too. Until then the ranks compute the same steps, each in
-its own way: no technique changes what they send to each other.
+A technique may also fail inside a step in one rank alone (workers that cannot be started). That rank continues without
+it at once, and complains to rank 0 when it next reads commands; rank 0 then switches it off in all ranks. Until then
+the ranks compute the same steps in different ways, which is safe: no technique changes what ranks send to each other.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ if TYPE_CHECKING:
     from hasten.online.options import AutoOptions
 
 _NEVER = sys.maxsize
-_SEARCHES = itertools.count()  # each fit of a process has slots of its own; all ranks have the same fits
+_SEARCHES = itertools.count()  # numbers the fits of a process, each with slots of its own; all ranks run the same fits
 _PATIENCE = 60.0  # seconds that a rank waits for another
 _GIVEN_UP = json.dumps({"do": "given up"})
 
 
 class Slots:
-    """The commands that all ranks read, and what they answer.
+    """Commands from rank 0 and answers to them, in a store that all ranks share.
 
     Args:
-        store: That of the process group, or any other that all ranks share.
+        store: The process group's store, or any other that all ranks share.
         patience: Seconds to wait for another rank.
     """
 
@@ -55,81 +54,82 @@ class Slots:
         self._heard = 0  # complaints
 
     def write(self, command: dict[str, Any]) -> bool:
-        """Take the next slot; return whether nobody had given it up."""
+        """Write a command to the next slot. Return False if a rank has given that slot up."""
         text, key = json.dumps(command), f"slot {self.number}"
         self.number += 1
         try:
             return bool(self._store.compare_set(key, "", text).decode() == text)
-        except RuntimeError:  # the store is gone: the group was taken down before the process ends
+        except RuntimeError:  # the store is gone: the process group was destroyed before the process ended
             return False
 
     def read(self) -> dict[str, Any]:
-        """Return the next slot's command; where it does not come, take the slot and give up."""
+        """Return the next slot's command. If it does not come in time, take the slot and give up."""
         key = f"slot {self.number}"
         self.number += 1
         try:
             self._store.wait([key], self._patience)
             text = self._store.get(key).decode()
-        except RuntimeError:  # torch's for time that is over, and for a store that is gone with rank 0
+        except RuntimeError:  # torch raises it for a time-out, and for a store that is gone with rank 0
             text = self._give_up(key)
         return dict(json.loads(text))
 
     def _give_up(self, key: str) -> str:
-        """Take a slot whose command does not come; return the command if it came just now."""
+        """Take a slot whose command did not come. Return its command if it came just now, else "given up"."""
         try:
             return str(self._store.compare_set(key, "", _GIVEN_UP).decode())
         except RuntimeError:
             return _GIVEN_UP
 
     def answer(self, rank: int, broken: Iterable[str]) -> None:
-        """Say which techniques do not work in this rank, behind the last command."""
+        """Answer the last command with the names of the techniques that do not work in this rank."""
         self._store.set(f"answer {self.number} {rank}", json.dumps(sorted(broken)))
 
     def answers(self, ranks: int) -> set[str] | None:
-        """Return what does not work in any other rank; None where one does not answer."""
+        """Return the techniques that do not work in some other rank; None if a rank does not answer."""
         keys = [f"answer {self.number} {rank}" for rank in range(1, ranks)]
         try:
-            self._store.wait(keys, self._patience / 2)  # before others that have answered give up the next slot
+            # Half the patience: ranks that have answered already wait for the next slot, and must not give it up first.
+            self._store.wait(keys, self._patience / 2)
             return {name for key in keys for name in json.loads(self._store.get(key))}
         except RuntimeError:
             return None
 
     def complain(self, names: Iterable[str]) -> None:
-        """Say which techniques failed in this rank inside a step."""
+        """Report the techniques that failed in this rank inside a step."""
         try:
             number = self._store.add("complaints", 1)
             self._store.set(f"complaint {number}", json.dumps(sorted(names)))
-        except RuntimeError:  # the store is gone with rank 0, which the next command says
+        except RuntimeError:  # the store is gone with rank 0: the next command notices
             return
 
     def complaints(self) -> set[str]:
-        """Return what failed in other ranks since this was asked last, without waiting."""
+        """Return the techniques that other ranks reported since the last call. Does not wait."""
         names: set[str] = set()
         try:
             while self._store.check([key := f"complaint {self._heard + 1}"]):
                 self._heard += 1
                 names.update(json.loads(self._store.get(key)))
-        except RuntimeError:  # the store is gone, which the next command says
+        except RuntimeError:  # the store is gone: the next command notices
             pass
         return names
 
 
 class LeadingBoard(Switchboard):
-    """The switchboard of rank 0: what is switched on it is switched in all ranks.
+    """Switchboard of rank 0, which switches all ranks.
 
     Attributes:
-        slots: Where commands are written; None before the ranks are known.
-        ranks: How many there are.
-        lost: Why the others can no longer be led; "" while they are.
+        slots: Slots for commands; None before the ranks are known.
+        ranks: Number of ranks.
+        lost: Why the others can no longer be led; "" while they can.
     """
 
     slots: Slots | None = None
     ranks = 1
     lost = ""
-    _told: frozenset[str] = frozenset()  # of what is broken, the others know this
+    _told: frozenset[str] = frozenset()  # the broken techniques that the other ranks know of
 
     def switch(self, wanted: Mapping[str, Setting]) -> None:
-        """Switch here and in all other ranks; nothing is done once they can no longer be led."""
+        """Switch here and in all other ranks. Do nothing once they can no longer be led."""
         if self.slots is None:
             super().switch(wanted)
             return
@@ -145,14 +145,14 @@ class LeadingBoard(Switchboard):
             self._lose(broken)
 
     def lead(self, slots: Slots | None, ranks: int) -> None:
-        """Lead so many ranks from here on; None: there are no others."""
+        """Lead `ranks` ranks from here on by these slots; None if there are no others."""
         self.slots, self.ranks, self.lost = slots, ranks, ""
         self._told = frozenset()
 
     def go_on(self, until: int) -> None:
-        """Let the others train on: they need not ask again before so many steps are over.
+        """Let the other ranks train until step `until`, when they read commands again.
 
-        What failed in a step, here or in another rank, is off in all before.
+        Before that, switch off in all ranks what failed inside a step in any of them.
         """
         if self.slots is not None and not self.lost:
             self._lose(self.slots.complaints())
@@ -160,14 +160,14 @@ class LeadingBoard(Switchboard):
             self._command({"do": "go on", "until": until})
 
     def _lose(self, elsewhere: Iterable[str]) -> None:
-        """Have off in all ranks what failed in one: these in another, or any in this."""
+        """Switch off in all ranks the techniques that failed elsewhere, and those that failed here."""
         fail(self, elsewhere)
         if new := frozenset(self.broken) - self._told:
             self._told |= new
             self._command({"do": "broken", "names": sorted(new)})
 
     def over(self) -> None:
-        """Nothing will be switched any more."""
+        """End switching, here and in all other ranks."""
         super().over()
         self.dismiss()
 
@@ -185,7 +185,7 @@ class LeadingBoard(Switchboard):
 
 
 def fail(board: Switchboard, names: Iterable[str]) -> None:
-    """Switch these techniques off for good: they failed in another rank."""
+    """Switch these techniques off for good, because they failed in another rank."""
     for name in sorted(set(names) - set(board.broken)):
         first = next((one for one in board.techniques if one.name == name and one.switchable), None)
         if first is not None:
@@ -193,17 +193,17 @@ def fail(board: Switchboard, names: Iterable[str]) -> None:
 
 
 def board_of(options: AutoOptions, recorder: Recorder | None) -> Switchboard:
-    """The Run of a process that is switched; that of rank 0 has the others switched with it."""
+    """Return the switchboard of a process under `--auto` or `--replay`. Rank 0's switches all ranks."""
     leads = ranks_started() > 1 and os.environ.get("RANK", "0") == "0" and not options.replay
     return (LeadingBoard if leads else Switchboard)(installed(options), recorder)
 
 
 class Leading:
-    """Rank 0: tunes, and has the others switched with it.
+    """Rank 0's listener: tunes, and makes the other ranks follow.
 
     Args:
-        auto: Decides.
-        board: The one that it switches.
+        auto: The tuning.
+        board: The switchboard that it switches.
     """
 
     def __init__(self, auto: Auto, board: LeadingBoard) -> None:
@@ -211,7 +211,7 @@ class Leading:
         self._until = 0
 
     def on_step(self, steps: int) -> int | None:
-        """A step is over."""
+        """Tune after this step, then let the other ranks go on. Return the number of the step to be called after."""
         if not self._until:
             commands = slots()
             self._board.lead(commands, ranks_joined())
@@ -226,13 +226,13 @@ class Leading:
         return self._until
 
     def on_pass(self, opened: OpenPass, began: bool) -> None:
-        """A pass is over."""
+        """Tell the tuning of the pass; after a training pass, let the other ranks go on."""
         self._auto.on_pass(opened, began)
         if not began and opened.trained and self._until:
             self._go_on()
 
     def close(self) -> None:
-        """The process ends, or the fit."""
+        """End the tuning, as the process or the fit ends."""
         self._auto.close()
         self._board.dismiss()
 
@@ -247,13 +247,13 @@ class Leading:
 
 
 class Following:
-    """Any other rank: does as rank 0 did.
+    """Listener of any other rank: carries out rank 0's commands.
 
     Args:
-        board: Switches techniques.
+        board: The switchboard of this rank.
         recorder: Counts steps.
-        rank: Of this process.
-        over: Called when nobody needs to hear of steps any more.
+        rank: Rank of this process.
+        over: Called when no further step needs to be reported.
     """
 
     def __init__(self, board: Switchboard, recorder: Recorder, rank: int, over: Callable[[], None]) -> None:
@@ -261,10 +261,10 @@ class Following:
         recorder.may_rest = False
         self._slots: Slots | None = None
         self._until = 0
-        self._told: set[str] = set()  # of what is broken, rank 0 knows this
+        self._told: set[str] = set()  # the broken techniques that rank 0 knows of
 
     def on_step(self, steps: int) -> int | None:
-        """A step is over."""
+        """Carry out commands that are due after this step. Return the number of the step to be called after."""
         if self._slots is None and not self._until:
             self._slots = slots()
         if steps >= self._until:
@@ -272,16 +272,16 @@ class Following:
         return self._until
 
     def on_pass(self, opened: OpenPass, began: bool) -> None:
-        """A pass is over."""
+        """Carry out the commands that follow a training pass."""
         if not began and opened.trained and self._until:
             self._obey()
 
     def close(self) -> None:
-        """The process ends, or the fit."""
+        """Stop following, as the process or the fit ends."""
         self._slots, self._until = None, _NEVER
 
     def _obey(self) -> None:
-        """Do what rank 0 did, until it went on."""
+        """Carry out commands up to the next "go on"."""
         if self._slots is not None and (new := set(self._board.broken) - self._told):
             self._slots.complain(new)
             self._told |= new
@@ -305,7 +305,7 @@ class Following:
     def _switch(self, wanted: dict[str, Setting]) -> None:
         try:
             self._board.switch(wanted)
-        except HastenError as error:  # another machine, where something of it cannot be switched
+        except HastenError as error:  # this rank's machine differs from rank 0's, and lacks one of the settings
             for technique in self._board.techniques:
                 if technique.name in wanted:
                     self._board.failed(technique, error)
@@ -314,9 +314,9 @@ class Following:
 
 
 def slots() -> Slots | None:
-    """Return the commands of this process's group; None where it has none, or where earlier ranks have left theirs.
+    """Return the slots of this process group; None if there is no group, or if earlier ranks used its store.
 
-    torchrun hands ranks that it starts again the store of those before: their commands would be taken for rank 0's.
+    Ranks that torchrun restarts get the store of those before, whose commands they would take for rank 0's.
     """
     if ranks_joined() < 2:
         return None

@@ -1,4 +1,4 @@
-"""The record that a process leaves while it is tuned: a JSON object a line, so that a crash loses nothing. No torch."""
+"""The record of a tuned process: blocks and events, one JSON object per line, so a crash loses nothing. No torch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hasten.evidence.plain import tuples
 
 @dataclass(frozen=True)
 class Measured:
-    """A block that is over.
+    """Measured block.
 
     Attributes:
         began: Moment (`time.monotonic`) at which its first measured step began.
-        seconds: Of its measured steps.
-        steps: How many they are.
+        seconds: Total seconds of its measured steps.
+        steps: Number of measured steps.
         on: Indices of the candidates that were on.
         part: "baseline", "all on", "search", "compile", "plain" or "plan" (the two sides of the claim).
         phases: Mean seconds of each phase of a step.
-        trouble: Why it does not count; "" for a good one.
-        taken: Share of the CPU that others took meanwhile, from 0 to 1; None where that cannot be seen.
-        disturbed: Whether its pace may be due to that: see `hasten.online.cpu_contention`.
+        trouble: Why it does not count; "" if it does.
+        taken: Share of the CPU that other processes took, from 0 to 1; None if that cannot be seen.
+        disturbed: Whether that may have changed its pace: see `hasten.online.cpu_contention`.
     """
 
     began: float
@@ -40,21 +40,21 @@ class Measured:
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of a step."""
+        """Mean seconds per step."""
         return self.seconds / self.steps
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something else that happened.
+    """Something that happened between blocks.
 
     Attributes:
-        kind: "switch" (about to have `on` on; a crash behind it is blamed on what is new), "broken" (these
-            candidates are off for good), "alone" (they leave this training alone, and are off too), "chosen" (the
-            plan), "compiled" (`seconds` is what it cost), "validated" (`seconds` a batch of validation), "over".
-        on: Indices of the candidates it is about.
-        seconds: If it took time.
-        text: What else there is to say.
+        kind: "switch" (`on` is about to be switched on; a crash after it is blamed on what is new), "broken" (these
+            candidates are off for good), "alone" (these leave the training alone, and are off too), "chosen" (the
+            plan), "compiled" (`seconds` is what it cost), "validated" (`seconds` per batch of validation), "over".
+        on: Indices of the candidates concerned.
+        seconds: Duration, if there is one.
+        text: Details.
     """
 
     kind: str
@@ -64,30 +64,30 @@ class Event:
 
 
 class Writes(Protocol):
-    """Takes blocks and events as they come."""
+    """Receiver of blocks and events."""
 
-    def write(self, one: Measured | Event) -> None:
-        """Take one."""
+    def write(self, entry: Measured | Event) -> None:
+        """Take a block or an event."""
 
 
 class Record:
-    """Writes them.
+    """Appends blocks and events to a file.
 
     Args:
-        path: The file; it is added to.
+        path: The file; created if it does not exist.
     """
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
-    def write(self, one: Measured | Event) -> None:
-        """Write one, whole."""
-        data = {"is": type(one).__name__, **dataclasses.asdict(one)}
+    def write(self, entry: Measured | Event) -> None:
+        """Append one line, in a single write."""
+        data = {"is": type(entry).__name__, **dataclasses.asdict(entry)}
         os.write(self._file, (json.dumps(data) + "\n").encode())
 
 
 def read(path: Path, offset: int = 0) -> tuple[list[Measured | Event], int]:
-    """Read what was written behind `offset`; and where to go on. A last line that is not whole is left for later."""
+    """Return the entries after `offset`, and the offset to continue from. An incomplete last line is left for later."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

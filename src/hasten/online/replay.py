@@ -1,4 +1,4 @@
-"""Switches a run as an earlier one was switched, at the same steps."""
+"""Repeat the switches of an earlier run at the same steps (`hasten run --replay`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _NEVER = sys.maxsize
 
 
 class Replay:
-    """Told of each step and pass, as the run before was.
+    """Listens to steps and passes, and makes each switch of a schedule at its place.
 
     Args:
-        schedule: What was switched, and where.
-        board: Switches techniques.
+        schedule: The switches of the earlier run.
+        board: The switchboard.
         recorder: Counts steps.
-        say: Tells the person a line.
-        over: Called when nobody needs to hear of steps any more.
+        say: Prints a line for the user.
+        over: Called when no further step needs to be reported.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Replay:
         self._passes = 0
 
     def on_step(self, steps: int) -> int | None:
-        """A step is over."""
+        """Make the switches that come after this step."""
         if os.getpid() != self._pid:
             return _NEVER
         self._switch(steps)
@@ -55,14 +55,14 @@ class Replay:
         return _NEVER
 
     def on_pass(self, opened: OpenPass, began: bool) -> None:
-        """A pass through a loader begins or is over."""
+        """Make the switches that come after this pass, if it trained."""
         if began or not opened.trained or os.getpid() != self._pid:
             return
         self._passes += 1
         self._switch(self._recorder.steps)
 
     def close(self) -> None:
-        """The process ends."""
+        """Say which switch was not reached, as the process ends."""
         if self._left and os.getpid() == self._pid and self._recorder.steps:
             self._say(f"replay: the run ended before step {self._left[0].step}, at which the next switch was")
 

@@ -1,4 +1,7 @@
-"""The order of measurements: the script as it is, all on, the search, compiling, the claim. No torch."""
+"""The order of measurements: the script as it is, all on, the search, compiling, the claim. No torch.
+
+Each stage is a generator that yields a `Wish` (the block it wants) and receives the `Measured` block.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,21 @@ from hasten.online.options import OnlineOptions
 from hasten.online.record import Event, Measured
 from hasten.techniques import Liveness
 
-_WARM_UP = 3  # steps of a new process that do not count: kernels are chosen, memory is first touched
+_WARM_UP = 3  # first steps of a new process, which do not count: kernels are chosen, memory is first touched
 _COMPILE_BLOCKS = 5
-_COMPILE_SECONDS = 30.0  # left of the search on a quiet machine, or compiling is not tried
-_MOST_TAKEN = 0.9  # of the CPU: what others take beyond that makes compiling no longer in what it is expected to take
-_COMPILE_SAVES = 0.3  # of a step at the most, as a rule
-_COMPILE_WORTH = 2.0  # compiling may be tried where that, over the full training, is so many times what it takes
-# Compiled kernels are kept for the run to come: of a small ResNet's 31 s it pays 8 again (tracing, loading). Where this
-# search found them there, it took those 8 itself.
+_COMPILE_SECONDS = 30.0  # that must be left of the search, on a quiet machine, or compiling is not tried
+_MOST_TAKEN = 0.9  # of the CPU: upper bound of others' share in the estimate of how long compiling takes
+_COMPILE_SAVES = 0.3  # of a step: what compiling usually saves at most
+_COMPILE_WORTH = 2.0  # compiling is tried if it may save this multiple of its own time in the full training
+# Compiled kernels stay in Inductor's cache for the later run: it pays again for tracing and loading only, 8 of a small
+# ResNet's 31 s. If this search already found them there, it paid those 8 itself.
 _AGAIN, _AGAIN_SECONDS = 0.3, 8.0
-_PLAIN_EVERY = 12  # blocks of the search, of which one is of the script as it is
-_ROUNDS = 3  # in which the best sets are measured in turn
-_SETTLING = (0.15, 0.4)  # of the search's time that is kept for these, at the least and at the most
-_FEW_ROUNDS = 6  # blocks: two rounds of three sets, which it is kept for in between
+_PLAIN_EVERY = 12  # of so many blocks of the search, one measures the script as it is
+_ROUNDS = 3  # of the play-off, in which the best sets are measured in turn
+_SETTLING = (0.15, 0.4)  # least and most share of the search's time that is kept for the play-off
+_FEW_ROUNDS = 6  # blocks: between those bounds, time for two rounds of three sets is kept
 _LEAST_PAIRS, _MOST_PAIRS = 3, 8
-_MOST_TURNS = 3 * _MOST_PAIRS  # with the pairs that others disturbed
+_MOST_TURNS = 3 * _MOST_PAIRS  # including the pairs that other processes disturbed
 
 TOO_SHORT_TO_COMPILE = (
     f"compiling takes {_COMPILE_SECONDS:.0f} s or so, more than it could save in a training this short"
@@ -36,30 +39,30 @@ TOO_SHORT_TO_COMPILE = (
 
 
 class Host(Protocol):
-    """The driver as the schedule sees it."""
+    """What a schedule needs of the driver."""
 
     @property
     def compiling(self) -> float:
-        """Seconds of the last block's steps that did not count."""
+        """Seconds of the last block's uncounted steps."""
 
     @property
     def by_pass(self) -> set[int]:
-        """The candidates that are switched with a pass."""
+        """The candidates that are switched only when a pass begins."""
 
     def note(self, event: Event) -> None:
-        """Write an event into the record."""
+        """Write an event to the record."""
 
 
 Wishes = Generator[Wish, Measured, None]
 
 
 def schedule(course: Course, options: OnlineOptions, host: Host) -> Wishes:
-    """Ask for one block after the other."""
+    """Request all blocks of a tune, one after the other."""
     plan = frozenset(options.plan) if options.plan is not None else None
     if plan is None:
-        if options.settled is not None:  # the script came to its end behind that: what it had settled stands
+        if options.settled is not None:  # an earlier process settled it before its script ended
             course.settle(frozenset(options.settled))
-            yield from ask(course, Wish(frozenset(), "baseline", skip=_WARM_UP))  # how fast this process is
+            yield from ask(course, Wish(frozenset(), "baseline", skip=_WARM_UP))  # the level of this process
         else:
             yield from search(course, options)
             yield from play_off(course, options, host)
@@ -71,12 +74,12 @@ def schedule(course: Course, options: OnlineOptions, host: Host) -> Wishes:
 
 
 def search(course: Course, options: OnlineOptions) -> Wishes:
-    """Ask for the script as it is, all on, and then what draws from the posterior take to help."""
+    """Measure the script as it is, then all on, then whatever helps according to draws from the posterior."""
     began = time.monotonic()
     plain: frozenset[int] = frozenset()
     yield from ask(course, Wish(plain, "baseline", skip=_WARM_UP))
-    if not options.former:  # a process before this one has asked this
-        # Where a budget bears few blocks, the first with all on is worth more than those around it.
+    if not options.former:  # else an earlier process has measured these
+        # If there is time for few blocks only, the first with all on tells more than repetitions.
         if _bears(3, course, options):
             yield from ask(course, Wish(plain, "baseline", skip=0))
         yield from ask(course, Wish(course.all_on(), "all on"))
@@ -85,13 +88,13 @@ def search(course: Course, options: OnlineOptions) -> Wishes:
     asked = 0
     while time.monotonic() + course.block_seconds < _settling_from(began, course, options) and course.doubtful():
         asked += 1
-        # The script as it is now and then, so that drift is not taken for the effect of what was on meanwhile.
+        # Measure the script as it is now and then, so that drift is not mistaken for the effect of techniques.
         on = course.wants() if asked % _PLAIN_EVERY else plain
         yield from ask(course, Wish(on, "search" if on else "baseline"))
 
 
 def play_off(course: Course, options: OnlineOptions, host: Host) -> Wishes:
-    """Measure the sets that may be the best in turn, and settle on one: what the posterior adds up may not be so."""
+    """Measure the finalists in turn, and settle on the fastest: real sets need not be the sums the posterior makes."""
     finalists = course.finalists()
     if not finalists:
         return
@@ -105,14 +108,14 @@ def play_off(course: Course, options: OnlineOptions, host: Host) -> Wishes:
             if _saw(course, measured):
                 blocks[on].append(measured)
     paces = _comparable(blocks)
-    # Time may end within a round: as many of each are compared as all have that were measured.
+    # Time may have ended within a round: compare as many blocks of each set as every set has.
     rounds = min((len(seen) for seen in paces.values() if seen), default=0)
     known = {on: statistics.fmean(seen[:rounds]) for on, seen in paces.items() if seen}
     if len(known) > 1:
         fastest = min(known.values())
-        # The first is the one whose parts are all sure: others must be clearly faster.
+        # The first finalist consists of sure candidates only: another one must be clearly faster to win.
         settled = next(on for on in finalists if on in known and known[on] <= fastest + AS_GOOD)
-    elif len(finalists) > 1:  # no time for it: what the posterior adds up, and never ran, may be far off
+    elif len(finalists) > 1:  # no time for a play-off: a set that never ran may be far from its predicted speed
         settled = course.best_measured()
     else:
         return
@@ -125,20 +128,21 @@ def _settle(on: frozenset[int], course: Course, host: Host) -> None:
 
 
 def _comparable(blocks: Mapping[frozenset[int], Sequence[Measured]]) -> dict[frozenset[int], list[float]]:
-    """log(seconds per step) of the blocks that nobody disturbed, where each set has such; else of all."""
-    quiet = all(any(not one.disturbed for one in seen) for seen in blocks.values() if seen)
+    """Return log(seconds per step) of each set's blocks: of the undisturbed ones, if every set has some."""
+    quiet = all(any(not block.disturbed for block in seen) for seen in blocks.values() if seen)
     return {
-        on: [math.log(one.step_seconds) for one in seen if not (quiet and one.disturbed)] for on, seen in blocks.items()
+        on: [math.log(block.step_seconds) for block in seen if not (quiet and block.disturbed)]
+        for on, seen in blocks.items()
     }
 
 
 def ask(course: Course, wish: Wish) -> Wishes:
-    """Ask for a block, and take it in."""
+    """Request a block, and add it to the course."""
     _saw(course, (yield from _block(course, wish)))
 
 
 def _block(course: Course, wish: Wish) -> Generator[Wish, Measured, Measured]:
-    """Ask for a block; what it takes, with the steps in front of it that do not count, tells what the next will."""
+    """Request a block and return it. Note how long it took in all, as an estimate for the next."""
     began = time.monotonic()
     measured = yield wish
     course.took(time.monotonic() - began, measured.taken)
@@ -146,17 +150,17 @@ def _block(course: Course, wish: Wish) -> Generator[Wish, Measured, Measured]:
 
 
 def _search_end(course: Course, options: OnlineOptions) -> float:
-    """When the search must be over: three pairs of the claim fit behind it, as long as blocks take here."""
+    """Return the moment by which the search must end, so that three pairs of the claim fit after it."""
     return min(options.search_until, options.claim_until - 2 * _LEAST_PAIRS * course.block_seconds)
 
 
 def _bears(blocks: int, course: Course, options: OnlineOptions) -> bool:
-    """Whether the search has time for so many more blocks."""
+    """Return whether the search has time for so many more blocks."""
     return time.monotonic() + blocks * course.block_seconds <= _search_end(course, options)
 
 
 def _settling_from(began: float, course: Course, options: OnlineOptions) -> float:
-    """When the best sets begin to be measured in turn."""
+    """Return the moment at which the play-off begins."""
     aside = _compile_seconds(course, options) if _may_pay(course, options) else 0.0
     whole = max(0.0, _search_end(course, options) - began - aside)
     least, most = (share * whole for share in _SETTLING)
@@ -164,38 +168,38 @@ def _settling_from(began: float, course: Course, options: OnlineOptions) -> floa
 
 
 def _saw(course: Course, measured: Measured) -> bool:
-    """Take a block in; whether it counts."""
+    """Add a block to the course. Return whether it counts."""
     if not measured.trouble:
         course.saw(measured.on, measured.step_seconds, disturbed=measured.disturbed)
     return not measured.trouble
 
 
 def _may_pay(course: Course, options: OnlineOptions) -> bool:
-    """Whether compiling could be won back in the full training."""
+    """Return whether compiling could pay for itself within the full training."""
     if not course.of(Liveness.LAST) - set(course.out):
         return False
     return compiling_may_pay(math.exp(course.posterior.level), options.total_steps)
 
 
 def compiling_may_pay(step: float, steps: int) -> bool:
-    """Whether compiling could be won back in so many steps of so many seconds."""
+    """Return whether compiling could pay for itself within `steps` steps of `step` seconds."""
     return _COMPILE_SAVES * step * steps > _COMPILE_WORTH * _COMPILE_SECONDS
 
 
 def _compile_seconds(course: Course, options: OnlineOptions) -> float:
-    """What compiling may take: beside others it has less of the CPU; what was compiled before is kept on disk."""
+    """Return an estimate of the seconds that compiling takes: longer beside other processes, shorter a second time."""
     if options.compiling is not None:
         return _again(options.compiling) + 2 * _COMPILE_BLOCKS * course.block_seconds
     return _COMPILE_SECONDS / (1 - min(_MOST_TAKEN, course.taken))
 
 
 def _again(cost: float) -> float:
-    """Return the seconds of compiling another time, by those that it took once."""
+    """Return the seconds that compiling takes with a warm cache, given those of the first time."""
     return max(_AGAIN * cost, min(cost, _AGAIN_SECONDS))
 
 
 def _compile(course: Course, options: OnlineOptions, host: Host) -> Wishes:
-    """Compile once, on what won, where it may be won back in the full training."""
+    """Measure `compile` on top of the settled set, if it may pay for itself within the full training."""
     for index in sorted(course.of(Liveness.LAST) - set(course.out) - course.chosen()):
         if not _may_pay(course, options):
             course.drop([index], TOO_SHORT_TO_COMPILE)
@@ -214,10 +218,10 @@ def _compile(course: Course, options: OnlineOptions, host: Host) -> Wishes:
                 host.note(Event("compiled", (index,), cost))
             _note(measured, course, blocks)
             _note((yield from _block(course, Wish(chosen, "compile"))), course, blocks)
-            # It may have taken longer than expected: three pairs of the claim are worth more than one more of these.
+            # Compiling may have taken longer than expected. Three pairs of the claim matter more than another turn.
             last = time.monotonic() + (2 + 2 * _LEAST_PAIRS) * course.block_seconds > options.claim_until
             faster, saved = _compiled(blocks, options.total_steps)
-            if turn or last:  # the script may come to its end behind any block: what was measured until then stands
+            if turn or last:  # settle each time, as the script may end after any block
                 _settle(chosen | {index} if faster and saved >= _again(cost) else chosen, course, host)
             if last:
                 break
@@ -228,23 +232,28 @@ def _compile(course: Course, options: OnlineOptions, host: Host) -> Wishes:
 
 
 def _compiled(blocks: Mapping[frozenset[int], Sequence[Measured]], steps: int) -> tuple[bool, float]:
-    """Whether steps are faster compiled, and the seconds that so many save, by blocks without and with it in turn."""
-    if not all(blocks.values()):  # one of the two never ran well: nothing is known of what compiling brings
+    """Return whether compiled steps are faster, and the seconds that compiling saves over `steps` steps.
+
+    Args:
+        blocks: Blocks of the settled set, then of the set with compiling.
+        steps: Steps of the full training.
+    """
+    if not all(blocks.values()):  # one of the two sets never ran well: the gain is unknown
         return False, 0.0
     plain, compiled = (statistics.median(seen) for seen in _comparable(blocks).values())
     return compiled < plain - AS_GOOD, max(0.0, math.exp(plain) - math.exp(compiled)) * steps
 
 
 def _note(measured: Measured, course: Course, blocks: dict[frozenset[int], list[Measured]]) -> None:
-    """A block of compiling counts for the set that was asked for, unless that did not act."""
+    """Add a block to the course, and to its set in `blocks` if that set really acted."""
     if _saw(course, measured):
         blocks.get(frozenset(measured.on), []).append(measured)
 
 
 def _claim(plan: frozenset[int], course: Course, options: OnlineOptions, host: Host) -> Wishes:
-    """Baseline and plan in turn, A B B A; how many pairs is settled by the time there is, behind the first.
+    """Measure baseline and plan in turn, A B B A. The first pair's duration decides how many there are.
 
-    A pair that others disturbed is measured again, as long as there is time.
+    A pair that other processes disturbed is measured again while there is time.
     """
     exact = bool(plan & host.by_pass)
     plain: frozenset[int] = frozenset()

@@ -1,7 +1,8 @@
-"""The schedule of switches of a run that was tuned while it went on: a JSON object a line. No torch.
+"""The schedule of switches that `hasten run --auto` writes: one JSON object per line. No torch.
 
-The first line says what the file is. Each further one says what was on from a place in the training on: behind so many
-steps and so many passes that trained. The same run, switched at the same places, gives the same numbers.
+The first line identifies the file. Each further line says which techniques were on from some place in the training,
+given as the number of steps and of training passes completed. The same run, switched at the same places, gives the same
+numbers: that is what `--replay` does.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _ELSE = "name the file that `hasten run --auto` wrote"
 
 @dataclass(frozen=True)
 class Switched:
-    """A switch.
+    """One switch of techniques.
 
     Attributes:
-        step: Steps that were over.
-        passes: Passes through loaders that trained and were over.
-        on: What was on from there on: name -> setting.
+        step: Number of steps completed before it.
+        passes: Number of training passes completed before it.
+        on: Techniques that were on from there: name -> setting.
     """
 
     step: int
@@ -37,15 +38,15 @@ class Switched:
 
 
 class Schedule:
-    """Writes one, each switch before it is made. One that cannot be written to its end is left empty.
+    """Writes the schedule of a run, each switch before it is made. If a write fails, the file is left empty.
 
     Args:
-        path: The file; there is none yet.
+        path: The file, which must not exist.
         command: The training's command line.
 
     Raises:
-        FileExistsError: Another process writes it.
-        OSError: It cannot be written.
+        FileExistsError: Another process writes this file.
+        OSError: The file cannot be written.
     """
 
     def __init__(self, path: str, command: Sequence[str]) -> None:
@@ -53,22 +54,22 @@ class Schedule:
         self._write({"schema": f"{_KIND}/1", "command": list(command)})
 
     def write(self, switched: Switched) -> None:
-        """Write one, whole."""
+        """Append a switch."""
         self._write({"step": switched.step, "passes": switched.passes, "on": dict(switched.on)})
 
     def _write(self, data: dict[str, object]) -> None:
         left = (json.dumps(data) + "\n").encode()
         try:
-            while left:  # a disk that is nearly full takes a part
+            while left:  # a nearly full disk accepts only part of a write
                 left = left[os.write(self._file, left) :]
         except OSError:
-            # What is on here would stay on in a replay, where this run goes on without: no replay is better.
+            # A replay would keep the last written set on, while this run continues with all off: better no replay.
             os.ftruncate(self._file, 0)
             raise
 
 
 def is_schedule(content: bytes) -> bool:
-    """Whether this is a schedule that hasten wrote."""
+    """Return whether this is the content of a schedule that hasten wrote."""
     try:
         head = parse_json(content.partition(b"\n")[0])
     except ValueError:
@@ -77,10 +78,10 @@ def is_schedule(content: bytes) -> bool:
 
 
 def read_schedule(path: Path, say: Callable[[str], None] | None = None) -> list[Switched]:
-    """Read one; a last line that a run which was killed left half written is none: `say` is told.
+    """Read a schedule. Drop a half-written last line, which a killed run leaves, and call `say` with a note.
 
     Raises:
-        HastenError: It cannot be read, is none, or names what this hasten does not know.
+        HastenError: The file cannot be read, is not a schedule, or names techniques or settings that do not exist.
     """
     try:
         content = read_bytes(path)
