@@ -1,1 +1,1 @@
-"""Trials, search, parity and proof."""
+"""Tuning of an unchanged script: trials, search, parity and proof."""

@@ -1,4 +1,4 @@
-"""The script as it is: the first trial of a tune, by which all later ones are bounded."""
+"""The baseline: a tune's first trial, of the unchanged script, from which the bounds of all later ones follow."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class DoesNotFitError(HastenError):
     """The script runs out of memory as it is: `hasten tune` then looks for a plan under which it fits."""
 
 
-_PASS_SECONDS = (0.7, 2.5)  # of training in a shortened pass: at the least, and at the most
+_PASS_SECONDS = (0.7, 2.5)  # least and most seconds of training in a shortened pass
 _MOST_BATCHES = 400
-_SHARE = 0.15  # of the budget: so long the script may train, and evaluate, in its first trial
+_SHARE = 0.15  # of the budget: most time for training and evaluation in the first trial
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The script as it is: its trial, what that left, seconds until its first step, and what is to be said of it."""
+    """The unchanged script: its trial, evidence and timing, seconds until its first step, and notes for the report."""
 
     trial: Trial
     evidence: Evidence
@@ -32,7 +32,7 @@ class Baseline:
 
 
 def run_baseline(trials: Trials, budget: float) -> Baseline:
-    """Run it for a shortened pass, and give all later processes the same batches.
+    """Run the unchanged script for a shortened pass, and bound all later processes to the same batches.
 
     Raises:
         HastenError: The training fails by itself, does not train, or the budget is too short for it.
@@ -48,7 +48,7 @@ def run_baseline(trials: Trials, budget: float) -> Baseline:
     timeout = max(60.0, budget / 2)
     trial = trials.run({}, probe=True, timeout=timeout)
     if trial.outcome in ("crashed", "no training") and trial.evidence and trial.evidence.step_start:
-        # Some scripts count the batches of an epoch: leave theirs whole, and stop the process instead.
+        # Some scripts count the batches of an epoch and fail if it is cut short: end the process instead.
         trials.options = dataclasses.replace(trials.options, cut=False)
         trial = trials.run({}, probe=True, timeout=timeout)
         notes.append("epochs were not shortened in trials, which this script does not bear")
@@ -68,7 +68,7 @@ def run_baseline(trials: Trials, budget: float) -> Baseline:
 
 
 def _bound(trials: Trials, evidence: Evidence, timing: Timing, seconds: float, budget: float) -> None:
-    """Give all later processes the same batches, two passes or as many as make the same time."""
+    """Bound later processes to the same batches, and to as many passes as take about the same time (two or more)."""
     passes = [one.batches for one in evidence.passes if one.trained and one.batches]
     step = max(1e-6, timing.step)
     batches = passes[0] if passes else int(min(_MOST_BATCHES, max(16, seconds / step)))
@@ -85,7 +85,7 @@ def _bound(trials: Trials, evidence: Evidence, timing: Timing, seconds: float, b
 
 
 def hopeless(trial: Trial) -> HastenError:
-    """The error for a script that cannot be measured as it is."""
+    """Return the error for a script that cannot be measured without any technique."""
     said = f"\nIts last words:\n{trial.log}" if trial.log else ""
     if trial.outcome == "no training":
         return HastenError(

@@ -1,4 +1,4 @@
-"""Check a training: run it, plain and under a plan, in processes that a witness looks at."""
+"""Check a plan on an unchanged script: run it plain and under the plan, in processes with a witness inside."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """How a training is checked.
+    """How a plan is checked.
 
     Attributes:
-        batches: Batches after which each pass through a loader ends.
-        epochs: Passes through the training loader.
-        seconds: Time after which one run counts as hung.
-        resume: Further arguments with which the script goes on from what it saved; None: that is not checked.
-        brief: Check the plan as a whole only, as tune does where its budget is short.
-        until: Moment (`time.monotonic`) at which the check ends, whatever it has seen by then.
-        threads: On which the training computes; 0 where that is not known. The check itself computes on one.
+        batches: Number of batches after which each pass through a loader ends.
+        epochs: Number of passes through the training loader.
+        seconds: Time after which a run counts as hung.
+        resume: Further arguments with which the script resumes from what it saved; None to leave resuming out.
+        brief: Check the plan as a whole only, as tune does with a short budget.
+        until: Moment (`time.monotonic`) at which the check ends in any case.
+        threads: Number of threads of the training; 0 if unknown. The check itself computes on one.
     """
 
     batches: int = 6
@@ -62,18 +62,18 @@ def check(
     """Check a plan on an unchanged training.
 
     Args:
-        arguments: Of the process that runs the training.
-        command: The training's own command line.
+        arguments: Arguments of the process that runs the training.
+        command: The training's own command line, for the record.
         plan: Technique -> setting.
-        options: How much of it, and whether it is resumed.
-        say: Receives progress, a line each.
-        within: Folder for temporary files, which the caller removes; None: one of its own.
+        options: How much to compare, and whether to resume.
+        say: Called with each line of progress.
+        within: Folder for temporary files, which the caller removes; None to make and remove one.
 
     Raises:
-        HastenError: The training fails by itself, does not train, or does not go on from what it saved; or the time
-            is over.
+        HastenError: The training fails without the plan, does not train, or does not resume from what it saved; or
+            the time is over.
     """
-    # Sockets of workers lie below it, so its path is short.
+    # Workers put their sockets into the scratch folder, and a socket's path may have 107 bytes only: keep it short.
     prefix = "c" if within is not None else "hasten-"
     with scratch_folder(prefix, within) as scratch:
         processes = Processes(arguments, tuple(command), options)
@@ -87,7 +87,7 @@ def check(
 
 @dataclass(frozen=True)
 class Processes:
-    """Runs a training in processes of its own, one thread each, confined like a trial."""
+    """Runs a training in separate single-threaded processes, sandboxed like trials."""
 
     arguments: Sequence[str]
     command: tuple[str, ...]
@@ -95,7 +95,7 @@ class Processes:
     _going: set[Child] = field(default_factory=set)
 
     def __call__(self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
-        """Run it once; see `hasten.check.run.Runner`."""
+        """Run the training once; see `hasten.check.run.Runner`."""
         config = config_of(plan, witness, folder, saved, self.command, self.options)
         assert config.trial is not None
         more = self.options.resume or () if saved is not None else ()
@@ -109,12 +109,12 @@ class Processes:
             finally:
                 child.end(patience=0)
                 self._going.discard(child)
-        if code is None and time.monotonic() >= self.options.until:  # a run that is ended says nothing of the plan
+        if code is None and time.monotonic() >= self.options.until:  # a run cut short says nothing about the plan
             raise CheckTimeoutError("the check's time was over before its runs were", "give it more time")
         return ended(folder, code, plan, self.options.seconds)
 
     def stop(self) -> None:
-        """End the processes that are going on."""
+        """End the running processes."""
         for child in list(self._going):
             child.end(patience=0)
 
@@ -127,7 +127,7 @@ def config_of(
     command: tuple[str, ...],
     options: CheckOptions,
 ) -> RunConfig:
-    """Return what the process of one run is told."""
+    """Return the configuration of one run's process."""
     scratch = folder / "scratch"
     scratch.mkdir()
     if saved is not None:
@@ -146,7 +146,7 @@ def config_of(
 
 
 def ended(folder: Path, code: int | None, plan: Mapping[str, Setting], seconds: float) -> Ended:
-    """Return what became of a run's process."""
+    """Return the result of a run, from its exit code (None: it was ended) and the files it left."""
     log = last_lines(folder / "log")
     saved = folder / "scratch" / "files"
     if code is None:
@@ -160,7 +160,7 @@ def ended(folder: Path, code: int | None, plan: Mapping[str, Setting], seconds: 
         return Ended(error or (f"{name}: {last}" if last else name), saved, log)
     if evidence is None:
         return Ended("", saved, log)
-    # What acts by environment variables alone, before torch is there, is not seen to act, but does.
+    # Techniques that act through environment variables take effect before torch is imported, so nothing records it.
     acting = {one.name for one in build(plan, CATALOGUE) if overrides(one, "environment")}
     idle = tuple(name for name in plan if name not in evidence.installed and name not in acting)
     alone = tuple(f"{name} {did}" for name, did in evidence.installed.items() if did.startswith("left alone"))

@@ -1,4 +1,4 @@
-"""A training's command line with other values."""
+"""Change arguments on a training's command line."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 
 def with_argument(arguments: Sequence[str], name: str, value: str | int) -> list[str]:
-    """Return a command line whose argument has another value; it is added where it is missing.
+    """Return the command line with the argument set to another value, appended if it is missing.
 
-    `--lr 0.1`, `--lr=0.1` and Hydra's `optim.lr=0.1` are known; of two the last counts, as for argparse.
+    Understands `--lr 0.1`, `--lr=0.1` and Hydra's `optim.lr=0.1`. If it occurs twice the last is changed, which is the
+    one that argparse uses.
     """
     changed = list(arguments)
     for place in range(len(changed) - 1, -1, -1):

@@ -15,18 +15,18 @@ from hasten.plan import Setting
 from hasten.tuner.proof import MachineNoise, Ratio
 from hasten.tuner.trial import Trial
 
-_APART = 15.0  # seconds between two sides of a pair, beyond which the machine may be another
-_LEAST_PAIRS = 3  # that nobody disturbed, or a claim is of disturbed ones too, and says so
+_APART = 15.0  # seconds between two sides of a pair, beyond which the machine's state may have changed
+_LEAST_PAIRS = 3  # undisturbed pairs that a claim needs; with fewer it includes disturbed ones, and says so
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """A claim about a plan.
+    """Claimed speed-up of a plan.
 
     Attributes:
-        speedup: How many times faster it is.
-        how: How that was measured, in words.
-        disturbed: Share of the CPU that others took meanwhile, from 0 to 1; None where they disturbed nothing.
+        speedup: The speed-up with its interval.
+        how: How it was measured, in words.
+        disturbed: Share of the CPU that other processes took meanwhile, from 0 to 1; None if they disturbed nothing.
     """
 
     speedup: Ratio
@@ -36,17 +36,17 @@ class Claimed:
 
 @dataclass
 class Found:
-    """A search as far as it went.
+    """State of a search: what was measured and chosen so far.
 
     Attributes:
-        course: What is known of each candidate.
-        warm: Whether it was measured in one process.
-        blocks: All blocks, also those that do not count.
+        course: Estimates of the candidates.
+        warm: Whether blocks of one running process were measured, rather than a process each.
+        blocks: All blocks, including those that do not count.
         chosen: Indices of the plan's candidates.
-        compiling: Seconds that compiling took; None where it was not tried.
-        notes: Faults, stops and the like, a sentence each.
-        not_asked: Indices of candidates for which no time was left -> what they would have taken.
-        would_ask: What else was left open for want of time, a sentence each.
+        compiling: Seconds that compiling took; None if it was not tried.
+        notes: Faults and other events for the report, one sentence each.
+        not_asked: Candidates that were not measured for lack of time -> reason.
+        would_ask: What else was left open for lack of time, one sentence each.
     """
 
     course: Course
@@ -59,18 +59,18 @@ class Found:
     would_ask: list[str] = field(default_factory=list)
 
     def plan(self) -> dict[str, Setting]:
-        """The chosen techniques with their settings."""
+        """Return the chosen techniques with their settings."""
         candidates = self.course.candidates
         return {candidates[i].name: candidates[i].setting for i in sorted(self.chosen)}
 
     def drop(self, names: Iterable[str], reason: str, lasting: bool = False) -> None:
-        """Take techniques out of the plan; where `lasting`, the next tune of this training does not ask them either."""
+        """Remove techniques from the plan. If `lasting`, the next tune of this training does not try them either."""
         gone = {i for i in self.chosen if self.course.candidates[i].name in set(names)}
         self.course.drop(gone, reason, lasting)
         self.chosen -= gone
 
     def sides(self) -> list[tuple[Measured, Measured]]:
-        """The claim's pairs of blocks, plain and plan, as they were measured one after the other."""
+        """Return the claim's pairs of blocks, (plain, plan), each measured one right after the other."""
         wanted = tuple(sorted(self.chosen))
         sides = [
             one
@@ -81,17 +81,16 @@ class Found:
         waits: Measured | None = None
         for one in sides:
             if waits is None or waits.part == one.part or one.began - waits.began > _APART + waits.seconds:
-                waits = one  # its other side was never measured: the process ended
+                waits = one  # the former block's other side was never measured, since the process ended
                 continue
             pairs.append((waits, one) if waits.part == "plain" else (one, waits))
             waits = None
         return pairs
 
     def counted(self) -> list[tuple[Measured, Measured]]:
-        """The pairs that the claim is of: those that nobody disturbed.
+        """Return the pairs that make up the claim: the undisturbed ones, if there are at least three.
 
-        Where these are fewer than three, those of which both sides were disturbed, or neither; where these are fewer
-        than two, all.
+        Otherwise those of which both sides or neither were disturbed; if these are fewer than two, all pairs.
         """
         pairs = self.sides()
         quiet = [pair for pair in pairs if not (pair[0].disturbed or pair[1].disturbed)]
@@ -101,14 +100,14 @@ class Found:
         return alike if len(alike) > 1 else pairs
 
     def disturbed(self) -> float | None:
-        """Share of the CPU that others took in the claim's blocks, from 0 to 1; None where nobody disturbed them."""
+        """Return the share of the CPU that others took in the claim's blocks, from 0 to 1; None if undisturbed."""
         return taken_of([side for pair in self.counted() for side in pair])
 
     def claim(self) -> Ratio | None:
-        """How many times faster a step is under the plan, with its interval; None where that was not measured.
+        """Return the speed-up of a step under the plan, with its interval; None if it was not measured.
 
-        The interval of a claim of disturbed blocks holds each of its pairs: what they have in common may be due to
-        others, so that their number makes nothing surer.
+        With disturbed blocks the interval includes every pair: their disturbances may have a common cause, so that
+        more pairs do not make the mean more certain.
         """
         logs = [math.log(plain.step_seconds / plan.step_seconds) for plain, plan in self.counted()]
         found = middle_of(logs)
@@ -120,7 +119,7 @@ class Found:
         return Ratio(*map(math.exp, (middle, low, high)))
 
     def claimed(self) -> Claimed | None:
-        """The claim, how it was measured and what others took meanwhile; None where it was not measured."""
+        """Return the claim, how it was measured, and how far others disturbed it; None if it was not measured."""
         if (speedup := self.claim()) is None:
             return None
         counted = len(self.counted())
@@ -130,7 +129,7 @@ class Found:
         return Claimed(speedup, how, self.disturbed())
 
     def phases(self) -> dict[str, tuple[float, ...]]:
-        """Seconds of each phase of a step in the claim's typical block, on both sides."""
+        """Return the seconds of each phase of a step in the claim's median block, on both sides."""
         found = {}
         for number, side in enumerate(("baseline", "plan")):
             blocks = [pair[number] for pair in self.counted()]
@@ -140,19 +139,19 @@ class Found:
 
 
 def taken_of(measured: Sequence[Measured | Trial]) -> float | None:
-    """Mean share of the CPU that others took, from 0 to 1; None where nothing of this was disturbed by that."""
+    """Return the mean share of the CPU that others took, from 0 to 1; None if none of these was disturbed."""
     if not any(one.disturbed for one in measured):
         return None
     return statistics.fmean(one.taken or 0.0 for one in measured)
 
 
 class Quiet:
-    """How quiet the machine is: reads CPU times when made, and again when asked."""
+    """Measures how quiet the machine was since this object was created."""
 
     def __init__(self) -> None:
         self._before = Reading()
 
     def noise(self, found: Found) -> MachineNoise:
-        """What was seen since."""
+        """Return the noise of the machine since creation, and the scatter of the blocks."""
         taken = self._before.taken()
         return MachineNoise(taken.steal, taken.others, found.course.posterior.noise if found.blocks else None)

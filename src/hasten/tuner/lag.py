@@ -1,4 +1,4 @@
-"""Lag: finds that a plan's step losses follow those of other steps, since a batch was left out or put in."""
+"""Detect that a plan's step losses follow those of other steps, because a batch was left out or put in."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 _WINDOW = 24  # steps
 _STRIDE = 8
-_MOST = 8  # steps by which one side may be behind
-_FOLLOWS = 0.8
-_FOLLOWS_NOT = 0.4
-_WINDOWS = 2  # in which the same is seen: one may be chance
-_SMALLEST = 1e-6  # of the loss: what scatters less is rounding, not batches
+_MOST = 8  # steps: largest shift that is looked for
+_FOLLOWS = 0.8  # correlation from which losses match
+_FOLLOWS_NOT = 0.4  # correlation below which losses do not match
+_WINDOWS = 2  # windows that must show the same shift: one may be chance
+_SMALLEST = 1e-6  # of the loss: smaller scatter comes from rounding, not from batches
 
 
 @dataclass(frozen=True)
 class Lag:
-    """Where the plan's losses follow those of other steps.
+    """Shift between the plan's losses and the baseline's.
 
     Attributes:
-        step: The first step (from 1) of the first window in which that is seen.
-        steps: By how many steps the plan is ahead of the baseline; below 0: behind.
-        follows: Correlation of the losses, shifted by so many steps.
-        unshifted: Correlation of the losses as they are.
+        step: First step (from 1) of the first window that shows it.
+        steps: Number of steps by which the plan is ahead of the baseline; negative if it is behind.
+        follows: Correlation of the losses shifted by so many steps.
+        unshifted: Correlation of the losses without a shift.
     """
 
     step: int
@@ -33,18 +33,17 @@ class Lag:
 
 
 def lag_of(baseline: Mapping[int, float], plan: Mapping[int, float]) -> Lag | None:
-    """Return where the plan's losses follow those of other steps; None where they do not, or nobody can tell.
+    """Return the shift of the plan's losses against the baseline's; None if there is none, or it cannot be known.
 
-    Both sides are given the same batches, and some batches are harder than others: that scatter of the losses is
-    the mark by which a batch is known again. Window by window, and with its trend taken out, the scatter of the
-    plan's losses is held against the baseline's at the same steps and at steps shortly before and after. Only what
-    fits at other steps, and does not at the same ones, is a finding. So losses that do not scatter (no noise, or a
-    constant) show nothing, nor do two sides that rounding has driven apart: these fit nowhere. Losses that repeat
-    themselves fit themselves at other steps, which is no finding either.
+    Both sides get the same batches, and some batches are harder than others: the scatter of the losses around their
+    trend identifies the batches. In windows of steps, the plan's scatter is correlated with the baseline's at the same
+    steps and at steps shortly before and after. A shift is reported only if another place fits and the same place does
+    not. So losses without scatter show nothing, two sides that rounding has driven apart fit nowhere, and losses
+    that repeat themselves (they fit their own shifted copy) are left out.
 
     Args:
-        baseline: Number of a step -> its loss.
-        plan: The same under the plan.
+        baseline: Step number -> loss of the baseline.
+        plan: Step number -> loss under the plan.
     """
     found: dict[int, list[Lag]] = {}
     for start in range(0, max(plan, default=0) + 2 - _WINDOW, _STRIDE):
@@ -74,7 +73,7 @@ def _in_window(baseline: Mapping[int, float], plan: Mapping[int, float], start: 
 
 
 def _scatter(losses: Mapping[int, float], start: int) -> Sequence[float] | None:
-    """Return a window's losses without their trend; None where some are missing or they do not scatter."""
+    """Return a window's losses minus their linear trend; None if some are missing, or they do not scatter."""
     window = [losses[step] for step in range(start, start + _WINDOW) if step in losses]
     if len(window) < _WINDOW:
         return None

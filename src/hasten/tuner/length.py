@@ -1,4 +1,4 @@
-"""How long the full training is: read off its command line, or seen in a process that came to its end."""
+"""Find out how long the full training is: from its command line, or from a process that reached its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ASSUMED_EPOCHS = 10
 
 @dataclass(frozen=True)
 class Length:
-    """Epochs of the full training, and where that is known from."""
+    """Number of epochs of the full training, and how that is known."""
 
     epochs: int
     known_from: str
@@ -26,7 +26,7 @@ class Length:
 
 
 def epochs_named(command: Sequence[str]) -> tuple[int, str] | None:
-    """The number of epochs on a command line, and how it stands there; None where none does."""
+    """Return the number of epochs on a command line, and its wording there; None if there is none."""
     words = list(command)
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
@@ -36,9 +36,10 @@ def epochs_named(command: Sequence[str]) -> tuple[int, str] | None:
 
 
 def length_of(command: Sequence[str], baseline: Timing) -> Length:
-    """Read `--epochs 90`, `--epochs=90` or `epochs=90`; else assume ten minutes, and at least ten epochs.
+    """Return the training's length from `--epochs 90`, `--epochs=90` or `epochs=90` on its command line.
 
-    A script without a DataLoader counts 1,000 steps as an epoch.
+    Without such an argument, assume ten minutes and at least ten epochs. Without a DataLoader, 1,000 steps count as an
+    epoch.
     """
     if named := epochs_named(command):
         return Length(named[0], f"{named[1]} on the command line")
@@ -51,10 +52,10 @@ def length_of(command: Sequence[str], baseline: Timing) -> Length:
 
 
 def seen_to_its_end(length: Length, run: Evidence | None) -> Length:
-    """Return the epochs of a run, if it came to its end by itself in whole passes, in place of assumed ones.
+    """Replace an assumed length by the passes of a run that ended by itself, if all its passes were complete.
 
-    Where passes are cut, by the script (`next(iter(loader))` each step, a `break`) or by a trial, their number says
-    nothing of epochs.
+    If passes are cut short, by the script (`next(iter(loader))` in each step, a `break`) or by a trial, their number
+    says nothing about epochs.
     """
     if not length.assumed or run is None or run.ended != "finished" or (loader := run.train_loader) is None:
         return length
@@ -65,23 +66,24 @@ def seen_to_its_end(length: Length, run: Evidence | None) -> Length:
 
 
 def steps_seen(run: Evidence) -> int:
-    """Return how many steps a training has whose run came to its end, passes that a search has cut counted whole."""
+    """Return the steps of a training whose run reached its end. Passes that a search cut short count as complete."""
     trained = sum(one.trained for one in run.passes)
     loader = run.train_loader
     whole = trained * (loader.batches or 0) if loader is not None else 0
-    return max(1, run.steps, min(whole, 2 * run.steps))  # a search cuts no more than half; a script may, each pass
+    # At most twice the steps that ran: a search cuts at most half of the steps, and more means the script does.
+    return max(1, run.steps, min(whole, 2 * run.steps))
 
 
 def steps_of(length: Length, timing: Timing) -> int:
-    """Steps of the whole training."""
+    """Return the number of steps of the full training."""
     return max(1, int(length.epochs * seconds_per_epoch(timing) / max(1e-6, timing.step)))
 
 
 def seconds_per_epoch(timing: Timing) -> float:
-    """Seconds of an epoch, or of 1,000 steps where there is none."""
+    """Return the seconds of an epoch, or of 1,000 steps if there are no epochs."""
     return timing.epoch if timing.epoch is not None else 1000 * timing.step
 
 
 def full_seconds(timing: Timing, epochs: int) -> float:
-    """Seconds of the whole training."""
+    """Return the seconds of the full training."""
     return timing.startup + epochs * seconds_per_epoch(timing)

@@ -1,4 +1,4 @@
-"""The search inside one running process: started, followed, and restarted without what ended it."""
+"""Run the search in one process, follow its record, and restart it without the technique that ended it."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from hasten.tuner.length import steps_seen
 from hasten.tuner.trial import Trials, last_lines
 
 _POLL = 0.2
-_RESTARTS = 24  # time ends it before, as a rule
-_LEAST_BLOCKS = 3  # good ones, or the script cannot be tuned warm
-_QUIET, _QUIET_COMPILING = 45.0, 240.0  # seconds without a block after which a process hangs
-_OVERTIME = 8.0  # seconds behind the end of a process's time, beyond two blocks, after which it is ended
+_RESTARTS = 24  # usually the time ends before
+_LEAST_BLOCKS = 3  # good blocks needed, or the script cannot be tuned in one process
+_QUIET, _QUIET_COMPILING = 45.0, 240.0  # seconds without a block after which a process counts as hung
+_OVERTIME = 8.0  # seconds (plus two blocks) after the end of a process's time at which it is killed
 _OVERTIME_COMPILING = 60.0
-_STEPS_OF_A_BLOCK = 8  # at the most where steps take long, with those that do not count
+_STEPS_OF_A_BLOCK = 8  # most steps of a block when steps are slow, uncounted ones included
 _PAIRS = 6  # of a claim that is measured in several processes
-_LONG_END = 1.5  # seconds behind a process's last step that are worth not waiting for
-_NOTHING_LEFT = 3.0  # seconds of search in which a further process would measure nothing
+_LONG_END = 1.5  # seconds between last step and exit from which the next process ends at its last step instead
+_NOTHING_LEFT = 3.0  # seconds: with less left, a further process would measure nothing
 
 Say = Callable[[str], None]
 
 
 class OnlineSearch:
-    """Runs a search in one process; in further ones where it ends before its time.
+    """Runs a search in one process, and in further ones if that ends before its time.
 
     Args:
-        trials: How processes are started.
-        found: What the search knows; it is added to.
-        options: Of the search; candidates and what was seen before are filled in.
+        trials: Starts the processes.
+        found: State of the search, which is updated.
+        options: Options of the search; what earlier processes measured is filled in.
         startup: Seconds that the script takes before it trains.
-        step: Seconds that a step of the script as it is takes.
-        say: Progress, a line each.
-        on_block: Is told of each block.
+        say: Called with each line of progress.
+        on_block: Called with each block.
+        step: Seconds of a step of the unchanged script.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class OnlineSearch:
         self._ran: set[int] = set()  # candidates that were on in a good block
         self._plain_crashes = 0
         self._processes = 0
-        self._last_step = 0  # of a process that went on for long behind it
-        self.ended: Evidence | None = None  # of the last process that came to its end by itself
+        self._last_step = 0  # of a process that went on for long after it
+        self.ended: Evidence | None = None  # of the last process that reached its end by itself
 
     def search(self) -> bool:
-        """Search until the time is out; False where this script cannot be tuned in one process."""
+        """Search until the time is over. Return False if this script cannot be tuned in one process."""
         for _ in range(_RESTARTS):
             before = sum(map(_counts, self._found.blocks))
             settled, pairs, seen = self._found.course.settled, len(self._found.sides()), len(self._found.blocks)
@@ -90,7 +90,7 @@ class OnlineSearch:
         return process.late or any(map(_counts, self._found.blocks))
 
     def claim(self, until: float) -> None:
-        """Measure the chosen plan against the script as it is, in a process of its own, or in several."""
+        """Measure the chosen plan against the unchanged script, in one new process or in several."""
         plan = tuple(sorted(self._found.chosen))
         self._options = dataclasses.replace(self._options, plan=plan, search_until=0.0, claim_until=until)
         for _ in range(_RESTARTS):
@@ -109,19 +109,19 @@ class OnlineSearch:
                 return
 
     def _drop_what_only_filled(self, process: _Process) -> None:
-        """Ask no more for a cache that the training is too short to fill: each process would fill it again."""
+        """Drop caches that the training is too short to fill: every process would only fill them again."""
         measured = set().union(*(block.on for block in self._found.blocks if _counts(block)))
         if unfilled := process.filled - measured:
             self._found.course.drop(unfilled, "the training ends before its cache is full, so no block could tell")
 
     def _drop_what_came_too_late(self) -> None:
-        """Ask no more for what comes last where a process that began with it ended before it could be judged."""
+        """Drop LAST techniques (compile) if a process that began with them ended before they could be judged."""
         course = self._found.course
         late = course.of(Liveness.LAST) - course.chosen()
         course.drop(late, "the training ends before it is compiled, so no block could tell")
 
     def _left(self) -> float:
-        """Seconds for what a further process does: the claim too, where the search had settled on something."""
+        """Return the seconds left for a further process: until the claim's end if the search has settled."""
         settled = self._found.course.settled is not None
         return (self._options.claim_until if settled else self._options.search_until) - time.monotonic()
 
@@ -132,7 +132,7 @@ class OnlineSearch:
         options = dataclasses.replace(
             self._options,
             results=str(folder / "blocks"),
-            # The same draws in each process would ask the same sets again where a process ends after a few blocks.
+            # With equal seeds, processes that end after a few blocks would all measure the same sets.
             seed=self._options.seed + 1000 * (self._processes - 1),
             careful=self._careful,
             former=tuple(
@@ -155,46 +155,46 @@ class OnlineSearch:
         return process
 
     def _ended(self, path: Path, early_ends: int) -> None:
-        """Learn how long the training is from a process that came to its end by itself."""
+        """Learn the training's length from a process that reached its end by itself."""
         try:
             run = read_evidence(path)
-        except HastenError:  # it left none: it was ended by something else
+        except HastenError:  # no evidence: something else ended the process
             return
-        if run.ended == "finished":  # others end with their last step
+        if run.ended == "finished":  # not cut at its last step by `last_step`
             self.ended = run
         if not early_ends or not run.passes:  # no pass was cut to a few steps
             self._options = dataclasses.replace(self._options, total_steps=steps_seen(run))
             self._last_step = max(self._last_step, _last_step(run))
 
     def _blame(self, process: _Process) -> None:
-        """Find out what a crash, a hang or a NaN is due to, as far as that is known; it is off for good."""
+        """Switch off for good the candidates that caused a crash, a hang or a NaN, as far as that is known."""
         new = set(process.on) - self._ran
         if not process.on:
             self._plain_crashes += 1
         elif len(new) <= 1 or self._careful:
             process.blamed = new or (set(process.on) - set(process.before)) or set(process.on)
-            # A crash of what ran well before may be the machine's: the next tune asks again.
+            # A crash of candidates that ran well before may be the machine's fault: the next tune tries them again.
             self._found.course.drop(process.blamed, process.why, lasting=bool(new))
             self._say(f"off for good: {self._called(process.blamed)}: {process.why}")
             self._found.notes.append(f"switched off for good: {self._called(process.blamed)}: {process.why}")
-        self._careful = True  # what is new is added one by one from here on, so that the next crash has one cause
+        self._careful = True  # from here on new candidates are added one at a time, so that a crash has one cause
 
     def _called(self, indices: set[int]) -> str:
         return ", ".join(self._found.course.candidates[i].called for i in sorted(indices))
 
 
 class _Process:
-    """One process, followed as it writes its record.
+    """One process of the search, whose record is read as it is written.
 
     Attributes:
-        done: Its schedule came to its end.
-        crashed: It ended by an error, hung, or turned to NaN.
-        late: It was ended some time after its search and claim should have been over.
+        done: Whether its schedule was completed.
+        crashed: Whether it failed, hung, or its loss turned to NaN.
+        late: Whether it was killed for exceeding its time.
         why: How it ended, in words.
-        on: What was on at the end.
-        before: What was on before the last switch.
-        blamed: Candidates that it is due to.
-        filled: Candidates whose cache was being filled in a block of it.
+        on: Candidates that were on at its end.
+        before: Candidates that were on before the last switch.
+        blamed: Candidates that its end is blamed on.
+        filled: Candidates whose cache was filling in one of its blocks.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class _Process:
         self.filled: set[int] = set()
 
     def run(self, folder: Path, startup: float) -> None:
-        """Run it to its end."""
+        """Run the process to its end."""
         trial = dataclasses.replace(
             self._trials.options,
             scratch=str(folder),
@@ -229,14 +229,14 @@ class _Process:
             try:
                 code = self._follow(child, Path(self._options.results), startup)
             finally:
-                child.end(patience=0.0 if self.late else PATIENCE)  # all that it says is in its record already
+                child.end(patience=0.0 if self.late else PATIENCE)  # a late one has nothing to add to its record
         if not self.done and not self.crashed and not self.late and code != 0:
             self.crashed = True
             said = last_lines(folder / "log").splitlines()
             self.why = "it hung" if code is None else f"it crashed: {said[-1].strip() if said else f'exit code {code}'}"
 
     def _follow(self, child: Child, path: Path, startup: float) -> int | None:
-        """Its exit code; None for a process that writes nothing more, or whose time was out."""
+        """Read the record until the process ends. Return its exit code; None if it hung or its time was over."""
         self._heard = time.monotonic() + 3 * startup
         while True:
             code = child.wait(_POLL)
@@ -247,13 +247,13 @@ class _Process:
             if now - self._heard > (_QUIET_COMPILING if self._compiles else _QUIET + 8 * block):
                 return None
             over = _OVERTIME_COMPILING if self._compiles else _OVERTIME + 2 * block
-            # Beyond the trials' deadline lies the end of the budget, where waiting for two long blocks is no excuse.
+            # The trials' deadline is the end of the budget: then not even two long blocks are waited for.
             if now > min(self._options.claim_until + over, max(self._options.claim_until, self._trials.deadline)):
                 self.late, self.why = True, "its time was out"
                 return None
 
     def _typical(self) -> float:
-        """Seconds of a block."""
+        """Return the seconds of the longest recent block, or an estimate before the first."""
         return max((block.seconds for block in self._found.blocks[-8:]), default=self._first_block)
 
     def _hear(self, path: Path) -> None:
@@ -303,9 +303,9 @@ class _Process:
 
 
 def _last_step(run: Evidence) -> int:
-    """Steps of a run that did something else for long behind them; else 0.
+    """Return the number of steps of a run that did something else for long after the last one; otherwise 0.
 
-    A language model is tested on its whole test set, an image is sampled, weights are written: seconds of each process.
+    Examples are a final test on a whole test set, sampling images, writing weights: seconds lost in each process.
     """
     if not run.step_start:
         return 0

@@ -1,4 +1,4 @@
-"""Outcome: what was measured, put together as Proof and Plan."""
+"""Turn the measurements of a tune into its Proof and Plan."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ from hasten.tuner.timing import Timing
 from hasten.tuner.trial import Trial, Trials
 
 _POINTS = 200
-_SURE = 0.97  # that a technique helps, or does not: no reader calls it doubtful
+_SURE = 0.97  # probability of helping, or of not helping, from which a technique is not reported as doubtful
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """All that a tune has measured when it is over.
+    """Everything a tune measured.
 
     Attributes:
         found: The search.
-        asked: What applied.
+        asked: The applicable techniques.
         trials: The processes that were measured one by one.
-        baseline: The script as it is.
-        pairs: Fresh processes, baseline and plan, one pair a seed.
-        length: Of the full training.
-        checked: What the check found.
+        baseline: The unchanged script's trial.
+        pairs: Pairs of fresh processes, (baseline, plan), one per seed.
+        length: Length of the full training.
+        checked: Result of the check; None if there was none.
         start: Moment (`time.monotonic`) at which the tune began.
         budget: Seconds it had.
         spent: Stage -> seconds that it took.
-        notes: What else there is to say.
+        notes: Further sentences for the report.
         noise: How quiet the machine was.
     """
 
@@ -80,7 +80,7 @@ class Measurements:
 
 
 def proof_of(all_: Measurements) -> Proof:
-    """Put together what a tune measured."""
+    """Return the proof of a tune."""
     found, baseline = all_.found, all_.baseline
     pairs = [(a, b) for a, b in all_.pairs if a.timing and b.timing]
     timings = timings_of(pairs)
@@ -124,7 +124,7 @@ def proof_of(all_: Measurements) -> Proof:
 
 
 def plan_of(proof: Proof) -> Plan:
-    """The plan that a proof is about, with what it measured as comments."""
+    """Return the plan that a proof is about, with each technique's measured effect as a comment."""
     machine = proof.machine
     return Plan(
         {kept.name: kept.setting for kept in proof.techniques},
@@ -146,7 +146,7 @@ def plan_of(proof: Proof) -> Plan:
 
 
 def block_of(block: Measured, found: Found, start: float) -> Block:
-    """A block as the report has it: with names, and times from the tune's start."""
+    """Return a block in the report's form: with names, and times relative to the tune's start."""
     part = {"baseline": "as it is", "plain": "claim", "plan": "claim"}.get(block.part, block.part)
     names = tuple(found.course.candidates[i].called for i in block.on)
     return Block(
@@ -156,7 +156,7 @@ def block_of(block: Measured, found: Found, start: float) -> Block:
 
 
 def timings_of(pairs: Sequence[tuple[Trial, Trial]]) -> list[tuple[Timing, Timing]]:
-    """The timings of pairs of trials, as far as both were measured."""
+    """Return the timings of those pairs of trials of which both sides were measured."""
     return [(a.timing, b.timing) for a, b in pairs if a.timing and b.timing]
 
 
@@ -166,7 +166,7 @@ def effects_of(found: Found) -> set[Effect]:
 
 
 def _claimed(found: Found, pairs: list[tuple[Trial, Trial]]) -> Claimed:
-    """Return the claim, of blocks in turn; else of fresh processes in turn, else what the search itself expects."""
+    """Return the claim: from blocks in turn, else from fresh processes in turn, else the search's own estimate."""
     if not found.chosen:
         return Claimed(Ratio(1.0, 1.0, 1.0), "nothing is changed")
     if (claimed := found.claimed()) is not None:
@@ -191,7 +191,7 @@ def _parity(all_: Measurements) -> Parity:
 
 
 def full_run(timings: Sequence[tuple[Timing, Timing]], length: Length) -> FullRun | None:
-    """The whole training on either side; None where no process came to the end of an epoch."""
+    """Return the estimated time of the full training on both sides; None if no process reached an epoch's end."""
     if not timings or any(side.epoch is None for pair in timings for side in pair):
         return None
     a, b = timings[len(timings) // 2]
@@ -204,7 +204,7 @@ def full_run(timings: Sequence[tuple[Timing, Timing]], length: Length) -> FullRu
 def _kept(all_: Measurements, index: int, speedup: Ratio) -> KeptTechnique:
     found = all_.found
     one, estimate = found.course.candidates[index], found.course.estimates(found.chosen)[index]
-    # Alone in the plan, it is what the claim measured.
+    # The only technique of a plan has the effect that the claim measured.
     ratio = (speedup.ratio, speedup.low, speedup.high) if len(found.chosen) == 1 else estimate.ratio
     return KeptTechnique(
         one.name,
@@ -218,7 +218,7 @@ def _kept(all_: Measurements, index: int, speedup: Ratio) -> KeptTechnique:
 
 
 def _tried(found: Found) -> tuple[Tried, ...]:
-    """Every setting that was measured or failed, with what is known of it."""
+    """Return every setting that was measured or failed, with its estimated effect."""
     rows = []
     for index, (one, estimate) in enumerate(
         zip(found.course.candidates, found.course.estimates(found.chosen), strict=True)
@@ -240,6 +240,7 @@ def _tried(found: Found) -> tuple[Tried, ...]:
 
 
 def _why_lost(found: Found, index: int, estimate: CandidateEstimate) -> str:
+    """Return why a measured setting is not in the plan."""
     name = found.course.candidates[index].name
     others = {found.course.candidates[i].name for i in found.chosen}
     if name in others:
@@ -252,7 +253,7 @@ def _why_lost(found: Found, index: int, estimate: CandidateEstimate) -> str:
 
 
 def _doubtful(found: Found) -> tuple[str, ...]:
-    """Return what the search would still ask with more time: not what is as good as known, by few blocks too."""
+    """Return what the search would still measure with more time, leaving out candidates that are nearly certain."""
     course, known = found.course, found.course.estimates(found.chosen)
     return tuple(
         f"{course.candidates[i].called}: helps with {known[i].helps:.0%} probability after "
@@ -263,7 +264,7 @@ def _doubtful(found: Found) -> tuple[str, ...]:
 
 
 def _comment(kept: KeptTechnique) -> str:
-    """Why a technique is in the plan and what it measured."""
+    """Return a plan's comment on a technique: why it is in, and its measured effect."""
     interval = f"[{kept.contribution_low:.2f}, {kept.contribution_high:.2f}]"
     return (
         f"{shorten(kept.why)}.\n{kept.contribution:.2f}x {interval} with the rest of the plan on; effect: {kept.effect}"
@@ -278,7 +279,7 @@ def _memory(a: list[Trial], b: list[Trial]) -> Memory:
 
 
 def _phases(found: Found, baseline: Baseline, timings: list[tuple[Timing, Timing]]) -> dict[str, dict[str, float]]:
-    """Of the claim's own blocks; else of the fresh processes that stand for it; else of the script as it is."""
+    """Return seconds per phase of a step, by side: from the claim's blocks, else fresh processes, else the baseline."""
     if found.chosen and len(measured := found.phases()) == 2:
         return {side: _by_name(phases) for side, phases in measured.items()}
     if found.chosen and timings:
@@ -295,7 +296,7 @@ def _by_name(phases: tuple[float, ...]) -> dict[str, float]:
 
 
 def _curves(pairs: Sequence[tuple[Trial, Trial]]) -> Curves:
-    """Loss curves up to the first step that has none, thinned."""
+    """Return thinned loss curves of all pairs, each up to its first step without a loss."""
     sides = [[pair[n].evidence.losses for pair in pairs if pair[n].evidence and pair[n].ok] for n in (0, 1)]  # type: ignore[union-attr]
     longest = max((len(losses) for side in sides for losses in side), default=0)
     if not longest:

@@ -1,4 +1,4 @@
-"""Parity: does a plan train to the same losses? Judged by the differences within pairs of runs of one seed each."""
+"""Parity: does a plan train to the same losses? Judged by the differences within pairs of runs of the same seed."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ TEST = (
     f"interval of the loss's change must exclude a rise of {TOLERANCE:.0%} or more; a rise shown to be above "
     f"{HARMLESS:.1%} by three pairs, or above {TOLERANCE:.0%} by fewer, is a change for the worse"
 )
-_ENOUGH = 3  # pairs that show how far rounding alone drives two runs of a seed apart for good; one cannot
-_FEW = 4  # validations of a pair that give no interval worth the name
-_FIRST = 0.1  # of the loss: more than any rounding does to the first step
-_GROSS = 0.1  # a change of a single validation that leaves parity open
+_ENOUGH = 3  # pairs needed to see how far rounding alone drives two runs of one seed apart
+_FEW = 4  # validations per pair: no more than that give no usable interval
+_FIRST = 0.1  # of the loss: more than rounding can change in the first step
+_GROSS = 0.1  # relative change of the last validation loss from which parity is left open
 _TRAINING, _VALIDATION, _BATCHES = "training loss", "validation loss", "batches a pass"
 
 _Pair = tuple[Trial, Trial]
 
 
 def parity_of(pairs: Sequence[_Pair], effects: Collection[str] | None = None) -> Parity:
-    """Judge pairs of trials, one a seed: (baseline, plan).
+    """Judge pairs of trials (baseline, plan), one pair per seed.
 
-    Compared are the training loss over the later half of the steps that both of a pair have, the validation loss where
-    the script computes one, the number of batches of each complete pass, the steps between validations, and whether
-    the step losses follow those of the same steps.
+    Compares the training loss over the later half of the steps that both runs of a pair have, the validation loss if
+    the script computes one, the number of batches of each complete pass, the steps between validations, and whether the
+    plan's step losses follow those of the same steps.
 
     Args:
         pairs: Trials of both sides.
-        effects: What the plan's techniques may do. Where one changes the optimisation path, batches may differ in
-            number; where all are exact or round, losses must follow each other step by step. None: not known, so
-            that is not asked.
+        effects: Effects of the plan's techniques. If one changes the optimisation path, batches may differ in number.
+        If
+            all are exact or rounding, losses must follow each other step by step. None if unknown: then the latter is
+            not required.
     """
     findings = _Findings()
     _note_nan(pairs, findings)
@@ -60,7 +61,7 @@ def parity_of(pairs: Sequence[_Pair], effects: Collection[str] | None = None) ->
 
 @dataclass
 class _Findings:
-    """Results in sentences: what refutes parity, what leaves it open, what else there is to say."""
+    """Comparisons, and sentences that refute parity, leave it open, or add a remark."""
 
     checks: list[ParityCheck] = field(default_factory=list)
     against: list[str] = field(default_factory=list)
@@ -68,13 +69,14 @@ class _Findings:
     remarks: list[str] = field(default_factory=list)
 
     def parity(self) -> Parity:
-        """Put the answer together."""
+        """Return the verdict: refuted, open, or holding, with its sentences."""
         answer = Answer.DOES_NOT if self.against else Answer.NOT_KNOWN if self.open else Answer.HOLDS
         said = self.against or self.open
         return Parity(answer, TEST, tuple(self.checks), "; ".join([*said, *self.remarks]))
 
 
 def _note_nan(pairs: Sequence[_Pair], findings: _Findings) -> None:
+    """Note losses that are NaN or infinite: against the plan, unless the baseline has them too."""
     for baseline, plan in pairs:
         if _diverged(plan) and not _diverged(baseline):
             how = plan.reason or "losses were NaN or infinite"
@@ -91,6 +93,7 @@ def _diverged(trial: Trial) -> bool:
 
 
 def _compare_losses(pairs: Sequence[_Pair], findings: _Findings) -> None:
+    """Compare training losses, and validation losses if there are any."""
     if not pairs:
         findings.open.append("no pair of runs was measured on both sides")
         return
@@ -128,7 +131,7 @@ def _losses(trial: Trial) -> Mapping[int, float]:
 
 
 def _scale(both: Sequence[tuple[float, float]]) -> float:
-    """Return what a change is a share of: the baseline's mean loss; losses may be negative, or all 0."""
+    """Return the unit of relative changes: the size of the baseline's mean loss, else of the plan's, else 1."""
     for side in (0, 1):
         if both and (mean := abs(statistics.fmean(values[side] for values in both))) > 0:
             return mean
@@ -136,10 +139,10 @@ def _scale(both: Sequence[tuple[float, float]]) -> float:
 
 
 def _compare_validations(pairs: Sequence[_Pair], findings: _Findings) -> None:
-    """Compare validation losses, which may refute parity but not leave it open for being noisy.
+    """Compare validation losses. They may refute parity, but noise in them does not leave it open.
 
-    A few validations of a few short runs seldom show small changes. That evaluation computes the same is for the
-    check to say, which compares a model's outputs in eval mode on the same weights.
+    A few validations of a few short runs seldom show small changes. Whether evaluation computes the same is the
+    check's job, which compares the model's outputs in eval mode on the same weights.
     """
     courses = [_validations(pair) for pair in pairs]
     if not all(courses):
@@ -158,7 +161,11 @@ def _compare_validations(pairs: Sequence[_Pair], findings: _Findings) -> None:
 
 
 def _of_validations(courses: Sequence[Sequence[tuple[float, float]]]) -> Estimate | None:
-    """Return the change of the validation loss: of one or two pairs, from the validations of each but the first."""
+    """Return the mean change of the validation loss; None if there are too few validations for an interval.
+
+    From three pairs on, each pair contributes the mean of its later half. With one or two pairs, the interval comes
+    from the validations within each pair, without the first.
+    """
     changes = [[(mine - base) / _scale(course[-1:]) for base, mine in course] for course in courses]
     if len(courses) > 2:
         return mean_of([statistics.fmean(course[len(course) // 2 :]) for course in changes])
@@ -168,7 +175,7 @@ def _of_validations(courses: Sequence[Sequence[tuple[float, float]]]) -> Estimat
 
 
 def _validations(pair: _Pair) -> list[tuple[float, float]]:
-    """Return both losses of each validation behind the first training step, as far as both sides have them."""
+    """Return both losses of each validation after the first training step that both sides have."""
     sides = [[one for one in _evidence(trial).validations if one.step > 0] for trial in pair]
     both = zip(*sides, strict=False)
     return [(base.loss, mine.loss) for base, mine in both if base.loss == base.loss and mine.loss == mine.loss]
@@ -202,7 +209,7 @@ def _signed(change: float) -> str:
 
 
 def _compare_batches(pairs: Sequence[_Pair], findings: _Findings) -> None:
-    """Compare how many batches each complete pass has, and how many steps lie before each validation."""
+    """Compare the number of batches of each complete pass, and the number of steps before each validation."""
     counts = []
     for pair in pairs:
         for what, read in (("batches in a pass", _batches), ("steps before a validation", _steps)):
@@ -220,9 +227,9 @@ def _compare_batches(pairs: Sequence[_Pair], findings: _Findings) -> None:
 
 
 def _batches(evidence: Evidence) -> dict[tuple[int, int], int]:
-    """Return the batches of each complete pass that was trained on, by its loader and its number among the loader's.
+    """Return the number of batches of each complete training pass: (loader, number of the pass) -> batches.
 
-    A pass is complete if another began behind its end; what was open when the trial ended was cut short.
+    A pass is complete if another began after its end. The pass that was open when the trial ended was cut short.
     """
     last = max((over.start for over in evidence.passes), default=0.0)
     found: dict[tuple[int, int], int] = {}
@@ -235,18 +242,18 @@ def _batches(evidence: Evidence) -> dict[tuple[int, int], int]:
 
 
 def _steps(evidence: Evidence) -> dict[tuple[int, int], int]:
-    """Return the steps before each validation; where steps are batches, passes tell it better."""
+    """Return the steps before each validation; {} if steps are batches, since then passes show it better."""
     seen = evidence.validations if evidence.step_of == "optimizer" else ()
     return {(0, number): one.step for number, one in enumerate(seen)}
 
 
 def _compare_steps(pairs: Sequence[_Pair], findings: _Findings) -> None:
-    """Compare which batches the steps were on, as far as their losses tell."""
+    """Compare which batch each step trained on, as far as the losses show it."""
     for pair in pairs:
         base, mine = (_losses(trial) for trial in pair)
         first = min(base.keys() & mine.keys(), default=None)
-        # On the same weights and the same batch; a script that collects its batches in a list before it trains on
-        # them has steps of which some are not seen, and others on each side.
+        # The first step has the same weights and batch on both sides, so a large difference means that steps do not
+        # match: a script that collects batches in a list first has steps that are not seen, different ones each time.
         if first is not None and abs(mine[first] - base[first]) > _FIRST * _scale([(base[first], mine[first])]):
             findings.open.append(
                 f"the two runs begin with other losses ({base[first]:.4g}, under the plan {mine[first]:.4g}, with "

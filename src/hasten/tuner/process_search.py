@@ -1,4 +1,4 @@
-"""The search with a process for each block, for scripts that cannot be tuned while they run."""
+"""The search with one process per question, for scripts whose techniques cannot be switched while they run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hasten.techniques import Liveness
 from hasten.tuner.found import Found
 from hasten.tuner.trial import Trial, Trials
 
-_TIMEOUT = 150.0  # seconds, beyond four times the longest trial so far, after which one hangs
+_TIMEOUT = 150.0  # seconds, plus four times the longest trial so far, after which a trial counts as hung
 _MOST_CRASHES = 4
 
 
@@ -24,16 +24,16 @@ def search_apart(
     say: Callable[[str], None],
     on_block: Callable[[Measured], None],
 ) -> None:
-    """All on first, then what the posterior doubts is left out, one process a question.
+    """Measure all techniques on, then leave out what the posterior doubts, each set in a process of its own.
 
     Args:
-        trials: Where they run.
-        found: What the search knows; it is added to.
-        baseline: The script as it is, measured already.
-        steps: Of the full training: in a short one nothing is compiled.
+        trials: Runs the processes.
+        found: State of the search, which is updated.
+        baseline: Trial of the unchanged script.
+        steps: Steps of the full training; `compile` is left out if they are too few to pay for it.
         until: Moment (`time.monotonic`) at which the search ends.
-        say: Progress, a line each.
-        on_block: Is told of each trial as of a block.
+        say: Called with each line of progress.
+        on_block: Called with each trial, in the form of a block.
     """
     course, crashes, longest = found.course, 0, baseline.seconds
     _saw(found, baseline, frozenset(), "baseline", on_block)
@@ -44,7 +44,7 @@ def search_apart(
         plan = {course.candidates[i].name: course.candidates[i].setting for i in sorted(wish)}
         trial = trials.run(plan, timeout=4 * longest + _TIMEOUT)
         if trial.outcome == "timeout" and time.monotonic() >= trials.deadline:
-            # Four times as long as the trials before, say, beside other work: nobody knows that it would have hung.
+            # The budget ended it before it counted as hung: on a busy machine it may only have been slow.
             found.would_ask.append(f"{', '.join(plan) or 'the script as it is'}: it took longer than the budget")
             break
         longest = max(longest, trial.seconds) if trial.ok else longest
@@ -60,7 +60,7 @@ def search_apart(
 
 
 def _saw(found: Found, trial: Trial, on: frozenset[int], part: str, on_block: Callable[[Measured], None]) -> bool:
-    """Take a trial as a block; whether it measured anything."""
+    """Add a trial to the search as a block. Return whether it measured anything."""
     began = time.monotonic() - trial.seconds
     if trial.timing is None:
         block = Measured(began, trial.seconds, 1, tuple(sorted(on)), part, trouble=f"{trial.outcome}: {trial.reason}")
@@ -76,7 +76,7 @@ def _saw(found: Found, trial: Trial, on: frozenset[int], part: str, on_block: Ca
 
 
 def _blame(found: Found, trial: Trial, on: frozenset[int], say: Callable[[str], None]) -> None:
-    """What never ran before is off for good; where that is more than one, they are added one by one from here on."""
+    """Switch off for good the one candidate that never ran before; if there are several, add them singly from here."""
     course = found.course
     ran = {i for block in found.blocks if not block.trouble for i in block.on}
     new = on - ran

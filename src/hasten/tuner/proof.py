@@ -1,6 +1,6 @@
-"""Proof: what a tune measured, as plain data; written to `hasten-report.json`.
+"""Proof: everything a tune measured, as plain data, written to `hasten-report.json`.
 
-The fields are documented for users in `docs/report-schema.md`; `SCHEMA` changes when their meaning does.
+`docs/report-schema.md` documents the fields for users; `SCHEMA` changes when their meaning does.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SCHEMA = "hasten-report/2"
 
 
 def in_words(ratio: Ratio) -> str:
-    """A ratio with its interval in short: "1.83x [1.75, 1.90]"."""
+    """Return a ratio with its interval as text: "1.83x [1.75, 1.90]"."""
     return f"{ratio.ratio:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
 def beside_others(disturbed: float | None) -> str:
-    """What makes a figure doubtful that others disturbed: " while others took 45 % of the CPU"; "" for a quiet one."""
+    """Return the caveat of a disturbed figure (" while others took 45 % of the CPU"); "" for a quiet one."""
     return "" if disturbed is None else f" while others took {percent(disturbed)} of the CPU"
 
 
@@ -45,7 +45,7 @@ class Answer(StrEnum):
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster: baseline time / plan time, with its interval."""
+    """Speed-up: baseline time / plan time, with its interval."""
 
     ratio: float
     low: float
@@ -55,10 +55,10 @@ class Ratio:
 
 @dataclass(frozen=True)
 class FullRun:
-    """The whole training, estimated from the trials: start-up, first epoch, later epochs.
+    """The full training's time, estimated from trials: start-up, first epoch, later epochs.
 
-    `epochs_known_from` says where the number of epochs was read ("--epochs 90" on the command line), or that
-    it is assumed.
+    `epochs_known_from` says where the number of epochs comes from ("--epochs 90" on the command line), or that it is
+    assumed.
     """
 
     epochs: int
@@ -101,10 +101,10 @@ class Parity:
     """Whether the plan trains to the same losses.
 
     Attributes:
-        answer: Holds, does not hold, not known.
-        test: How that was judged, in a sentence.
-        checks: What was compared between paired runs.
-        note: What else there is to say.
+        answer: Holds, does not hold, or not known.
+        test: How it was judged, in a sentence.
+        checks: Quantities compared between paired runs.
+        note: Reasons and remarks.
     """
 
     answer: Answer
@@ -115,7 +115,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory in bytes: of the whole process tree, and of the GPU where there is one."""
+    """Peak memory in bytes: of the whole process tree, and of the GPU if there is one."""
 
     baseline_bytes: int
     plan_bytes: int
@@ -128,12 +128,12 @@ class KeptTechnique:
     """A technique of the plan.
 
     Attributes:
-        contribution: How many times faster a step is with it than without, the rest of the plan on.
+        contribution: Speed-up of a step by this technique, with the rest of the plan on.
         contribution_low: Lower end of its 95 % interval.
-        contribution_high: Upper end.
-        helps: Probability that it helps at all, from 0 to 1; None where it was not asked apart from others.
-        blocks: Blocks that it was measured in, on or off; trials where the proof is not `warm`.
-        why: What of the evidence speaks for it.
+        contribution_high: Upper end of the interval.
+        helps: Probability that it helps at all, from 0 to 1; None if it was not measured separately.
+        blocks: Number of blocks in which it was on (trials, if the proof is not `warm`).
+        why: What in the evidence speaks for it.
     """
 
     name: str
@@ -149,13 +149,13 @@ class KeptTechnique:
 
 @dataclass(frozen=True)
 class Tried:
-    """A setting that was measured.
+    """A setting that was tried.
 
     Attributes:
         outcome: kept, lost, dropped, crashed, timeout, out of memory, nan.
-        ratio: How many times faster a step is with it than without; `low` and `high` are its 95 % interval.
-        helps: Probability that it helps at all, from 0 to 1; None where that is not known.
-        blocks: Blocks that it was measured in, on or off; trials where the proof is not `warm`.
+        ratio: Speed-up of a step by it; `low` and `high` are the 95 % interval.
+        helps: Probability that it helps at all, from 0 to 1; None if unknown.
+        blocks: Number of blocks in which it was on (trials, if the proof is not `warm`).
     """
 
     name: str
@@ -171,20 +171,19 @@ class Tried:
 
 @dataclass(frozen=True)
 class Block:
-    """Some steps of the warm process under one set of techniques.
+    """Some measured steps of a running process under one set of techniques.
 
     Attributes:
         at: Seconds since the tune began.
-        seconds: How long its measured steps took.
-        steps: How many they are.
-        step_seconds: Their mean length; of a block in trouble it may be 0.
-        on: What was on: names, or `name=setting` where a technique has several settings here; empty for the
-            script as it was.
-        part: "all on", "search", "compile" or "claim".
-        trouble: Why it was not counted; "" for a good block.
-        taken: Share of the CPU that others (other processes, the hypervisor) took meanwhile, from 0 to 1; None where
-            that could not be seen.
-        disturbed: Whether its pace may be due to that.
+        seconds: Total seconds of its measured steps.
+        steps: Number of measured steps.
+        step_seconds: Mean seconds per step; may be 0 for a block that does not count.
+        on: Techniques that were on: names, or `name=setting` for one with several settings here; empty for the
+            unchanged script.
+        part: "as it is", "all on", "search", "play-off", "compile" or "claim".
+        trouble: Why it does not count; "" if it does.
+        taken: Share of the CPU that others (other processes, the hypervisor) took, from 0 to 1; None if unknown.
+        disturbed: Whether that may have changed its pace.
     """
 
     at: float
@@ -200,13 +199,13 @@ class Block:
 
 @dataclass(frozen=True)
 class MachineNoise:
-    """How much else happened on the machine meanwhile.
+    """How busy the machine was otherwise.
 
     Attributes:
-        steal: Share of CPU time that the hypervisor gave to others, from 0 to 1; None where it is not told.
-        others: Share of all cores that other processes kept busy, from 0 to 1 (0.4 of 2 cores is 0.8 cores); None
-            where that could not be seen.
-        scatter: Standard deviation of a block's pace around what the model of the blocks expects, as a fraction.
+        steal: Share of CPU time that the hypervisor gave to others, from 0 to 1; None if it is not reported.
+        others: Share of all cores that other processes used, from 0 to 1 (0.4 of 2 cores is 0.8 cores); None if
+            unknown.
+        scatter: Standard deviation of a block's pace around the model's prediction, as a fraction.
     """
 
     steal: float | None
@@ -216,9 +215,9 @@ class MachineNoise:
 
 @dataclass(frozen=True)
 class Pair:
-    """Seconds per steady step of one baseline process and the plan's process beside it, same seed.
+    """Seconds per steady step of a baseline process and of the plan's process beside it, with the same seed.
 
-    `disturbed` is the share of the CPU that others took of them, from 0 to 1; None where nobody disturbed them.
+    `disturbed` is the share of the CPU that others took meanwhile, from 0 to 1; None if they were not disturbed.
     """
 
     seed: int
@@ -229,7 +228,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Curves:
-    """Training loss by step, one line a seed, thinned to at most 200 points."""
+    """Training loss by step, one curve per seed, thinned to at most about 200 points."""
 
     steps: tuple[int, ...]
     baseline: tuple[tuple[float, ...], ...]
@@ -256,18 +255,19 @@ class Proof:
     """Everything one `hasten tune` measured.
 
     Attributes:
-        speedup: The claim: baseline and plan in turn, A B B A, on blocks measured after the plan was chosen.
-        speedup_how: How that was measured, in a sentence.
-        disturbed: Share of the CPU that others took while the claim was measured, from 0 to 1: then it is not proven;
-            None where it was measured on a quiet machine, or that could not be seen.
-        epoch_speedup: The same with validation and the starts of passes, from pairs of fresh processes.
-        phases: Mean seconds of each phase of a step, "baseline" and "plan", from the blocks of the claim: their
-            sums have the ratio of `speedup`, or the page says that they have not.
-        pairs: Pairs of fresh processes, which also hold what a warm process hides (start-up, caches).
-        warm: Whether blocks in one process decided; else trials in processes of their own did, and `notes` says why.
-        spent_seconds: What the seconds used went to: stage -> seconds.
-        would_ask: What tune would still ask with more time, a sentence each, without a full stop.
-        blocks: The course of the search.
+        speedup: The claim: baseline and plan in turn (A B B A), in blocks measured after the plan was chosen.
+        speedup_how: How it was measured, in a sentence.
+        disturbed: Share of the CPU that others took while the claim was measured, from 0 to 1; then it is not proven.
+            None if it was not disturbed, or that could not be seen.
+        epoch_speedup: Speed-up of whole epochs, with validation and the start of passes, from pairs of fresh processes.
+        phases: Mean seconds of each phase of a step, "baseline" and "plan", from the blocks of the claim. If their
+            sums do not have the ratio of `speedup`, the page says so.
+        pairs: Pairs of fresh processes, which include what a running process hides (start-up, filling caches).
+        warm: Whether the search measured blocks of one running process; otherwise trials in separate processes, and
+            `notes` says why.
+        spent_seconds: Stage -> seconds it took.
+        would_ask: What tune would still measure with more time, one sentence each, without a full stop.
+        blocks: All blocks in order.
     """
 
     created: str
@@ -304,7 +304,7 @@ class Proof:
 
     @property
     def proven(self) -> Answer:
-        """Whether the plan is faster and trains alike: both shown, one of them refuted, or something not looked at."""
+        """Whether the plan is faster and trains alike: shown, refuted, or (partly) not known."""
         checked = self.check.ok if self.check is not None else None
         if checked is False or self.parity.answer is Answer.DOES_NOT:
             return Answer.DOES_NOT
@@ -318,20 +318,20 @@ class Proof:
 
     @property
     def fresh(self) -> float | None:
-        """How many times faster the plan was in the pairs of fresh processes (their median); None without a pair."""
+        """Median speed-up of the pairs of fresh processes; None without a pair."""
         ratios = [pair.baseline / pair.plan for pair in self.pairs if pair.plan > 0]
         return statistics.median(ratios) if ratios else None
 
     def without_paths(self) -> Proof:
-        """Return this proof as it is shown: no path of the machine in it, but relative to the working folder."""
+        """Return this proof with all paths relative to the working folder, as it is shown and written."""
         return without_paths(self)
 
     def to_json(self) -> str:
-        """This proof as the text of `hasten-report.json`; paths are relative to the working folder."""
+        """Return the text of `hasten-report.json`, with paths relative to the working folder."""
         return json.dumps(dataclasses.asdict(self.without_paths()), indent=1, allow_nan=False) + "\n"
 
     def write(self, path: Path) -> None:
-        """Write `hasten-report.json`, whole or not at all."""
+        """Write `hasten-report.json` atomically."""
         files.write_own(path, self.to_json(), "the report", is_report, "name another folder with --out")
 
     @classmethod
@@ -339,7 +339,7 @@ class Proof:
         """Read a `hasten-report.json`.
 
         Raises:
-            HastenError: The file is missing, is not JSON, or is of another schema.
+            HastenError: The file is missing, is not JSON, or has another schema.
         """
         advice = "run `hasten tune` again to write a new one"
         return read_plain(cls, path, SCHEMA, "a report", advice, missing="no such report:")

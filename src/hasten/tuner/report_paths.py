@@ -1,4 +1,4 @@
-"""Paths as a report names them: relative to the working folder, so that it says nothing of whose machine it was."""
+"""Shorten paths for reports: relative to the working folder, so that a report reveals nothing about the machine."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hasten.evidence.plain import with_texts
 
 Plain = TypeVar("Plain")
 
-_BEFORE = r"(?:(?<![\w.~/-])|(?<=://))"  # not in the middle of another path, but behind "file://"
-_SCRATCH = r"hasten-(?:[a-z]+-)?[a-z0-9_]{8}(?![\w-])"  # what `tempfile` makes of the prefixes that hasten gives
+_BEFORE = r"(?:(?<![\w.~/-])|(?<=://))"  # not in the middle of another path, but after "file://"
+_SCRATCH = r"hasten-(?:[a-z]+-)?[a-z0-9_]{8}(?![\w-])"  # names that `tempfile` makes from hasten's prefixes
 
 
 def shorten(text: str) -> str:
     """Return text without the machine's own paths.
 
-    The working folder goes ("/home/ann/job/train.py" -> "train.py"), the home becomes "~", and hasten's temporary
-    folder "<scratch>". Other paths stay.
+    The working folder is removed ("/home/ann/job/train.py" -> "train.py"), the home folder becomes "~", and hasten's
+    temporary folder "<scratch>". Other paths stay.
     """
     if "/" not in text:
         return text
@@ -37,7 +37,7 @@ def without_paths(value: Plain) -> Plain:
 
 @cache
 def _patterns(folders: tuple[str, ...], home: str, temporary: str) -> list[tuple[re.Pattern[str], str]]:
-    """Return replacements in order; the working folder first, unless the temporary one lies inside it."""
+    """Return (pattern, replacement) pairs in order: working folder first, unless the scratch folder is inside it."""
     working = [pair for folder in folders for pair in _folder(folder, "", ".")]
     scratch = [(re.compile(_BEFORE + re.escape(temporary) + "/" + _SCRATCH), "<scratch>")]
     inside = any(temporary.startswith(f"{folder}/") for folder in folders)
@@ -45,7 +45,7 @@ def _patterns(folders: tuple[str, ...], home: str, temporary: str) -> list[tuple
 
 
 def _folder(folder: str, inside: str, itself: str) -> list[tuple[re.Pattern[str], str]]:
-    """How paths inside a folder are replaced, and how the folder itself is."""
+    """Return the replacements for paths inside a folder, and for the folder itself."""
     start = _BEFORE + re.escape(folder)
     return [
         (re.compile(start + r"/+(?=[^\s/'\")\],:;])"), inside),
@@ -54,10 +54,10 @@ def _folder(folder: str, inside: str, itself: str) -> list[tuple[re.Pattern[str]
 
 
 def _working_folders() -> tuple[str, ...]:
-    """The working folder, also by the links that led there."""
+    """Return the working folder, also under the name by which symbolic links led there (`PWD`)."""
     try:
         folder = str(Path.cwd())
-    except OSError:  # it was deleted meanwhile
+    except OSError:  # the folder was deleted
         return ()
     named = os.environ.get("PWD", "")
     linked = [named] if named != folder and Path(named).is_absolute() and _same(named, folder) else []
@@ -67,7 +67,7 @@ def _working_folders() -> tuple[str, ...]:
 def _home() -> str:
     try:
         home = str(Path.home())
-    except RuntimeError:  # a user without one
+    except RuntimeError:  # a user without a home folder
         return ""
     return home.rstrip("/") if Path(home).is_absolute() else ""
 

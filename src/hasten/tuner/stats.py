@@ -1,4 +1,4 @@
-"""The statistics behind a claim: bootstrap intervals of ratios, and intervals of means of a few runs or windows."""
+"""Statistics behind a claim: bootstrap intervals of ratios, and intervals of means over a few runs or windows."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def ratio_of(
     value: Callable[[Timing, float], float] = lambda timing, step: timing.cost_of(step),
     confidence: float = 0.95,
 ) -> Ratio:
-    """How many times less the second of each pair takes, with a bootstrap interval.
+    """Return the ratio of the first to the second of each pair, with a bootstrap interval.
 
-    Pairs are drawn again with replacement, and within each the blocks of steps, so the interval holds both how
-    much processes differ and how much steps do.
+    Pairs are resampled with replacement, and blocks of steps within each pair, so the interval covers the differences
+    between processes and those between steps.
 
     Args:
-        pairs: (baseline, other) of trials measured one after the other.
-        value: What is compared, given a timing and the seconds of a steady step.
-        confidence: Of the interval.
+        pairs: (baseline, other) timings, measured one right after the other.
+        value: Quantity to compare, given a timing and the seconds of a steady step.
+        confidence: Coverage of the interval.
     """
     draw = random.Random(0)
 
@@ -50,11 +50,11 @@ def ratio_of(
 
 
 def steps_of(pairs: Sequence[tuple[Timing, Timing]]) -> Ratio:
-    """How many times less a steady step of the second of each pair takes, as far as so many processes can tell.
+    """Return the ratio of a steady step, first to second of each pair, with an interval for so few processes.
 
-    Blocks of one process lie closer together than two processes of one script do, and the bootstrap of few pairs is too
-    narrow: of two processes alike it called one faster in 38 of 100 single pairs, and in 15 of 100 times three. So the
-    interval is Student's over the pairs where that is wider; that of a single pair, which tells nothing of it, holds 1.
+    Blocks of one process differ less than two processes of one script do, so the bootstrap of a few pairs is too
+    narrow: of two equal processes it called one faster in 38 of 100 single pairs, and in 15 of 100 sets of three. So
+    Student's interval over the pairs is used where it is wider; the interval of a single pair always includes 1.
     """
     found = ratio_of(pairs, lambda _, step: step)
     between = middle_of([math.log(one.step / other.step) for one, other in pairs])
@@ -63,11 +63,11 @@ def steps_of(pairs: Sequence[tuple[Timing, Timing]]) -> Ratio:
 
 
 def mean_of_course(values: Sequence[float]) -> Estimate | None:
-    """Return the mean of a course of values, each of which may depend on those before it; None for fewer than ten.
+    """Return the mean, with interval, of a series of autocorrelated values; None for fewer than ten.
 
-    By batch means: windows that are long beside the dependence are about independent of each other. Nobody knows
-    how long that is, so ten windows and five of twice the length are tried, and the wider interval counts: where
-    values depend on each other over longer than a window, the means of long windows differ more than chance has it.
+    Uses batch means: windows that are long compared with the correlation are nearly independent of each other. That
+    length is unknown, so ten windows and five of twice the length are tried, and the wider interval counts: values that
+    are correlated over more than a window make the means of longer windows differ more.
     """
     estimates = [_by_windows(values, count) for count in _WINDOWS if len(values) >= _WINDOWS[0]]
     return Estimate(statistics.fmean(values), max(one.half for one in estimates)) if estimates else None
@@ -75,7 +75,7 @@ def mean_of_course(values: Sequence[float]) -> Estimate | None:
 
 def _by_windows(values: Sequence[float], count: int) -> Estimate:
     length = len(values) // count
-    first = len(values) - length * count  # what is left over is left out where the course begins
+    first = len(values) - length * count  # the remainder is left out at the start of the series
     means = [statistics.fmean(values[at : at + length]) for at in range(first, len(values), length)]
     estimate = mean_of(means)
     assert estimate is not None
@@ -83,11 +83,11 @@ def _by_windows(values: Sequence[float], count: int) -> Estimate:
 
 
 def mean_of_pairs(pairs: Sequence[Estimate]) -> Estimate:
-    """Return the mean of what several pairs of runs show, each with its own interval: the more careful of two.
+    """Return the mean over pairs of runs, each with its own interval, and the wider of two intervals.
 
-    One interval is put together from those within the pairs. The other comes from how much the pairs differ: what
-    stays different through the whole of a pair, since its two runs drifted apart early on, no course of one pair
-    shows. Three pairs or more give it by Student's t; of two, both must lie in the interval.
+    One combines the intervals within the pairs. The other comes from the differences between the pairs: if the two runs
+    of a pair drift apart early and stay apart, the series of that pair does not show it. From three pairs on it is
+    Student's t; with two pairs, it spans both means.
     """
     means = [pair.mean for pair in pairs]
     within = math.sqrt(sum(pair.half**2 for pair in pairs)) / len(pairs)

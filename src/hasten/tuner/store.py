@@ -1,7 +1,7 @@
-"""Store: what a tune learned of a training, kept beside its plan, so that the next tune goes on from there.
+"""Store what a tune learned about a training beside its plan, so that the next tune continues from there.
 
-One JSON file a training, a machine and versions, in `.hasten/`. Nothing in it is needed: a file that is damaged,
-or somebody else's, is said in a line and ignored.
+There is one JSON file per combination of training, machine and versions, in `.hasten/`. None of it is needed: a file
+that is damaged or not hasten's is reported in one line and ignored.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FOLDER = ".hasten"
 _MOST_BYTES = 1 << 20
 _MOST_FILES = 200
 _MOST_ROWS = 300
-_LEAST_SPREAD = 0.03  # of log(seconds per step): what blocks of another hour leave open, however many they were
-_WIDER, _MUCH_WIDER = 1.5, 3.0  # where all is the same; where the script or its arguments are others
-_KNOWN = 0.06  # spread up to which an effect counts as measured; beyond it is an expectation like any other
+_LEAST_SPREAD = 0.03  # of log(seconds per step): uncertainty that remains about another hour, with any number of blocks
+_WIDER, _MUCH_WIDER = 1.5, 3.0  # factors on deviations: for the same training; if script or arguments changed
+_KNOWN = 0.06  # standard deviation up to which an effect counts as measured; above, it is a mere expectation
 _EARLIER = "in an earlier tune: "
-_MOST = 3.0  # of log(seconds per step): no technique does more, whatever a file says
+_MOST = 3.0  # of log(seconds per step): no technique has a larger effect, so a file that says so is invalid
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Learned:
     """Results for one setting.
 
     Attributes:
-        name: The technique's.
+        name: Name of the technique.
         setting: The setting.
         mean: Change of log(seconds per step) when it is on beside the plan; negative is faster.
-        spread: Standard deviation.
-        blocks: Blocks in which it was on.
-        validation: Mean and spread of the same for a batch of validation, alone, where that was seen.
-        off: Why it is off for good; "" where it is not.
+        spread: Standard deviation of that change.
+        blocks: Number of blocks in which it was on.
+        validation: (mean, standard deviation) of its effect on a batch of validation; None if not measured.
+        off: Why it is off for good; "" if it is not.
     """
 
     name: str
@@ -62,18 +62,17 @@ class Learned:
 
 @dataclass(frozen=True)
 class Stored:
-    """The file.
+    """Content of a store file.
 
     Attributes:
-        key: What it holds for.
+        key: Training, machine and versions that it holds for.
         date: When the tune ended, ISO 8601.
         plan: The plan that was found: technique -> setting.
-        speedup: How many times faster it was, and the 95 % interval.
-        proven: The answer to whether that is proven.
-        learned: Of each setting that was measured, or is off for good.
-        prior: All effects together, for the next tune's search.
-        disturbed: Share of the CPU that others took while the claim was measured, from 0 to 1; None where they
-            disturbed nothing.
+        speedup: The speed-up, and the ends of its 95 % interval.
+        proven: Whether that was proven: an `Answer`.
+        learned: Results of each setting that was measured, or is off for good.
+        prior: Joint estimate of all effects, for the next tune's search.
+        disturbed: Share of the CPU that others took while the claim was measured, from 0 to 1; None if undisturbed.
     """
 
     key: Key
@@ -92,10 +91,10 @@ class Recalled:
     """Knowledge of a training from an earlier tune.
 
     Attributes:
-        said: A line for the person: what it is, or what changed.
-        learned: By `Candidate.key`; empty where what was known is not used.
-        prior: The search's expectation: what was known, widened so that new blocks can overturn it.
-        same: Nothing changed, and others disturbed nothing: what was measured counts as such.
+        said: Line for the user: what is reused, or what changed.
+        learned: Results by `Candidate.key`; empty if they are not used.
+        prior: Prior of the search: the earlier estimate, widened so that new blocks can overturn it.
+        same: Whether nothing changed and the earlier tune was undisturbed, so that its measurements count as such.
     """
 
     said: str
@@ -108,19 +107,19 @@ class Recalled:
 
 
 def remember(folder: Path, key: Key, found: Found, proof: Proof) -> str:
-    """Keep what a tune learned; say why in a line where that was not possible, else "".
+    """Store what a tune learned. Return why that was not possible, in a line; "" if it was.
 
     Args:
-        folder: The store, beside the plan; made where it is missing.
-        key: Of the training.
-        found: What the search learned.
-        proof: What came of it.
+        folder: The store, beside the plan; created if it is missing.
+        key: Key of the training.
+        found: Result of the search.
+        proof: Proof of the tune.
     """
     learned, prior = _learned(found), found.course.prior()
     if not learned:
         return ""
     for _, before in _of(folder, key, []):
-        if before.key == key:  # what this tune did not ask, as under --only, stays known
+        if before.key == key:  # keep results of settings that this tune did not try (under --only, say)
             now = {_name(one) for one in learned}
             learned += tuple(one for one in before.learned if _name(one) not in now)
             prior = prior.beside(before.prior)
@@ -143,14 +142,14 @@ def remember(folder: Path, key: Key, found: Found, proof: Proof) -> str:
 
 
 def _text(stored: Stored) -> str:
-    """JSON with a line for each field, so that a repository shows what changed."""
+    """Return JSON with one line per field, so that diffs in a repository are readable."""
     fields = dataclasses.asdict(stored).items()
     lines = (f" {json.dumps(name)}: {json.dumps(value, allow_nan=False, ensure_ascii=False)}" for name, value in fields)
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _learned(found: Found) -> tuple[Learned, ...]:
-    """Yield what a search knows of each setting that was measured, now or before, or that is off for good."""
+    """Return the results of each setting that was measured, now or in an earlier tune, or that is off for good."""
     course = found.course
     learned = []
     for index, (one, estimate) in enumerate(zip(course.candidates, course.estimates(found.chosen), strict=True)):
@@ -167,11 +166,11 @@ def _learned(found: Found) -> tuple[Learned, ...]:
 
 
 def recall(folder: Path, key: Key) -> Recalled | None:
-    """Look up what is known of a training; None where it was never tuned here.
+    """Return what earlier tunes learned about a training; None if it was never tuned here.
 
     Args:
         folder: The store; it may be missing.
-        key: Of the training.
+        key: Key of the training.
     """
     trouble: list[str] = []
     known = sorted(_of(folder, key, trouble), key=lambda pair: pair[1].date, reverse=True)
@@ -183,11 +182,11 @@ def recall(folder: Path, key: Key) -> Recalled | None:
 
 
 def _best(known: Sequence[tuple[Path, Stored]], key: Key) -> Recalled | None:
-    """Of the latest tune of the same training; else of one whose effects hold here too; else only what changed."""
+    """Return the latest tune of the same training; else of one whose effects apply here; else only what changed."""
     for path, stored in known:
         if stored.key == key:
             said = f"goes on from what the tune of {_day(stored)} learned ({path.parent.name}/{path.name})"
-            if stored.disturbed is not None:  # on a quiet machine it may all be otherwise
+            if stored.disturbed is not None:  # on a quiet machine all effects may differ
                 said += f"{beside_others(stored.disturbed)}: it counts for less"
             return _recalled(stored, said, same=stored.disturbed is None)
     for _, stored in known:
@@ -198,14 +197,14 @@ def _best(known: Sequence[tuple[Path, Stored]], key: Key) -> Recalled | None:
 
 
 def applied(candidates: Sequence[Candidate], recalled: Recalled | None) -> tuple[Candidate, ...]:
-    """Return candidates that expect what an earlier tune found, with spreads widened."""
+    """Return the candidates with an earlier tune's estimates as their priors, deviations widened."""
     if recalled is None or recalled.prior is None:
         return tuple(candidates)
     return tuple(_with(one, recalled, recalled.prior) for one in candidates)
 
 
 def drop_again(course: Course, recalled: Recalled | None) -> None:
-    """Keep off what crashed, hung or broke its word in the very same training."""
+    """Switch off candidates that crashed, hung or broke their promise in an earlier tune of the same training."""
     if recalled is None or not recalled.same:
         return
     for index, one in enumerate(course.candidates):
@@ -241,7 +240,7 @@ def _recalled(stored: Stored, said: str, same: bool) -> Recalled:
 
 
 def _of(folder: Path, key: Key, trouble: list[str]) -> Iterator[tuple[Path, Stored]]:
-    """Yield what is kept of this script, on any machine; files that are none are told to `trouble`."""
+    """Yield the stored files of this script, on any machine. Append problems with invalid files to `trouble`."""
     name = re.compile(re.escape(key.stem) + r"-[0-9a-f]{12}\.json")
     try:
         paths = sorted(path for path in folder.iterdir() if name.fullmatch(path.name))[:_MOST_FILES]

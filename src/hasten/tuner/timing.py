@@ -1,4 +1,4 @@
-"""Reads a trial's evidence as times: of a steady step, of a whole epoch, of everything that happens once."""
+"""Compute times from a trial's evidence: of a steady step, of a whole epoch, of everything that happens once."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _BLOCKS = 12
 
 @dataclass(frozen=True)
 class Timing:
-    """Times in seconds.
+    """Times of a training, in seconds.
 
     Attributes:
-        blocks: Mean seconds of a steady step, in blocks of consecutive steps. Steady steps leave out warm-up,
-            each pass's first step and what workers had ready at its start, and validation and checkpoints inside.
+        blocks: Mean seconds of a steady step, one value per block of consecutive steps. Not steady are warm-up steps,
+            and each pass's first step and the batches that workers had ready at its start. Validation and checkpoints
+            inside steps are left out.
         batches: Steps of a whole epoch; None for a script that trains without a DataLoader.
         rest: Seconds of a whole epoch beyond its steady steps: start of the pass, validation, checkpoints.
-        startup: Seconds that the whole training pays once: imports, set-up, compilation, a cache's first fill.
+        startup: Seconds that the training pays once: imports, set-up, compilation, the first fill of a cache.
         phases: Mean seconds of each phase of a steady step.
     """
 
@@ -36,29 +37,29 @@ class Timing:
 
     @property
     def epoch(self) -> float | None:
-        """Seconds of a whole epoch, estimated from what was measured of a shortened one."""
+        """Seconds of a whole epoch, estimated from a shortened one."""
         return None if self.batches is None else self.epoch_of(self.step)
 
     def epoch_of(self, step: float) -> float:
-        """Seconds of a whole epoch if a steady step took `step`."""
+        """Return the seconds of a whole epoch if a steady step took `step`."""
         return (self.batches or 0) * step + self.rest
 
     @property
     def cost(self) -> float:
-        """Seconds per step, with the epoch's other costs spread over its steps: a trial is judged by it."""
+        """Seconds per step, with the epoch's other costs spread over its steps. Trials are compared by it."""
         return self.cost_of(self.step)
 
     def cost_of(self, step: float) -> float:
-        """`cost` if a steady step took `step`."""
+        """Return `cost` if a steady step took `step`."""
         return step if not self.batches else self.epoch_of(step) / self.batches
 
 
 def timing_of(evidence: Evidence, process_seconds: float) -> Timing | None:
-    """Read the times of a trial; None when it has too few steps to say anything.
+    """Return the times of a trial; None if it has too few steps.
 
     Args:
-        evidence: What the trial left behind.
-        process_seconds: How long its process lived, which also counts what came before the import of torch.
+        evidence: Evidence of the trial.
+        process_seconds: Lifetime of its process, which includes the time before torch was imported.
     """
     passes = [over for over in evidence.passes if over.trained and over.batches]
     net = list(map(net_seconds, evidence.step_phases))
@@ -83,7 +84,7 @@ def timing_of(evidence: Evidence, process_seconds: float) -> Timing | None:
 
 
 def _steady(evidence: Evidence, passes: list[Pass], net: list[float]) -> list[int]:
-    """Which steps are steady."""
+    """Return the indices of the steady steps."""
     steps = range(len(net))
     if evidence.step_of == "batch" and passes:
         loader = evidence.train_loader
@@ -100,7 +101,7 @@ def _steady(evidence: Evidence, passes: list[Pass], net: list[float]) -> list[in
 
 
 def _warm_up(inside: list[int], net: list[float]) -> int:
-    """How many steps at the start are slower than what comes later, compilation above all."""
+    """Return the number of warm-up steps: slow steps at the start, mostly due to compilation."""
     if len(inside) < 4:
         return 0
     later = statistics.median(net[i] for i in inside[len(inside) // 2 :])
@@ -109,21 +110,21 @@ def _warm_up(inside: list[int], net: list[float]) -> int:
 
 
 def _blocks(seconds: list[float]) -> list[float]:
-    """Means of consecutive steps: a block is as long as a burst of ready batches and the wait behind it."""
+    """Return the means of blocks of consecutive steps: a burst of ready batches and the wait after it cancel out."""
     size = max(1, len(seconds) // _BLOCKS)
     whole = len(seconds) // size * size
     return [statistics.fmean(seconds[i : i + size]) for i in range(0, whole, size)]
 
 
 def _rest(evidence: Evidence, passes: list[Pass], step: float, batches: int) -> float:
-    """Seconds of a whole epoch beyond its steady steps: the median over the passes behind the first."""
+    """Return the seconds of a whole epoch beyond its steady steps: the median over the passes after the first."""
     ends = [*(over.start for over in passes[1:]), evidence.ended_at if evidence.ended == "complete" else None]
     pairs = list(zip(passes, ends, strict=True))
     return statistics.median(_rest_of(evidence, one, end, step, batches) for one, end in pairs[1:] or pairs)
 
 
 def _rest_of(evidence: Evidence, one: Pass, end: float | None, step: float, batches: int) -> float:
-    """Seconds that one pass and what follows it, until `end`, took beyond steady steps; scaled to a whole epoch."""
+    """Return the seconds beyond steady steps of one pass and what follows until `end`, scaled to a whole epoch."""
     inside = _steps_of(evidence, one)
     starts = max(0.0, sum(evidence.step_phases[inside[0]]) - step) if inside else 0.0
     nested = sum(evidence.step_phases[i][phase] for i in inside for phase in ASIDE)
@@ -140,19 +141,19 @@ def _rest_of(evidence: Evidence, one: Pass, end: float | None, step: float, batc
 
 
 def _steps_of(evidence: Evidence, one: Pass) -> list[int]:
-    """The steps inside a pass."""
+    """Return the indices of the steps inside a pass."""
     return [i for i, at in enumerate(evidence.step_start) if one.start <= at + 1e-9 < one.end]
 
 
 def _whole_pass(over: Pass, loader: LoaderFacts) -> float:
-    """Seconds of a whole pass of validation, from those of a shortened one."""
+    """Return the seconds of a complete validation pass, given a shortened one."""
     start = over.first - over.start
     each = (over.end - over.first) / max(1, over.batches - 1) if over.batches > 1 else over.end - over.first
     return start + each * max(1, (loader.batches or over.batches) - 1)
 
 
 def _once(evidence: Evidence, passes: list[Pass], net: list[float], step: float, batches: int) -> float:
-    """Seconds paid once: until the first pass, and what the first pass took longer than a later one would."""
+    """Return the seconds paid once: until the first pass, and what that took longer than a later pass."""
     one = passes[0]
     inside = _steps_of(evidence, one)
     if not passes[1:] or len(inside) < 4:
@@ -160,14 +161,14 @@ def _once(evidence: Evidence, passes: list[Pass], net: list[float], step: float,
     slow = _warm_up(inside, net)
     stalls = sum(max(0.0, net[i] - step) for i in inside[:slow])
     cold = statistics.median(net[i] for i in inside[slow:])
-    # A cache fills at every step of the first epoch, however long the epoch is.
+    # A cache fills in every step of the first epoch, so this cost grows with the length of the full epoch.
     filling = (cold - step) * batches if cold > 1.1 * step else 0.0
     first_validation = _validation_after(evidence, one) - _validation_after(evidence, passes[-1])
     return one.start + stalls + filling + max(0.0, first_validation)
 
 
 def _validation_after(evidence: Evidence, one: Pass) -> float:
-    """Seconds of the passes without training between a training pass and the next."""
+    """Return the seconds of the validation passes between a training pass and the next."""
     later = min(
         (over.start for over in evidence.passes if over.trained and over.start > one.start),
         default=float("inf"),

@@ -1,4 +1,4 @@
-"""Identifies a training and its machine, without paths: later tunes recall by it what earlier ones learned."""
+"""Identify a training and its machine, without paths, so that later tunes can recall what earlier ones learned."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ARGUMENT = 200  # characters of one that are kept
 
 @dataclass(frozen=True)
 class Model:
-    """A model: its class, its layers by class, its parameters, and the shapes that it was first called with."""
+    """A model: its class, number of layers by class, number of parameters, and the input shapes of its first call."""
 
     name: str
     layers: dict[str, int]
@@ -30,18 +30,18 @@ class Model:
 
 @dataclass(frozen=True)
 class Key:
-    """The training and machine that a tune's knowledge holds for.
+    """Training, machine and versions for which a tune's results hold.
 
     Attributes:
-        script: The script's file, or the module.
-        code: Hash of the script's content; "" where it could not be read.
-        arguments: Of the script.
-        models: Those that are trained.
-        cpu: The processor's name.
-        cores: That the training may use.
-        gpus: Their names.
-        torch: Its version, two numbers of it.
-        hasten: Likewise.
+        script: File name of the script, or the module.
+        code: Hash of the script's content; "" if it could not be read.
+        arguments: Arguments of the script.
+        models: The models that are trained.
+        cpu: Name of the processor.
+        cores: Number of cores that the training may use.
+        gpus: Names of the GPUs.
+        torch: First two numbers of torch's version.
+        hasten: First two numbers of hasten's version.
     """
 
     script: str
@@ -56,23 +56,23 @@ class Key:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """The part that an effect of a technique depends on."""
+        """The fields on which the effects of techniques depend."""
         return self.models, self.cpu, self.cores, self.gpus, self.torch, self.hasten
 
     @property
     def file(self) -> str:
-        """Name of the file that holds what is known: one a training, a machine and versions."""
+        """File name in the store: one per training, machine and versions."""
         parts = (self.script, self.arguments, self.cpu, self.cores, self.gpus, self.torch, self.hasten)
         return f"{self.stem}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}.json"
 
     @property
     def stem(self) -> str:
-        """The script's name, as far as any file system takes it."""
+        """The script's name, reduced to characters that every file system accepts."""
         return re.sub(r"[^\w-]", "_", Path(self.script).name.removesuffix(".py"))[:40] or "training"
 
 
 def key_of(command: Sequence[str], evidence: Evidence, machine: Machine | None = None) -> Key:
-    """Say which training a command line is.
+    """Return the key of a training, from its command line and evidence.
 
     Args:
         command: The training's own: a script or `-m module`, or a launcher with its script.
@@ -99,7 +99,7 @@ def key_of(command: Sequence[str], evidence: Evidence, machine: Machine | None =
 
 
 def changes(before: Key, now: Key) -> str:
-    """Say what of the key is another, in a line; "" where all is the same."""
+    """Return what differs between two keys, in one line; "" if nothing does."""
     return "; ".join(_changes(before, now))
 
 
@@ -118,7 +118,7 @@ def _changes(before: Key, now: Key) -> Iterator[str]:
 
 
 def _model_change(before: tuple[Model, ...], now: tuple[Model, ...]) -> str:
-    """The first thing that differs."""
+    """Return the first difference between two lists of models, as text."""
     if len(before) != len(now):
         return f"{len(before)} -> {len(now)} models"
     one, other = next((one, other) for one, other in zip(before, now, strict=True) if one != other)
@@ -140,18 +140,18 @@ def _machine(key: Key) -> str:
 
 
 def without_paths(text: str) -> str:
-    """Return text in which paths outside the working folder keep their last part only."""
+    """Return text in which paths outside the working folder are reduced to their last part."""
     return _PATH.sub("…/", shorten(text))
 
 
 def _short(text: str) -> str:
-    """As a line on a terminal bears it, whatever a file says."""
+    """Return text cut to a length and characters that are safe on a terminal, as it may come from any file."""
     text = "".join(sign if sign.isprintable() else " " for sign in text)
     return text if len(text) <= _LONG else f"{text[: _LONG - 1]}…"
 
 
 def _script(command: Sequence[str]) -> tuple[int, str, Path | None]:
-    """Where on the command line the script is named, how, and its file."""
+    """Return the script's position on the command line, its name there, and its file (None if not found)."""
     for place, word in enumerate(command):
         if word == "-m" and place + 1 < len(command) and not command[place + 1].startswith("torch."):
             module = Path(*command[place + 1].split("."))
@@ -166,7 +166,7 @@ def _script(command: Sequence[str]) -> tuple[int, str, Path | None]:
 def _hash(path: Path | None) -> str:
     try:
         return hashlib.sha256(read_bytes(path)).hexdigest()[:16] if path is not None else ""
-    except OSError:  # it was deleted meanwhile: without a hash it is another script
+    except OSError:  # the file was deleted: without a hash it counts as another script
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Trial: one short measured run of the training under a plan, in a process of its own."""
+"""Trial: one short measured run of the training under a plan, in a separate process."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ from hasten.tuner.timing import Timing, timing_of
 
 _POLL = 0.25
 _LAST_LINES = 12
-_ENOUGH = 20  # steps after which a refused file is the end of a trial, not its failure
+_ENOUGH = 20  # steps after which a file refused by the sandbox ends a trial without making it a failure
 _REFUSED = ("No such file or directory", "Permission denied")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial that is over.
+    """Result of a trial.
 
     Attributes:
         outcome: ok, crashed, timeout, out of memory, nan, or no training.
+        seconds: Lifetime of its process.
         reason: What went wrong, in one line.
+        peak_memory: Peak memory of the process tree, in bytes.
         log: The last lines that the script printed.
-        taken: Share of the CPU that others took meanwhile, from 0 to 1; None where that cannot be seen.
-        disturbed: Whether its times may be due to that.
+        taken: Share of the CPU that others took meanwhile, from 0 to 1; None if that cannot be seen.
+        disturbed: Whether that may have changed its times.
     """
 
     plan: dict[str, Setting]
@@ -57,7 +59,7 @@ class Trial:
 
     @property
     def ok(self) -> bool:
-        """Whether it measured something."""
+        """Whether the trial produced a measurement."""
         return self.outcome == "ok"
 
 
@@ -66,11 +68,12 @@ class Trials:
     """Runs trials of one training, one after the other.
 
     Args:
-        arguments: The process's arguments.
+        arguments: Arguments of the process that runs the training.
         command: The training's own command line, for the record.
-        scratch: Folder for what the trials write; made new for each, and emptied after it.
-        options: How trials are bounded; `batches` and `steps` are set once the step's length is known.
-        deadline: On the monotonic clock: no trial goes on beyond it.
+        scratch: Folder in which each trial gets a temporary subfolder for what it writes.
+        options: Bounds of the trials; `batches` and `steps` are set once the duration of a step is known.
+        deadline: Moment (`time.monotonic`) at which every trial ends.
+        done: The trials so far.
     """
 
     arguments: Sequence[str]
@@ -86,8 +89,8 @@ class Trials:
         Args:
             plan: Technique -> setting.
             seed: Shift of the script's seeds.
-            probe: Ask the datasets what repeats itself.
-            timeout: Seconds after which it counts as hung.
+            probe: Whether to probe the datasets for repeated samples.
+            timeout: Seconds after which the trial counts as hung.
         """
         if (left := self.deadline - time.monotonic()) <= 0:
             return Trial(dict(plan), seed, "timeout", 0.0, "no time was left for it")
@@ -109,7 +112,7 @@ class Trials:
                 code = child.wait(timeout)
             finally:
                 seconds = time.monotonic() - start
-                # What the budget ends is not asked first: nothing of it is looked at any more.
+                # A trial that the budget ends is killed at once, without grace: its evidence is not used.
                 child.end(patience=0.0 if time.monotonic() >= self.deadline else PATIENCE)
                 peak, taken = watch.stop(), reading.taken()
         said = (folder / "log").read_text(errors="replace").strip()
@@ -117,7 +120,7 @@ class Trials:
         return replace(trial, taken=taken.share, disturbed=taken.disturbs)
 
     def start(self, config: RunConfig, log: IO[bytes]) -> Child:
-        """Start the training's process; what it prints goes to `log`."""
+        """Start the training's process, with its output going to `log`."""
         env = environment(config, {**os.environ, "PYTHONHASHSEED": "0"})
         stdin = None if is_terminal(sys.stdin) else subprocess.DEVNULL
         return start_logged(self.arguments, env, log, stdin)
@@ -127,7 +130,7 @@ class Trials:
         path = folder / "evidence.json"
         try:
             evidence = read_evidence(path) if path.is_file() else None
-        except HastenError as error:  # a trial's result like any other
+        except HastenError as error:  # unreadable evidence is a result too: the trial failed
             return Trial(config.techniques, config.trial.seed, "crashed", seconds, error.message, log=said[-1000:])
         outcome, reason = _outcome(code, evidence, said, seconds)
         timing = timing_of(evidence, seconds) if evidence is not None and outcome == "ok" else None
@@ -138,7 +141,7 @@ class Trials:
 
 
 def last_lines(log: Path) -> str:
-    """The last lines of what a process printed."""
+    """Return the last lines of a process's output."""
     return _last(log.read_text(errors="replace").strip())
 
 
@@ -147,7 +150,7 @@ def _last(said: str) -> str:
 
 
 def _outcome(code: int | None, evidence: Evidence | None, said: str, seconds: float) -> tuple[str, str]:
-    """Return how a trial's process ended, and why in one line."""
+    """Return the outcome of a trial's process, and the reason in one line."""
     last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
     if code is None and not (evidence and evidence.ended == "complete"):
         return "timeout", f"not done after {seconds:.0f} s"
@@ -160,7 +163,7 @@ def _outcome(code: int | None, evidence: Evidence | None, said: str, seconds: fl
         return "ok", ""
     if code and evidence is not None and len(evidence.step_start) >= _ENOUGH:
         if any(word in evidence.error + last for word in _REFUSED):
-            # Native code cannot follow the sandbox to where the script's folders are; what was measured stands.
+            # Native code does not see the sandbox's redirected folders. The steps measured before that are valid.
             return (
                 "ok",
                 f"after {len(evidence.step_start)} steps the sandbox refused it a file: {evidence.error or last}",
@@ -174,7 +177,7 @@ def _outcome(code: int | None, evidence: Evidence | None, said: str, seconds: fl
 
 
 class _MemoryWatch:
-    """Peak memory of a process tree, from outside, so that the trial does not pay for it."""
+    """Measures the peak memory of a process tree from outside, so that the trial does not pay for it."""
 
     def __init__(self, pid: int) -> None:
         self._peak = 0
@@ -193,14 +196,14 @@ class _MemoryWatch:
             for member in family:
                 try:
                     info = member.memory_info()
-                    # Forked workers share most pages with their parent; only what is theirs counts again.
+                    # Forked workers share most pages with their parent: count only their private memory.
                     total += info.rss if member is root else max(0, info.rss - info.shared)
                 except psutil.Error:
                     continue
             self._peak = max(self._peak, total)
 
     def stop(self) -> int:
-        """End the watch; the peak in bytes."""
+        """Stop watching. Return the peak in bytes."""
         self._over.set()
         self._thread.join()
         return self._peak

@@ -1,4 +1,4 @@
-"""Why a proof does not bear a plan out."""
+"""Find out why a proof does not confirm a plan, and which techniques to take back."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _PAID_IN_EACH_PASS = ("loader_workers",)
 
 @dataclass(frozen=True)
 class Trouble:
-    """Problems that the proof found, and the techniques that are taken back for them."""
+    """Problem that the proof found, and the techniques to take back because of it."""
 
     reason: str
     blamed: tuple[str, ...]
 
 
 def trouble_of(found: Found, pairs: list[tuple[Trial, Trial]], length: Length) -> Trouble | None:
-    """Why the proof does not bear the plan out, if it does not."""
+    """Return the first problem that the proof shows; None if it confirms the plan."""
     if not found.chosen:
         return None
     plan = found.plan()

@@ -1,4 +1,10 @@
-"""Tune: the script as it is, a search while it runs, a check step by step, and a proof; inside a budget."""
+"""The tune itself: baseline, search, check and proof, within a budget.
+
+1. Baseline: run the unchanged script for a shortened pass; its evidence says which techniques may help.
+2. Search: switch techniques between blocks of one running process (or in a process each) and choose a plan.
+3. Check: compare the plan with the script step by step; take back techniques that change more than they may.
+4. Proof: run script and plan in turn in fresh processes; take back what these do not confirm.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +38,13 @@ from hasten.tuner.training_key import Key, key_of
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.trouble import trouble_of
 
-_SHORTEST_SEARCH = 8.0  # seconds for which the proof gives way first, and then the check
-_CLAIM_SHARE = 0.25  # of the time for the search
-_CHECKS = 3  # after so many checks with something taken back each, the rest goes unchecked, and is said to
-_HEADROOM = 1.2  # check and pair of the demo took 1.04 to 1.16 times what is expected of them, and one pair was cut
-_LONG = 300.0  # seconds of budget from which on stricter parts of the plan are checked apart
+_SHORTEST_SEARCH = 8.0  # seconds: to leave this much for the search, the proof is given up first, then the check
+_CLAIM_SHARE = 0.25  # of the search's time
+_CHECKS = 3  # if each of so many checks took something back, the rest of the plan is reported as not checked
+_HEADROOM = 1.2  # check and pair of the demo took 1.04 to 1.16 times their estimate, and one pair was cut short
+_LONG = 300.0  # seconds of budget from which the stricter parts of a plan are also checked separately
 _LEAST_FOR_BASELINE = 60.0  # seconds
-_REPORT = 1.5  # times as long as this process's own start takes what it does behind the last measurement, at the most
+_REPORT = 1.5  # writing the report takes at most this multiple of the time that this process took to start
 
 Say = Callable[[str], None]
 OnBlock = Callable[[Block, Claimed | None], None]
@@ -46,17 +52,17 @@ OnBlock = Callable[[Block, Claimed | None], None]
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What a person may ask of a tune.
+    """Options of a tune.
 
     Attributes:
-        budget: Seconds for all of it.
-        seeds: Pairs of fresh processes at the most, each under a seed of its own.
+        budget: Seconds for the whole tune.
+        seeds: Most pairs of fresh processes, each with its own seed.
         only: Names of the techniques to try; empty for all.
-        order: Seed of the search's own draws; another one asks in another order.
-        processes: Ask with a process of its own for each question, as for scripts that cannot be tuned warm.
-        store: Folder in which what was learned is kept, and looked up; None: nowhere.
-        started: Seconds that this process took before, which the budget holds too. What it does behind the last
-            measurement, above all the report, takes about as long, and is kept free at the end.
+        order: Seed of the search's random draws; another seed measures in another order.
+        processes: Measure each set of techniques in its own process, as for scripts that cannot be tuned live.
+        store: Folder for what tunes learn; None to neither read nor write it.
+        started: Seconds that this process took before the tune; they count towards the budget. About as long is kept
+            free at the end, for the report.
     """
 
     budget: float = 180.0
@@ -70,7 +76,7 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a tune found. `interrupted`: Ctrl-C ended it, and this is the best found until then."""
+    """Result of a tune. `interrupted`: Ctrl-C ended it, and this is the best plan found until then."""
 
     plan: Plan
     proof: Proof
@@ -83,33 +89,33 @@ def tune(
     """Find a plan for a training and prove it.
 
     Args:
-        arguments: Of the process that runs the training.
-        command: The training's own command line.
+        arguments: Arguments of the process that runs the training.
+        command: The training's own command line, for the record.
         options: Budget and choices.
-        say: Receives progress, a line each.
-        on_block: Receives each block of the search as it is measured, and what can be claimed by then: None before
-            the plan and the script as it is were measured in turn.
+        say: Called with each line of progress.
+        on_block: Called with each block as it is measured, and with the claim so far: None before plan and script
+            were measured in turn.
 
     Raises:
         HastenError: The training fails by itself, does not train, or the budget is too short for it.
     """
     start = time.monotonic() - options.started
     with scratch_folder() as scratch:
-        # The script as it is may take longer, or a small budget would end in nothing.
+        # The baseline may exceed a small budget, which would otherwise end with no result at all.
         deadline = start + max(options.budget, _LEAST_FOR_BASELINE)
         trials = Trials(arguments, tuple(command), scratch, TrialOptions(str(scratch)), deadline)
         return _Tune(trials, options, say, on_block, start).run()
 
 
 class _Tune:
-    """One tune as it goes on."""
+    """State of a running tune."""
 
     def __init__(self, trials: Trials, options: TuneOptions, say: Say, on_block: OnBlock | None, start: float) -> None:
         self.trials, self.options, self.say, self.on_block = trials, options, say, on_block
         self.end = start + options.budget - _REPORT * options.started
         self.start, self.spent = start, Spent(start)
         self.check_took = 0.0  # seconds of the last check
-        self.block = block_seconds(options.budget, float("inf"))  # until it is known how long the training is
+        self.block = block_seconds(options.budget, float("inf"))  # until the training's length is known
         self.notes: list[str] = []
         self.interrupted = self.taken_back = False
         self.pairs: list[tuple[Trial, Trial]] = []
@@ -141,10 +147,10 @@ class _Tune:
             self.say(trouble)
         return Tuned(plan_of(proof), proof, self.interrupted)
 
-    # -- the script as it is -------------------------------------------------------------------------------
+    # -- the baseline --------------------------------------------------------------------------------------
 
     def _baseline(self) -> Baseline:
-        """Run the script as it is, for a shortened pass: its evidence, and how long a step is."""
+        """Run the unchanged script for a shortened pass. Return its evidence and timing."""
         self.spent.on("the script as it is")
         self.say("running the script as it is")
         baseline = run_baseline(self.trials, self.options.budget)
@@ -154,7 +160,7 @@ class _Tune:
         return baseline
 
     def _apart(self) -> str:
-        """Why this training cannot be tuned in one process, as far as its command line says; "" if it may be."""
+        """Return why this command cannot be tuned in one process; "" if it may be possible."""
         if self.options.processes:
             return "asked for"
         if self.trials.arguments[0] != sys.executable or "torch.distributed.run" in self.trials.arguments:
@@ -167,7 +173,7 @@ class _Tune:
         return dataclasses.replace(asked, candidates=applied(asked.candidates, self.recalled))
 
     def _recall(self) -> None:
-        """Look up what an earlier tune learned of this training."""
+        """Look up what an earlier tune of this training learned."""
         if self.options.store is None:
             return
         self.key = self.options.store, key_of(self.trials.command, self.baseline.evidence)
@@ -219,7 +225,7 @@ class _Tune:
         search_apart(self.trials, self.found, self.baseline.trial, steps, self._search_end(), self.say, self._told)
 
     def _online(self) -> OnlineSearch:
-        """Prepare the search in one process."""
+        """Return the search in one running process, with its time and the claim's."""
         until = self._search_end()
         claim = _CLAIM_SHARE * max(0.0, until - time.monotonic() - self.startup)
         options = OnlineOptions(
@@ -241,7 +247,10 @@ class _Tune:
             self.on_block(block_of(block, self.found, self.start), self.found.claimed())
 
     def _search_end(self) -> float:
-        """When the search must end, so that check and proof still fit; where not all does, the search goes first."""
+        """Return the moment at which the search must end, so that check and proof still fit after it.
+
+        If not everything fits, the search comes first, then the check.
+        """
         aside = _HEADROOM * (self._check_seconds() + self._pair_seconds())
         left = self.end - time.monotonic() - self.startup
         if left - aside < _SHORTEST_SEARCH:
@@ -261,7 +270,7 @@ class _Tune:
     # -- the check ------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Compare the plan with the script as it is, step by step, and drop the techniques that part from it."""
+        """Compare the plan with the script step by step, and take back techniques that change more than they may."""
         options = CheckOptions(
             batches=checked_steps(self.options.budget, self.step),
             epochs=checked_passes(self.step),
@@ -284,7 +293,7 @@ class _Tune:
                 checked = check(
                     self.trials.arguments, self.trials.command, found.plan(), options, self.say, self.trials.scratch
                 )
-            except HastenError as error:  # a script that trains, but not under a check's eyes
+            except HastenError as error:  # the script trains, but fails or does not train in the check's short runs
                 if time.monotonic() >= self.end:
                     found.would_ask.append("the check, step by step, which took longer than the budget")
                     return
@@ -305,7 +314,7 @@ class _Tune:
     # -- the proof -------------------------------------------------------------------------------------------
 
     def _prove(self) -> None:
-        """Prove the plan in fresh processes; what they do not bear out is taken back."""
+        """Measure the plan in fresh processes, and take back what they do not confirm."""
         self._claim_where_missing()
         if not trouble_of(self.found, self.pairs, self.length):
             self._in_turn()
@@ -321,13 +330,13 @@ class _Tune:
             self.pairs = []
 
     def _claim_where_missing(self) -> None:
-        """Measure the claim, where the search ended before it, or parts of the plan were taken back since then."""
+        """Measure the claim, if the search ended before it or parts of the plan were taken back since."""
         if not self.found.sides():
             again = "once more, without what was taken back"
             self._claim_apart(again if self.taken_back else "against the script as it is, in turn")
 
     def _claim_apart(self, how: str) -> None:
-        """Measure the claim in a process of its own, as far as there is time."""
+        """Measure the claim in a new process, if there is time."""
         found = self.found
         if not found.chosen or not found.warm:
             return
@@ -340,7 +349,7 @@ class _Tune:
             online.claim(time.monotonic() + self.startup + seconds)
 
     def _in_turn(self) -> None:
-        """Baseline and plan in turn in fresh processes, A B B A, each pair under a seed of its own."""
+        """Run baseline and plan in turn in fresh processes (A B B A), each pair with its own seed."""
         each = self._pair_seconds()
         for seed in range(self.options.seeds):
             if not self.found.chosen:
@@ -371,7 +380,7 @@ class _Tune:
         self.say(f"taken back: {', '.join(names)}: {reason}")
         self.notes.append(f"taken back: {', '.join(names)}: {reason}")
         self.taken_back = True
-        self.checked = None  # it was of another plan
+        self.checked = None  # the check was of the former plan
         self.found.drop(names, reason, lasting)
 
     def _measurements(self) -> Measurements:
