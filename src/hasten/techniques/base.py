@@ -1,4 +1,4 @@
-"""The base class of techniques, and the few places where one may act. No torch at import time."""
+"""The base class of techniques, and the few places where a technique may act. No torch at import time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Call = Callable[..., Any]
 
-FAILED = "failed: "  # begins what `Technique.failed` notes in a run's evidence
+FAILED = "failed: "  # prefix of the entries that `Technique.failed` makes in a run's evidence
 
 
 class Effect(StrEnum):
@@ -31,20 +31,20 @@ class Effect(StrEnum):
 
 
 class Liveness(StrEnum):
-    """When a technique can be switched on or off in a training that is running.
+    """When a technique can be switched on or off in a running training.
 
-    What outlives a switch (weights, the optimizer's state, strides, random states, a sampler's position) is after
-    `off` what it would be without the technique.
+    After `off`, everything that outlives a switch (weights, optimizer state, strides, random states, a sampler's
+    position) is as it would be had the technique never been on.
     """
 
     STEP = "step"  # between any two steps
-    PASS = "pass"  # for passes through a loader that begin later
-    LAST = "last"  # between two steps, but dear to repeat: once all others are settled
+    PASS = "pass"  # when a pass through a loader begins
+    LAST = "last"  # between two steps, but expensive: switched once, after all others are settled
     PROCESS = "process"  # only when a process starts
 
 
 class Resource(StrEnum):
-    """The resource that a technique relieves; tune tries first what relieves the part that takes longest."""
+    """The resource that a technique relieves. Its share of the step sets what tune expects of the technique."""
 
     DATA = "data"
     TRANSFER = "transfer"
@@ -56,7 +56,7 @@ class Resource(StrEnum):
 
 @dataclass(frozen=True)
 class Choices:
-    """Settings worth trying, best guess first, and why."""
+    """Settings worth trying, the best guess first, and what in the evidence speaks for them."""
 
     settings: tuple[Setting, ...]
     why: str
@@ -64,7 +64,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a technique cannot help here, or is not safe here."""
+    """Reason why a technique cannot help, or is not safe, in a training."""
 
     reason: str
 
@@ -75,21 +75,22 @@ NO_LOADER = Refusal("the script trains without a DataLoader")
 class Technique:
     """One way to make training faster: one class in one file.
 
-    A subclass overrides the places it needs; a place that is not overridden costs nothing. It is made once per
-    process with its setting, before torch is imported.
+    A subclass overrides the places (methods) it needs; a place that is not overridden costs nothing. One object is
+    created per process, with its setting, before torch is imported.
 
     Attributes:
-        name: Its name in a plan.
-        effect: What it may do to the result; where settings differ, the mildest of them (see `effect_of`).
-        relieves: What it takes load off.
-        sources: The guide or paper it comes from.
-        values: The settings allowed, or the type they must be of.
-        example: A setting as it stands in a plan, where `values` is a type that does not say.
-        acts_on: What it must find to have any effect ("DataLoader"); named when it finds none.
-        liveness: When it can be switched in a training that is running (see `liveness_of`).
-        active: Whether it is on. One that is off may be told what is built, so that it can be switched on later, and
-            changes nothing.
-        switchable: Whether it may be switched in this process: then nothing is done that `off` could not undo.
+        name: Name in a plan.
+        effect: What it may do to the result; if settings differ, the mildest of them (see `effect_of`).
+        relieves: The resource that it relieves.
+        sources: The guides or papers it comes from.
+        values: The allowed settings, or their type.
+        example: A setting as written in a plan, for the docs; needed if `values` is a type that does not show it.
+        acts_on: What it must find to have any effect ("a DataLoader"); reported if it finds none.
+        liveness: When it can be switched in a running training (see `liveness_of`).
+        active: Whether it is on. The places of a technique that is off are still called, so that it can be switched on
+            later; they must change nothing.
+        switchable: Whether it may be switched in this process. Then it does nothing that `off` could not undo.
+        acted: What it acted on, for the report: see `did` and `refused`.
     """
 
     name: ClassVar[str]
@@ -107,11 +108,11 @@ class Technique:
         self.setting = setting
         self.acted: dict[str, int] = {}
 
-    # -- asked by plan, tune and docs ----------------------------------------------------------------
+    # -- questions of plan, tune and docs -------------------------------------------------------------
 
     @classmethod
     def check(cls, setting: Setting) -> str:
-        """Return what is wrong with a setting, or ""."""
+        """Return what is wrong with a setting; "" if it is valid."""
         if isinstance(cls.values, tuple):
             if any(setting == value and type(setting) is type(value) for value in cls.values):
                 return ""
@@ -127,58 +128,59 @@ class Technique:
 
     @classmethod
     def liveness_of(cls, setting: Setting) -> Liveness:
-        """Return when this setting can be switched in a training that is running."""
+        """Return when this setting can be switched in a running training."""
         return cls.liveness
 
     @classmethod
     def roundoff(cls, setting: Setting) -> float:
-        """Return the relative rounding error of the narrowest number type it computes in (float32: 2^-23)."""
+        """Return the relative rounding error of the narrowest dtype that it computes in (float32: 2^-23)."""
         return 2.0**-23
 
     @classmethod
     def useless(cls, setting: Setting, machine: Machine) -> str:
-        """Why this setting can have no effect on this machine, or ""."""
+        """Return why this setting can have no effect on this machine; "" if it can."""
         return ""
 
     @classmethod
     def clashes(cls, setting: Setting, plan: Mapping[str, Setting]) -> str:
-        """Why this setting cannot stand beside others of a plan, or ""."""
+        """Return why this setting cannot be combined with others of the plan; "" if it can."""
         return ""
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """Return settings worth trying on a run that left this evidence."""
+        """Return the settings worth trying on the training that left this evidence, or why there are none."""
         raise NotImplementedError
 
     # -- the places, in the order in which a run reaches them -----------------------------------------
 
     def environment(self, env: dict[str, str]) -> None:
-        """Change the environment the process starts with."""
+        """Change the environment variables with which the process starts."""
 
     def process(self) -> None:
-        """Set global switches, once torch is imported."""
+        """Set global switches. Called once torch is imported."""
 
     def restore(self) -> None:
-        """Put back what `process` set, behind a Trainer's stage; `process` is called again before the next."""
+        """Undo what `process` set. Called after a stage of the Trainer; `process` is called again before the next."""
 
     def loader_options(self, options: dict[str, Any]) -> None:
-        """Change the arguments of a DataLoader that is being built, by their names."""
+        """Change the arguments (by name) of a DataLoader that is being built."""
 
     def loader(self, loader: Any) -> None:
-        """Change a DataLoader that was built, before its first pass."""
+        """Change a DataLoader after it was built, before its first pass."""
 
     def fetcher(self, fetcher: Any) -> Any:
-        """Replace or change the object that gathers a batch's samples (one a loader, or one a worker)."""
+        """Replace or change the object that gathers a batch's samples: one per loader, or one per worker."""
         return fetcher
 
     def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
-        """Wrap the function that gives a pass its next batch (it raises StopIteration at the end)."""
+        """Wrap the function that returns a pass's next batch (it raises StopIteration at the end)."""
         return fetch
 
     def prepare(self, model: Module) -> None:
         """Change the whole module at set-up, before its optimizers are built.
 
-        The Trainer calls it; a script has no such moment, so `model` must do for it. `model` follows in both cases.
+        Only the Trainer calls it: a script has no such moment, and there `model` must suffice. `model` is called after
+        it in both cases.
         """
 
     def model(self, model: Module, args: tuple[Any, ...]) -> None:
@@ -193,40 +195,42 @@ class Technique:
         return call
 
     def optimizer(self, optimizer: Optimizer) -> None:
-        """Change an optimizer that was built, before its first step.
+        """Change an optimizer after it was built, before its first step.
 
-        A tap tells of it while torch is still building it; the Trainer once `configure_optimizers` gave it, when
-        schedules may have wrapped its `step` already.
+        In a script it is called at the end of torch's `Optimizer.__init__`, before the subclass's is complete. In the
+        Trainer it is called after `configure_optimizers` returned, when schedules may have wrapped `step` already.
         """
 
     def over(self) -> None:
-        """The Trainer's stage is over: undo what the technique has changed in the process."""
+        """Undo what the technique changed in the process. Called at the end of a stage of the Trainer."""
 
-    # -- switched while a training runs, between two steps and in its thread ---------------------------
+    # -- switching while a training runs: between two steps, in the training's thread ------------------
 
     def on(self) -> None:
-        """Act from here on.
+        """Start acting.
 
         Raises:
-            HastenError: It cannot act here; then it is off.
+            HastenError: The technique cannot act here; then it stays off.
         """
         self.active = True
 
     def off(self) -> None:
-        """Act no more, and leave everything as it would be without the technique."""
+        """Stop acting, and leave everything as it would be without the technique."""
         self.active = False
 
-    # -- kept in a checkpoint, so that a training that goes on does so with the same numbers ----------
+    # -- state kept in checkpoints, so that a resumed training continues with the same numbers ---------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state needed to go on exactly: plain values and tensors; {} for most techniques."""
+        """Return the state needed to resume exactly: plain values and tensors. {} for most techniques."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; {} changes nothing."""
+        """Restore the state that `state_dict` returned; {} changes nothing."""
+
+    # -- notes for the report --------------------------------------------------------------------------
 
     def did(self, what: str) -> None:
-        """Note that the technique acted, for the report: `did("loader")`."""
+        """Note that the technique acted on something: `did("loader")`."""
         self.acted[what] = self.acted.get(what, 0) + 1
 
     def refused(self, why: str) -> None:
@@ -234,38 +238,38 @@ class Technique:
         self.acted[f"left alone: {why}"] = self.acted.get(f"left alone: {why}", 0) + 1
 
     def failed(self, why: str) -> None:
-        """Note that the technique has ended a step in an error: a script may swallow that, a trial must not."""
+        """Note that the technique made a step fail. A script may swallow that error; a trial must see it."""
         self.did(f"{FAILED}{why}")
 
     def let_go(self, why: str) -> None:
-        """Say, once for each reason, that the technique acts no more from here on; the caller sees to that."""
+        """Tell the user, once per reason, that the technique acts no more. The caller must switch it off."""
         if f"left alone: {why}" not in self.acted:
             messages.tell(f"hasten: {self.name} does not act from here on: {why}")
         self.refused(why)
 
 
 class Trajectory(Technique):
-    """A technique that changes the optimisation path: short trials say nothing of it, a target has to be reached."""
+    """Technique that changes the optimisation path. Short trials say nothing about it: whole runs to a target do."""
 
     effect = Effect.TRAJECTORY
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """None by itself."""
+        """Propose nothing: `hasten tune --allow trajectory --target` chooses the settings."""
         return Refusal("changes the optimisation path: judged by whole runs, with --allow trajectory --target")
 
 
 class CudaOnly(Technique):
-    """A technique that only an NVIDIA GPU has a use for."""
+    """Technique that is of use on an NVIDIA GPU only."""
 
     @classmethod
     def useless(cls, setting: Setting, machine: Machine) -> str:
-        """It does nothing without a GPU."""
+        """Return that it does nothing, on a machine without a GPU."""
         return "" if machine.device == "cuda" else "CUDA only: this machine has no NVIDIA GPU"
 
     @classmethod
     def refuse_without_gpu(cls, evidence: Evidence) -> Refusal | None:
-        """The refusal for a run that trained on no GPU."""
+        """Return the refusal for a run that did not train on a GPU; None if it did."""
         if evidence.machine.device != "cuda":
             return Refusal("CUDA only: this machine has no NVIDIA GPU")
         if not any(model.device == "cuda" for model in evidence.models):
@@ -274,12 +278,12 @@ class CudaOnly(Technique):
 
     @classmethod
     def refuse_without_copies(cls, evidence: Evidence) -> Refusal | None:
-        """The refusal for a run that copies no loader's batches to a GPU."""
+        """Return the refusal for a run that copies no batches of a loader to a GPU; None if it does."""
         return cls.refuse_without_gpu(evidence) or (NO_LOADER if evidence.train_loader is None else None)
 
 
 def toml_value(setting: Setting) -> str:
-    """A setting as it stands in a plan file."""
+    """Return a setting as it is written in a plan file."""
     if isinstance(setting, bool):
         return str(setting).lower()
     if isinstance(setting, dict):
@@ -288,12 +292,12 @@ def toml_value(setting: Setting) -> str:
 
 
 def overrides(technique: Technique, place: str) -> bool:
-    """Whether a technique acts in a place."""
+    """Return whether a technique acts in a place, that is, overrides that method."""
     return getattr(type(technique), place) is not getattr(Technique, place)
 
 
 def build(techniques: Mapping[str, Setting], catalogue: Mapping[str, type[Technique]]) -> list[Technique]:
-    """One object a technique, in plan order; `false` leaves one out."""
+    """Return one object per technique, in the order of the plan, without those set to `false`."""
     unknown = [name for name in techniques if name not in catalogue]
     if unknown:
         raise HastenError(f"unknown technique {unknown[0]!r}")

@@ -1,4 +1,9 @@
-"""Draws random numbers in float32 where a low-precision forward asks for its own type: the same as without it."""
+"""Make a low-precision forward draw the random numbers that it would draw in float32.
+
+`torch.randn_like(hidden)` with `hidden` in bf16 gives different numbers than in float32 for most sizes, not rounded
+ones. So under `precision`, draws in the forward's dtype are made in float32 and then cast. (Dropout on a CPU draws the
+same mask in all dtypes.)
+"""
 
 from __future__ import annotations
 
@@ -11,22 +16,19 @@ from hasten.techniques.replaced import Replaced, Replacements
 
 _IN_PLACE = ("normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_")
 _LIKE = ("randn_like", "rand_like", "randn", "rand", "normal", "bernoulli")
-_UNTYPED = ("normal", "bernoulli")  # they take no dtype
+_UNTYPED = ("normal", "bernoulli")  # these take no dtype argument
 _NARROW = ("bfloat16", "float16")
-# Type -> outermost forwards in such a precision, one inside the other; of all threads, as a backward on a GPU has
-# threads of its own, and may run a forward again.
+# Dtype -> depth of nested contexts. Shared by all threads: a backward on a GPU runs in threads of its own, and may run
+# a checkpointed forward again.
 _depths: dict[str, int] = {}
 _lock = threading.Lock()
 
 
 class Float32Draws:
-    """Within it, draws in some types take the numbers that float32 would take, and leave the generator where it would.
-
-    `torch.randn_like(hidden)` with `hidden` in bf16 gives other numbers than in float32 for most sizes, not rounded
-    ones; in float64 all are others. (Dropout on a CPU draws the same mask in all types.)
+    """Context in which draws in some dtypes give float32's numbers, and advance the generator as float32 does.
 
     Args:
-        types: Names of the types: those in which the forward's tensors are, and would be in float32 without.
+        types: Names of the dtypes that the forward's tensors have instead of float32.
     """
 
     def __init__(self, types: Iterable[str] = _NARROW) -> None:
@@ -46,12 +48,12 @@ class Float32Draws:
                     del _depths[name]
 
     def leave(self) -> None:
-        """Put torch's own functions back; it is entered no more."""
+        """Restore torch's own functions. The context must not be entered after that."""
         _DRAWS.leave(self)
 
 
 def as_now() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return contexts in which draws are as they are now: for a forward that is run again in its backward."""
+    """Return a context factory that reproduces the present state, for a forward that is run again in its backward."""
     then = dict(_depths)
 
     @contextlib.contextmanager
@@ -122,5 +124,5 @@ def _like(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_float32(dtype: Any) -> bool:
-    """Whether a draw of this type would be one of float32 without the precision."""
+    """Return whether a draw of this dtype would be a float32 draw without the reduced precision."""
     return str(dtype).removeprefix("torch.") in _depths

@@ -1,4 +1,4 @@
-"""Detects scripts that read or change gradients inside their backward: a technique may keep others there."""
+"""Detect scripts that read or change gradients inside their backward, where a technique may keep different ones."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _scaling: weakref.WeakKeyDictionary[Any, Told] = weakref.WeakKeyDictionary()
 def watch(technique: Any, told: Told) -> None:
     """Call `told(technique, who)` whenever code other than hasten's asks to see or change gradients inside a backward.
 
-    That is: hooks on tensors, on nodes of the graph and so on modules, and `retain_grad`. Nothing is watched in the
-    backward itself, so it costs nothing there. Hooks that were registered earlier are not told of, but those of
-    modules are registered again in each forward.
+    Covers `retain_grad` and hooks on tensors, on graph nodes and thus on modules. Registrations are watched, not the
+    backward itself, so the backward costs nothing. Hooks registered earlier are missed, but module hooks register
+    their node hooks again in each forward.
     """
     _HOOKS.need(technique)
     _inside[technique] = told
@@ -39,16 +39,17 @@ def watch_scaling(technique: Any, told: Told) -> None:
 
 
 def leave(technique: Any) -> None:
-    """Tell a technique of nothing more; torch's own functions are put back once nobody is told."""
+    """Stop calling a technique. Torch's own functions are restored once no technique watches."""
     for watching, functions in ((_inside, _HOOKS), (_beside, _OWN_WAYS), (_scaling, _OWN_WAYS)):
         watching.pop(technique, None)
         functions.leave(technique)
 
 
 def own_function(node: Any) -> str:
-    """Return the name of a graph node's `torch.autograd.Function` that is not torch's, or runs another backward; "".
+    """Return the name of a graph node's custom `torch.autograd.Function`; "" if the node is torch's own.
 
-    Such a function sees the gradient that flows through it, and need not be linear in it.
+    A custom function sees the gradient that flows through it, and need not be linear in it. torch's reentrant
+    checkpoint counts as custom, because it runs another backward inside.
     """
     function = getattr(node, "_forward_cls", None)
     if function is None:
@@ -72,7 +73,7 @@ def _hooks() -> list[Replaced]:
         Replaced(tensor, "register_hook", _telling("a hook on a tensor")),
         Replaced(tensor, "register_post_accumulate_grad_hook", _telling("a hook on a parameter")),
         Replaced(tensor, "retain_grad", _telling("retain_grad")),
-        # Nodes' hooks pass here, those that a module's full backward hooks set in each forward too.
+        # Hooks on graph nodes; a module's full backward hooks register theirs here in each forward too.
         Replaced(function, "_register_hook", _telling("a backward hook")),
     ]
 

@@ -1,4 +1,4 @@
-"""Tensors inside batches and outputs: lists, tuples, dicts, dataclasses and distributions, as deep as they go."""
+"""Find and map tensors in nested batches and outputs: lists, tuples, mappings, dataclasses, distributions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 
 def map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with every tensor in it replaced by `change(tensor)`.
+    """Return `value` with every tensor in it replaced by `change(tensor)`.
 
-    What holds no changed tensor is given back as it is, the same object; what does is copied, never changed in
-    place. Objects of other kinds, and mappings that cannot be copied, are left alone with what is in them.
+    A container without a changed tensor is returned as the same object; one with changed tensors is copied, never
+    modified in place. Other objects, and mappings that cannot be copied, are left alone with everything in them.
 
     Args:
-        change: Gives the new tensor, or the same one.
-        value: A tensor, or lists, tuples, mappings, dataclasses, `types.SimpleNamespace` and `torch.distributions` that
-            hold some, nested in each other.
+        change: Returns the new tensor, or the same one.
+        value: A tensor, or a nested structure of lists, tuples, mappings, dataclasses, `types.SimpleNamespace` and
+            `torch.distributions` that holds some.
     """
     import torch
     from torch.distributions import Distribution, Transform
@@ -48,13 +48,13 @@ def map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
                 return part
             part = copy.copy(part)
             for name, new in different.items():
-                object.__setattr__(part, name, new)  # a frozen one too
+                object.__setattr__(part, name, new)  # works for frozen dataclasses too
         elif isinstance(part, attributes_hold):
             different = {name: new for name, old in vars(part).items() if (new := changed(old)) is not old}
             if different:
                 part = copy.copy(part)
                 vars(part).update(different)
-        elif type(part) in SUPPORTED_NODES:  # a container that its library told torch about
+        elif type(part) in SUPPORTED_NODES:  # a container that its library registered with torch's pytree
             return tree_map_only(torch.Tensor, change, part)
         return part
 
@@ -62,7 +62,7 @@ def map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _with_items(mapping: Any, items: dict[Any, Any]) -> Any:
-    """A shallow copy of a mapping with some items replaced."""
+    """Return a shallow copy of a mapping with some items replaced."""
     if not isinstance(mapping, MutableMapping):
         return mapping
     twin = copy.copy(mapping)
@@ -72,7 +72,7 @@ def _with_items(mapping: Any, items: dict[Any, Any]) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """Every tensor in `value`, nested as for `map_tensors`."""
+    """Yield every tensor in `value`, nested as for `map_tensors`."""
     found: list[Any] = []
 
     def note(tensor: Any) -> Any:

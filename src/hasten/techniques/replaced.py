@@ -1,4 +1,8 @@
-"""Functions of torch's that a technique replaces by ones that do more, and puts back when it is through."""
+"""Replace functions of torch by wrappers, and restore them.
+
+Several techniques, and the script itself, may replace the same function. Wrappers therefore form a stack per function:
+restoring one takes effect as soon as it is on top, and never undoes a replacement that the script made.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,17 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-_in_place: dict[int, Replaced] = {}  # by the id of the function that does more
+_in_place: dict[int, Replaced] = {}  # id of a wrapper that is in place -> its Replaced
 _known_to_torchscript: list[Any] = []
 
 
 class Replaced:
-    """A function and the one that does more, also known to TorchScript as what it was.
+    """A function and the wrapper that replaces it. TorchScript compiles the wrapper as the plain function.
 
     Args:
-        owner: The class or module that it is found in.
-        name: Its name there.
-        change: Makes the function that does more.
+        owner: Class or module whose attribute the function is.
+        name: Name of the attribute.
+        change: Takes the plain function and returns the wrapper.
     """
 
     def __init__(self, owner: Any, name: str, change: Callable[[Any], Any]) -> None:
@@ -30,7 +34,7 @@ class Replaced:
         self._is_static = isinstance(owner, type) and isinstance(inspect.getattr_static(owner, name), staticmethod)
 
     def put_in_place(self) -> None:
-        """Put ours in place of what stands there, torch's or a script's own."""
+        """Replace the current function, which may be torch's or the script's own, by the wrapper."""
         self._wanted = True
         found = getattr(self._owner, self._name)
         if self._is_below(found):
@@ -45,9 +49,9 @@ class Replaced:
         setattr(self._owner, self._name, self._static(self._ours))
 
     def put_back(self) -> None:
-        """Put back what stood there, unless a script has replaced ours since.
+        """Restore the function that was replaced, unless the script has replaced the wrapper since.
 
-        Where another technique has replaced ours, what stood there comes back once that one is put back too.
+        If another technique has wrapped our wrapper, the plain function comes back once that one is restored too.
         """
         self._wanted = False
         while (top := _in_place.get(id(getattr(self._owner, self._name)))) is not None and not top._wanted:
@@ -58,7 +62,7 @@ class Replaced:
             del _in_place[id(top._ours)]
 
     def _is_below(self, function: Any) -> bool:
-        """Whether a function is ours, or another technique's around ours."""
+        """Return whether a function is our wrapper, or other techniques' wrappers around it."""
         while (top := _in_place.get(id(function))) is not None:
             if top is self:
                 return True
@@ -70,10 +74,10 @@ class Replaced:
 
 
 class Replacements:
-    """Functions that are replaced as long as somebody needs it, one set in a process.
+    """Set of functions that stay replaced in this process while at least one user needs it.
 
     Args:
-        functions: Gives them; called when they are first needed, once torch is imported.
+        functions: Returns them; called when they are first needed, after torch was imported.
     """
 
     def __init__(self, functions: Callable[[], Iterable[Replaced]]) -> None:
@@ -82,7 +86,7 @@ class Replacements:
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def need(self, user: Any) -> None:
-        """Put them in place, if they are not, until `user` and all others need them no more."""
+        """Put the wrappers in place, until `user` and all other users leave."""
         if self._functions is None:
             self._functions = list(self._make())
         if not len(self._users):
@@ -91,7 +95,7 @@ class Replacements:
         self._users.add(user)
 
     def leave(self, user: Any) -> None:
-        """Put them back, if nobody else needs them."""
+        """Restore the functions, if no other user needs them."""
         if user not in self._users:
             return
         self._users.discard(user)
@@ -101,16 +105,16 @@ class Replacements:
 
 
 def plain_of(function: Any) -> Any:
-    """Return what stood where techniques have put this function, or the function if none has."""
+    """Return the function behind the techniques' wrappers; the function itself if it is none of them."""
     while (top := _in_place.get(id(function))) is not None:
         function = top._plain
     return function
 
 
 def _tell_torchscript(plain: Any, ours: Any) -> None:
-    """Let `torch.jit.script` compile what calls `ours` as if it called `plain`."""
+    """Let `torch.jit.script` compile calls of `ours` as calls of `plain`."""
     from torch.jit._builtins import _get_builtin_table, _register_builtin
 
     if operator := _get_builtin_table().get(id(plain)):
-        _known_to_torchscript.append(ours)  # TorchScript knows it by its id
+        _known_to_torchscript.append(ours)  # kept alive: TorchScript identifies it by its id
         _register_builtin(ours, operator)

@@ -1,4 +1,4 @@
-"""Settings changed for the whole process during a training, and restored behind it."""
+"""Change process-wide settings during a training, and restore them after it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from hasten.techniques.base import Liveness, Technique
 
 
 class Switches:
-    """Remembers what settings were before."""
+    """Changes settings, and remembers their former values."""
 
     def __init__(self) -> None:
         self._changed: list[tuple[Callable[[], Any], Callable[[Any], Any], Any, Any]] = []
 
     def __bool__(self) -> bool:
-        """Whether any is set."""
+        """Return whether any setting is changed."""
         return bool(self._changed)
 
     def set(self, read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> None:
-        """Set one to a value."""
+        """Change a setting to a value, given the functions that read and write it."""
         before = read()
         write(value)
         self._changed.append((read, write, before, read()))
 
     def put_back(self) -> None:
-        """Set all to what they were, but for those that somebody else has changed since."""
+        """Restore all settings, except those that somebody else has changed since."""
         while self._changed:
             read, write, before, ours = self._changed.pop()
             if read() == ours:
@@ -34,28 +34,28 @@ class Switches:
 
 
 class Stepwise(Technique):
-    """A technique that is all in what `process` changes and `restore` puts back, between any two steps."""
+    """Technique that consists of what `process` changes and `restore` undoes, switchable between any two steps."""
 
     liveness = Liveness.STEP
 
     def on(self) -> None:
-        """Change it."""
+        """Make the change."""
         super().on()
         self.process()
 
     def off(self) -> None:
-        """Put it back."""
+        """Undo the change."""
         super().off()
         self.restore()
 
 
 class ProcessWide(Stepwise):
-    """A technique that only sets process-wide settings, in `process` and through `self._switches`."""
+    """Technique that only changes process-wide settings, in `process` and through `self._switches`."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._switches = Switches()
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore the settings."""
         self._switches.put_back()

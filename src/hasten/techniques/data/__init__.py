@@ -1,1 +1,1 @@
-"""Techniques that relieve data."""
+"""Techniques that relieve data loading."""

@@ -1,4 +1,4 @@
-"""In-memory tensors gathered by one indexing call a batch, not sample by sample."""
+"""Gather batches of in-memory tensors with one indexing call, instead of sample by sample."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hasten.techniques.replaced import plain_of
 
 
 class BatchedFetch(Technique):
-    """Gather a batch of a TensorDataset with one `index_select` a tensor.
+    """Gather a batch of a TensorDataset with one `index_select` per tensor.
 
-    The DataLoader asks a dataset for each sample and stacks them; for tensors that lie in memory anyway this
-    is most of the cost of a small step. Values, order and random numbers stay the same.
+    The DataLoader asks the dataset for each sample and stacks them; for tensors that are in memory anyway, this is most
+    of the cost of a small step. Values, order and random numbers stay the same.
 
-    Each batch is looked at: one whose rows could come out otherwise (another class, a method or collate function that
-    was replaced, indices that are no plain ints, tensors of another kind) is gathered sample by sample.
+    Each batch is checked: if its rows could differ (another class, a replaced method or collate function, indices that
+    are not plain ints, tensors of another kind), it is gathered sample by sample.
     """
 
     name = "batched_fetch"
@@ -31,7 +31,7 @@ class BatchedFetch(Technique):
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """On for TensorDatasets."""
+        """Propose it for a TensorDataset with the default collate function."""
         loader = evidence.train_loader
         if loader is None:
             return NO_LOADER
@@ -40,7 +40,7 @@ class BatchedFetch(Technique):
         return Choices((True,), "samples lie in memory as tensors and are gathered one by one")
 
     def loader_options(self, options: dict[str, Any]) -> None:
-        """Note which loaders will be gathered: where they have workers, that happens in those."""
+        """Note that the loader's batches will be gathered at once; with workers, that happens in other processes."""
         from torch.utils.data import default_collate
 
         batched = options["batch_size"] is not None or options["batch_sampler"] is not None
@@ -48,7 +48,7 @@ class BatchedFetch(Technique):
             self.did("loader")
 
     def fetcher(self, fetcher: Any) -> Any:
-        """Gather batches at once where samples are rows of tensors."""
+        """Gather batches at once if samples are rows of tensors."""
         from torch.utils.data import default_collate
         from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
@@ -59,12 +59,12 @@ class BatchedFetch(Technique):
         return _Gather(fetcher)
 
 
-class _OneByOne(Exception):  # noqa: N818 - no error: it says how a batch has to be gathered
-    """This batch has to be gathered sample by sample."""
+class _OneByOne(Exception):  # noqa: N818 - a signal, not an error
+    """Signal that this batch must be gathered sample by sample."""
 
 
 def holds_rows(dataset: Any) -> bool:
-    """Whether a dataset's samples are rows of tensors, as torch's own TensorDataset and Subset give them."""
+    """Return whether a dataset's samples are rows of tensors: torch's own TensorDataset, or Subsets of it."""
     try:
         tensors, _ = _below(dataset, [])
     except _OneByOne:
@@ -73,7 +73,7 @@ def holds_rows(dataset: Any) -> bool:
 
 
 def _below(dataset: Any, rows: list[int]) -> tuple[Any, list[int]]:
-    """The tensors of the TensorDataset inside a dataset's Subsets, and which of their rows these samples are."""
+    """Return the tensors of the TensorDataset inside a dataset's Subsets, and the rows of them that are meant."""
     from torch.utils.data import Subset, TensorDataset
 
     while type(dataset) is Subset:
@@ -98,13 +98,13 @@ def _rows_of(places: Any, indices: list[int]) -> list[int]:
             return _as_ints([places[i] for i in indices])
         if numpy is not None and type(places) is numpy.ndarray and places.ndim == 1 and places.dtype.kind == "i":
             return list(places[indices].tolist())
-    except IndexError:  # gathered one by one, plain torch says which
+    except IndexError:  # gathered sample by sample, torch raises its own error with the index
         raise _OneByOne from None
     raise _OneByOne
 
 
 def _as_ints(numbers: Any) -> list[int]:
-    """Python's ints for indices that select the same rows: ints and NumPy's, no booleans, masks or tensors."""
+    """Return indices as Python ints. Only ints and NumPy ints qualify: no booleans, masks or tensors."""
     kinds = set(map(type, numbers))
     if kinds == {int}:
         return list(numbers)
@@ -115,7 +115,7 @@ def _as_ints(numbers: Any) -> list[int]:
 
 
 def _plain_rows(tensor: Any) -> bool:
-    """Whether stacking rows of this tensor is the same as selecting them, strides included."""
+    """Return whether stacking rows of this tensor equals selecting them, strides included."""
     import torch
 
     return (
@@ -130,7 +130,7 @@ def _plain_rows(tensor: Any) -> bool:
 
 
 def _is_torchs(function: Any) -> bool:
-    """Whether a function is the one that stands in torch's file, not one that a script put in its place."""
+    """Return whether a function is defined in torch's own file, rather than put there by a script."""
     if type(function) is not FunctionType:
         return False
     room: ModuleType | None = sys.modules.get(function.__module__)
@@ -139,12 +139,15 @@ def _is_torchs(function: Any) -> bool:
 
 
 def _look() -> Callable[[], list[Any]]:
-    """Return a function that gives what decides how torch gathers and collates rows, as it stands when it is called."""
+    """Return a function that lists everything that decides how torch gathers and collates rows at the time of its call.
+
+    Comparing two such lists detects any replacement in between: methods, collate functions, class attributes.
+    """
     import torch
     from torch.utils.data import Dataset, Subset, TensorDataset
     from torch.utils.data._utils import collate
 
-    of_tensors, of_subset = vars(TensorDataset), vars(Subset)  # these show what is set later, too
+    of_tensors, of_subset = vars(TensorDataset), vars(Subset)  # live views: they show attributes set later too
 
     def now() -> list[Any]:
         by_kind = collate.default_collate_fn_map
@@ -153,7 +156,7 @@ def _look() -> Callable[[], list[Any]]:
             collate.collate, collate.collate_tensor_fn, *by_kind.values(),
             getattr(Dataset, "__getitems__", None), getattr(TensorDataset, "__getitems__", None),
             of_tensors.get("tensors"), of_subset.get("dataset"), of_subset.get("indices"),
-            # channels_last has one of its own, which does something for what convolutions gave only.
+            # The technique channels_last wraps it, which matters for outputs of convolutions only.
             plain_of(torch.Tensor.__getitem__), torch.stack, *by_kind,
         ]  # fmt: skip
 
@@ -161,7 +164,7 @@ def _look() -> Callable[[], list[Any]]:
 
 
 def _all_torchs() -> bool:
-    """Whether all that `_look` gives is torch's own."""
+    """Return whether everything that `_look` lists is torch's own."""
     import torch
     from torch.utils.data._utils import collate
 
@@ -177,7 +180,7 @@ def _all_torchs() -> bool:
 
 
 class _Gather:
-    """A fetcher that indexes whole batches."""
+    """Fetcher that indexes whole batches, in place of torch's."""
 
     def __init__(self, fetcher: Any) -> None:
         import torch
@@ -197,13 +200,13 @@ class _Gather:
             tensors, rows = self._rows(indices)
         except _OneByOne:
             tensors = None
-        if tensors is None:  # outside the handler: its errors are then its own
+        if tensors is None:  # outside the handler, so that its errors do not show ours as their context
             return self._fetcher.fetch(indices)
         index = self._as_index(rows)
         return [tensor.index_select(0, index) for tensor in tensors]
 
     def _rows(self, indices: Any) -> tuple[Any, list[int]]:
-        """The tensors and the rows of them that this batch has."""
+        """Return the tensors, and the rows of them that make up this batch."""
         fetcher = self._fetcher
         if type(indices) not in (list, tuple) or not indices or self._functions() or self._dispatches():
             raise _OneByOne

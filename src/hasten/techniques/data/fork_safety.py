@@ -1,4 +1,4 @@
-"""Finds what in a dataset must not cross a fork into a worker: open files, sockets, tensors on a device."""
+"""Find what in a dataset must not cross a fork into a worker: open files, database handles, tensors on a device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _OPEN = {
     "lmdb.Environment",
     "builtins.Environment",
 }  # fmt: skip  (the last is lmdb's too)
-_CLOSED = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)  # nothing to be found inside these
-_LIBRARIES = ("logging", "hasten.")  # nor in these
+_CLOSED = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)  # not looked into
+_LIBRARIES = ("logging", "hasten.")  # modules whose objects are not looked into
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
-"""Letters of the temporary folder's name: workers' sockets lie below it, whose names have at most 107."""
-_DEPTH, _MOST, _FIRST = 8, 2000, 16  # how far `parts_of` looks
+"""Most characters of the temporary folder's path: the sockets of workers are below it, and have at most 107."""
+_DEPTH, _MOST, _FIRST = 8, 2000, 16  # limits of `parts_of`: levels, objects, elements of a list
 
 
 def holds_open(dataset: Any) -> str:
@@ -39,13 +39,13 @@ def holds_open(dataset: Any) -> str:
 
 
 def no_room_for_sockets() -> str:
-    """Why workers could not hand batches over, and a loader would wait for them for ever; or ""."""
+    """Return why workers could not create their sockets, so that a loader would wait for ever; "" if they can."""
     import os
     import tempfile
     from multiprocessing import process
 
     if process.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
-        return ""  # a trial's, or one that has had workers
+        return ""  # multiprocessing has its own folder already: in a trial, or after the first workers
     length = len(os.fsencode(tempfile.gettempdir()))
     if length <= LONGEST_FOLDER:
         return ""
@@ -56,7 +56,7 @@ def no_room_for_sockets() -> str:
 
 
 def holds_on_device(dataset: Any) -> str:
-    """Which tensor outside the host's memory a dataset holds: "holds a tensor on cuda (.x)", or ""."""
+    """Return which tensor on a device a dataset holds ("holds a tensor on cuda (.x)"), or ""."""
     import torch
 
     for name, value in parts_of(dataset):
@@ -66,10 +66,10 @@ def holds_on_device(dataset: Any) -> str:
 
 
 def parts_of(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a dataset holds, with its attribute: objects inside objects, the first elements of lists."""
+    """Yield (attribute, object) for what a dataset holds: objects inside objects, the first elements of lists."""
     queue: list[tuple[str, Any, int]] = [("", dataset, 0)]
     seen: set[int] = set()
-    for name, value, depth in queue:  # grows meanwhile
+    for name, value, depth in queue:  # the queue grows in the loop
         inside = getattr(value, "__dict__", {})
         if id(value) in seen or isinstance(value, _CLOSED) or type(value).__module__.startswith(_LIBRARIES):
             continue

@@ -1,4 +1,4 @@
-"""Worker processes that load batches while the step computes."""
+"""Load batches in worker processes while the step computes."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _SHM = Path("/dev/shm")
 
 
 class LoaderWorkers(Technique):
-    """Load in worker processes.
+    """Load batches in worker processes.
 
-    A setting is the number of workers, or a table `{num_workers, prefetch_factor}` (`persistent_workers`, of older
-    plans, does nothing). Workers are forked at each pass's first batch, so they know what the training knows by then.
-    While a pass runs, what samples depend on is looked at: attributes, elements, arrays, globals and closures that the
-    dataset's code reads. If any changes, in the training or because a sample's making changes it (a counter), the
-    training makes this batch and all later ones itself, and says so. Left alone are datasets that cannot be looked
-    into, that say or write something, iterable ones, and samplers that may depend on the training.
+    A setting is the number of workers, or a table `{num_workers, prefetch_factor}` (`persistent_workers`, from older
+    plans, has no effect). Workers are forked at each pass's first batch, so they see everything the training did until
+    then. During a pass, everything that samples depend on is watched: attributes, elements, arrays, globals and
+    closures that the dataset's code reads. If any of it changes, in the training or because making a sample changes it
+    (a counter), the training makes this batch and all later ones itself, and says so. Left alone are datasets that
+    cannot be inspected, that print or write something, iterable ones, and samplers that may depend on the training.
 
-    The number is the most that a pass has. Each pass of a loader without workers of its own begins with as many as
-    cores, memory and /dev/shm of the machine or container have room for then, by what workers and batches took before;
-    where memory runs short meanwhile, the training makes the rest of the pass. Both are said. A batch's random numbers
-    are drawn by its number, so that they are the same with any number of workers.
+    The setting is an upper bound. Each pass of a loader that has no workers of its own starts as many as the cores,
+    memory and /dev/shm of the machine or container have room for, by what workers and batches took before; if memory
+    runs short during a pass, the training makes the rest of it. Both are reported. A batch's random numbers are seeded
+    by its number, so they are the same with any number of workers.
 
-    Random augmentation draws other numbers in workers than in the main process, hence `sampling`; the other random
-    numbers of the training stay. OpenMP's threads are told to sleep while they wait, unless OMP_WAIT_POLICY is set: by
-    default they keep cores busy that the workers need. Under the Trainer, whose process runs already, that comes too
+    Random augmentation draws other numbers in workers than in the main process, hence `sampling`; the training's other
+    random numbers stay the same. OpenMP's threads are told to sleep while they wait, unless OMP_WAIT_POLICY is set: by
+    default they spin on cores that the workers need. The Trainer's process has already started, so there it comes too
     late.
     """
 
@@ -56,13 +56,13 @@ class LoaderWorkers(Technique):
         table = setting if isinstance(setting, dict) else {"num_workers": setting}
         self.num_workers = int(table["num_workers"])
         self.prefetch_factor = int(table.get("prefetch_factor", 2))
-        # What loaders get while this is on, and had before: to be switched.
+        # Loader -> (attributes while this is on, attributes before), for switching.
         self._loaders: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], dict[str, Any]]]
         self._loaders = weakref.WeakKeyDictionary()
 
     @classmethod
     def check(cls, setting: Setting) -> str:
-        """A number, or a table with `num_workers`."""
+        """Accept a number, or a table with `num_workers`."""
         known = ("num_workers", "prefetch_factor", "persistent_workers")
         table = setting if isinstance(setting, dict) else {"num_workers": setting}
         if unknown := [key for key in table if key not in known]:
@@ -79,7 +79,7 @@ class LoaderWorkers(Technique):
 
     @classmethod
     def useless(cls, setting: Setting, machine: Machine) -> str:
-        """More workers than cores only wait for each other."""
+        """Return that there are too many workers for the machine's cores."""
         workers = setting["num_workers"] if isinstance(setting, dict) else setting
         if isinstance(workers, int) and workers > 2 * machine.cores:
             return f"{workers} workers on {machine.cores} cores would wait for each other"
@@ -87,7 +87,7 @@ class LoaderWorkers(Technique):
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """Numbers of workers that this machine's cores and /dev/shm allow."""
+        """Propose numbers of workers that the machine's cores and /dev/shm allow."""
         loader = evidence.train_loader
         if loader is None:
             return NO_LOADER
@@ -108,12 +108,12 @@ class LoaderWorkers(Technique):
         return Choices(tuple(settings), f"the step waits {percent(evidence.share(Phase.DATA))} of its time for data")
 
     def environment(self, env: dict[str, str]) -> None:
-        """Before OpenMP starts."""
+        """Make OpenMP's threads sleep while they wait; OpenMP reads this when it starts."""
         if self.num_workers:
             env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     def loader_options(self, options: dict[str, Any]) -> None:
-        """Give a loader that has workers of its own another number of them."""
+        """Change the number of workers of a loader that has some."""
         if self.switchable or not options["num_workers"] or _no_children():
             return  # see `loader`
         if why := _why_not(options):
@@ -128,7 +128,7 @@ class LoaderWorkers(Technique):
         self.did("loader")
 
     def loader(self, loader: Any) -> None:
-        """Hand the passes over a loader without workers to workers."""
+        """Let workers make the passes of a loader that has none."""
         if loader.num_workers and self.switchable:
             self._loader_with_workers(loader)
             return
@@ -155,7 +155,7 @@ class LoaderWorkers(Technique):
         self.did("loader")
 
     def _loader_with_workers(self, loader: Any) -> None:
-        """Note what a loader with workers of its own gets while this is on."""
+        """Note the attributes of a loader with workers of its own while this is on."""
         from torch.utils.data import DataLoader
 
         if _no_children():
@@ -164,7 +164,7 @@ class LoaderWorkers(Technique):
         why = _why_not({name: getattr(loader, name) for name in names})
         if type(loader)._get_iterator is not DataLoader._get_iterator:
             why = why or f"{type(loader).__name__} makes iterators of its own"
-        if loader.persistent_workers:  # to dismiss them would end the random numbers of each
+        if loader.persistent_workers:  # stopping them would lose each worker's RNG state
             why = why or "its workers outlive a pass"
         if why:
             self.refused(why)
@@ -180,21 +180,21 @@ class LoaderWorkers(Technique):
             self._give(loader)
 
     def over(self) -> None:
-        """Leave passes that begin later to torch."""
+        """Leave later passes to torch."""
         _PASSES.leave(self)
 
     def on(self) -> None:
-        """Hand over the passes that begin from here on."""
+        """Use workers in passes that begin from here on."""
         super().on()
         for loader in list(self._loaders):
             self._give(loader)
 
     def off(self) -> None:
-        """Leave the passes that begin later to what the loader had; one that is under way keeps its workers."""
+        """Restore the loaders' own settings for later passes. A pass that is under way keeps its workers."""
         super().off()
         for loader, (wanted, before) in list(self._loaders.items()):
             for name, value in before.items():
-                if loader.__dict__.get(name) is wanted[name]:  # else the script has set it since
+                if loader.__dict__.get(name) is wanted[name]:  # otherwise the script has set it since
                     loader.__dict__[name] = value
 
     def _give(self, loader: Any) -> None:
@@ -203,7 +203,7 @@ class LoaderWorkers(Technique):
         loader.__dict__.update(wanted)
 
     def _let_go(self, why: str) -> None:
-        known = f"left alone: {why}" in self.acted  # of a loader before: a script may make one for each epoch
+        known = f"left alone: {why}" in self.acted  # said of an earlier loader: some scripts build one each epoch
         self.refused(why)
         if known:
             return
@@ -225,7 +225,7 @@ _PASSES = Replacements(_passes)
 
 
 def _no_children() -> bool:
-    """Whether this process may have no children, or could not fork them."""
+    """Return whether this process must not start children (a worker, a daemon), or cannot fork."""
     import torch
 
     inside = torch.utils.data.get_worker_info() is not None or multiprocessing.current_process().daemon
@@ -243,7 +243,7 @@ def _unsafe(dataset: Any) -> str:
 
 
 def _why_not(options: dict[str, Any]) -> str:
-    """Why a loader with workers of its own must keep their number; "" where another gives the same samples."""
+    """Return why a loader must keep its number of workers; "" if another number gives the same samples."""
     from torch.utils.data import default_collate
 
     from hasten.data.sampler_order import why_not
@@ -267,16 +267,16 @@ def _why_not(options: dict[str, Any]) -> str:
 
 
 def _counts(cores: int) -> list[int]:
-    """Numbers of workers worth trying, best guess first: the step needs a core too."""
+    """Return numbers of workers worth trying, best guess first: all cores but one, as the step needs one too."""
     spread = [max(1, cores - 1), cores, max(1, cores // 2), min(cores, 4), 1]
     return list(dict.fromkeys(spread))[:4]
 
 
 def _depth(loader: LoaderFacts, workers: int) -> int:
-    """Batches each worker may hold ready within half of /dev/shm's and memory's room; 0 when not even one fits."""
+    """Return how many batches each worker may prefetch within half of /dev/shm and free memory; 0 if not even one."""
     if not loader.batch_bytes or not _SHM.is_dir():
         return 2
-    room = min(shutil.disk_usage(_SHM).free, memory_free()) // 2  # a container's memory holds its /dev/shm, too
+    room = min(shutil.disk_usage(_SHM).free, memory_free()) // 2  # a container's /dev/shm counts as its memory
     return min(4, room // (loader.batch_bytes * workers))
 
 

@@ -1,4 +1,9 @@
-"""Memoizes a function of an index as long as all that its results depend on is unchanged."""
+"""Memoize a function of an index for as long as everything that its results depend on is unchanged.
+
+A `Snapshot` of the dataset (attributes, globals, closures, code) is compared before samples are taken from the store,
+and the files that were opened for a sample are checked. Some kept samples are made again and compared, for ever, since
+a dependency may be invisible. Whatever cannot be kept safely ends the memo, with a reason.
+"""
 
 from __future__ import annotations
 
@@ -17,52 +22,54 @@ from hasten.data.round_trip import why_no_round_trip
 from hasten.data.sample_store import pack
 from hasten.data.snapshot import Snapshot, ambient, flushes_denormals, random_states
 
-_AUDITED, _LOT = 16, 200  # kept samples that are made again and compared: the first, and one in so many by lot
-_WHOLE_LOOKS = 2  # samples after whose making everything is looked at
+_AUDITED, _LOT = 16, 200  # kept samples that are made again and compared: the first 16, then one in 200 at random
+_WHOLE_LOOKS = 2  # number of first samples after which everything is compared, not only what is cheap
 _MISSING = SampleStore.MISSING
-_auditing = 0  # samples that are made again now; then what they are made of is, too (a decoded file)
+_auditing = 0  # depth of audits under way: inside one, what the sample is made of (a decoded file) is audited too
 DRAWS = "samples draw random numbers"
-_lot = random.Random()  # of its own: the training's numbers stay. No attribute, else states of the dataset hold it
+# A generator of its own, so that the training's random numbers stay the same. A global rather than an attribute, since
+# snapshots of the dataset must not contain its state.
+_lot = random.Random()
 
 
-class Stale(Exception):  # noqa: N818 - no error: it says that a batch is to be made without the store
-    """Something kept is not, or may not be, what would be made now."""
+class Stale(Exception):  # noqa: N818 - a signal, not an error
+    """Signal that a kept sample differs, or may differ, from one made now: make the batch without the store."""
 
 
 class Store(Protocol):
-    """Where samples lie: `SampleStore` in memory, `DiskStore` on disk."""
+    """Storage of samples: `SampleStore` in memory, `DiskStore` on disk."""
 
     spoilt: bool
     paused: bool
 
     @property
     def closed(self) -> bool:
-        """Whether it is spoilt or paused."""
+        """Whether the store is spoilt or paused."""
 
     def get(self, key: Any) -> Any:
-        """Return the sample of a key, or `SampleStore.MISSING`."""
+        """Return the sample stored for a key, or `SampleStore.MISSING`."""
 
     def put(self, key: Any, sample: Any) -> bool:
-        """Keep a sample; False where that cannot be."""
+        """Store a sample. Return False if that is not possible."""
 
 
 class Memoized:
-    """A store of what a function gives, for as long as that cannot have changed.
+    """Results of a function, kept while they cannot have changed.
 
     Args:
-        store: Shared with forked workers.
-        roots: What the function depends on; see `Snapshot`.
-        let_go: Told why nothing is kept any more.
+        store: Storage, shared with forked workers.
+        roots: Objects that the function depends on, by name; see `Snapshot`.
+        let_go: Called with the reason when nothing is kept any more.
     """
 
-    _replaces = False  # whether a sample of which a file has changed takes the place of the former one
+    _replaces = False  # whether a sample whose file has changed replaces the stored one
 
     def __init__(self, store: Store, roots: dict[str, Any], let_go: Callable[[str], None]) -> None:
         self._store = store
         self._roots = roots
         self._let_go = let_go
         self._hits = self._made = 0
-        self._unseen = False  # whether a sample was taken without being made again to compare
+        self._unseen = False  # whether a sample was taken from the store without an audit
         self._pid = os.getpid()
         self._over = False
         self._ready = ObjectCache()
@@ -71,17 +78,17 @@ class Memoized:
             self.end(why)
 
     def is_over(self) -> bool:
-        """Whether it was given up or is paused, here or in a worker."""
+        """Return whether the memo was given up or is paused, in this process or in a worker."""
         return self._over or self._store.closed
 
     @property
     def may_draw(self) -> bool:
-        """Whether samples may draw random numbers, by the names in their code; the first that does ends it anyway."""
+        """Whether samples may draw random numbers, by the names in their code. The first that does ends the memo."""
         return bool(why_it_draws(self._snapshot))
 
     @property
     def paused(self) -> bool:
-        """Whether it is left alone for now, in workers too."""
+        """Whether the memo is unused for now, in workers too."""
         return self._store.paused
 
     @paused.setter
@@ -89,11 +96,11 @@ class Memoized:
         self._store.paused = paused
 
     def files(self) -> DiskStore | None:
-        """Return the store that a copy in another process may share, if any."""
+        """Return the store that a copy in another process can share; None if there is none."""
         return None
 
     def end(self, why: str) -> None:
-        """Keep nothing from here on."""
+        """Give up the memo: keep nothing from here on."""
         if not self._over:
             self._over = True
             self._store.spoilt = True
@@ -101,28 +108,28 @@ class Memoized:
             self._let_go(why)
 
     def look(self, rows: Any = (), whole: bool = False) -> bool:
-        """Forget all where what samples depend on has changed since they were made; return whether `get` may be called.
+        """Compare what samples depend on, and forget all samples if it has changed. Return whether `get` may be called.
 
         Args:
-            rows: Indices of samples: long lists are looked at there.
-            whole: Look at everything, however long it takes.
+            rows: Indices of the samples wanted; of long lists only these elements are compared.
+            whole: Compare everything, however long that takes.
         """
         if self.is_over():
             return False
         if self._snapshot.changed_at_all() if whole else self._snapshot.changed(rows):
             late = self._snapshot.late
             self._began()
-            if late:  # what was taken from the store in the meantime cannot be taken back
+            if late:  # samples taken from the store since the change cannot be taken back
                 late += " changed during a pass, seen late: samples of this pass may not be what they would have been"
             if why := late or self._why_not():
                 self.end(why)
         return not self._over
 
     def get(self, key: Any, make: Callable[[Any], Any]) -> Any:
-        """Return the value kept for a key, or make it now.
+        """Return the value kept for a key, or make it.
 
         Raises:
-            Stale: A later comparison found that it cannot be kept; `end` was told why.
+            Stale: An audit found a kept value that differs; `end` was called with the reason.
         """
         surroundings = self._surroundings()
         place = surroundings, type(key), key
@@ -143,7 +150,7 @@ class Memoized:
         return sample
 
     def _made_again(self, key: Any, make: Callable[[Any], Any], kept: Any) -> Any:
-        """Return a sample that is made although it is kept, with all that it is made of: both must be the same."""
+        """Make a kept sample again, with everything that it is made of, and compare the two."""
         global _auditing
         _auditing += 1
         try:
@@ -152,18 +159,18 @@ class Memoized:
             _auditing -= 1
         if pack(made) != pack(kept):
             why = "the same index gave another sample than before"
-            if self._unseen or self._pid != os.getpid():  # taken here, or by another worker
+            if self._unseen or self._pid != os.getpid():  # unaudited samples were taken here, or maybe by other workers
                 why += ": samples taken from the cache until now may not be what they would have been"
             self.end(why)
             raise Stale
         return made
 
     def _one_in(self) -> int:
-        """Return after how many samples taken one is made again, to check it."""
+        """Return the audit interval: one in so many samples taken is made again."""
         return _LOT
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy in another process shares nothing
+        return type(None), ()  # a pickled copy in another process has no memo
 
     def _began(self) -> None:
         self._snapshot = Snapshot(self._roots)
@@ -171,11 +178,11 @@ class Memoized:
         self._state = self._new_state()
 
     def _new_state(self) -> str:
-        """A name for the state of things now, which no other process gives to another."""
+        """Return a unique name for the present state of what samples depend on."""
         return f"{time.time_ns()}-{_lot.getrandbits(64)}-{os.getpid()}"
 
     def _surroundings(self) -> tuple[Any, ...]:
-        """Return what decides, beside the key, which sample is made now."""
+        """Return the ambient settings that decide, beside the key, which sample would be made."""
         return self._state, ambient(), flushes_denormals()
 
     def _keep(self, key: Any, value: Any) -> None:

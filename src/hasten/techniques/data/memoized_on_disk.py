@@ -1,4 +1,4 @@
-"""Memoized results in files that other processes and later runs may use, while their inputs are unchanged."""
+"""Memoize results in files that other processes and later runs can use while their inputs are unchanged."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from hasten.data.snapshot import ambient, flushes_denormals
 from hasten.techniques.data import memoized as memory
 from hasten.techniques.data.memoized import Memoized
 
-_EVERY = 0.05  # seconds between whole looks, at least
-_SHARE = 50  # and so many times as long as such a comparison takes
-_MOST_BYTES = 32 << 20  # of samples that wait for one
-_LOT = 20  # one sample in so many is made again in a process's first pass: what is there another run may have kept
+_EVERY = 0.05  # least seconds between two full comparisons
+_SHARE = 50  # and at least this multiple of a comparison's own duration
+_MOST_BYTES = 32 << 20  # of samples that wait for a comparison before they are written
+_LOT = 20  # audit interval in a process's first pass, when samples may come from another run
 
 
 class MemoizedOnDisk(Memoized):
-    """A store on disk, under a name for the state of all that samples are made of.
+    """Memo on disk, in a file named by the fingerprint of everything that samples are made of.
 
-    A sample is written only once a whole comparison has found that state unchanged since it was made: what lies there
-    must not depend on a change that a quick comparison has not seen, for it outlives the process.
+    A sample is written only after a full comparison has found that state unchanged since it was made. It outlives the
+    process, so it must not depend on a change that a quick comparison has missed.
 
     Args:
-        store: Where samples lie.
-        roots: What the function depends on; see `Snapshot`.
-        let_go: Told why nothing is kept any more.
+        store: Storage of the samples.
+        roots: Objects that the function depends on, by name; see `Snapshot`.
+        let_go: Called with the reason when nothing is kept any more.
     """
 
-    _replaces = True  # a file that was written again would else be read in each epoch of all later runs
+    _replaces = True  # otherwise a rewritten input file would be read again in each epoch of all later runs
 
     def __init__(self, store: DiskStore, roots: dict[str, Any], let_go: Callable[[str], None]) -> None:
         self._files = store
@@ -45,7 +45,7 @@ class MemoizedOnDisk(Memoized):
         super().__init__(store, roots, let_go)
 
     def _new_state(self) -> str:
-        """Name the state, and open its file."""
+        """Return the state's fingerprint, and open its file; "" if there can be none."""
         self._pending = []
         if super()._why_not():
             return ""
@@ -56,7 +56,7 @@ class MemoizedOnDisk(Memoized):
             self._unnamed = str(unnamed)
         except OSError as error:
             self._unnamed = f"samples cannot be kept in {self._files.folder.path}: {error.strerror or error}"
-        except Exception as error:  # a `__repr__` or property of the script's own may raise anything
+        except Exception as error:  # the script's own `__repr__` or property may raise anything
             self._unnamed = f"what samples are made of cannot be told in another process ({type(error).__name__})"
         else:
             return name
@@ -71,13 +71,14 @@ class MemoizedOnDisk(Memoized):
     def _surroundings(self) -> tuple[Any, ...]:
         import torch
 
-        # The number of threads decides how sums are rounded; workers have one. The state is in the file's name.
+        # The number of threads decides how sums are rounded, and is 1 in workers. The state is in the file's name.
         return ambient(), flushes_denormals(), torch.get_num_threads()
 
     def _keep(self, key: Any, value: Any) -> None:
-        if self.pid != os.getpid():  # forked: what waits is the parent's
+        if self.pid != os.getpid():  # after a fork, the waiting samples are the parent's
             self.pid, self._pending, self._pending_bytes = os.getpid(), [], 0
-            # As a worker or the training ends in good order. It holds nothing that the training does not.
+            # Flush when a worker or the training exits normally. A weak reference, so that the memo can be freed
+            # before.
             Finalize(self, _flush_at_end, args=(weakref.ref(self),), exitpriority=10)
         entry = self._files.packed((*self._surroundings(), key), value)
         if entry is None:
@@ -89,11 +90,11 @@ class MemoizedOnDisk(Memoized):
             self.flush()
 
     def files(self) -> DiskStore | None:
-        """The store, which a copy in another process opens by itself."""
+        """Return the store, which a copy in another process opens again; None if the memo was given up."""
         return None if self.is_over() else self._files
 
     def flush(self) -> None:
-        """Write what waits, if all that it was made of is as it was."""
+        """Write the waiting samples, if everything that they were made of is unchanged."""
         pending, self._pending, self._pending_bytes = self._pending, [], 0
         start = perf_counter()
         changed = self._snapshot.changed_at_all()

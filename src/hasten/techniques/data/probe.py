@@ -1,4 +1,4 @@
-"""Asks a dataset for a few samples twice, to find out what of it repeats itself."""
+"""Ask a dataset for a few samples several times, to find out whether they repeat and what they cost."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hasten.techniques.data.sample_cache import with_loader_function
 
 _INDICES = 8
 _REPEATS = 3
-_SECONDS = 2.0  # a slow dataset is asked less often
+_SECONDS = 2.0  # time limit, for slow datasets
 
 
 def probe(loader: Any) -> Probe:
-    """Probe the dataset of a DataLoader; calls `dataset[i]` and changes the global random states."""
+    """Probe the dataset of a DataLoader. Calls `dataset[i]`, and changes the global random states."""
     from torch.utils.data import default_collate
 
     dataset = loader.dataset
@@ -37,12 +37,12 @@ def probe(loader: Any) -> Probe:
         one_thread = _on_one_thread(dataset.__getitem__, indices) if seconds < _SECONDS / 4 else 0.0
         function = _loader_function(dataset, indices)
         return Probe(repeatable, seconds, size, *function, in_memory, unsafe, one_thread=one_thread)
-    except Exception as error:  # whatever the dataset raises: it is then not one that a cache can keep
+    except Exception as error:  # whatever the dataset raises, its samples cannot be cached
         return Probe(in_memory=in_memory, fork_unsafe=unsafe, failed=f"{type(error).__name__}: {error}")
 
 
 def _loader_function(dataset: Any, indices: list[int]) -> tuple[str, bool, float, int]:
-    """Name, repeatability, seconds and bytes of the dataset's `loader` function."""
+    """Return name, repeatability, seconds and bytes of the dataset's `loader` function; "" if it has none."""
     inner = with_loader_function(dataset)
     if inner is None:
         return "", False, 0.0, 0
@@ -66,10 +66,10 @@ def _loader_function(dataset: Any, indices: list[int]) -> tuple[str, bool, float
 
 
 def _ask(give: Callable[[Any], Any], keys: list[Any]) -> tuple[bool, float, int]:
-    """Whether `give(key)` repeats itself under other random states, its time, and its result's size.
+    """Return whether `give(key)` is repeatable, its seconds, and the bytes of its result.
 
-    What draws from a global random state is not repeatable, whether or not the draw mattered this time. What keeps
-    a random state of its own shows in one of the repetitions.
+    Each call is made under other random states. A function that draws from a global random state counts as not
+    repeatable, even if the draw did not matter this time. One with its own random state shows in the repetitions.
     """
     seconds, sizes, repeatable = [], [], True
     deadline = time.perf_counter() + _SECONDS
@@ -91,7 +91,7 @@ def _ask(give: Callable[[Any], Any], keys: list[Any]) -> tuple[bool, float, int]
 
 
 def _on_one_thread(give: Callable[[Any], Any], keys: list[Any]) -> float:
-    """How many times as long `give(key)` takes where torch has one thread only."""
+    """Return the time of `give(key)` with one thread of torch, in that with the present number of threads."""
     import torch
 
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Files read and decoded by threads before their samples are made."""
+"""Read and decode files on threads before their samples are made."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from hasten.plan import Setting
 from hasten.techniques.base import NO_LOADER, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.data.sample_cache import CachedFunction, with_loader_function
 
-LEAST = 60e-6  # seconds: what handing an image from thread to thread and looking it over takes
+LEAST = 60e-6  # seconds: cost of handing an image from thread to thread and checking it
 
 
 class ReadAhead(Technique):
-    """Read and decode the next batches' files on threads; a setting is their number.
+    """Read and decode the files of the next batches on threads; the setting is the number of threads.
 
-    For loaders without workers, over a dataset that has a `loader(path)` function (ImageFolder's idiom). The order of
-    the pass is drawn ahead; `dataset[i]` is still called one by one, in order, by the thread that asked for the batch,
-    so that augmentation draws the numbers it would have drawn, and finds its image decoded.
+    For loaders without workers over a dataset with a `loader(path)` function (ImageFolder's idiom). The order of the
+    pass is drawn ahead. `dataset[i]` is still called one by one, in order, on the thread that requested the batch, so
+    that augmentation draws the same numbers as before; it finds its image already decoded.
 
-    What a thread made is given only while all that the function depends on, and the files it opened, are as they were.
-    The first images are read by the training itself and looked over; one in 200 later ones, by lot, is read again and
-    compared. Left alone, with the reason, are functions that may draw random numbers, say or write something, or
-    cannot be looked into, and samplers whose order may depend on the training. Where `loader_workers` acts on the same
-    loader, its workers make whole samples, and nothing is read ahead.
+    A thread's result is used only while everything that the function depends on, and the files it opened, are
+    unchanged. The training reads the first images itself and checks them; one in 200 later ones, chosen at random, is
+    read again and compared. Left alone, with the reason, are functions that may draw random numbers, print or write
+    something, or cannot be inspected, and samplers whose order may depend on the training. If `loader_workers` acts on
+    the same loader, its workers make whole samples, and nothing is read ahead.
     """
 
     name = "read_ahead"
@@ -38,14 +38,14 @@ class ReadAhead(Technique):
 
     @classmethod
     def useless(cls, setting: Any, machine: Machine) -> str:
-        """More threads than cores only wait for each other."""
+        """Return that there are too many threads for the machine's cores."""
         if isinstance(setting, int) and setting > 4 * machine.cores:
             return f"{setting} threads on {machine.cores} cores would wait for each other"
         return ""
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """As many threads as cores, where a loader function takes its time and repeats itself."""
+        """Propose as many threads as cores, if a repeatable loader function takes long enough."""
         loader = evidence.train_loader
         if loader is None:
             return NO_LOADER
@@ -68,7 +68,7 @@ class ReadAhead(Technique):
         )
 
     def batches(self, fetch: Any, iterator: Any) -> Any:
-        """Read this pass ahead."""
+        """Read the files of this pass ahead."""
         if self.active:
             self._begin(iterator)
         return fetch
@@ -79,7 +79,7 @@ class ReadAhead(Technique):
         from hasten.data.worker_pass import WorkerPassIterator
 
         if isinstance(iterator, WorkerPassIterator):
-            return  # of `loader_workers`, which a search may switch off for the next pass: nothing is refused for good
+            return  # a pass of `loader_workers`, which a search may switch off for the next: no refusal for good
         if why := _why_not(iterator):
             self.refused(why)
             return
@@ -96,10 +96,10 @@ class ReadAhead(Technique):
         self.threads = setting if isinstance(setting, int) else 1
 
     def _function_of(self, inner: Any) -> Any:
-        """The dataset's function, some results of which are there already; put in its place in the first pass."""
+        """Return the wrapper of the dataset's `loader` function that uses results made ahead; install it if needed."""
         from hasten.data.read_ahead import ReadFunction
 
-        # A cache stays outside: what it holds is not read at all.
+        # Inside a sample cache, so that files whose result is cached are not read at all.
         holder, name = (inner.loader, "function") if isinstance(inner.loader, CachedFunction) else (inner, "loader")
         function = getattr(holder, name)
         if isinstance(function, ReadFunction):
@@ -107,7 +107,7 @@ class ReadAhead(Technique):
                 function.look_again()
             return function
         function = ReadFunction(function, self.threads, self._let_go)
-        setattr(holder, name, function)  # also one that is let go at once: it is not looked at in each pass then
+        setattr(holder, name, function)  # even if it gave up at once, so that later passes do not inspect it again
         return function
 
     def _let_go(self, why: str) -> None:
@@ -117,7 +117,7 @@ class ReadAhead(Technique):
 
 
 def _why_not(iterator: Any) -> str:
-    """Why a pass cannot be read ahead, or ""."""
+    """Return why a pass cannot be read ahead; "" if it can."""
     from torch.utils.data import SubsetRandomSampler
     from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 

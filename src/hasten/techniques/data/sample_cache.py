@@ -1,4 +1,4 @@
-"""Samples read and decoded once, then taken from memory, or from a disk."""
+"""Read and decode samples once, then take them from memory or from a disk."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from hasten.techniques.data.batched_fetch import holds_rows
 from hasten.techniques.data.memoized import DRAWS, Memoized, Stale
 from hasten.techniques.data.memoized_on_disk import MemoizedOnDisk
 
-FAST = 20e-6  # seconds: what the cache itself takes per sample
-FROM_DISK, DISK_SPEED = 100e-6, 400e6  # seconds and bytes a second that a modest disk takes for one
-_KEYS = (str, bytes, int)  # what a loader function may be asked for
+FAST = 20e-6  # seconds: the cache's own cost per sample
+FROM_DISK, DISK_SPEED = 100e-6, 400e6  # a modest disk: seconds per sample, and bytes per second
+_KEYS = (str, bytes, int)  # types of a loader function's argument
 _LOADER_FUNCTION = "loader"  # where torchvision's DatasetFolder and its many imitations keep it
 
 
 class SampleCache(Technique):
-    """Keep decoded samples in memory that all worker processes share, or on disk.
+    """Keep decoded samples in memory shared by all worker processes, or on disk.
 
-    Setting "samples" keeps what `dataset[i]` gives, where the same index was seen to give the same sample.
-    Setting "decoded" keeps what the dataset's `loader(path)` gives (ImageFolder's idiom) and leaves the random
-    augmentation behind it as it is. Setting "both" keeps samples of datasets that draw no random numbers (validation,
-    mostly), and what is decoded for the others. The numbers stay the same; the first epoch fills the cache. In the
-    training's own process what was taken once is kept as an object, too, and copied (512 MiB and an eighth of the free
-    memory at most).
+    "samples" keeps the results of `dataset[i]`, if the same index always gives the same sample. "decoded" keeps the
+    results of the dataset's `loader(path)` (ImageFolder's idiom), so that random augmentation after it stays random.
+    "both" keeps samples of datasets that draw no random numbers (mostly validation), and decoded files of the others.
+    The numbers stay the same; the first epoch fills the cache. In the training's own process, samples that were taken
+    once are also kept as objects and copied (at most 512 MiB and an eighth of the free memory).
 
-    A sample is taken from memory only while all it was made of is as it was: what its code reads (attributes, elements,
-    arrays, globals, closures), and the files that were opened for it. Left alone, with the reason, are datasets that
-    cannot be looked into, and samples that draw random numbers, change something, have parts that share memory, or are
-    read where Python does not hear of it. One in 200 samples, by lot, is made again and compared; should one differ,
-    that batch is made without the cache, and so are all later ones, and it is said that earlier ones may be wrong.
+    A sample is taken from the cache only while everything that it was made of is unchanged: what its code reads
+    (attributes, elements, arrays, globals, closures), and the files that were opened for it. Left alone, with the
+    reason, are datasets that cannot be inspected, and samples that draw random numbers, change something, have parts
+    that share memory, or are read by native code that opens files unseen. One in 200 samples, chosen at random, is made
+    again and compared. If one differs, that batch and all later ones are made without the cache, and a message says
+    that earlier ones may be wrong.
 
-    A table keeps them on disk, `{keep = "decoded", where = "disk"}`: where memory is short, for workers that are not
-    forked, ranks and later runs, under a name for all that they are made of (dataset, code, transforms, libraries). The
-    folder (`cache_dir`; by default this user's on the fastest local disk) has a bound (`cache_size` bytes; by default a
-    quarter of what is free), and what no training uses goes first. Each process compares its first 16 samples of it,
-    and one in 20 of its first pass.
+    A table keeps samples on disk, `{keep = "decoded", where = "disk"}`: for data larger than memory, for workers that
+    are not forked, for several ranks, and for later runs. The file is named by everything that samples are made of
+    (dataset, code, transforms, libraries). The folder (`cache_dir`; by default the user's on the fastest local disk)
+    has a size limit (`cache_size` bytes; by default a quarter of what is free), and files that no training uses are
+    removed first. Each process compares its first 16 samples, and one in 20 of its first pass.
     """
 
     name = "sample_cache"
@@ -68,12 +68,12 @@ class SampleCache(Technique):
         self._pid = os.getpid()
         self._told: set[tuple[str, str]] = set()
         self._cache_dir, self._cache_size = table.get("cache_dir"), table.get("cache_size")
-        # (what is kept, id of a dataset) -> the store; that holds the dataset, and is held by its loaders
+        # ("samples" or "decoded", id of a dataset) -> memo. The memo holds the dataset, and its loaders hold the memo.
         self._kept: weakref.WeakValueDictionary[tuple[str, int], Memoized] = weakref.WeakValueDictionary()
 
     @classmethod
     def check(cls, setting: Setting) -> str:
-        """A word, or a table with `keep` and where it is kept."""
+        """Accept a word, or a table with `keep` and `where`."""
         if not isinstance(setting, dict):
             return super().check(setting)
         known = ("keep", "where", "cache_dir", "cache_size")
@@ -132,7 +132,7 @@ class SampleCache(Technique):
         need = size * (loader.samples or 0)
         whole = [(other.probe, other.samples or 0) for other in used if other.probe and other.probe.repeatable]
         also = sum((asked.sample_bytes + asked.loader_bytes) * count for asked, count in whole)
-        if setting == "decoded" and also and 2 * (need + also) <= room():  # each store has half of what there is
+        if setting == "decoded" and also and 2 * (need + also) <= room():  # each of the two stores gets half
             return Choices(("both",), f"{why}; whole samples of another loader do, too")
         if need <= room():
             return Choices((setting,), why)
@@ -146,7 +146,7 @@ class SampleCache(Technique):
         return Choices(({"keep": setting, "where": "disk"},), f"{why}; {short}")
 
     def loader_options(self, options: dict[str, Any]) -> None:
-        """Make the store before any worker is forked; put it in front of the loader function."""
+        """Create the memo of decoded files before any worker is forked, and wrap the loader function with it."""
         from torch.utils.data import IterableDataset
 
         dataset = options["dataset"]
@@ -165,7 +165,7 @@ class SampleCache(Technique):
             self.did("dataset")
 
     def loader(self, loader: Any) -> None:
-        """Make the store of a loader's samples, which other loaders of the same dataset share."""
+        """Create the memo of a dataset's samples, which all loaders of the same dataset share."""
         from torch.utils.data import IterableDataset
 
         dataset = loader.dataset
@@ -174,7 +174,7 @@ class SampleCache(Technique):
         if loader.batch_sampler is None:
             return
         if holds_rows(dataset):
-            return  # these lie in memory already
+            return  # already in memory
         if why := _fetches_of_its_own(dataset):
             if self.keep == "samples":
                 self.refused(why)
@@ -188,10 +188,10 @@ class SampleCache(Technique):
             if not kept.is_over():
                 self.did("dataset")
             kept.paused = not self.active
-        loader.__dict__["_hasten_kept"] = kept  # what is kept goes when the last loader does
+        loader.__dict__["_hasten_kept"] = kept  # loaders own the memo: it is freed with the last one
 
     def fetcher(self, fetcher: Any) -> Any:
-        """Take samples from the store."""
+        """Take samples from the memo."""
         from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
         if self.keep == "decoded" or type(fetcher) is not _MapDatasetFetcher or not fetcher.auto_collation:
@@ -204,7 +204,7 @@ class SampleCache(Technique):
         return _CachedFetcher(fetcher, kept) if kept.look(whole=True) else fetcher
 
     def _keeping(self, dataset: Any, roots: dict[str, Any]) -> Memoized | None:
-        """Return the store of a dataset's samples; None where the disk's folder cannot be used."""
+        """Return a new memo of a dataset's samples; None if the folder on disk cannot be used."""
         samples = len(dataset)
         name = f"{type(dataset).__qualname__} of {samples:,} samples"
         let_go = functools.partial(self._let_go, name)
@@ -220,7 +220,7 @@ class SampleCache(Technique):
         return MemoizedOnDisk(files, roots, let_go)
 
     def _in_worker(self, dataset: Any) -> Memoized | None:
-        """What a worker that was not forked takes samples from: no loader was built in its process."""
+        """Return the memo for a spawned worker, in whose process no loader was built."""
         from torch.utils.data import get_worker_info
 
         if get_worker_info() is None or self._pid != os.getpid() or holds_rows(dataset) or _fetches_of_its_own(dataset):
@@ -232,15 +232,15 @@ class SampleCache(Technique):
         return kept
 
     def __reduce__(self) -> Any:
-        return type(self), (self.setting,)  # in another process no loader is built yet
+        return type(self), (self.setting,)  # in another process there are no loaders yet
 
     def on(self) -> None:
-        """Take samples from the stores, with what they hold from before."""
+        """Take samples from the memos, including what they hold from before."""
         super().on()
         self._pause(False)
 
     def off(self) -> None:
-        """Have each sample made; the stores keep what they hold."""
+        """Make each sample; the memos keep what they hold."""
         super().off()
         self._pause(True)
 
@@ -249,19 +249,19 @@ class SampleCache(Technique):
             kept.paused = paused
 
     def _let_go_samples(self, place: tuple[str, int], dataset: str, why: str) -> None:
-        """With "both", that a dataset's samples cannot be kept is no news, unless some were."""
+        """Under "both", report that a dataset's samples cannot be kept only if some were kept before."""
         if why != DRAWS and place in self._kept:
             self._let_go(dataset, why, "has only decoded files kept from here on")
 
     def _let_go(self, dataset: str, why: str, then: str = "is read without the cache from here on") -> None:
         self.refused(why)
-        if self.active and (dataset, why) not in self._told:  # a script may make the same one for each epoch
+        if self.active and (dataset, why) not in self._told:  # some scripts build the same dataset in each epoch
             self._told.add((dataset, why))
             messages.tell(f"hasten: sample_cache: {why}; the dataset ({dataset}) {then}.")
 
 
 def _fetches_of_its_own(dataset: Any) -> str:
-    """Why a dataset's samples are not what its `__getitem__` gives one by one, or ""."""
+    """Return why a dataset's batches are not made of single `__getitem__` calls; "" if they are."""
     from torch.utils.data import Subset
 
     while type(dataset) is Subset and "__getitems__" not in vars(dataset):
@@ -271,7 +271,7 @@ def _fetches_of_its_own(dataset: Any) -> str:
 
 
 class _CachedFetcher:
-    """A fetcher that asks the store first."""
+    """Fetcher that takes samples from a memo, in front of torch's."""
 
     def __init__(self, fetcher: Any, kept: Memoized) -> None:
         self._fetcher = fetcher
@@ -281,25 +281,25 @@ class _CachedFetcher:
         return getattr(self._fetcher, name)
 
     def fetch(self, indices: Any) -> Any:
-        """Return the batch of the fetcher behind it, each sample read once."""
+        """Return the batch that the wrapped fetcher would return, with samples from the memo."""
         fetcher, kept = self._fetcher, self._kept
         if type(indices) not in (list, tuple) or not set(map(type, indices)) <= {int}:
             return fetcher.fetch(indices)
         if not kept.look(indices) or _fetches_of_its_own(fetcher.dataset):
             return fetcher.fetch(indices)
-        # By the operator: an instance's own `__getitem__` counts for nothing in Python.
+        # By the operator, as torch does: an instance attribute `__getitem__` has no effect in Python.
         get, make, samples = kept.get, functools.partial(operator.getitem, fetcher.dataset), []
         for index in indices:
             try:
                 samples.append(make(index) if kept.is_over() else get(index, make))
-            except Stale:  # what was taken from the store for this batch may be as wrong
+            except Stale:  # other samples of this batch may be wrong too
                 break
-        # Outside the handler: errors are then the script's alone.
+        # Outside the handler, so that the script's errors do not show ours as their context.
         return fetcher.collate_fn(samples) if len(samples) == len(indices) else fetcher.fetch(indices)
 
 
 class CachedFunction:
-    """A dataset's `loader(path)` behind a store."""
+    """A dataset's `loader(path)` function behind a memo."""
 
     def __init__(self, function: Any, kept: Memoized) -> None:
         self.function = function
@@ -316,14 +316,14 @@ class CachedFunction:
         return self.function(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        # A copy in a process that was not forked has no store to share, unless that is on disk: the plain function.
+        # A pickled copy can share a store on disk only; otherwise it becomes the plain function.
         files = self._kept.files()
-        # By Python's own means: a pickle that the script writes needs no hasten.
+        # Pickled as `operator.getitem((function,), 0)`, so that unpickling a script's own files does not need hasten.
         return (operator.getitem, ((self.function,), 0)) if files is None else (_again, (self.function, files))
 
 
 def _again(function: Any, files: DiskStore) -> Any:
-    """A copy's function, in front of the same files."""
+    """Return the function of an unpickled copy, behind the same store on disk."""
     kept = MemoizedOnDisk(files, {"loader": function}, _tell)
     return function if kept.is_over() else CachedFunction(function, kept)
 
@@ -333,11 +333,12 @@ def _tell(why: str) -> None:
 
 
 def with_loader_function(dataset: Any) -> Any:
-    """The dataset, or the one inside its Subsets, that keeps a `loader` function; None when none does."""
+    """Return the dataset, possibly inside Subsets, that has a `loader` function; None if there is none."""
     for _ in range(8):
         function = getattr(dataset, "__dict__", {}).get(_LOADER_FUNCTION)
         if callable(function):
-            # A method of the dataset may read what changes between epochs; a plain function has only its argument.
+            # A method of the dataset may read state that changes between epochs; a plain function has its argument
+            # only.
             return None if getattr(function, "__self__", None) is dataset else dataset
         dataset = getattr(dataset, "dataset", None)
         if dataset is None:

@@ -1,4 +1,4 @@
-"""Estimates the gain of workers for a loader that has none."""
+"""Estimate the gain of workers for a loader that has none."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from hasten.evidence import Evidence, LoaderFacts, Machine
 from hasten.evidence.waiting import PASSING, mean_during, ordinary_seconds, typical_wait
 from hasten.evidence.weigh import on_gpu
 
-_CLEARLY = 0.05  # of the step; so much more must be saved for a further change
+_CLEARLY = 0.05  # of the step: passive waiting must save this much more to be proposed in addition
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Workers for a loader that has none.
+    """Proposed workers for a loader that has none.
 
     Attributes:
-        workers: How many; 0: none.
-        seconds: What they would save of each step.
-        passive: The training's threads must give up their cores while they wait.
+        workers: Number of workers; 0 for none.
+        seconds: Seconds that they would save per step.
+        passive: Whether the training's threads must give up their cores while they wait (OMP_WAIT_POLICY=PASSIVE).
     """
 
     workers: int
@@ -27,14 +27,13 @@ class Proposal:
 
 
 def workers_for(evidence: Evidence, loader: LoaderFacts) -> Proposal:
-    """How many workers would do for a loader without any, and what they would save.
+    """Return the fewest workers within 2 % of the best number, and what they would save.
 
-    With n workers a step takes the longest of its own computation, a batch's making shared by n, and the CPU's work
-    shared by the cores it can have; a batch that a worker passes on costs something too. The fewest that come within
-    2 % of the best.
+    With n workers a step takes the longest of: its own computation; making a batch, divided by n; the total CPU work,
+    divided by the available cores. Passing a batch from a worker costs something too.
 
-    The work is what the CPU was busy with, which has in it that OpenMP's threads spin while they wait for torch's next
-    operation; beside workers they would go on to. How long a sample takes on one thread tells that from work.
+    The CPU work is measured as busy time. That includes OpenMP's threads spinning while they wait for torch's next
+    operation, which they would also do beside workers. The time of a sample on one thread tells spinning from work.
     """
     wait, step, cores = typical_wait(evidence), ordinary_seconds(evidence), evidence.machine.cores
     compute, room = step - wait, room_for(evidence)
@@ -63,19 +62,19 @@ def workers_for(evidence: Evidence, loader: LoaderFacts) -> Proposal:
 
 
 def room_for(evidence: Evidence) -> float:
-    """Cores' worth of CPU that the training may have: all, less half of what others used; all where nobody looked.
+    """Return the number of cores that the training may use: all, less half of what other processes used.
 
-    Half, since others would have to share it with further processes of the training.
+    Half, because those would have to share with further processes of the training. All, if use was not measured.
     """
     cores, use = evidence.machine.cores, evidence.used
     used = mean_during(evidence, use.cpu)
     if used is None or not use.cores:
         return cores
-    beyond = max(0, len(use.cores) - cores)  # of the machine's, a container may use fewer: others have those first
+    beyond = max(0, len(use.cores) - cores)  # cores outside this container: other processes use those first
     others = max(0.0, sum(use.cores) - used - beyond)
     return max(cores / 2, cores - others / 2)
 
 
 def _fits(machine: Machine, loader: LoaderFacts, workers: int) -> bool:
-    """Whether two batches of each worker fit into half of the machine's /dev/shm."""
+    """Return whether two batches of each worker fit into half of /dev/shm."""
     return not machine.shm_bytes or 2 * workers * loader.batch_bytes <= machine.shm_bytes // 2

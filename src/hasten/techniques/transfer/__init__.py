@@ -1,1 +1,1 @@
-"""Techniques that relieve transfer."""
+"""Techniques that relieve the transfer of data to the GPU."""

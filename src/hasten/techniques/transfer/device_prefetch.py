@@ -1,4 +1,4 @@
-"""The next batch copied to the GPU while the current one is computed."""
+"""Copy the next batch to the GPU while the current one is computed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hasten.techniques.replaced import Replaced
 
 
 class DevicePrefetch(CudaOnly):
-    """Start the copy of a batch to the GPU on a stream of its own, as soon as the batch exists.
+    """Start the copy of a batch to the GPU on its own stream, as soon as the batch exists.
 
-    The script still gets the CPU batch it expects; when it then says `.to(device)`, the finished copy is handed
-    out. A tensor that was changed in between, or is wanted in another dtype or place, is copied as usual. Loaders whose
-    sampler may depend on the training are left alone.
+    The script still gets the CPU batch that it expects; when it then calls `.to(device)`, it gets the finished copy. A
+    tensor that was changed in between, or is requested in another dtype or on another device, is copied as usual.
+    Loaders whose sampler may depend on the training are left alone.
     """
 
     name = "device_prefetch"
@@ -25,7 +25,7 @@ class DevicePrefetch(CudaOnly):
     relieves = Resource.TRANSFER
     sources = ("NVIDIA data prefetcher (apex imagenet example)", "Lightning #4803")
     acts_on = "a DataLoader"
-    liveness = Liveness.PASS  # what a pass has taken early, it gives until its end
+    liveness = Liveness.PASS  # a pass that has taken a batch early must hand it out
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -35,12 +35,12 @@ class DevicePrefetch(CudaOnly):
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """On where batches are copied to a GPU."""
+        """Propose it if batches are copied to a GPU."""
         why = "each batch's copy to the GPU can run beside the step before it"
         return cls.refuse_without_copies(evidence) or Choices((True,), why)
 
     def process(self) -> None:
-        """Hand out finished copies from `.to` and `.cuda`."""
+        """Make `.to` and `.cuda` return finished copies."""
         import torch
 
         if torch.cuda.is_available():
@@ -53,22 +53,22 @@ class DevicePrefetch(CudaOnly):
                 self._replaced[-1].put_in_place()
 
     def restore(self) -> None:
-        """Put torch's own ways to copy back."""
+        """Restore torch's own `.to` and `.cuda`."""
         while self._replaced:
             self._replaced.pop().put_back()
         self._stream = None
 
     def on(self) -> None:
-        """Take batches early in the passes that begin from here on."""
+        """Take batches early in passes that begin from here on."""
         super().on()
         if self._stream is None:
             self.process()
 
     def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
-        """Take each batch from the workers one step early and start its copy.
+        """Take each batch from the workers one step early, and start its copy.
 
-        With no workers the batch would be made early too, and its random numbers drawn before the model's: then
-        nothing is changed.
+        Without workers nothing is changed: the batch would be made early too, and its random numbers drawn before the
+        model's.
         """
         if self._stream is None or not getattr(iterator, "_num_workers", 0):
             return fetch
@@ -80,7 +80,7 @@ class DevicePrefetch(CudaOnly):
         def take() -> tuple[Any, Exception | None]:
             try:
                 return self._start_copies(fetch()), None
-            except Exception as error:  # the pass's end, or what a sample raised: told when its batch is asked for
+            except Exception as error:  # the pass's end or a sample's error: raised when its batch is requested
                 return None, error
 
         def one_early() -> Any:
@@ -114,7 +114,7 @@ class DevicePrefetch(CudaOnly):
             if tensor.device.type == "cpu" and not torch.compiler.is_compiling() and tensor in self._copies:
                 copy, version, event = self._copies[tensor]
                 if version == tensor._version and _wants(copy, to.__name__, args, kwargs):
-                    del self._copies[tensor]  # given once: every `.to` makes a tensor of its own
+                    del self._copies[tensor]  # handed out once: every `.to` must return a new tensor
                     stream = torch.cuda.current_stream()
                     stream.wait_event(event)
                     copy.record_stream(stream)
@@ -125,24 +125,27 @@ class DevicePrefetch(CudaOnly):
 
 
 def _order_depends(iterator: Any) -> str:
-    """Why no batch may be taken early: its sampler would be asked for another before the training's step; or ""."""
+    """Return why no batch may be taken early; "" if it may.
+
+    Taking one early asks the sampler for the next indices before the training step, on which they may depend.
+    """
     from hasten.data.sampler_order import why_not
 
     order = getattr(iterator, "_index_sampler", None)
     if order is None or _is_iterable(iterator):
         return ""
-    return why_not(getattr(order, "hasten_whole", order))  # a trial cuts it
+    return why_not(getattr(order, "hasten_whole", order))  # in a trial, the sampler is wrapped to cut the pass short
 
 
 def _is_iterable(iterator: Any) -> bool:
-    """Whether its dataset is an iterable one, whose order is its own."""
+    """Return whether its dataset is an IterableDataset, which decides the order itself."""
     from torch.utils.data.dataloader import _DatasetKind
 
     return bool(iterator._dataset_kind == _DatasetKind.Iterable)
 
 
 def _wants(copy: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `.to` or `.cuda` with these arguments asks for just this copy."""
+    """Return whether `.to` or `.cuda` with these arguments would give exactly this copy."""
     import torch
 
     if set(kwargs) - {"device", "non_blocking"} or len(args) > 1:
@@ -153,6 +156,6 @@ def _wants(copy: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not isinstance(target, str | int | torch.device):
         return False
     device = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
-    named: Any = device.index  # None where only "cuda" is said, whatever torch's stubs claim
+    named: Any = device.index  # None for plain "cuda", though torch's stubs say int
     index = torch.cuda.current_device() if named is None else named
     return device.type == "cuda" and bool(index == copy.device.index)

@@ -1,4 +1,4 @@
-"""Page-locked host memory, so that copies to the GPU run beside the computation."""
+"""Page-locked host memory, so that copies to the GPU overlap with computation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hasten.techniques.replaced import Replaced
 
 
 class PinMemory(CudaOnly):
-    """Let loaders give pinned batches, and copy those to the GPU without waiting.
+    """Let loaders return pinned batches, and copy those to the GPU without waiting.
 
-    `.to(device)` and `.cuda()` of a pinned tensor that a loader gave become non-blocking; later work on the same
-    stream still sees the whole copy, so the numbers stay the same. Memory that the script pinned itself, and may
-    write to again, is still copied synchronously.
+    `.to(device)` and `.cuda()` become non-blocking for pinned tensors of a loader. Later work on the same stream still
+    sees the whole copy, so the numbers stay the same. Memory that the script pinned itself, and may write to again, is
+    still copied synchronously.
     """
 
     name = "pin_memory"
@@ -32,18 +32,18 @@ class PinMemory(CudaOnly):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._given: Any = None  # the tensors that loaders gave and that are still alive
-        self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()  # that pin while this is on
+        self._given: Any = None  # live tensors that loaders returned
+        self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders that pin while this is on
         self._replaced: list[Replaced] = []
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """On for loaders that give pageable memory to a GPU."""
+        """Propose it for loaders whose batches are copied to a GPU."""
         why = "batches are copied to the GPU from pageable memory, or the copy is waited for"
         return cls.refuse_without_copies(evidence) or Choices((True,), why)
 
     def process(self) -> None:
-        """Make copies of loaders' pinned tensors non-blocking."""
+        """Make copies of the loaders' pinned tensors non-blocking."""
         import torch
         from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -54,7 +54,7 @@ class PinMemory(CudaOnly):
                 self._replaced[-1].put_in_place()
 
     def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
-        """Remember which tensors came from a loader that pins."""
+        """Remember the tensors that came from a pinning loader."""
         given = self._given
         if given is None or not getattr(iterator, "_pin_memory", False):
             return fetch
@@ -68,7 +68,7 @@ class PinMemory(CudaOnly):
         return remembered
 
     def loader_options(self, options: dict[str, Any]) -> None:
-        """Pin what the loader gives."""
+        """Make the loader pin its batches."""
         import torch
 
         if self.switchable:
@@ -80,9 +80,9 @@ class PinMemory(CudaOnly):
             self.did("loader")
 
     def loader(self, loader: Any) -> None:
-        """Where it may be switched: pin what the passes give that begin while this is on.
+        """If this may be switched: make passes that begin while it is on pin their batches.
 
-        Workers that outlive a pass are left to what they were started with.
+        Persistent workers keep the setting that they were started with.
         """
         import torch
 
@@ -96,13 +96,13 @@ class PinMemory(CudaOnly):
         self.did("loader")
 
     def restore(self) -> None:
-        """Put torch's own ways to copy back."""
+        """Restore torch's own `.to` and `.cuda`."""
         while self._replaced:
             self._replaced.pop().put_back()
         self._given = None
 
     def on(self) -> None:
-        """Pin in the passes that begin from here on."""
+        """Pin in passes that begin from here on."""
         super().on()
         if self._given is None:
             self.process()
@@ -110,14 +110,14 @@ class PinMemory(CudaOnly):
             loader.pin_memory = True
 
     def off(self) -> None:
-        """Pin no more in those that begin later."""
+        """Stop pinning in passes that begin later."""
         super().off()
         for loader in list(self._loaders):
             loader.pin_memory = False
 
 
 def _not_waiting(copy: Any, given: Any) -> Any:
-    """`Tensor.to` or `Tensor.cuda` that does not wait where that is safe: from a loader's pinned tensor to a GPU."""
+    """Wrap `Tensor.to` or `Tensor.cuda` not to wait where that is safe: from a loader's pinned tensor to a GPU."""
     import torch
 
     def copy_to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ def _not_waiting(copy: Any, given: Any) -> Any:
 
 
 def _to_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments of `Tensor.to` name a CUDA device."""
+    """Return whether the arguments of `Tensor.to` name a CUDA device."""
     import torch
 
     target = kwargs.get("device", args[0] if args else None)
