@@ -1,7 +1,7 @@
 """Adapter: lets modules, callbacks and loggers written for another framework work under hasten's Trainer.
 
 The Trainer asks `adapter()` wherever a framework may want something else, and a `Guest` for one run. The base classes
-do nothing; the Trainer uses them if no such framework is imported. `lightning/` has the only other adapter.
+do nothing; the Trainer uses them if no such framework is imported.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Guest:
         return configs
 
     def draw_for_reload(self, leaves: list[Any]) -> None:
-        """Draw the random numbers that the framework draws when loaders are reloaded, so that later ones match."""
+        """Draw the random numbers that the framework draws when loaders are reloaded, so that later draws match."""
 
     def saved(self, state: dict[str, Any], weights_only: bool) -> None:
         """Add the framework's own entries to a checkpoint."""
@@ -71,7 +71,7 @@ class Adapter:
         return True
 
     def bases(self, what: str) -> tuple[type, ...]:
-        """Return the framework's classes whose methods count as defaults, for a "module", "callback" or "datamodule"."""
+        """Return the framework's classes whose methods are defaults, for a "module", "callback" or "datamodule"."""
         return ()
 
     def error(self, message: str, fix: str = "") -> HastenError:
@@ -108,11 +108,11 @@ class Adapter:
         return None
 
     def default_summary(self, bars: list[Any]) -> Any:
-        """Return the default callback that shows the model summary, to match these progress bars; None: hasten's."""
+        """Return the default callback that shows the model summary, matching the progress bars; None: hasten's."""
         return None
 
     def strategy(self, strategy: Any) -> tuple[str, dict[str, Any]] | None:
-        """Translate the framework's strategy object to "auto", "ddp" or "fsdp" and options; None if hasten has no such one.
+        """Translate a strategy object of the framework to "auto", "ddp" or "fsdp" and options; None if hasten lacks it.
 
         Raises:
             HastenError: hasten has the strategy, but not one of the object's options.

@@ -1,7 +1,7 @@
 """Finds the outermost modules that a training step calls, so techniques change the same modules as `hasten run` does.
 
-A LightningModule-style module holds the model as a part: `training_step` calls `self.net(x)`, not `self(x)`. Techniques
-such as compile must change what is called. Only running a step tells, so hooks record the calls of the first step.
+A Module often holds the model as a part: `training_step` calls `self.net(x)`, not `self(x)`. Techniques such as compile
+must change the module that is called. Only a running step shows which, so hooks record the calls of the first step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def found_in(step: Step, module: torch.nn.Module, run: Run, keep: Callable[[list
             depth[0] -= counts(called)
 
         def counts(called: torch.nn.Module) -> bool:
-            # Not within a backward: a checkpointed block that is recomputed there calls its layers, which are not outermost.
+            # Not within a backward: a checkpointed block recomputed there calls its layers, which are not outermost.
             return called not in skipped and torch._C._current_graph_task_id() == -1
 
         # Metrics (torchmetrics) are modules too, but no part of the model.
@@ -67,7 +67,7 @@ def found_in(step: Step, module: torch.nn.Module, run: Run, keep: Callable[[list
 
 
 class _Hook:
-    """A hook that does nothing in copies of its module: a first step may deep-copy it, to make a teacher for example."""
+    """A hook that does nothing in copies of its module: a first step may copy it, as a teacher for example."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
