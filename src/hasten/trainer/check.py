@@ -84,7 +84,7 @@ def _loaded(path: Path) -> tuple[Any] | None:
         return None
     state.pop("techniques", None)  # a loss scale exists only under the technique
     loops = dict(state.get("loops") or {})
-    loops["hasten"] = {key: kept for key, kept in (loops.get("hasten") or {}).items() if key != "outermost"}
+    loops["hasten"] = {key: value for key, value in (loops.get("hasten") or {}).items() if key != "outermost"}
     state["loops"] = loops  # the modules that techniques have changed: none in a plain run
     state.pop("callbacks", None)  # paths and times
     return (state,)
@@ -100,7 +100,7 @@ class _Forks:
         self._batches = batches
         self._epochs = epochs
         self._random = rng.state()
-        self._going: set[multiprocessing.process.BaseProcess] = set()
+        self._running: set[multiprocessing.process.BaseProcess] = set()
 
     def __call__(self, plan: Techniques, witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
         """Fit once, in a fork; see `hasten.check.run.Runner`."""
@@ -114,11 +114,11 @@ class _Forks:
             target=self._in_fork, args=(dict(plan), witness, folder, checkpoint)
         )
         process.start()
-        self._going.add(process)
+        self._running.add(process)
         process.join(_TIMEOUT_SECONDS)
         hung = process.is_alive()
         _end(process)
-        self._going.discard(process)
+        self._running.discard(process)
         log = (folder / "log").read_text(errors="replace").strip() if (folder / "log").exists() else ""
         failed = f"not done after {_TIMEOUT_SECONDS:.0f} s" if hung else ""
         if process.exitcode and not hung:
@@ -127,7 +127,7 @@ class _Forks:
 
     def stop(self) -> None:
         """Kill the running forks."""
-        for process in list(self._going):
+        for process in list(self._running):
             _end(process)
 
     def _in_fork(self, plan: dict[str, Any], witness: WitnessOptions, folder: Path, checkpoint: str | None) -> None:

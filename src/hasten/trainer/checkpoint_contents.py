@@ -43,12 +43,12 @@ def contents(trainer: Trainer, begun: float, weights_only: bool = False) -> dict
         state["lr_schedulers"] = [config.scheduler.state_dict() for config in engine.optimizing.schedulers]
         more = {
             "techniques": {
-                technique.name: kept for technique in engine.run.techniques if (kept := technique.state_dict())
+                technique.name: saved for technique in engine.run.techniques if (saved := technique.state_dict())
             },
             "metrics": dict(trainer.callback_metrics),
             "strategy": strategy.state_dict(),
         }
-        state.update({key: kept for key, kept in more.items() if kept})
+        state.update({key: saved for key, saved in more.items() if saved})
     for owner in (trainer.datamodule, module):
         hparams = getattr(owner, "hparams", None)
         if owner is not None and hparams:
@@ -57,8 +57,8 @@ def contents(trainer: Trainer, begun: float, weights_only: bool = False) -> dict
             state[key] = dict(hparams)
     engine.guest.saved(state, weights_only)
     datamodule, hooks = trainer.datamodule, engine.hooks
-    if not weights_only and (own := hooks.of_datamodule("state_dict")) is not None and (kept := own()):
-        state[type(datamodule).__qualname__] = kept
+    if not weights_only and (own := hooks.of_datamodule("state_dict")) is not None and (saved := own()):
+        state[type(datamodule).__qualname__] = saved
     # Even a weights-only checkpoint goes through callbacks that average weights (EMA), as they replace its weights.
     averaging = [callback for callback in trainer.callbacks if getattr(callback, "changes_saved_weights", False)]
     for hook in hooks.of_callbacks("on_save_checkpoint", among=averaging if weights_only else None):
@@ -82,6 +82,6 @@ def _callback_states(trainer: Trainer) -> dict[str, Any]:
     states = {}
     for callback in trainer.callbacks:
         state_dict = getattr(callback, "state_dict", None)  # a callback may be any object with hooks
-        if kept := state_dict() if callable(state_dict) else None:
-            states[state_key(callback)] = kept
+        if saved := state_dict() if callable(state_dict) else None:
+            states[state_key(callback)] = saved
     return states

@@ -229,8 +229,10 @@ class Engine:
         state = self.__dict__.copy()
         for name in ("hooks", "loop", "board"):
             state[name] = None
-        given = self.optimizing
+        optimizing = self.optimizing
         state["guest"] = Guest()
-        state["optimizing"] = Optimizing(given.optimizers, [], given.schedulers, None, given.skips_backward)
+        state["optimizing"] = Optimizing(
+            optimizing.optimizers, [], optimizing.schedulers, None, optimizing.skips_backward
+        )
         state["stopping"] = Stopping(self.stopping.signal, None, self.stopping.interrupted)
         return state

@@ -50,9 +50,9 @@ def setup(trainer: Trainer, kind: str) -> None:
     feed = trainer.engine.feeds[kind]
     limit = getattr(trainer.config, f"limit_{kind}_batches")
     mode = "max_size_cycle" if kind == "train" else "sequential"
-    given = _asked_for(trainer, kind, limit)
-    sources.refuse_batches(given, f"{kind}_dataloader")
-    source = sources.combined(given, mode)
+    loaders = _asked_for(trainer, kind, limit)
+    sources.refuse_batches(loaders, f"{kind}_dataloader")
+    source = sources.combined(loaders, mode)
     if kind == "train" and source.mode == "sequential":
         feed.total = source.batches()
         raise ValueError(
@@ -83,9 +83,9 @@ def _asked_for(trainer: Trainer, kind: str, limit: Any) -> Any:
     step = {"train": "training", "val": "validation"}.get(kind, kind) + "_step"
     if limit == 0 or (kind in ("val", "test") and not trainer.engine.has_step(step)):
         return []
-    given = trainer.engine.feeds[kind].given
-    if given is not None:
-        return given
+    loaders = trainer.engine.feeds[kind].given
+    if loaders is not None:
+        return loaders
     own = trainer.engine.hooks.of_data(f"{kind}_dataloader")
     if own is None:
         if kind == "val" and trainer.stage.fn == "fit":
@@ -94,11 +94,11 @@ def _asked_for(trainer: Trainer, kind: str, limit: Any) -> Any:
             f"An invalid dataloader was {_origin(trainer, kind)}: None",
             f"give one, or define {kind}_dataloader in the module or a datamodule",
         )
-    given = own()
+    loaders = own()
     trainer.world.barrier("loaders")
-    if given is None:
+    if loaders is None:
         sources.check_iterable(None, _origin(trainer, kind))
-    return given
+    return loaders
 
 
 def _origin(trainer: Trainer, kind: str) -> str:

@@ -229,8 +229,8 @@ def accelerator(name: str, value: Any) -> Any:
 
 def strategy(name: str, value: Any) -> str | Strategy:
     """Check `strategy`: a name, or an object; another framework's object becomes hasten's."""
-    found = strategy_named(value)
-    return value if isinstance(value, str) else found
+    strategy_object = strategy_named(value)
+    return value if isinstance(value, str) else strategy_object
 
 
 def seed(name: str, value: Any) -> int | None:

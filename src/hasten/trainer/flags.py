@@ -106,21 +106,21 @@ class FlagAttribute:
         trainer.configure(**{self._name: value})
 
 
-def set_by(found: Mapping[str, tuple[str, Any]]) -> list[str]:
+def set_by(from_environment: Mapping[str, tuple[str, Any]]) -> list[str]:
     """Return a line for each flag set by the environment.
 
     Args:
-        found: Flag name -> (environment variable, value).
+        from_environment: Flag name -> (environment variable, value).
     """
-    return [f"{variable} is set: {name}={value!r}" for name, (variable, value) in found.items()]
+    return [f"{variable} is set: {name}={value!r}" for name, (variable, value) in from_environment.items()]
 
 
 @contextmanager
-def noting(found: Mapping[str, tuple[str, Any]]) -> Iterator[None]:
+def noting(from_environment: Mapping[str, tuple[str, Any]]) -> Iterator[None]:
     """Add the flags set by the environment to any error raised inside: the script does not show them."""
     try:
         yield
     except Exception as error:
-        for line in set_by(found):
+        for line in set_by(from_environment):
             error.add_note(line)
         raise

@@ -258,11 +258,11 @@ class Hooks:
 
         return hook
 
-    def at_batch_end(self, told: Callable[[Hook], Hook]) -> tuple[list[tuple[Callback, Hook]], list[Hook]]:
+    def at_batch_end(self, adapt: Callable[[Hook], Hook]) -> tuple[list[tuple[Callback, Hook]], list[Hook]]:
         """Return the hooks for the end of a training batch: of callbacks that may skip batches, and of all others.
 
         Args:
-            told: Wraps each hook for the loop (see `DataLoaderIterator.told`).
+            adapt: Wraps each hook for the loop (see `DataLoaderIterator.told`).
         """
         name = "on_train_batch_end"
         skipping = [
@@ -271,16 +271,16 @@ class Hooks:
         rest = [callback for callback in self._trainer.callbacks if not any(callback is other for other in skipping)]
         own = self.of_module(name)
         skipping_hooks = [
-            (callback, hook) for callback in skipping for hook in self.told_callbacks(name, told, [callback])
+            (callback, hook) for callback in skipping for hook in self.told_callbacks(name, adapt, [callback])
         ]
-        return skipping_hooks, self.told_callbacks(name, told, rest) + ([told(own)] if own else [])
+        return skipping_hooks, self.told_callbacks(name, adapt, rest) + ([adapt(own)] if own else [])
 
-    def told_callbacks(self, name: str, told: Callable[[Hook], Hook], among: list[Any] | None = None) -> list[Hook]:
-        """Return the callbacks' methods, wrapped by `told`, except those of hasten: these count the loop's batches."""
+    def told_callbacks(self, name: str, adapt: Callable[[Hook], Hook], among: list[Any] | None = None) -> list[Hook]:
+        """Return the callbacks' methods, wrapped by `adapt`, except those of hasten: these count the loop's batches."""
         adapted: list[Hook] = []
         for callback in self._trainer.callbacks if among is None else among:
             methods = self.of_callbacks(name, among=[callback])
-            adapted += methods if type(callback).__module__.startswith("hasten.") else map(told, methods)
+            adapted += methods if type(callback).__module__.startswith("hasten.") else map(adapt, methods)
         return adapted
 
     def of(self, name: str) -> list[Hook]:

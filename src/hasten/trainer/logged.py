@@ -162,8 +162,8 @@ class LoggedValues:
                         f" {tuple(value.shape)}; log its .mean()"
                     )
                 value = value.reshape(())
-            kept = value.clone() if enable_graph else value.detach().clone()
-            return kept if kept.is_floating_point() and kept.element_size() >= 4 else kept.to(value_type())
+            copy = value.clone() if enable_graph else value.detach().clone()
+            return copy if copy.is_floating_point() and copy.element_size() >= 4 else copy.to(value_type())
         if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
             return torch.tensor(float(value), dtype=value_type())
         raise ValueError(f"self.log({name!r}, ...) takes a number or a tensor, not a {type(value).__name__}")

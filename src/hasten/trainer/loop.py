@@ -146,12 +146,12 @@ class FitLoop:
             hook()
         self._epoch_is_over(self._at_the_end())
 
-    def _epoch_is_over(self, whole: bool) -> None:
+    def _epoch_is_over(self, complete: bool) -> None:
         """Do what follows the hooks of an epoch's end. Checkpoints saved in those hooks resume here."""
         trainer, board, progress = self.trainer, self.board, self.progress
         board.stepping = False
         trainer.collect()
-        if whole:
+        if complete:
             step_schedulers(trainer, "epoch", plateau=True)
         progress.logged_steps -= 1  # epoch values are logged at the epoch's last step
         trainer.log(board.collect(trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.bar))

@@ -55,7 +55,9 @@ class LossModule(Module):
 
     def configure_optimizers(self) -> Any:
         """Return the given optimizer (an object, or a function of the parameters), or else AdamW with lr 1e-3."""
-        given = self._optimizer
-        if isinstance(given, torch.optim.Optimizer):
-            return given
-        return torch.optim.AdamW(self.net.parameters(), lr=1e-3) if given is None else given(self.net.parameters())
+        optimizer = self._optimizer
+        if isinstance(optimizer, torch.optim.Optimizer):
+            return optimizer
+        return (
+            torch.optim.AdamW(self.net.parameters(), lr=1e-3) if optimizer is None else optimizer(self.net.parameters())
+        )

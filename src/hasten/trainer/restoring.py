@@ -33,9 +33,9 @@ def restore_model(trainer: Trainer, state: dict[str, Any], path: str) -> None:
     hooks, module = trainer.engine.hooks, trainer.model
     datamodule = trainer.datamodule
     if datamodule is not None:
-        kept = state.get(type(datamodule).__qualname__)
-        if kept is not None and (own := hooks.of_datamodule("load_state_dict")) is not None:
-            own(kept)
+        saved = state.get(type(datamodule).__qualname__)
+        if saved is not None and (own := hooks.of_datamodule("load_state_dict")) is not None:
+            own(saved)
         if (own := hooks.of_datamodule("on_load_checkpoint")) is not None:
             own(state)
     if (own := hooks.of_module("on_load_checkpoint")) is not None:
@@ -66,9 +66,9 @@ def _restore_callbacks(trainer: Trainer, state: dict[str, Any], path: str) -> No
     for callback in trainer.callbacks:
         key = state_key(callback)
         legacy = getattr(callback, "_legacy_state_key", None)
-        kept = states.pop(key, None) or (states.pop(legacy, None) if legacy is not None else None)
-        if kept is not None:
-            callback.load_state_dict(kept)
+        saved = states.pop(key, None) or (states.pop(legacy, None) if legacy is not None else None)
+        if saved is not None:
+            callback.load_state_dict(saved)
     left = [key for key in states if isinstance(key, str)]
     if left:
         trainer.warn(
@@ -115,24 +115,24 @@ def restore_training(trainer: Trainer, state: dict[str, Any], path: str) -> dict
 
 
 def _restore_all(
-    trainer: Trainer, path: str, what: str, owners: list[Any], states: list[Any], load: Callable[[Any, Any], None]
+    trainer: Trainer, path: str, kind: str, owners: list[Any], states: list[Any], load: Callable[[Any, Any], None]
 ) -> None:
     if len(owners) != len(states):
         raise trainer.misconfigured(
-            f"{path} has the states of {len(states)} {what}, configure_optimizers gave {len(owners)}",
+            f"{path} has the states of {len(states)} {kind}, configure_optimizers gave {len(owners)}",
             "go on with the module that was trained, or load only its weights",
         )
-    for owner, kept in zip(owners, states, strict=True):
-        _check_same(trainer, path, owner, kept)
-        load(owner, kept)
+    for owner, saved in zip(owners, states, strict=True):
+        _check_same(trainer, path, owner, saved)
+        load(owner, saved)
 
 
-def _check_same(trainer: Trainer, path: str, owner: Any, kept: Any) -> None:
+def _check_same(trainer: Trainer, path: str, owner: Any, saved: Any) -> None:
     """Raise if a state is of another class of optimizer; print it if the checkpoint's learning rate replaces a new one.
 
     torch would load such a state without complaint, and fail in the first step.
     """
-    groups = kept.get("param_groups") if isinstance(kept, dict) else None
+    groups = saved.get("param_groups") if isinstance(saved, dict) else None
     own = getattr(owner, "param_groups", None)
     if not groups or not own:
         return

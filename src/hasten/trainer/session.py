@@ -33,7 +33,7 @@ _STAGES = {"fit": "train", "validate": "validate", "test": "test", "predict": "p
 
 
 def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
-    """Run one stage. Callbacks and loggers are told of its end, even after an error.
+    """Run one stage. Callbacks and loggers hear of its end, even after an error.
 
     Args:
         trainer: The Trainer.

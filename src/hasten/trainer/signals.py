@@ -60,9 +60,7 @@ def watched(trainer: Trainer) -> Iterator[None]:
         if first:
             _announce(trainer, number)
         script_handler = before.get(number)
-        if number != signal.SIGINT and callable(
-            script_handler
-        ):  # also run the script's; Python's for Ctrl-C would raise
+        if number != signal.SIGINT and callable(script_handler):  # not for Ctrl-C: Python's own would raise
             script_handler(number, frame)
 
     for number in _SIGNALS:
