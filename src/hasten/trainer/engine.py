@@ -158,7 +158,7 @@ class Engine:
         self.guest = adapter().guest(trainer)
         if isinstance(model, Module):
             model.__dict__["_trainer"] = trainer
-        else:
+        else:  # another framework's module
             model.trainer = trainer
         wrap = self.profiled if profiling.measures(trainer.profiler) else None
         kinds = self.bases("module"), self.bases("callback"), self.bases("datamodule")

@@ -118,7 +118,7 @@ class _EvaluationLoop:
         if own is not None:
             own()
             return
-        for part, training in self._modes:
+        for part, training in self._modes:  # not `.train()`: a frozen part may have been in eval mode before
             part.training = training
 
 

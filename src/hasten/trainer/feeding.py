@@ -67,6 +67,7 @@ def setup(trainer: Trainer, kind: str) -> None:
     limits = [
         sources.limited(sources.length(leaf), limit, f"limit_{kind}_batches", trainer.misconfigured) for leaf in leaves
     ]
+    # Ranks may have loaders of different lengths; a rank with more batches than the others would wait for them forever.
     limits = [agree_on_batches(trainer.world, batches) for batches in limits]
     feed.source, feed.limits, source.limits = source, limits, limits
     feed.total = source.batches()
@@ -119,7 +120,7 @@ def _ready(trainer: Trainer, leaf: Any, kind: str) -> Any:
         if same is not leaf:
             trainer.warn(f"requested to overfit but enabled {kind} dataloader shuffling: it is off, for equal batches")
             leaf = same
-    shares = trainer.engine.strategy.shares(trainer.world)
+    shares = trainer.engine.strategy.shares(trainer.world)  # ranks of a pipeline, for example, share one batch
     if shares.size > 1 and config.use_distributed_sampler:
         leaf, text = distributed_loader(
             leaf, shares, train=kind == "train", seed=config.seed or 0, repeat=kind != "predict"

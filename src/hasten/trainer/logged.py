@@ -139,7 +139,7 @@ class LoggedValues:
         entry.valid = True
         if entry.metric is not None:
             entry.metric = value
-            entry.last = value._forward_cache
+            entry.last = value._forward_cache  # torchmetrics' value for the last batch
             return
         if type(value) is _TENSOR and value.dtype in _WIDE and not (enable_graph or value.dim()):
             # The usual case, kept short. A copy, since the script may change its tensor in place later.
@@ -285,6 +285,7 @@ class LoggedValues:
         entries = []
         for (hook, name, index), entry in self.entries.items():
             metric = None if entry.metric is None else (names or {}).get(id(entry.metric))
+            # Not saved: a Metric that is not an attribute of the module, and a `reduce_fx` that is a function.
             if not entry.valid or (entry.metric is not None and metric is None) or not isinstance(entry.how[4], str):
                 continue
             if metric is None:

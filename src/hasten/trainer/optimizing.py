@@ -28,8 +28,8 @@ class SchedulerConfig:
     Attributes:
         scheduler: The scheduler.
         name: The name that LearningRateMonitor logs it under.
-        interval: "epoch", or "step" (optimizer steps).
-        frequency: Step every this many epochs or steps.
+        interval: When to step: after an "epoch", or after an optimizer "step".
+        frequency: Step only if the number of finished epochs, or of the epoch's batches, is a multiple of this.
         reduce_on_plateau: Whether its step gets the monitored value.
         monitor: Name of the logged value that a ReduceLROnPlateau gets.
         strict: Whether it is an error if that value was not logged.
@@ -48,7 +48,7 @@ class NoOptimizer(torch.optim.Optimizer):
     """Stand-in for the optimizer when `configure_optimizers` returns None: it updates nothing."""
 
     def __init__(self) -> None:
-        super().__init__([torch.zeros(1)], {})
+        super().__init__([torch.zeros(1)], {})  # torch refuses an empty list of parameters
         self.param_groups = []
 
     def step(self, closure: Any = None) -> Any:
@@ -218,7 +218,7 @@ def step_schedulers(trainer: Trainer, interval: str, plateau: bool) -> None:
     """
     engine, progress = trainer.engine, trainer.progress
     schedulers = engine.optimizing.schedulers
-    if not schedulers or not trainer.model.automatic_optimization:
+    if not schedulers or not trainer.model.automatic_optimization:  # in manual optimization the module steps them
         return
     own = engine.hooks.of_module("lr_scheduler_step")
     count = progress.batch_idx if interval == "step" else progress.current_epoch + 1

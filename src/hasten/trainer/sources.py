@@ -73,7 +73,7 @@ class Combined:
         if self.single:
             fetch = starts[0]()
             if self.limits[0] == math.inf or self.limits[0] >= length(self.leaves[0]):
-                return fetch
+                return fetch  # the limit cannot be reached: no wrapper per batch
             return _limited(fetch, int(self.limits[0]) - (states[0]["batches"] if states else 0))
         return self._together(starts)
 
@@ -102,6 +102,7 @@ class Combined:
 
         def fetch_one(index: int) -> Any:
             if not self._drawn[index]:
+                # A sampler may draw its seed at its first batch, after other loaders have used random numbers.
                 self.positions[index].first()
             try:
                 batch = fetches[index]()
@@ -111,6 +112,7 @@ class Combined:
                     raise
                 if self.mode == "max_size":
                     return None
+                # "max_size_cycle": a shorter loader starts another pass.
                 fetches[index] = _limited(starts[index](), self.limits[index])
                 self.positions[index].first()
                 batch = fetches[index]()

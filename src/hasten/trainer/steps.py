@@ -50,6 +50,7 @@ def called(trainer: Trainer, name: str, method: Callable[..., Any]) -> Callable[
     if measures(trainer.profiler):
         method = profiled(trainer.profiler, f"[Strategy]{engine.strategy.label}Strategy.{name}", method)
     if run.acting("forward"):
+        # Techniques (autocast, for example) wrap the whole step, as they wrap `model(...)` in an unmodified script.
 
         def plain(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return method(*args, **kwargs)
@@ -93,7 +94,7 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
         training_step = lambda batch, batch_idx: takes_batch(batch)  # noqa: E731
     clear = _clearing(trainer, hooks, optimizer)
     backward = backward_of(trainer, hooks)
-    if trainer.config.optimizer_in_backward:
+    if trainer.config.optimizer_in_backward:  # the backward steps parameters; `optimizer.step()` finds no gradients
         optimizing.in_backward, backward = step_in_backward(trainer, hooks, optimizer, backward)
     prepare = optimizing.prepare = preparation(trainer, hooks, optimizer)
     own_step = hooks.of_module("optimizer_step")
@@ -106,7 +107,7 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
         loss = output if isinstance(output, tensor) else loss_of(output)
         every = trainer.config.accumulate_grad_batches
         if every != 1 and loss is not None:
-            loss = loss / every
+            loss = loss / every  # so that the window's gradient is a mean over its batches, not a sum
         if optimizing.skips_backward:  # stochastic weight averaging only updates BatchNorm in its last epoch
             return output
         if first:
