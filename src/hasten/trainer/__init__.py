@@ -1,4 +1,4 @@
-"""Trainer, Module, and what belongs to them."""
+"""The Trainer, the Module that it trains, and their loops, callbacks, loggers, checkpoints and strategies."""
 
 from hasten.trainer.adapter import offer as _offer
 from hasten.trainer.lightning import Lightning as _Lightning

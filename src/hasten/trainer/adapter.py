@@ -1,6 +1,7 @@
-"""Adapter: how modules, callbacks and loggers written for another framework work under hasten's Trainer.
+"""Adapter: lets modules, callbacks and loggers written for another framework work under hasten's Trainer.
 
-Its base, which does nothing, is what the Trainer has where no such framework is imported.
+The Trainer asks `adapter()` wherever a framework may want something else, and a `Guest` for one run. The base classes
+do nothing; the Trainer uses them if no such framework is imported.
 """
 
 from __future__ import annotations
@@ -16,126 +17,126 @@ if TYPE_CHECKING:
 
 
 class Guest:
-    """Additions to a run in which something was written for another framework: here none."""
+    """Additions to a run whose module or callbacks were written for another framework; this base adds none."""
 
     moves_batches = False
-    """Whether batches go through `.to` on a CPU too."""
+    """Whether batches are moved with `.to` even on a CPU."""
     loads_callbacks = False
-    """Whether callbacks hear of a checkpoint that is loaded for an evaluation, too."""
+    """Whether callbacks are also told of a checkpoint that is loaded for an evaluation."""
 
     def before_profiling(self) -> None:
-        """The profiler is about to be set up."""
+        """Called before the profiler is set up."""
 
     def before_setup(self) -> None:
-        """The first hook is about to be called."""
+        """Called before the first hook of a run."""
 
     def is_leaving(self, error: BaseException) -> bool:
-        """Return whether an exception is a callback's way to end a run that was only for itself."""
+        """Return whether an exception is how a callback ends a run that it started for its own purpose (a tuner)."""
         return False
 
     def optimizers(self, counted: list[Any]) -> list[Any]:
-        """Return the optimizers as the module gets them, from those that hasten counts the steps of."""
+        """Return the optimizers for the module, made from hasten's step-counting wrappers."""
         return counted
 
     def scheduler_configs(self, configs: list[Any]) -> list[Any]:
-        """Return the schedulers as the module gets them."""
+        """Return the scheduler configs for the module."""
         return configs
 
     def draw_for_reload(self, leaves: list[Any]) -> None:
-        """Draw the random numbers that the framework draws when loaders are asked for again."""
+        """Draw the random numbers that the framework draws when loaders are reloaded, so that later draws match."""
 
     def saved(self, state: dict[str, Any], weights_only: bool) -> None:
-        """Add to a checkpoint what the framework looks for in it."""
+        """Add the framework's own entries to a checkpoint."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take it back from a checkpoint, when optimizers and counters are restored."""
+        """Restore the framework's entries from a checkpoint, together with optimizers and counters."""
 
 
 class Adapter:
-    """Answers to hasten's Trainer about the framework in use: here there is none."""
+    """What the Trainer needs to know about the framework in use; this base: no framework."""
 
     warning: type[Warning] = UserWarning
-    """The category of warnings about what may be meant: what people filter."""
+    """Category of the Trainer's warnings, so that the framework's warning filters apply."""
     name = "another tool"
-    """The framework's name, for messages."""
+    """Name of the framework, for messages."""
     log_name = "hasten"
-    """The name under which the Trainer logs."""
+    """Name of the `logging` logger that the Trainer writes to."""
     owners = ("Module", "DataModule")
-    """Names of modules and datamodules in a profile."""
+    """Labels of modules and datamodules in a profile."""
     kinds_of_module = "`hasten.Module`"
-    """Kinds of models, for messages."""
+    """The kinds of models accepted, for messages."""
 
     def in_use(self) -> bool:
         """Return whether this process has imported the framework."""
         return True
 
     def bases(self, what: str) -> tuple[type, ...]:
-        """Return classes whose methods are defaults, of a "module", "callback" or "datamodule"."""
+        """Return the framework's classes whose methods are defaults, for a "module", "callback" or "datamodule"."""
         return ()
 
     def error(self, message: str, fix: str = "") -> HastenError:
-        """Return the error for what contradicts itself."""
+        """Return the error for flags and modules that contradict themselves."""
         return HastenError(message, fix)
 
     def stopped(self, kind: type[SystemExit]) -> type[SystemExit]:
-        """Return the exception for a training that SIGTERM ended."""
+        """Return the exception for a training that SIGTERM ended, derived from `kind`."""
         return kind
 
     def environment_flags(self, kind: str, given: Collection[str]) -> dict[str, tuple[str, Any]]:
-        """Return flags that the framework takes from the environment: variable and value, by the flag's name.
+        """Return the flags that environment variables of the framework set: flag -> (variable, value).
 
         Args:
             kind: Name of the Trainer's class.
-            given: Flags that the script gives.
+            given: Names of the flags that the script gives.
         """
         return {}
 
     def default_logger(self, root: str) -> Any:
-        """Return the logger of a Trainer that was given none; None: hasten's own."""
+        """Return the default logger; None: hasten's."""
         return None
 
     def silent_logger(self) -> Any:
-        """Return the logger for `fast_dev_run`; None: hasten's own."""
+        """Return the logger for `fast_dev_run`; None: hasten's."""
         return None
 
     def profilers(self) -> tuple[dict[str, Any], Any] | None:
-        """Return the profilers by their names, and the one that does nothing; None: hasten's own."""
+        """Return the profilers by name, and the profiler that does nothing; None: hasten's."""
         return None
 
     def default_progress(self) -> Any:
-        """Return the callback that shows progress; None: hasten's own."""
+        """Return the default callback that shows progress; None: hasten's."""
         return None
 
     def default_summary(self, bars: list[Any]) -> Any:
-        """Return the callback that shows the model beside these progress bars; None: hasten's own."""
+        """Return the default callback that shows the model summary, matching the progress bars; None: hasten's."""
         return None
 
     def strategy(self, strategy: Any) -> tuple[str, dict[str, Any]] | None:
-        """Return what a strategy object comes to: "auto", "ddp" or "fsdp", and its options; None where hasten has none.
+        """Translate a strategy object of the framework to "auto", "ddp" or "fsdp" and options; None if hasten lacks it.
 
         Raises:
-            HastenError: hasten has it, but not one of its options.
+            HastenError: hasten has the strategy, but not one of the object's options.
         """
         return None
 
     def guest(self, trainer: Trainer) -> Guest:
-        """Return what this run needs."""
+        """Return the additions that this run needs."""
         return Guest()
 
     def attribute(self, trainer: Trainer, name: str) -> Any:
-        """Return what the framework's own classes read of their trainer.
+        """Return an attribute that the framework's classes read from their trainer.
 
         Raises:
-            AttributeError: They read no such thing.
+            AttributeError: They read no such attribute.
         """
         raise AttributeError(f"Trainer has no attribute {name!r}")
 
     def wrote(self, state: dict[str, Any]) -> bool:
-        """Return whether a checkpoint is of this framework."""
+        """Return whether this framework wrote a checkpoint."""
         return True
 
     def epochs_done(self, state: dict[str, Any], progress: Progress) -> int:
-        """Return the epochs that are done in a checkpoint that hasten did not write; counters go to `progress`."""
+        """Return the finished epochs of a checkpoint that hasten did not write; set `progress`'s other counters."""
         return int(state.get("epoch", 0))
 
 
@@ -144,15 +145,15 @@ _offered: list[Adapter] = []
 
 
 def offer(known: Adapter) -> None:
-    """Have the Trainer use an adapter wherever its framework is in use."""
+    """Register an adapter; the Trainer uses it in processes that import its framework."""
     _offered.append(known)
 
 
 def adapter() -> Adapter:
-    """Return the adapter of the framework that this process has imported, or the base."""
+    """Return the adapter of the framework that this process has imported, or else the base."""
     return next((known for known in _offered if known.in_use()), _PLAIN)
 
 
 def offered() -> list[Adapter]:
-    """Return all adapters, in use or not: a checkpoint may be from a framework that is not imported here."""
+    """Return all adapters, in use or not: a checkpoint may come from a framework that is not imported here."""
     return [*_offered, _PLAIN]

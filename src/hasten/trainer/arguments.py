@@ -1,4 +1,4 @@
-"""Resolves the arguments of `fit`, `validate`, `test` and `predict`: which module, with which weights."""
+"""Resolves the arguments of `fit`, `validate`, `test` and `predict`: the module, and the weights to load."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 
 
 def module_of(trainer: Trainer, fn: str, model: Any) -> Any:
-    """Return the module to run: the one given, else the one trained last."""
+    """Return the module to run: the given module, or else the module trained last.
+
+    The plain net of the last `fit(net, loss=...)` counts as given: its LossModule has the steps.
+    """
     last = trainer.model
     model = last if model is None or (isinstance(last, LossModule) and model is last.net) else model
     kinds = adapter().kinds_of_module
     if model is None:
         raise TypeError(f"`Trainer.{fn}()` requires a {kinds}: none was given, and none was trained before")
-    model = getattr(model, "_orig_mod", model)  # what torch.compile(module) gave
+    model = getattr(model, "_orig_mod", model)  # unwrap torch.compile(module)
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "training_step"):
         raise NotAModuleError(
             f"`Trainer.{fn}()`: model must be a {kinds}, got `{type(model).__name__}`",
@@ -32,7 +35,7 @@ def module_of(trainer: Trainer, fn: str, model: Any) -> Any:
 
 
 def weights_of(trainer: Trainer, model: Any, path: str | Path | None) -> str | None:
-    """Return the checkpoint whose weights an evaluation loads; None: the module's own weights."""
+    """Return the checkpoint whose weights an evaluation loads; None: use the module's current weights."""
     if path is not None or model is not None:
         return trainer.checkpointing.find(path, "evaluate")
     saved = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "best_model_path", "")]

@@ -1,4 +1,4 @@
-"""Builds the callbacks, loggers and profiler of a Trainer: those given and those by default."""
+"""Builds a Trainer's callbacks, loggers and profiler: those given by flags, and the defaults."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ class Attachments:
     """Builds callbacks, loggers and profiler from the flags.
 
     Args:
-        given: The flags as they were given: a callback beside `enable_checkpointing=False` contradicts it.
-        config: The same, settled: `fast_dev_run` switches checkpoints off.
+        given: The flags as given by the user: needed to tell a contradiction (`enable_checkpointing=False` with a
+            ModelCheckpoint) from a consequence.
+        config: The settled flags: `fast_dev_run`, for example, has turned checkpoints off.
     """
 
     def __init__(self, given: Config, config: Config) -> None:
         self._given, self._config = given, config
 
     def loggers(self) -> list[Any]:
-        """Return the loggers."""
+        """Return the loggers given by the flag, or the default logger."""
         config, logger = self._config, self._config.logger
         if logger is False:
             return []
@@ -60,7 +61,7 @@ class Attachments:
         return loggers
 
     def profiler(self) -> Any:
-        """Return the profiler; where none is asked for, one that does nothing."""
+        """Return the profiler; by default, a profiler that does nothing."""
         given = self._config.profiler
         if given is not None and not isinstance(given, str):
             if not hasattr(given, "profile"):
@@ -77,7 +78,7 @@ class Attachments:
         return known[given.lower()]()
 
     def callbacks(self) -> list[Any]:
-        """Return the callbacks: those given, those by default, and checkpoints last, so they save what others did."""
+        """Return the given and default callbacks, checkpoints last, so that they save the others' up-to-date state."""
         callbacks = _listed(self._given.callbacks)
         callbacks = self._without_checkpoints(callbacks)
         self._add_shown(callbacks)
@@ -88,7 +89,7 @@ class Attachments:
         return in_order(callbacks)
 
     def _without_checkpoints(self, callbacks: list[Any]) -> list[Any]:
-        """Leave out what saves where `fast_dev_run` saves nothing; where the flag says so, that is a contradiction."""
+        """Drop checkpoint callbacks under `fast_dev_run`; raise if `enable_checkpointing=False` contradicts them."""
         saving = callbacks_named(callbacks, *_SAVING)
         if not saving or self._config.enable_checkpointing is not False:
             return callbacks
@@ -99,7 +100,7 @@ class Attachments:
         return [callback for callback in callbacks if callback not in saving]
 
     def _add_shown(self, callbacks: list[Any]) -> None:
-        """Add what shows progress and the model."""
+        """Add the default callbacks that show progress and the model summary."""
         config = self._config
         bars = callbacks_named(callbacks, "Progress", "ProgressBar")
         if len(bars) > 1:
@@ -117,7 +118,7 @@ class Attachments:
             callbacks.append(adapter().default_summary(bars) or ModelSummary())
 
     def _add_by_flag(self, callbacks: list[Any]) -> None:
-        """Add the callbacks that `max_time` and a schedule of `accumulate_grad_batches` are."""
+        """Add the callbacks that implement `max_time` and a schedule for `accumulate_grad_batches`."""
         limit = seconds("max_time", self._config.max_time)
         if limit is not None and not callbacks_named(callbacks, "Timer"):
             callbacks.append(Timer(duration=timedelta(seconds=limit)))
@@ -137,23 +138,23 @@ def _default_logger(root: str) -> Any:
 
 
 def _listed(given: Any) -> list[Any]:
-    """Return the callbacks that were given, as a list, each of them one."""
+    """Return the given callbacks as a list; raise if one is not a callback."""
     callbacks = [] if given is None else list(given) if isinstance(given, list | tuple | set) else [given]
     for callback in callbacks:
         if isinstance(callback, type) or not any(name.startswith(("on_", "setup")) for name in dir(callback)):
-            built = f"give one that is built: {callback.__name__}(...)" if isinstance(callback, type) else ""
-            raise misconfigured(f"callbacks has {callback!r}, which is no callback", built or "see hasten.callbacks")
+            hint = f"give one that is built: {callback.__name__}(...)" if isinstance(callback, type) else ""
+            raise misconfigured(f"callbacks has {callback!r}, which is no callback", hint or "see hasten.callbacks")
     return callbacks
 
 
 def in_order(callbacks: list[Any]) -> list[Any]:
-    """Return the callbacks with checkpoints last; behind them only what measures steps, saves included."""
+    """Return the callbacks with checkpoints last, followed only by step clocks, which time steps including saves."""
     saving, clocks = callbacks_named(callbacks, *_SAVING), callbacks_named(callbacks, "StepClock")
-    return [one for one in callbacks if one not in saving and one not in clocks] + saving + clocks
+    return [callback for callback in callbacks if callback not in saving and callback not in clocks] + saving + clocks
 
 
 def check_unique(callbacks: list[Any]) -> None:
-    """Callbacks whose state would be saved under one name lose it."""
+    """Raise if two callbacks would save their states under the same key, so that one is lost."""
     seen: dict[str, Any] = {}
     for callback in callbacks:
         has_state = type(callback).__dict__.get("state_dict") is not None
@@ -168,21 +169,23 @@ def check_unique(callbacks: list[Any]) -> None:
 
 
 def with_module_callbacks(trainer: Trainer, brought: Any) -> None:
-    """Add the callbacks that a module brings; one of a kind replaces the Trainer's of the same kind."""
+    """Add the module's callbacks; they replace the Trainer's callbacks of the same class."""
     if not brought:
         return
     brought = list(brought) if isinstance(brought, list | tuple) else [brought]
-    kinds = {type(one) for one in brought}
-    replaced = {kind for kind in (type(one) for one in trainer.callbacks) if kind in kinds}
+    kinds = {type(callback) for callback in brought}
+    replaced = {kind for kind in (type(callback) for callback in trainer.callbacks) if kind in kinds}
     if replaced:
         trainer.say(
             "callbacks of the module replace the Trainer's: " + ", ".join(sorted(kind.__name__ for kind in replaced))
         )
-    trainer.callbacks[:] = in_order([one for one in trainer.callbacks if type(one) not in replaced] + brought)
+    trainer.callbacks[:] = in_order(
+        [callback for callback in trainer.callbacks if type(callback) not in replaced] + brought
+    )
 
 
 class SilentLogger(Nothing):
-    """A logger that logs nothing, for `fast_dev_run`: whatever is called on it, or on its experiment, does nothing."""
+    """A logger for `fast_dev_run`: any method called on it, or on its experiment, does nothing."""
 
     name = version = save_dir = root_dir = log_dir = None
 
@@ -191,6 +194,6 @@ class SilentLogger(Nothing):
 
 
 def folder_of(logger: Any, default: str) -> str:
-    """The folder a logger writes to."""
-    found = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or default
-    return str(Path(found))
+    """Return the folder that a logger writes to."""
+    folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or default
+    return str(Path(folder))

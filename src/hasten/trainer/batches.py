@@ -1,4 +1,4 @@
-"""Batches: moving them to a device, and how many samples are in one."""
+"""Operations on nested batches: map over their parts, copy to a device, count samples."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 
 def mapped(batch: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """A batch with every part of a kind changed, in nested lists, tuples, named tuples, dicts and dataclasses.
+    """Apply a function to every part of a type, in nested lists, tuples, named tuples, dicts and dataclasses.
 
-    Parts of other kinds stay as they are, the same objects.
+    Parts of other types are kept, as the same objects.
     """
     if isinstance(batch, kind):
         return change(batch)
@@ -45,26 +45,26 @@ def mapped(batch: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _rebuilt(batch: Any, parts: dict[Any, Any]) -> Any:
-    """A mapping of a class of its own, with other values."""
+    """Return a mapping of the same custom class with other values, or a dict if the class is read-only."""
     import copy
 
     changed = copy.copy(batch)
     try:
         changed.update(parts)
-    except (AttributeError, TypeError):  # a mapping that cannot be changed
+    except (AttributeError, TypeError):  # a read-only mapping
         return parts
     return changed
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch on a device; copies to a GPU from pinned memory do not wait."""
+    """Copy a batch to a device; copies to a GPU from pinned memory are asynchronous."""
     waits = device.type != "cuda"
 
     def move(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
             return part.to(device, non_blocking=not waits)
         moved = part.to(device)
-        return part if moved is None else moved  # some `.to` work in place
+        return part if moved is None else moved  # some `.to` methods work in place and return nothing
 
     return mapped(batch, MOVABLE, move)
 
@@ -79,7 +79,7 @@ class MOVABLE(metaclass=_MovableMeta):
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a batch, first to last."""
+    """Yield the tensors in a batch, in order."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, str):
@@ -96,7 +96,7 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def batch_size(batch: Any) -> int:
-    """How many samples are in a batch: the first dimension of its first tensor; 1 for a scalar; 0 when unknown."""
+    """Return the number of samples in a batch: the first tensor's first dimension; 1 for a scalar; 0 when unknown."""
     for tensor in tensors(batch):
         return int(tensor.shape[0]) if tensor.dim() else 1
     return len(batch) if isinstance(batch, str) else 0

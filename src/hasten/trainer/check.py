@@ -1,4 +1,8 @@
-"""`Trainer.check`: the techniques of a Trainer against the same training without them, in forks of this process."""
+"""`Trainer.check`: compares training under a Trainer's techniques with the same training without them.
+
+Each training runs in a fork of this process, so all start from the same module, loaders and random states, and none
+changes them here. `hasten.check` decides which trainings to run and compares their records.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     from hasten.trainer.hooks import Hooks
     from hasten.trainer.trainer import Trainer
 
-_SECONDS = 900.0  # after which a fork counts as hung
+_TIMEOUT_SECONDS = 900.0  # a fork that takes longer counts as hung
 _QUIET: dict[str, Any] = {
     "plan": None,
     "logger": False,
@@ -58,7 +62,9 @@ def check(trainer: Trainer, fit: dict[str, Any], batches: int, epochs: int, resu
             "Trainer.check trains in copies of this process, and a copy of a process that has used the GPU cannot",
             "call it before anything touches the GPU, or use `hasten check` on the script",
         )
-    importlib.import_module("torch._dynamo")  # once for all forks: an optimizer's first step imports it, in seconds
+    importlib.import_module(
+        "torch._dynamo"
+    )  # once for all forks: an optimizer's first step imports it, which takes seconds
     resume = resume and bool(trainer.checkpoint_callbacks)
     with tempfile.TemporaryDirectory(prefix="hasten-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -69,23 +75,23 @@ def check(trainer: Trainer, fit: dict[str, Any], batches: int, epochs: int, resu
 
 
 def _loaded(path: Path) -> tuple[Any] | None:
-    """Return what one of hasten's checkpoints holds, but for what is of the run and not of the training."""
+    """Return a checkpoint's contents without what differs between runs of equal trainings; None for other files."""
     if path.suffix != ".ckpt":
         return None
     try:
         state = dict(read(path))
     except CheckpointError:
         return None
-    state.pop("techniques", None)  # a loss scale: there only under the technique
+    state.pop("techniques", None)  # a loss scale exists only under the technique
     loops = dict(state.get("loops") or {})
-    loops["hasten"] = {key: kept for key, kept in (loops.get("hasten") or {}).items() if key != "outermost"}
-    state["loops"] = loops  # which modules techniques have changed: none without them
-    state.pop("callbacks", None)  # paths, times
+    loops["hasten"] = {key: value for key, value in (loops.get("hasten") or {}).items() if key != "outermost"}
+    state["loops"] = loops  # the modules that techniques have changed: none in a plain run
+    state.pop("callbacks", None)  # paths and times
     return (state,)
 
 
 class _Forks:
-    """Fits the module in forks, each from the same beginning; what they save goes to scratch folders."""
+    """Fits the module in forks, each from the same state; their files go to scratch folders."""
 
     def __init__(self, trainer: Trainer, fit: dict[str, Any], root: Path, batches: int, epochs: int) -> None:
         self._trainer = trainer
@@ -94,10 +100,10 @@ class _Forks:
         self._batches = batches
         self._epochs = epochs
         self._random = rng.state()
-        self._going: set[multiprocessing.process.BaseProcess] = set()
+        self._running: set[multiprocessing.process.BaseProcess] = set()
 
     def __call__(self, plan: Techniques, witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
-        """Fit once; see `hasten.check.run.Runner`."""
+        """Fit once, in a fork; see `hasten.check.run.Runner`."""
         scratch = folder / "scratch"
         scratch.mkdir()
         checkpoint = None
@@ -108,30 +114,33 @@ class _Forks:
             target=self._in_fork, args=(dict(plan), witness, folder, checkpoint)
         )
         process.start()
-        self._going.add(process)
-        process.join(_SECONDS)
+        self._running.add(process)
+        process.join(_TIMEOUT_SECONDS)
         hung = process.is_alive()
         _end(process)
-        self._going.discard(process)
+        self._running.discard(process)
         log = (folder / "log").read_text(errors="replace").strip() if (folder / "log").exists() else ""
-        failed = f"not done after {_SECONDS:.0f} s" if hung else ""
+        failed = f"not done after {_TIMEOUT_SECONDS:.0f} s" if hung else ""
         if process.exitcode and not hung:
             failed = log.splitlines()[-1] if log else f"exit code {process.exitcode}"
         return Ended(failed, scratch / "files", log[-2000:])
 
     def stop(self) -> None:
-        """End the forks that are going on."""
-        for process in list(self._going):
+        """Kill the running forks."""
+        for process in list(self._running):
             _end(process)
 
     def _in_fork(self, plan: dict[str, Any], witness: WitnessOptions, folder: Path, checkpoint: str | None) -> None:
+        """Isolate this fork, train, and exit."""
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)  # a notebook's go elsewhere
-        os.setsid()  # so that it can be ended with its loaders' workers
+        sys.stdout = sys.stderr = os.fdopen(
+            os.dup(2), "w", buffering=1
+        )  # a notebook's streams are not these file descriptors
+        os.setsid()  # a process group, so that `_end` also kills its loaders' workers
         die_with_parent()
-        torch.set_num_threads(1)  # also: OpenMP cannot be used by a copy of a process that has used it
+        torch.set_num_threads(1)  # reproducible; and OpenMP threads do not survive a fork
         try:
             confine(str(folder / "scratch"), witness.folders())
             rng.restore(self._random)  # Python seeds its own generator again in a fork
@@ -139,23 +148,29 @@ class _Forks:
         except BaseException:
             messages.tell(traceback.format_exc())
             os._exit(1)
-        os._exit(0)  # nothing of the parent's is torn down here
+        os._exit(0)  # skip the parent's exit handlers
 
     def _train(self, plan: dict[str, Any], options: WitnessOptions, checkpoint: str | None) -> None:
+        """Fit a Trainer with this one's flags and the fork's plan, under the eyes of a witness."""
         flags = {flag.name: getattr(self._trainer.given, flag.name) for flag in fields(self._trainer.given)}
-        given = {**flags, **_QUIET, **dict.fromkeys(sugar()), "plan": Plan(plan)}  # a fork's techniques are its plan's
-        given |= {
+        overridden = {
+            **flags,
+            **_QUIET,
+            **dict.fromkeys(sugar()),
+            "plan": Plan(plan),
+        }  # techniques only from the fork's plan
+        overridden |= {
             "default_root_dir": self._root,
             "max_epochs": self._epochs if checkpoint is None else 2 * self._epochs,
             "max_steps": -1,
             "limit_train_batches": self._batches,
             "limit_val_batches": self._batches,
         }
-        trainer = type(self._trainer)(**given)
+        trainer = type(self._trainer)(**overridden)
         witness = Witness(options, lambda: os._exit(0))
         witness.names.meet(self._fit["model"])
         listen(witness, backwards=False)
-        _tell_of_losses(witness)
+        _watch_losses(witness)
         trainer.fit(**self._fit, ckpt_path=checkpoint)
         if checkpoint is not None:
             witness.read.add(Path(checkpoint).name)
@@ -163,31 +178,31 @@ class _Forks:
 
 
 def _end(process: multiprocessing.process.BaseProcess) -> None:
-    """End a fork with all that it started."""
+    """Kill a fork and all processes that it started."""
     if process.is_alive() and process.pid is not None:
-        with suppress(ProcessLookupError, PermissionError):  # it ends meanwhile, or has no session of its own yet
+        with suppress(ProcessLookupError, PermissionError):  # it has just ended, or not called setsid yet
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
     process.join()
 
 
 def _newest(saved: Path) -> str | None:
-    """The path, as a confined run sees it, of the checkpoint that was saved last."""
-    found = sorted(saved.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
-    return f"/{found[-1].relative_to(saved)}" if found else None
+    """Return the path, as a confined run sees it, of the newest checkpoint."""
+    checkpoints = sorted(saved.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    return f"/{checkpoints[-1].relative_to(saved)}" if checkpoints else None
 
 
-def _tell_of_losses(witness: Witness) -> None:
-    """Have the witness told of each loss as the module gave it, in front of what techniques make of it."""
+def _watch_losses(witness: Witness) -> None:
+    """Pass each loss to the witness as the module returned it, before techniques change it."""
     plain = steps.backward_of
 
     def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:
         backward = plain(trainer, hooks)
 
-        def told(loss: Any, *more: Any, **named: Any) -> None:
+        def watched(loss: Any, *more: Any, **named: Any) -> None:
             witness.backward(loss)
             backward(loss, *more, **named)
 
-        return told
+        return watched
 
     steps.backward_of = backward_of

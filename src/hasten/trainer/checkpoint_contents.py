@@ -1,4 +1,4 @@
-"""Contents of a training's checkpoint."""
+"""Collects the contents of a training's checkpoint."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 def contents(trainer: Trainer, begun: float, weights_only: bool = False) -> dict[str, Any]:
-    """Return all that a checkpoint holds, under keys that other tools know where there are such.
+    """Return the contents of a checkpoint, under keys that other tools know where such keys exist.
 
-    Every process calls this. Where a model is in parts (FSDP), rank 0 gets whole tensors, the others tensors without
-    memory in their place.
+    Every process must call this. With a sharded model (FSDP), rank 0 gets full tensors, and the other ranks get tensors
+    without memory in their place.
 
     Args:
-        trainer: Whose training it is.
-        begun: When its `fit` began.
-        weights_only: Leave out what is only needed to go on.
+        trainer: The Trainer.
+        begun: The time at which its `fit` began.
+        weights_only: Leave out what is only needed to resume.
     """
     engine = trainer.engine
     strategy, keep = engine.strategy, trainer.is_global_zero
@@ -37,14 +37,18 @@ def contents(trainer: Trainer, begun: float, weights_only: bool = False) -> dict
     }
     if not weights_only:
         state["callbacks"] = _callback_states(trainer)
-        state["optimizer_states"] = [strategy.optimizer_state(one, keep) for one in engine.optimizing.optimizers]
+        state["optimizer_states"] = [
+            strategy.optimizer_state(optimizer, keep) for optimizer in engine.optimizing.optimizers
+        ]
         state["lr_schedulers"] = [config.scheduler.state_dict() for config in engine.optimizing.schedulers]
         more = {
-            "techniques": {one.name: kept for one in engine.run.techniques if (kept := one.state_dict())},
+            "techniques": {
+                technique.name: saved for technique in engine.run.techniques if (saved := technique.state_dict())
+            },
             "metrics": dict(trainer.callback_metrics),
             "strategy": strategy.state_dict(),
         }
-        state.update({key: kept for key, kept in more.items() if kept})
+        state.update({key: saved for key, saved in more.items() if saved})
     for owner in (trainer.datamodule, module):
         hparams = getattr(owner, "hparams", None)
         if owner is not None and hparams:
@@ -53,28 +57,31 @@ def contents(trainer: Trainer, begun: float, weights_only: bool = False) -> dict
             state[key] = dict(hparams)
     engine.guest.saved(state, weights_only)
     datamodule, hooks = trainer.datamodule, engine.hooks
-    if not weights_only and (own := hooks.of_datamodule("state_dict")) is not None and (kept := own()):
-        state[type(datamodule).__qualname__] = kept
-    averaging = [one for one in trainer.callbacks if getattr(one, "changes_saved_weights", False)]
+    if not weights_only and (own := hooks.of_datamodule("state_dict")) is not None and (saved := own()):
+        state[type(datamodule).__qualname__] = saved
+    # Even a weights-only checkpoint goes through callbacks that average weights (EMA), as they replace its weights.
+    averaging = [callback for callback in trainer.callbacks if getattr(callback, "changes_saved_weights", False)]
     for hook in hooks.of_callbacks("on_save_checkpoint", among=averaging if weights_only else None):
         hook(state)
     for own in (hooks.of_datamodule("on_save_checkpoint"), hooks.of_module("on_save_checkpoint")):
         if own is not None:
             own(state)
-    whole: dict[str, Any] = strategy.whole(state, keep)  # also what callbacks added: averages of weights
-    return whole
+    gathered: dict[str, Any] = strategy.whole(state, keep)  # for what callbacks added, such as averaged weights
+    return gathered
 
 
 def _loops(trainer: Trainer, begun: float) -> dict[str, Any]:
+    """Return hasten's version, the start time of `fit`, and the loop's position."""
     loop = trainer.engine.loop
     version = {"hasten_version": sys.modules["hasten"].__version__, "begun": begun}
     return version if loop is None else {**version, "hasten": loop.state_dict()}
 
 
 def _callback_states(trainer: Trainer) -> dict[str, Any]:
+    """Return the callbacks' states that are not empty, by state key."""
     states = {}
     for callback in trainer.callbacks:
         state_dict = getattr(callback, "state_dict", None)  # a callback may be any object with hooks
-        if kept := state_dict() if callable(state_dict) else None:
-            states[state_key(callback)] = kept
+        if saved := state_dict() if callable(state_dict) else None:
+            states[state_key(callback)] = saved
     return states

@@ -1,4 +1,8 @@
-"""When a checkpoint of a training is written, and which one a training goes on from."""
+"""Writes a training's checkpoints and finds the checkpoint to resume from.
+
+The Saver writes files in the background; a folder is locked while a `fit` writes to it. `checkpoint_contents.py`
+collects the contents, `restoring.py` restores them, and `checkpoint/` has the file formats.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +34,23 @@ if TYPE_CHECKING:
 
 
 class BestMissingError(HastenError, ValueError):
-    """There is no best checkpoint to go on from."""
+    """There is no best checkpoint to load."""
 
 
 class Checkpointing:
-    """Saves and restores one Trainer's training."""
+    """Saves and restores one Trainer's training.
+
+    Attributes:
+        saver: Writes the files.
+        path: The checkpoint that this run resumes from; None: none.
+        loaded: Its contents, until they are restored.
+    """
 
     def __init__(self, trainer: Trainer, background: bool) -> None:
         self._trainer = trainer
         self.saver = Saver(background, trainer.config.checkpoint_format)
         self._locks: dict[Path, FolderLock] = {}
-        self._made: set[Path] = set()  # folders that were not there
+        self._made: set[Path] = set()  # folders that this run created
         self.path: str | None = None
         self.loaded: dict[str, Any] | None = None
         self._noted: set[str] = set()
@@ -50,12 +60,12 @@ class Checkpointing:
     # -- writing ---------------------------------------------------------------------------------------
 
     def write_at_once(self) -> None:
-        """From now on a checkpoint is there when `save` returns: somebody looks for it right then."""
+        """Write checkpoints synchronously from now on, for callers that need the file as soon as `save` returns."""
         self.saver.wait()
         self.saver = Saver(False, self._trainer.config.checkpoint_format)
 
     def save(self, path: str | Path, weights_only: bool = False) -> None:
-        """Write a checkpoint; every process calls this, the first one writes."""
+        """Write a checkpoint. Every process must call this; rank 0 writes."""
         trainer = self._trainer
         self.saver.check()
         state = self.collected(weights_only)
@@ -66,13 +76,14 @@ class Checkpointing:
         trainer.world.barrier("checkpoint")
 
     def _written(self, path: Path, notes: list[str]) -> None:
+        """Warn of a written checkpoint's notes, each of them once."""
         fresh = [note for note in notes if note not in self._noted]
         self._noted.update(fresh)
         for note in fresh:
             messages.warn(f"{path.name}: {note}", stacklevel=2)
 
     def hold_folders(self) -> None:
-        """Before the first step: that checkpoints can be written where they will go, and that nobody else does."""
+        """Lock the checkpoint folders before the first step, so that an unusable or occupied folder fails early."""
         trainer = self._trainer
         for callback in trainer.checkpoint_callbacks if not trainer.config.fast_dev_run else ():
             folder = getattr(callback, "dirpath", None)
@@ -80,16 +91,17 @@ class Checkpointing:
                 self._hold(Path(folder))
 
     def _hold(self, folder: Path) -> None:
-        """One run in one folder."""
+        """Lock a folder, so that only one run writes to it."""
         folder = folder.absolute()
         stage = self._trainer.stage
-        if folder not in self._locks and stage.fn == "fit" and stage.status == "running":  # else nobody would let go
+        # Only within `fit`, whose end releases the lock; nothing would after `save_checkpoint` at another time.
+        if folder not in self._locks and stage.fn == "fit" and stage.status == "running":
             if not folder.exists():
                 self._made.add(folder)
             self._locks[folder] = lock_folder(folder)
 
     def release(self) -> None:
-        """The training is over: everything is written, the folders are free."""
+        """Wait for all writes and unlock the folders; remove folders that were created and are still empty."""
         try:
             self.saver.wait()
         finally:
@@ -101,14 +113,14 @@ class Checkpointing:
             self._locks, self._made = {}, set()
 
     def begin(self) -> None:
-        """Training is about to begin: see where folders are, and which buffers hold NaN by design."""
+        """Prepare for training: lock the folders, and note which buffers hold NaN by design."""
         self.hold_folders()
-        if self.path is None:  # also where the clock was set back since: this run comes after what is there
+        if self.path is None:  # a new run is later than existing checkpoints, even if the clock was set back
             self._begun = max([self._begun, *(latest_start(folder) + 0.001 for folder in self._locks)])
         self._nonfinite_before = frozenset(nonfinite_buffers(self._trainer.model))
 
     def nonfinite(self) -> str:
-        """Name weights and buffers that are not finite, on any rank; "" if all are worth keeping. Reads the device."""
+        """Name the weights and buffers that are not finite, on any rank; "" if there are none. Reads the device."""
         module, world = self._trainer.model, self._trainer.world
         bad = [*nonfinite_weights(module), *nonfinite_buffers(module, self._nonfinite_before)]
         if not world.any(bool(bad)):
@@ -116,18 +128,18 @@ class Checkpointing:
         return ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "") or "on another rank"
 
     def wrote(self, path: str) -> bool:
-        """Whether a file is a checkpoint of this training, from before the point at which it stands."""
+        """Return whether a file is a checkpoint of this training, from its current step or earlier."""
         file = Path(path)
         if file.is_symlink() or not file.is_file():
             return False
         try:
             then = read_progress(file)
-        except CheckpointError:  # damaged, or something else: a person may want to look at it
+        except CheckpointError:  # damaged, or not a checkpoint: leave it for the user to look at
             return False
         return 0 < then.begun <= self._begun and then.step <= self._trainer.progress.global_step
 
     def link(self, target: Path, link: Path) -> None:
-        """Let `link` be a symbolic link to a checkpoint; every process calls this."""
+        """Make `link` a symbolic link to a checkpoint. Every process must call this."""
         if self._trainer.is_global_zero:
             self.saver.wait()
             if link.is_symlink() or link.is_file():
@@ -138,26 +150,26 @@ class Checkpointing:
         self._trainer.world.barrier("link")
 
     def abandon(self) -> None:
-        """The process ends at once, from whatever thread: leave no lock behind."""
+        """Drop the locks, from any thread, because the process is about to end without cleanup."""
         for held in list(self._locks.values()):
             held.abandon()
 
     def remove(self, path: str | Path) -> None:
-        """Remove a checkpoint, behind the writes that were asked for before."""
+        """Remove a checkpoint, after the writes that were requested earlier."""
         if self._trainer.is_global_zero:
             self.saver.remove(path)
 
     def collected(self, weights_only: bool = False) -> dict[str, Any]:
-        """Return all that a checkpoint holds now."""
+        """Return the contents of a checkpoint saved now."""
         return contents(self._trainer, self._begun, weights_only)
 
     # -- reading ---------------------------------------------------------------------------------------
 
     def find(self, path: str | Path | None, fn: str = "fit") -> str | None:
-        """The file that "last", "best" or a path means.
+        """Return the file that "last", "best" or a path stands for; None for None, and for a `fit` without a "last".
 
         Raises:
-            HastenError: There is none.
+            HastenError: There is no such checkpoint.
         """
         trainer = self._trainer
         if path is None:
@@ -179,21 +191,22 @@ class Checkpointing:
                     why = "is not configured to save the best model (save_top_k=0)"
                 raise BestMissingError(f'ckpt_path="best", but `ModelCheckpoint` {why}.', "give a path, or train first")
             return best
-        found = self._latest(fn)
-        if found is None and fn != "fit":
+        latest = self._latest(fn)
+        if latest is None and fn != "fit":
             raise NoCheckpointError(
                 'ckpt_path="last", but there is no checkpoint yet', "train first, or give the path of a checkpoint"
             )
-        if found is None:
+        if latest is None:
             trainer.warn('ckpt_path="last", but there is none yet. No checkpoint will be loaded')
-        return found
+        return latest
 
     def _latest(self, fn: str) -> str | None:
+        """Return the newest intact checkpoint in all folders that this training may have saved to."""
         folders: dict[Path, None] = {}
         for callback in self._trainer.checkpoint_callbacks:
-            for kept in ("dirpath", "last_model_path", "best_model_path"):
-                if value := getattr(callback, kept, None):
-                    folders[Path(value) if kept == "dirpath" else Path(value).parent] = None
+            for attribute in ("dirpath", "last_model_path", "best_model_path"):
+                if value := getattr(callback, attribute, None):
+                    folders[Path(value) if attribute == "dirpath" else Path(value).parent] = None
             resolve = getattr(callback, "find_folders", None)
             for folder in resolve(self._trainer) if resolve is not None else ():
                 folders[Path(folder)] = None
@@ -204,7 +217,7 @@ class Checkpointing:
         return None if good is None else str(good)
 
     def load(self, path: str | None) -> None:
-        """Read a checkpoint; one that is damaged is replaced by the newest good one beside it, and that is said."""
+        """Read a checkpoint. In `fit`, replace a damaged file by the newest intact one next to it, with a warning."""
         self.path, self.loaded, self._begun = path, None, time.time()
         if path is None:
             return
@@ -223,15 +236,15 @@ class Checkpointing:
             self.path, self.loaded = str(good), read(good)
 
     def restore_model(self) -> None:
-        """Restore weights, and the states of module, datamodule and callbacks, from what was loaded."""
+        """Restore weights, and the states of module, datamodule and callbacks, from the loaded checkpoint."""
         if self.loaded is not None:
             restoring.restore_model(self._trainer, self.loaded, str(self.path))
 
     def restore_training(self) -> dict[str, Any] | None:
-        """Restore optimizers, schedulers, techniques and counters; return where the loop goes on, if it is known."""
+        """Restore optimizers, schedulers, techniques and counters; return the loop's position, or None if unknown."""
         if self.loaded is None:
             return None
-        # Later than what it goes on from, also on a machine whose clock is behind.
+        # Later than the resumed checkpoint, even on a machine whose clock is behind: runs are ordered by this time.
         before = (self.loaded.get("loops") or {}).get("begun")
         self._begun = max(time.time(), (before if isinstance(before, float) else 0.0) + 0.001)
         return restoring.restore_training(self._trainer, self.loaded, str(self.path))
@@ -239,14 +252,18 @@ class Checkpointing:
     # -- being stopped ---------------------------------------------------------------------------------
 
     def interrupted_folder(self) -> str:
-        """Return where a run that is asked to stop leaves its checkpoint."""
+        """Return the folder for the checkpoint of a run that is asked to stop."""
         for callback in self._trainer.checkpoint_callbacks:
             if folder := getattr(callback, "dirpath", None):
                 return str(folder)
         return str(Path(str(self._trainer.config.default_root_dir)) / "checkpoints")
 
     def save_interrupted(self) -> str | None:
-        """Save because the run is asked to stop; the path, or None where checkpoints are off or weights spoilt."""
+        """Save because the run is asked to stop.
+
+        Returns:
+            The path; None if checkpoints are off, weights are not finite, or a callback objects.
+        """
         trainer = self._trainer
         if not trainer.checkpoint_callbacks:
             return None
@@ -264,4 +281,4 @@ class Checkpointing:
 
 
 class NoCheckpointError(HastenError, FileNotFoundError):
-    """A checkpoint that is not there is a FileNotFoundError in Python."""
+    """There is no checkpoint to load; also a FileNotFoundError, as Python raises for a missing file."""

@@ -1,4 +1,4 @@
-"""Whether a module has what it takes, before anything runs."""
+"""Checks that module, flags and callbacks fit together, before anything runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
 
-_OF_OLD = {
+_OLD_HOOKS = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
     "test_epoch_end": "on_test_epoch_end",
@@ -29,17 +29,17 @@ _OF_OLD = {
     "on_pretrain_routine_start": "on_fit_start",
     "on_pretrain_routine_end": "on_fit_start",
 }
-"""Hooks of the years before 2.0 that nobody calls any more, and what to define instead."""
+"""Hooks from before version 2.0 that are not called any more -> the hook to define instead."""
 
 
 _LOST_OUTPUTS = ("training_epoch_end", "validation_epoch_end", "test_epoch_end")
-"""Those among them that compute a training's metrics, as a rule; modules still carry the others about."""
+"""Old hooks that usually compute metrics, so they are an error. Many modules still define the others: a warning."""
 
 
-def _refuse_hooks_of_old(trainer: Trainer) -> None:
-    """A hook that is never called must not look as if it were."""
+def _refuse_old_hooks(trainer: Trainer) -> None:
+    """Raise or warn if a module, datamodule or callback defines a hook that is not called any more."""
     for owner in (trainer.model, trainer.datamodule, *trainer.callbacks):
-        for old, new in _OF_OLD.items():
+        for old, new in _OLD_HOOKS.items():
             if not callable(getattr(type(owner), old, None)):
                 continue
             text = (
@@ -51,8 +51,8 @@ def _refuse_hooks_of_old(trainer: Trainer) -> None:
 
 
 def check(trainer: Trainer, fn: str) -> None:
-    """Raise where the module cannot do what is asked of it."""
-    _refuse_hooks_of_old(trainer)
+    """Raise if the module lacks what `fn` needs; warn of flags and loaders that have no effect."""
+    _refuse_old_hooks(trainer)
     module = type(trainer.model).__name__
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
     if fn == "predict":
@@ -91,7 +91,7 @@ def check(trainer: Trainer, fn: str) -> None:
 
 
 def _check_manual(trainer: Trainer) -> None:
-    """Refuse flags about optimizing where the module does that itself."""
+    """Raise for flags about optimization when the module optimizes manually."""
     config = trainer.config
     if config.gradient_clip_val:
         raise trainer.misconfigured(
@@ -120,6 +120,7 @@ def _check_manual(trainer: Trainer) -> None:
 
 
 def _check_validation(trainer: Trainer, module: str) -> None:
+    """Warn if there is a validation loader without a step, or a step without a loader."""
     loader = has_loader(trainer.engine, "val")
     step = trainer.engine.has_step("validation_step")
     if loader and not step:
@@ -131,7 +132,7 @@ def _check_validation(trainer: Trainer, module: str) -> None:
 
 
 def settle_limits(trainer: Trainer) -> None:
-    """Say when a training without limits ends, and refuse limits that contradict each other."""
+    """Set `max_epochs` if it was not given, and raise for a minimum above its maximum."""
     config = trainer.config
     if config.max_epochs is None:
         if config.max_steps == -1 and not trainer._callbacks_named("Timer"):
@@ -141,19 +142,19 @@ def settle_limits(trainer: Trainer) -> None:
             trainer.configure(max_epochs=1000)
         else:
             trainer.configure(max_epochs=-1)
-    for what in ("epochs", "steps"):
-        least, most = getattr(trainer.config, f"min_{what}"), getattr(trainer.config, f"max_{what}")
+    for unit in ("epochs", "steps"):
+        least, most = getattr(trainer.config, f"min_{unit}"), getattr(trainer.config, f"max_{unit}")
         if least is not None and most != -1 and least > most:
-            raise trainer.misconfigured(f"min_{what}={least} is more than max_{what}={most}")
+            raise trainer.misconfigured(f"min_{unit}={least} is more than max_{unit}={most}")
 
 
 def has_loader(engine: Engine, kind: str) -> bool:
-    """Whether loaders of a kind were given, or module or datamodule have them."""
+    """Return whether loaders of a kind were given, or defined by datamodule or module."""
     return engine.feeds[kind].given is not None or defines(engine, f"{kind}_dataloader")
 
 
 def defines(engine: Engine, hook: str) -> bool:
-    """Return whether the datamodule or the module has a data hook of its own."""
+    """Return whether the datamodule or the module defines a data hook."""
     datamodule = engine.datamodule
     of_datamodule = datamodule is not None and overridden(datamodule, hook, *engine.bases("datamodule"))
     return of_datamodule or overridden(engine.model, hook, *engine.bases("module"))

@@ -1,4 +1,4 @@
-"""A Trainer's flags as its docstring, its signature and the tables of docs/trainer.md."""
+"""Makes the Trainer's docstring, its signature and the tables of docs/trainer.md from Config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def documentation() -> str:
 
 
 def takes(config: Callable[_P, Any]) -> Callable[[Any], Callable[Concatenate[Any, _P], None]]:
-    """Give a Trainer's `__init__` the arguments of its Config, for type checkers and for `help`."""
+    """Return a decorator that gives `__init__` its Config's signature, for type checkers and for `help`."""
     flags = list(inspect.signature(config).parameters.values())
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -32,7 +32,7 @@ def takes(config: Callable[_P, Any]) -> Callable[[Any], Callable[Concatenate[Any
 
 
 def tables() -> dict[str, str]:
-    """Return the tables of docs/trainer.md, by their titles."""
+    """Return the Markdown tables of docs/trainer.md, by title."""
     groups = dict.fromkeys(flag.metadata["group"] for flag in fields(Config))
     return {group: _table(group) for group in groups}
 

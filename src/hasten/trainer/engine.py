@@ -1,4 +1,8 @@
-"""Engine: what a Trainer builds for a run, and what its session, loops and steps work on."""
+"""Engine: the objects that a Trainer builds for a run, shared by its session, loops and steps.
+
+The Trainer is the public face and Config its flags; everything built from them lives here: processes, strategy, hooks,
+loaders, optimizers, the loop. A copied or pickled Engine leaves out what a run builds again.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +38,12 @@ _KINDS = ("train", "val", "test", "predict")
 
 @dataclass
 class Stopping:
-    """Who wants the process to end, and how ranks agree on it.
+    """A request to end the process, and how ranks agree on when.
 
     Attributes:
-        signal: The signal that asked for it; 0: none.
-        agreement: Of several ranks.
-        interrupted: Whether the run is being left before its end.
+        signal: The signal that requested it; 0: none.
+        agreement: The agreement between ranks; None with one rank.
+        interrupted: Whether the run is ending early.
     """
 
     signal: int = 0
@@ -49,12 +53,12 @@ class Stopping:
 
 @dataclass
 class Prediction:
-    """Outputs so far of a prediction that runs.
+    """Outputs so far of a running prediction.
 
     Attributes:
-        outputs: By batch, or by loader and batch.
-        indices: Samples of each batch, by loader; where a callback wants them.
-        batch_indices: Samples of the batch at hand.
+        outputs: Outputs by batch, or by loader and batch.
+        indices: Sample indices of each batch, by loader; filled only if a callback writes predictions by epoch.
+        batch_indices: Sample indices of the current batch.
     """
 
     outputs: Any = None
@@ -64,15 +68,15 @@ class Prediction:
 
 @dataclass
 class Optimizing:
-    """Optimizers and schedulers that `configure_optimizers` gave.
+    """The optimizers and schedulers that `configure_optimizers` returned.
 
     Attributes:
-        optimizers: As it gave them.
-        counted: The same as the module gets them: their steps count.
-        schedulers: Learning-rate schedulers, and when they step.
-        prepare: Hooks and clipping, between the backward and an `optimizer_step` by the module.
-        skips_backward: Whether steps only run the forward (stochastic weight averaging, in its last epoch).
-        in_backward: Handles of what steps parameters within the backward.
+        optimizers: The optimizers as returned.
+        counted: The wrappers that the module gets, whose steps are counted.
+        schedulers: The learning-rate schedulers, and when they step.
+        prepare: Function that calls hooks and clips, between backward and optimizer step.
+        skips_backward: Whether steps run only the forward (stochastic weight averaging, in its last epoch).
+        in_backward: Handles of the hooks that step parameters within the backward.
     """
 
     optimizers: list[Any] = field(default_factory=list)
@@ -83,32 +87,35 @@ class Optimizing:
     in_backward: list[Any] = field(default_factory=list)
 
     def release(self) -> None:
-        """The training is over: backwards step nothing any more."""
+        """Remove the hooks that step parameters in the backward; training is over."""
         while self.in_backward:
             self.in_backward.pop().remove()
 
 
 class Engine:
-    """Objects that a Trainer builds for its runs.
+    """The objects that a Trainer builds for its runs.
 
     Attributes:
-        run: The techniques that are installed.
-        world: The processes; one until the first run opens it.
-        strategy: What they exchange.
-        precision: In which formats the module lies and computes.
+        run: The Run with the installed techniques.
+        world: The processes that train together; a world of one until the first run joins them.
+        opened: Whether the processes have been joined.
+        processed: Whether process-wide techniques have acted.
+        strategy: How processes share the model and exchange gradients.
+        precision: The dtypes of the module's parameters and computation.
         model: The module.
+        datamodule: The datamodule, or None.
         trained: The module trained last.
-        outermost: Names of the modules that its first step called; None: not known yet.
-        guest: What the run needs for classes of another framework.
-        hooks: Those that somebody defined.
-        feeds: The loaders: "train", "val", "test", "predict".
+        outermost: Names of the modules that its first step called from outside; None: not known yet.
+        guest: Additions for classes of another framework.
+        hooks: The hooks that are defined.
+        feeds: The loaders of each kind: "train", "val", "test", "predict".
         optimizing: Optimizers and schedulers.
         loop: The training loop of this fit, or of the last.
-        board: Where values are logged now.
-        stopping: Who wants the process to end.
-        prediction: What a prediction has given.
-        val_check_batch: Validate every so many training batches.
-        val_check_seconds: Validate every so many seconds, instead.
+        board: Collects the values that are logged now; None: nothing may be logged.
+        stopping: A request to end the process.
+        prediction: Outputs of a prediction.
+        val_check_batch: Validate every this many training batches.
+        val_check_seconds: If set, validate every this many seconds instead.
     """
 
     def __init__(self, trainer: Trainer, config: Config, run: Run) -> None:
@@ -116,7 +123,7 @@ class Engine:
         self.run = run
         self.world = World(device=choose_devices(config.accelerator, config.devices)[0])
         self.opened = False
-        self.processed = False  # techniques that act on the process have done so
+        self.processed = False
         self.strategy = strategy_named(config.strategy)
         self.precision = precision_named(config.precision)
         self.model: Any = None
@@ -134,65 +141,67 @@ class Engine:
         self.val_check_batch: float = math.inf
         self.val_check_seconds: float | None = None
 
-    # -- whose they are ---------------------------------------------------------------------------------
+    # -- module and hooks -------------------------------------------------------------------------------
 
     def attach(self, model: Any, datamodule: Any, loaders: dict[str, Any], fitting: bool) -> None:
-        """Take a module and its loaders for the next run."""
+        """Set the module and the loaders of the next run."""
         self.model, self.datamodule = model, datamodule
         if datamodule is not None:
             datamodule.trainer = self.trainer
         for kind in _KINDS:
-            keeps = not fitting and kind not in loaders  # a test leaves what `fit` validated on
+            keeps = not fitting and kind not in loaders  # `test` keeps the loaders that `fit` trained and validated on
             self.feeds[kind] = Feed(loaders.get(kind), self.feeds[kind] if keeps else None)
 
     def meet(self) -> None:
-        """The run begins: find out which hooks there are, and what classes of another framework need."""
+        """Begin a run: collect the hooks, give the module its trainer, and adapt to another framework's classes."""
         trainer, model = self.trainer, self.model
         self.guest = adapter().guest(trainer)
         if isinstance(model, Module):
             model.__dict__["_trainer"] = trainer
-        else:
+        else:  # another framework's module
             model.trainer = trainer
         wrap = self.profiled if profiling.measures(trainer.profiler) else None
         kinds = self.bases("module"), self.bases("callback"), self.bases("datamodule")
         self.hooks = hooks.Hooks(trainer, model, *kinds, wrap)
 
     def bases(self, what: str) -> tuple[type, ...]:
-        """Return the classes whose methods are defaults, of a "module", "callback" or "datamodule"."""
+        """Return the classes whose methods count as defaults, for a "module", "callback" or "datamodule"."""
         own: dict[str, tuple[type, ...]] = {"module": (Module, hooks.ModuleHooks), "callback": (Callback,)}
         return own.get(what, ()) + adapter().bases(what)
 
     def has_step(self, name: str) -> bool:
-        """Return whether the module has a step of its own."""
+        """Return whether the module defines a step method (or hook) itself."""
         return hooks.overridden(self.model, name, *self.bases("module"))
 
     def profiled(self, label: str, method: Hook) -> Hook:
-        """Return a hook behind the profiler."""
+        """Wrap a hook so that the profiler times it."""
         return profiling.profiled(self.trainer.profiler, label, method)
 
     # -- logging -----------------------------------------------------------------------------------------
 
     def new_board(self, training: bool) -> LoggedValues:
-        """Return where values are logged; with `barebones` it keeps none."""
+        """Return a new collector for logged values; with `barebones`, one that stores none."""
         if self.trainer.config.barebones:
             return NothingLogged(training)
         return LoggedValues(training, None if self.world.size == 1 else self._reduce, self.trainer.misconfigured)
 
     def _reduce(self, value: torch.Tensor, reduce_op: str = "mean", group: Any = None) -> torch.Tensor:
+        """Reduce a logged value over all processes."""
         operation = str(reduce_op).lower().replace("avg", "mean")
         if self.world.rank % self.strategy.copies and operation in ("sum", "product"):
-            value = torch.zeros_like(value) if operation == "sum" else torch.ones_like(value)  # its batch counts once
+            # Several ranks hold the same batch (a pipeline, for example): it must count once.
+            value = torch.zeros_like(value) if operation == "sum" else torch.ones_like(value)
         return self.world.reduce(value, operation)
 
     # -- loaders -----------------------------------------------------------------------------------------
 
     def reload_is_due(self, kind: str) -> bool:
-        """Return whether module or datamodule are to be asked for their loaders again."""
+        """Return whether loaders must be requested again, by `reload_dataloaders_every_n_epochs`."""
         every = self.trainer.config.reload_dataloaders_every_n_epochs
         return bool(every) and self.trainer.current_epoch - self.feeds[kind].asked_in_epoch >= every
 
     def training_source(self) -> Any:
-        """Return the training loaders of this epoch."""
+        """Return the training loaders of this epoch, requested again if that is due."""
         if self.reload_is_due("train"):
             feeding.setup(self.trainer, "train")
             self.guest.draw_for_reload(self.feeds["train"].source.leaves)
@@ -201,7 +210,7 @@ class Engine:
     # -- in the loop -------------------------------------------------------------------------------------
 
     def first_step(self, step: Step) -> Step:
-        """Return the first step of a training: techniques that change models see what is called in it."""
+        """Return the step for a training's first batch, in which model techniques learn which modules are called."""
         if self.outermost is not None or not self.run.acting("model"):
             return step
         return found_in(step, self.model, self.run, self._keep_outermost)
@@ -210,7 +219,7 @@ class Engine:
         self.outermost = names
 
     def change_again(self, names: list[str]) -> None:
-        """Change the modules that were changed in the run that goes on, before its next step."""
+        """Let techniques change, before the next step, the modules that they had changed in the resumed run."""
         modules = dict(self.model.named_modules())
         self.outermost = [name for name in names if name in modules]
         for name in self.outermost:
@@ -220,8 +229,10 @@ class Engine:
         state = self.__dict__.copy()
         for name in ("hooks", "loop", "board"):
             state[name] = None
-        given = self.optimizing
+        optimizing = self.optimizing
         state["guest"] = Guest()
-        state["optimizing"] = Optimizing(given.optimizers, [], given.schedulers, None, given.skips_backward)
+        state["optimizing"] = Optimizing(
+            optimizing.optimizers, [], optimizing.schedulers, None, optimizing.skips_backward
+        )
         state["stopping"] = Stopping(self.stopping.signal, None, self.stopping.interrupted)
         return state

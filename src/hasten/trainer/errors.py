@@ -1,4 +1,4 @@
-"""Errors of the Trainer: what kind of Python error each is, too."""
+"""Errors of the Trainer. Each also derives from the built-in error that Python raises in such a case."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from hasten.trainer.adapter import adapter
 def misconfigured(message: str, fix: str = "") -> HastenError:
     """Return the error for flags and modules that contradict themselves.
 
-    Where another framework is in use it is of that one's class too, so code that catches that goes on to work.
+    If another framework is in use, the error also derives from its exception class, so code that catches that works.
     """
     return adapter().error(message, fix)
 
 
 class UnknownFlagError(HastenError, TypeError):
-    """A flag that there is not: an unknown keyword argument is a TypeError in Python."""
+    """An unknown flag; also a TypeError, as Python raises for an unknown keyword argument."""
 
 
 class WrongValueError(HastenError, ValueError):
-    """A value outside what a flag takes."""
+    """A value that a flag does not accept."""
 
 
 class ContradictionError(HastenError, ValueError):
@@ -27,10 +27,10 @@ class ContradictionError(HastenError, ValueError):
 
 
 class NotAModuleError(HastenError, TypeError):
-    """The wrong kind of thing as a model."""
+    """An object that is not a module was given as the model."""
 
 
 def refuse_class(what: str, thing: object) -> None:
-    """Raise for a class where one of its objects is meant: `fit(Net)` in place of `fit(Net())`."""
+    """Raise if a class was given instead of an object: `fit(Net)` instead of `fit(Net())`."""
     if isinstance(thing, type):
         raise NotAModuleError(f"{what} is the class {thing.__name__}", f"give one that is built: {thing.__name__}(...)")

@@ -1,4 +1,4 @@
-"""Validation, test and prediction: the loops without a backward."""
+"""The loops of validation, test and prediction: no backward, no optimizer."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _STEP = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
 def without_gradients(inference_mode: bool) -> AbstractContextManager[None]:
-    """Return a context without graphs; with `inference_mode` without version counters either.
+    """Return a context without autograd graphs; with `inference_mode`, also without version counters.
 
-    Processes that must exchange tensors need those counters.
+    Processes that exchange tensors need those counters.
     """
     return torch.inference_mode() if inference_mode else torch.no_grad()
 
 
 def _check_dataloader_idx(trainer: Trainer, hooks: Hooks, stage: str, several: bool) -> None:
+    """Raise if the step or a batch hook lacks `dataloader_idx` with several loaders, or requires it with one."""
     for name in (f"{stage}_step", f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
         if name not in ("validation_step", "test_step") and hooks.of_module(name) is None:
             continue
@@ -49,11 +50,11 @@ def _check_dataloader_idx(trainer: Trainer, hooks: Hooks, stage: str, several: b
             )
 
 
-class _Running:
-    """A stage without a backward, while it runs: its hooks, the module's step between them, and the module's modes.
+class _EvaluationLoop:
+    """One run over evaluation loaders: the module's step, the hooks around it, and the module's train/eval modes.
 
     Attributes:
-        several: Whether hooks and steps are told which loader a batch is of.
+        several: Whether hooks and steps get `dataloader_idx`, because there are several loaders.
     """
 
     def __init__(self, trainer: Trainer, hooks: Hooks, source: Combined, stage: str) -> None:
@@ -69,7 +70,7 @@ class _Running:
             sources.set_epoch(leaf, trainer.current_epoch)
 
     def begin(self) -> None:
-        """Call the hooks of its begin, and put together what each batch goes through."""
+        """Call the start hooks, and build the step and the functions that prepare each batch."""
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         hooks.call(f"on_{stage}_start")
         hooks.call(f"on_{stage}_epoch_start")
@@ -80,44 +81,44 @@ class _Running:
         self._on_start, self._on_end = hooks.of(f"on_{stage}_batch_start"), hooks.of(f"on_{stage}_batch_end")
 
     def batches(self, limits: list[float]) -> Iterator[tuple[Any, int, int]]:
-        """Yield batches, each with its number and its loader's."""
+        """Yield `(batch, batch_idx, dataloader_idx)`."""
         batches = sources.evaluation_batches(self._source, limits, self._trainer.engine.run)
         return feeding.LoadersInTurn(batches).steps() if self._draws else batches
 
     def prepared(self, batch: Any, index: int) -> Any:
-        """Return a batch as the step gets it."""
+        """Return a batch as the step gets it: after the transfer hooks, on the device."""
         for prepare in self._preparing:
             batch = prepare(batch, index)
         return batch
 
     def step(self, batch: Any, batch_idx: int, index: int) -> Any:
-        """Return what the module's step gives, with the hooks around it."""
-        told = 3 if self.several else 2
-        places: tuple[Any, ...] = (batch.last if self._draws else (batch, batch_idx, index))[:told]
+        """Run the module's step with the hooks around it; return the step's output."""
+        arity = 3 if self.several else 2
+        arguments: tuple[Any, ...] = (batch.last if self._draws else (batch, batch_idx, index))[:arity]
         names = self._trainer.model.__dict__
         for hook in self._on_start:
-            hook(*places)
+            hook(*arguments)
         names["_current_fx_name"] = f"{self._stage}_step"
         step = self._step
         if self._draws:
             output = step(batch)
-            places = batch.last[:told]
+            arguments = batch.last[:arity]  # hooks at the end get the batch that the step has drawn
         else:
-            output = step(*places) if self._with_idx else step(batch, *places[2:])
+            output = step(*arguments) if self._with_idx else step(batch, *arguments[2:])
         names["_current_fx_name"] = None
         if output is None and self._stage == "predict":
             messages.warn("predict_step gave None", stacklevel=2)
         for hook in self._on_end:
-            hook(output, *places)
+            hook(output, *arguments)
         return output
 
     def end(self) -> None:
-        """Put the modes back, as the last thing."""
+        """Restore the module's train and eval modes. Must come last."""
         own = self._hooks.of_module(f"on_{self._stage}_model_train")
         if own is not None:
             own()
             return
-        for part, training in self._modes:
+        for part, training in self._modes:  # not `.train()`: a frozen part may have been in eval mode before
             part.training = training
 
 
@@ -133,19 +134,19 @@ def evaluate(
     """Run the module over validation or test loaders.
 
     Args:
-        trainer: Whose it is.
-        hooks: To call.
-        board: Where values are logged.
+        trainer: The Trainer.
+        hooks: The hooks to call.
+        board: Collects the values that are logged.
         source: The loaders.
-        limits: Batches of each that are used.
+        limits: Number of batches used from each loader.
         kind: "validate" or "test".
-        before_end: Called when only the hooks of its end are left.
+        before_end: Called just before the last hooks (`on_validation_end`).
 
     Returns:
-        What was logged, by loader.
+        The logged values, a dict per loader.
     """
     stage = _STEP[kind]
-    running = _Running(trainer, hooks, source, stage)
+    running = _EvaluationLoop(trainer, hooks, source, stage)
     board.reset()
     running.begin()
     results: list[dict[str, Any]] = []
@@ -153,7 +154,7 @@ def evaluate(
     progress.evaluated_batches = 0
     seen = progress.batches_seen[f"{trainer.stage.fn}_{kind}"]
     for batch, batch_idx, index in running.batches(limits):
-        while len(results) != index:
+        while len(results) != index:  # the first batch of a later loader
             results.append(_loader_is_over(trainer, board))
         prepared = running.prepared(batch, index)
         board.begin_batch(prepared, index if running.several else None)
@@ -163,7 +164,7 @@ def evaluate(
         fresh = trainer.collect()
         if trainer.sanity_checking:
             continue
-        trainer.log(fresh, step=seen[index])
+        trainer.log(fresh, step=seen[index])  # x-axis: batches evaluated so far, over all epochs
         seen[index] += 1
         if stopping.signal:
             signals.stop_if_asked(trainer)
@@ -172,9 +173,9 @@ def evaluate(
     hooks.call(f"on_{stage}_epoch_end")
     if not trainer.sanity_checking:
         last = trainer.collect()
-        for one in results:
-            one.update(last)
-        trainer.log({name: value for one in results for name, value in one.items()})
+        for values in results:
+            values.update(last)
+        trainer.log({name: value for values in results for name, value in values.items()})
     if before_end is not None:
         before_end()
     hooks.call(f"on_{stage}_end")
@@ -184,14 +185,15 @@ def evaluate(
 
 
 def _loader_is_over(trainer: Trainer, board: LoggedValues) -> dict[str, Any]:
+    """Return the epoch values logged for the loader that has ended."""
     board.stepping = False
     return {} if trainer.sanity_checking else trainer.collect()
 
 
 def print_results(trainer: Trainer, results: list[dict[str, Any]], fn: str) -> None:
-    """Print what each loader's values are, a row a value."""
-    stripped = [{name.split("/dataloader_idx_")[0]: value for name, value in one.items()} for one in results]
-    names = sorted({name for one in stripped for name in one})
+    """Print a table of the logged values: a row per value, a column per loader."""
+    stripped = [{name.split("/dataloader_idx_")[0]: value for name, value in values.items()} for values in results]
+    names = sorted({name for values in stripped for name in values})
     if not names or not trainer.is_global_zero:
         return
     from rich.console import Console
@@ -199,7 +201,7 @@ def print_results(trainer: Trainer, results: list[dict[str, Any]], fn: str) -> N
 
     table = Table(f"{fn} metric", *(f"DataLoader {index}" for index in range(len(stripped))))
     for name in names:
-        cells = [one.get(name) for one in stripped]
+        cells = [values.get(name) for values in stripped]
         table.add_row(name, *("" if cell is None else f"{float(cell):.6g}" for cell in cells))
     with messages.harmless():
         Console().print(table)
@@ -211,14 +213,15 @@ def predict(
     """Run the module over prediction loaders.
 
     Returns:
-        Its outputs by batch; with several loaders a list for each; None when they are not kept.
+        The outputs by batch; with several loaders a list for each; None if not `keep`.
     """
-    running = _Running(trainer, hooks, source, "predict")
+    running = _EvaluationLoop(trainer, hooks, source, "predict")
     running.begin()
     predictions: list[list[Any]] = [[] for _ in source.leaves]
     indices: list[list[list[int]]] = [[] for _ in source.leaves]
-    writers = [one.interval for one in trainer.callbacks if hasattr(one, "interval")]  # prediction writers
-    watched = _WatchedIndices(source) if writers else None
+    # Prediction writers have an `interval`.
+    writers = [callback.interval for callback in trainer.callbacks if hasattr(callback, "interval")]
+    watched = _BatchIndices(source) if writers else None
     by_epoch = any(getattr(interval, "on_epoch", False) for interval in writers)
     prediction = trainer.engine.prediction
     prediction.outputs, prediction.indices = (predictions if running.several else predictions[0]), indices
@@ -238,8 +241,8 @@ def predict(
     return returned if keep else None
 
 
-class _WatchedIndices:
-    """Which samples each batch is made of, for callbacks that write predictions beside their samples."""
+class _BatchIndices:
+    """Records which samples each batch is made of, for callbacks that write predictions next to their samples."""
 
     def __init__(self, source: Combined) -> None:
         self._seen: list[list[list[int]]] = []
@@ -248,16 +251,19 @@ class _WatchedIndices:
             seen: list[list[int]] = []
             self._seen.append(seen)
             if sampler is not None:
-                source.leaves[position] = loading.changed(leaf, batch_sampler=_Recording(sampler, seen))
+                source.leaves[position] = loading.changed(leaf, batch_sampler=_RecordingSampler(sampler, seen))
 
     def batch(self, loader: int, batch_idx: int) -> list[int] | None:
-        """The samples of a batch."""
+        """Return the sample indices of a batch; None if the loader's sampler has not drawn it, or it has no sampler."""
         seen = self._seen[loader]
         return seen[batch_idx] if batch_idx < len(seen) else None
 
 
-class _Recording:
-    """A batch sampler that remembers what it gave."""
+class _RecordingSampler:
+    """Proxy of a batch sampler that records the batches it yields.
+
+    Prefetching workers draw ahead, so a batch is looked up by its number and not as the latest.
+    """
 
     def __init__(self, sampler: Any, seen: list[list[int]]) -> None:
         self._sampler = sampler

@@ -1,4 +1,9 @@
-"""Feeds a Trainer: asks for its loaders, makes them ready, and brings batches to the device."""
+"""Prepares a Trainer's loaders and brings their batches to the device.
+
+`setup` requests the loaders of a kind (from the arguments of `fit`, the datamodule or the module), shards and
+configures them, and counts their batches, into a `Feed`. The iterators below serve steps that draw their batches
+themselves (`dataloader_iter`) and loaders without a length (`Lookahead`).
+"""
 
 from __future__ import annotations
 
@@ -22,14 +27,14 @@ class Feed:
     """The loaders of a kind ("train", "val", "test", "predict").
 
     Args:
-        given: As they were handed to `fit` and so on; None: module or datamodule has them.
-        before: Of the run before, whose loaders stay.
+        given: The loaders passed to `fit`, `validate` and so on; None: the datamodule or the module provides them.
+        before: The Feed of the previous run, to keep its loaders.
 
     Attributes:
-        source: As they are drawn from; None until they are asked for.
-        limits: Batches of each that are used.
-        total: Batches of a pass through all of them together.
-        asked_in_epoch: When module or datamodule were asked for them.
+        source: The loaders as batches are drawn from them; None until `setup`.
+        limits: Number of batches used from each loader.
+        total: Number of batches in a pass through all loaders together.
+        asked_in_epoch: The epoch in which datamodule or module were last asked for the loaders.
     """
 
     def __init__(self, given: Any = None, before: Feed | None = None) -> None:
@@ -41,13 +46,13 @@ class Feed:
 
 
 def setup(trainer: Trainer, kind: str) -> None:
-    """Ask for the loaders of a kind and make them ready."""
+    """Request the loaders of a kind and prepare them: samplers, techniques, limits."""
     feed = trainer.engine.feeds[kind]
     limit = getattr(trainer.config, f"limit_{kind}_batches")
     mode = "max_size_cycle" if kind == "train" else "sequential"
-    given = _asked_for(trainer, kind, limit)
-    sources.refuse_batches(given, f"{kind}_dataloader")
-    source = sources.combined(given, mode)
+    loaders = _asked_for(trainer, kind, limit)
+    sources.refuse_batches(loaders, f"{kind}_dataloader")
+    source = sources.combined(loaders, mode)
     if kind == "train" and source.mode == "sequential":
         feed.total = source.batches()
         raise ValueError(
@@ -56,16 +61,18 @@ def setup(trainer: Trainer, kind: str) -> None:
         )
     leaves = []
     for leaf in source.leaves:
-        sources.check_iterable(leaf, _whence(trainer, kind))
+        sources.check_iterable(leaf, _origin(trainer, kind))
         leaves.append(_ready(trainer, leaf, kind))
     source.replace(leaves)
     limits = [
         sources.limited(sources.length(leaf), limit, f"limit_{kind}_batches", trainer.misconfigured) for leaf in leaves
     ]
+    # Ranks may have loaders of different lengths; a rank with more batches than the others would wait for them forever.
     limits = [agree_on_batches(trainer.world, batches) for batches in limits]
     feed.source, feed.limits, source.limits = source, limits, limits
     feed.total = source.batches()
-    # A sanity check of an epoch that does not validate leaves the question for the first one that does.
+    # With check_val_every_n_epoch=2, say, the sanity check is in an epoch that does not validate: its loaders do not
+    # count for reload_dataloaders_every_n_epochs, so the first epoch that validates requests them.
     if kind == "train" or not trainer.sanity_checking or trainer.validates_this_epoch:
         feed.asked_in_epoch = trainer.current_epoch
     if kind == "train":
@@ -73,30 +80,30 @@ def setup(trainer: Trainer, kind: str) -> None:
 
 
 def _asked_for(trainer: Trainer, kind: str, limit: Any) -> Any:
-    """Return the loaders of a kind as a person gave them: to the run, in the datamodule or in the module."""
+    """Return the loaders of a kind as the user gave them: as an argument, in the datamodule or in the module."""
     step = {"train": "training", "val": "validation"}.get(kind, kind) + "_step"
     if limit == 0 or (kind in ("val", "test") and not trainer.engine.has_step(step)):
         return []
-    given = trainer.engine.feeds[kind].given
-    if given is not None:
-        return given
+    loaders = trainer.engine.feeds[kind].given
+    if loaders is not None:
+        return loaders
     own = trainer.engine.hooks.of_data(f"{kind}_dataloader")
     if own is None:
         if kind == "val" and trainer.stage.fn == "fit":
             return []
         raise sources.NotALoaderError(
-            f"An invalid dataloader was {_whence(trainer, kind)}: None",
+            f"An invalid dataloader was {_origin(trainer, kind)}: None",
             f"give one, or define {kind}_dataloader in the module or a datamodule",
         )
-    given = own()
+    loaders = own()
     trainer.world.barrier("loaders")
-    if given is None:
-        sources.check_iterable(None, _whence(trainer, kind))
-    return given
+    if loaders is None:
+        sources.check_iterable(None, _origin(trainer, kind))
+    return loaders
 
 
-def _whence(trainer: Trainer, kind: str) -> str:
-    """Return where the loaders of a kind come from, for messages."""
+def _origin(trainer: Trainer, kind: str) -> str:
+    """Return where the loaders of a kind came from, for messages."""
     hooks = trainer.engine.hooks
     if trainer.engine.feeds[kind].given is not None or hooks.of_data(f"{kind}_dataloader") is None:
         argument = f"{kind}_dataloaders" if trainer.stage.fn == "fit" else "dataloaders"
@@ -106,13 +113,14 @@ def _whence(trainer: Trainer, kind: str) -> str:
 
 
 def _ready(trainer: Trainer, leaf: Any, kind: str) -> Any:
+    """Return a loader with the sampler and the options that flags, ranks and techniques ask for."""
     config = trainer.config
     if config.overfit_batches and kind in ("train", "val"):
         same = sources.overfitting(leaf)
         if same is not leaf:
             trainer.warn(f"requested to overfit but enabled {kind} dataloader shuffling: it is off, for equal batches")
             leaf = same
-    shares = trainer.engine.strategy.shares(trainer.world)
+    shares = trainer.engine.strategy.shares(trainer.world)  # ranks of a pipeline, for example, share one batch
     if shares.size > 1 and config.use_distributed_sampler:
         leaf, text = distributed_loader(
             leaf, shares, train=kind == "train", seed=config.seed or 0, repeat=kind != "predict"
@@ -123,6 +131,7 @@ def _ready(trainer: Trainer, leaf: Any, kind: str) -> Any:
 
 
 def _set_val_check(trainer: Trainer) -> None:
+    """Convert `val_check_interval` to a number of training batches, or of seconds."""
     engine, config = trainer.engine, trainer.config
     total, interval = engine.feeds["train"].total, config.val_check_interval
     engine.val_check_seconds = None
@@ -153,27 +162,27 @@ def _set_val_check(trainer: Trainer) -> None:
 
 
 def draws(method: Any) -> bool:
-    """Return whether a step draws its batches itself, from the `dataloader_iter` that it takes."""
+    """Return whether a step draws its batches itself: it has an argument `dataloader_iter`."""
     return "dataloader_iter" in inspect.signature(method).parameters
 
 
 class DataLoaderIterator:
-    """Iterator for a step that takes `dataloader_iter`: (batch, batch_idx, dataloader_idx), on the host.
+    """Iterator for a training step that takes `dataloader_iter`: (batch, batch_idx, dataloader_idx), on the host.
 
     Args:
-        fetch: Gives the next batch.
-        done: Batches drawn before.
+        fetch: Returns the next batch.
+        done: Number of batches drawn before.
 
     Attributes:
-        last: What was drawn last; the batch is None before the first. Hooks around the step are given it.
+        last: The item drawn last; its batch is None before the first. Hooks around the step get it.
     """
 
     def __init__(self, fetch: Callable[[], Any], done: int = 0) -> None:
         self._fetch, self.done = fetch, done
-        self.last: tuple[Any, int, int] = (None, max(0, done - 1), 0)  # resumed, the number is what it would have been
+        self.last: tuple[Any, int, int] = (None, max(0, done - 1), 0)  # after a resume, count on
 
     def itself(self) -> DataLoaderIterator:
-        """Return this, in place of a batch."""
+        """Return this iterator, in place of a batch."""
         return self
 
     def __iter__(self) -> DataLoaderIterator:
@@ -185,18 +194,18 @@ class DataLoaderIterator:
         return self.last
 
     def told(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a hook that is given the batch drawn last and its number, in place of its last two arguments."""
+        """Wrap a hook so that its last two arguments are the batch drawn last and its number."""
         return lambda *args: hook(*args[:-2], *self.last[:2])
 
 
 class LoadersInTurn:
-    """The same for an evaluation: batches of one loader after the other.
+    """Iterator for an evaluation step that takes `dataloader_iter`: batches of one loader after the other.
 
     Args:
-        batches: (batch, batch_idx, dataloader_idx), all of them.
+        batches: Yields all (batch, batch_idx, dataloader_idx).
 
     Attributes:
-        last: What was drawn last; the batch is None before the first. Hooks around the step are given it.
+        last: The item drawn last; its batch is None before the first. Hooks around the step get it.
     """
 
     def __init__(self, batches: Iterator[tuple[Any, int, int]]) -> None:
@@ -214,17 +223,17 @@ class LoadersInTurn:
         return self.last
 
     def steps(self) -> Iterator[tuple[LoadersInTurn, int, int]]:
-        """Give this to one step after the other, while there are batches left."""
+        """Yield this iterator for one step after another, while batches are left."""
         while self._next is not None:
             yield self, *self._next[1:]
 
 
 class Lookahead:
-    """Draws one batch ahead, so that the last batch of a loader without a length is known.
+    """Draws one batch ahead, so that the last batch of a loader without a length is known to be the last.
 
     Attributes:
-        over: Whether the batch given last was the last one.
-        before: The random state before the batch that is held was drawn.
+        over: Whether the batch returned last was the loader's last.
+        before: The random state before the held batch was drawn. A checkpoint stores it, to draw that batch again.
     """
 
     def __init__(self, fetch: Callable[[], Any]) -> None:
@@ -242,7 +251,7 @@ class Lookahead:
             self._next, self.over = [], True
 
     def fetch(self) -> Any:
-        """Return the batch that is held, and draw the one behind it."""
+        """Return the held batch, after drawing the next one."""
         if not self._next and not self.over:
             self.draw()
         if not self._next:
@@ -252,17 +261,17 @@ class Lookahead:
         return batch
 
     def release(self) -> None:
-        """Drop the pass and the batch that is held."""
+        """Drop the pass and the held batch."""
         self._fetch, self._next = nothing_left, []
 
 
 def nothing_left() -> Any:
-    """Stand for a pass that is over."""
+    """Raise StopIteration; replaces the fetch function of a finished pass."""
     raise StopIteration
 
 
 def preparing(trainer: Trainer, stage: str) -> list[Callable[[Any, int], Any]]:
-    """Return what each batch goes through before a step: hooks that are defined, and the copy to the device."""
+    """Return the functions applied to each batch before a step: hooks that are defined, and the copy to the device."""
     hooks, device = trainer.engine.hooks, trainer.device
     path: list[Callable[[Any, int], Any]] = []
     if (own := hooks.of_data("on_before_batch_transfer")) is not None:

@@ -1,4 +1,4 @@
-"""Validates flags: each check takes a name and a value, and returns the value in its normal form."""
+"""Checks of flags: each takes the flag's name and value, and returns the value in its normal form or raises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Check = Callable[[str, Any], Any]
 
 
 def whole(least: int, optional: bool = True) -> Check:
-    """Return the check of a flag that counts something."""
+    """Return the check of an int flag that is at least `least`; `optional` allows None."""
 
     def check(name: str, value: Any) -> Any:
         if value is None and optional:
@@ -34,12 +34,12 @@ def whole(least: int, optional: bool = True) -> Check:
 
 
 def sanity_steps(name: str, value: Any) -> Any:
-    """`num_sanity_val_steps`: a number of batches; -1 is all."""
+    """Check `num_sanity_val_steps`: a number of batches; -1 means all, as infinity."""
     return math.inf if value in (-1, math.inf) and not isinstance(value, bool) else whole(-1)(name, value)
 
 
 def share_or_count(name: str, value: Any) -> Any:
-    """A limit of batches: an int counts them, a float is a share of them."""
+    """Check a limit of batches: an int is a number, a float a share."""
     if value is None:
         return None
     fine = (isinstance(value, int) and not isinstance(value, bool) and value >= 0) or (
@@ -54,14 +54,14 @@ def share_or_count(name: str, value: Any) -> Any:
 
 
 def to_try(name: str, value: Any) -> int | bool:
-    """`fast_dev_run`: a number of batches; True is one."""
+    """Check `fast_dev_run`: a number of batches; 1 becomes True."""
     if not isinstance(value, int) or value < 0:
         raise misconfigured(f"{name}={value!r} should be >= 0", "it is a number of batches")
     return True if value == 1 else value
 
 
 def accumulation(name: str, value: Any) -> int | dict[int, int]:
-    """`accumulate_grad_batches`: a number, or a schedule {epoch: number}."""
+    """Check `accumulate_grad_batches`: a number, or a schedule {epoch: number}."""
     if not isinstance(value, Mapping):
         whole(1, optional=False)(name, value)
         return value  # type: ignore[no-any-return]
@@ -72,7 +72,7 @@ def accumulation(name: str, value: Any) -> int | dict[int, int]:
 
 
 def microbatch(name: str, value: Any) -> int | str | None:
-    """`microbatch`: a number of samples, or "auto"."""
+    """Check `microbatch`: a number of samples, or "auto"."""
     if value in (None, "auto"):
         return value  # type: ignore[no-any-return]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -88,7 +88,7 @@ class ClipAlgorithm(StrEnum):
 
 
 def clip_value(name: str, value: Any) -> Any:
-    """`gradient_clip_val`: a norm or a value, which is not negative."""
+    """Check `gradient_clip_val`: a norm or a value, not negative."""
     if value is not None:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise TypeError(f"`{name}` should be an int or a float, not {value!r}")
@@ -98,7 +98,7 @@ def clip_value(name: str, value: Any) -> Any:
 
 
 def clip_algorithm(name: str, value: Any) -> ClipAlgorithm | None:
-    """`gradient_clip_algorithm`: a name, or a member of an enum of any framework."""
+    """Check `gradient_clip_algorithm`: a name, or a member of any framework's enum."""
     if value is None:
         return None
     word = str(getattr(value, "value", value)).lower()
@@ -128,13 +128,13 @@ def seconds(name: str, value: Any) -> float | None:
 
 
 def duration(name: str, value: Any) -> Any:
-    """`max_time`: a duration."""
+    """Check `max_time`: a duration, kept as given."""
     seconds(name, value)
     return value
 
 
 def interval(name: str, value: Any) -> Any:
-    """`val_check_interval`: a number of batches, a share of them, or a duration."""
+    """Check `val_check_interval`: a number of batches, a share of them, or a duration."""
     if value is None:
         return None
     if is_duration(value):
@@ -147,26 +147,26 @@ def interval(name: str, value: Any) -> Any:
 
 
 def is_duration(value: Any) -> bool:
-    """Return whether an interval is one of time, rather than of batches."""
+    """Return whether an interval is a duration, not a number or share of batches."""
     return isinstance(value, str | timedelta | Mapping)
 
 
 def switch(name: str, value: Any) -> Any:
-    """A flag that is True or False (or None, for the default): a text such as "no" would be taken for True."""
+    """Check a flag that is True, False or None (the default); a string such as "no" would count as True."""
     if value not in (True, False, None):
         raise WrongValueError(f"{name}={value!r} must be True or False")
     return value
 
 
 def deterministic(name: str, value: Any) -> Any:
-    """`deterministic`: True, False or "warn"."""
+    """Check `deterministic`: True, False or "warn"."""
     if value not in (True, False, None, "warn"):
         raise WrongValueError(f'{name}={value!r} must be True, False or "warn"')
     return value
 
 
 def one_of(*names: str) -> Check:
-    """Return the check of a flag that is one of a few names."""
+    """Return the check of a flag that is one of these names."""
 
     def check(name: str, value: Any) -> Any:
         if value not in names:
@@ -177,24 +177,25 @@ def one_of(*names: str) -> Check:
 
 
 def _path(name: str, value: Any, *others: type) -> None:
+    """Raise if a value is not a path, None or of another accepted type."""
     if value is not None and not isinstance(value, (str, os.PathLike, *others)):
         raise WrongValueError(f"{name}={value!r} is a {type(value).__name__}, not a path")
 
 
 def plan(name: str, value: Any) -> Any:
-    """`plan`: a Plan, or the path of its file."""
+    """Check `plan`: a Plan, or the path of its file."""
     _path(name, value, Plan)
     return value
 
 
 def folder(name: str, value: Any) -> str:
-    """`default_root_dir`: a folder; by default the current one. Links in it stay as they are."""
+    """Check `default_root_dir`: return its absolute path, by default the current folder. Links are not resolved."""
     _path(name, value)
     return os.path.abspath(Path(value or Path.cwd()).expanduser())  # noqa: PTH100
 
 
 def precision(name: str, value: Any) -> str:
-    """`precision`: a name in full; the short names of earlier days are understood."""
+    """Check `precision`: return its full name; short names such as "bf16" are accepted."""
     if value is None:
         return "32-true"
     full = PRECISIONS.get(str(value))
@@ -207,7 +208,7 @@ def precision(name: str, value: Any) -> str:
 
 
 def devices(name: str, value: Any) -> Any:
-    """`devices`: at least one to train on."""
+    """Check `devices`: at least one."""
     if value in (0, "0") or (isinstance(value, list | tuple) and not value):
         raise misconfigured(
             f"{name}={value!r}: the value is not a valid input using any accelerator",
@@ -217,7 +218,7 @@ def devices(name: str, value: Any) -> Any:
 
 
 def accelerator(name: str, value: Any) -> Any:
-    """`accelerator`: the name of a kind of device."""
+    """Check `accelerator`: the name of a kind of device."""
     if value not in ("auto", "cpu", "gpu", "cuda"):
         raise WrongValueError(
             f"You selected an invalid accelerator name: `{name}={value!r}`",
@@ -227,13 +228,13 @@ def accelerator(name: str, value: Any) -> Any:
 
 
 def strategy(name: str, value: Any) -> str | Strategy:
-    """`strategy`: its name, or an object; one of another framework's becomes hasten's."""
-    found = strategy_named(value)
-    return value if isinstance(value, str) else found
+    """Check `strategy`: a name, or an object; another framework's object becomes hasten's."""
+    strategy_object = strategy_named(value)
+    return value if isinstance(value, str) else strategy_object
 
 
 def seed(name: str, value: Any) -> int | None:
-    """`seed`: what NumPy takes."""
+    """Check `seed`: an int in NumPy's range."""
     import numpy
 
     if value is None:

@@ -1,4 +1,4 @@
-"""Flags as a Trainer's attributes; and for arguments that are no flags, what was probably meant."""
+"""Flags as attributes of a Trainer, and suggestions for arguments that are not flags."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ OF_OLD = {
     "patience": "callbacks=[EarlyStopping(...)]",
     "checkpoint": "fit(..., ckpt_path=PATH)",
 }
-"""Flags of Trainers of earlier years, and of neighbours, with what to say today."""
+"""Flags of older Trainers and of similar tools -> what to use instead."""
 
 _ELSEWHERE = {"plugins": "hasten has no plugins; precision and strategy are flags"}
 
 
 def refuse_unknown(given: Iterable[str], known: list[str]) -> None:
-    """Raise for an argument that is no flag, with what was probably meant."""
+    """Raise for an argument that is not a flag, and suggest the right one."""
     for name in given:
         if name in known:
             continue
@@ -93,7 +93,7 @@ def refuse_unknown(given: Iterable[str], known: list[str]) -> None:
 
 
 class FlagAttribute:
-    """A flag as an attribute of a Trainer: read from its Config, which is replaced, and checked, when it is set."""
+    """Descriptor of a flag on a Trainer: reads it from the Config; setting it makes and checks a new Config."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -106,17 +106,21 @@ class FlagAttribute:
         trainer.configure(**{self._name: value})
 
 
-def set_by(found: Mapping[str, tuple[str, Any]]) -> list[str]:
-    """Return what to say about flags from the environment: a variable and its value, by the flag's name."""
-    return [f"{variable} is set: {name}={value!r}" for name, (variable, value) in found.items()]
+def set_by(from_environment: Mapping[str, tuple[str, Any]]) -> list[str]:
+    """Return a line for each flag set by the environment.
+
+    Args:
+        from_environment: Flag name -> (environment variable, value).
+    """
+    return [f"{variable} is set: {name}={value!r}" for name, (variable, value) in from_environment.items()]
 
 
 @contextmanager
-def noting(found: Mapping[str, tuple[str, Any]]) -> Iterator[None]:
-    """Note in an error about a flag which of them came from the environment: the script does not show them."""
+def noting(from_environment: Mapping[str, tuple[str, Any]]) -> Iterator[None]:
+    """Add the flags set by the environment to any error raised inside: the script does not show them."""
     try:
         yield
     except Exception as error:
-        for line in set_by(found):
+        for line in set_by(from_environment):
             error.add_note(line)
         raise

@@ -1,4 +1,8 @@
-"""Hooks: which of them somebody defined, and in which order they are called."""
+"""Hooks of modules, callbacks and datamodules: which are defined, and in which order they are called.
+
+A hook that nobody overrides is never called. `Hooks` collects the defined ones when a run begins, callbacks first, then
+the module, and wraps them so that `self.log` knows which hook it is called in, and the profiler times them.
+"""
 
 from __future__ import annotations
 
@@ -17,150 +21,150 @@ Hook = Callable[..., Any]
 
 
 class ModuleHooks:
-    """The hooks that a module may define. They do nothing, and one that is not overridden is never called."""
+    """The hooks that a module may define. They do nothing; a hook that is not overridden is never called."""
 
     def prepare_data(self) -> None:
-        """Download or unpack data; in one process only."""
+        """Download or unpack data; called on one process per machine, or on rank 0 only."""
 
     def setup(self, stage: str) -> None:
         """Build datasets, or layers that depend on them; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """The stage is over."""
+        """Clean up at the end of the stage."""
 
     def on_fit_start(self) -> None:
-        """`fit` begins; optimizers are built."""
+        """Called when `fit` begins, after the optimizers are built."""
 
     def on_fit_end(self) -> None:
-        """`fit` is over."""
+        """Called when `fit` is over."""
 
     def on_train_start(self) -> None:
-        """Training begins."""
+        """Called before the first epoch."""
 
     def on_train_end(self) -> None:
-        """Training is over."""
+        """Called after the last epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """An epoch begins."""
+        """Called before an epoch's first batch."""
 
     def on_train_epoch_end(self) -> None:
-        """An epoch is over."""
+        """Called after an epoch's last batch."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """A batch begins; -1 ends the epoch."""
+        """Called before a batch's step; return -1 to skip the rest of the epoch."""
         return None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A batch is over."""
+        """Called after a batch's step."""
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        """Gradients are about to be cleared."""
+        """Called before gradients are cleared."""
 
     def on_before_backward(self, loss: Any) -> None:
-        """The backward is about to begin."""
+        """Called before the backward pass."""
 
     def on_after_backward(self) -> None:
-        """Gradients are there, and not clipped yet."""
+        """Called after the backward pass; gradients are not clipped yet."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """The optimizer is about to step; gradients are not clipped yet."""
+        """Called before the optimizer steps; gradients are not clipped yet."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The batch, before it goes to the device."""
+        """Return the batch to use, before it is copied to the device."""
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The batch, on the device."""
+        """Return the batch to use, after it was copied to the device."""
         return batch
 
     def split_batch(self, batch: Any, size: int) -> list[Any]:
-        """Return a batch in parts of `size` samples; asked with the flag `microbatch`. Default: by first dimension."""
+        """Return a batch in parts of `size` samples; used by the flag `microbatch`. Default: split dimension 0."""
         raise NotImplementedError
 
     def loss_terms(self, batch: Any) -> int:
-        """Return what the loss of a batch is a mean over; asked with the flag `microbatch`. Default: samples."""
+        """Return the number of terms that a batch's loss is the mean of; used by `microbatch`. Default: the samples."""
         raise NotImplementedError
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint that is about to be written."""
+        """Add entries to a checkpoint that is about to be written."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take from a checkpoint what `on_save_checkpoint` added."""
+        """Read from a checkpoint the entries that `on_save_checkpoint` added."""
 
     def on_validation_start(self) -> None:
-        """Validation begins."""
+        """Called when a validation begins."""
 
     def on_validation_end(self) -> None:
-        """Validation is over."""
+        """Called when a validation is over."""
 
     def on_validation_epoch_start(self) -> None:
-        """A pass of validation begins."""
+        """Called before the first validation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """A pass of validation is over."""
+        """Called after the last validation batch."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A batch begins."""
+        """Called before a batch's step."""
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A batch is over."""
+        """Called after a batch's step."""
 
     def on_test_start(self) -> None:
-        """The test begins."""
+        """Called when a test begins."""
 
     def on_test_end(self) -> None:
-        """The test is over."""
+        """Called when a test is over."""
 
     def on_test_epoch_start(self) -> None:
-        """A pass of the test begins."""
+        """Called before the first test batch."""
 
     def on_test_epoch_end(self) -> None:
-        """A pass of the test is over."""
+        """Called after the last test batch."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A batch begins."""
+        """Called before a batch's step."""
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A batch is over."""
+        """Called after a batch's step."""
 
     def on_predict_start(self) -> None:
-        """Prediction begins."""
+        """Called when a prediction begins."""
 
     def on_predict_end(self) -> None:
-        """Prediction is over."""
+        """Called when a prediction is over."""
 
     def on_predict_epoch_start(self) -> None:
-        """A pass of prediction begins."""
+        """Called before the first prediction batch."""
 
     def on_predict_epoch_end(self) -> None:
-        """A pass of prediction is over."""
+        """Called after the last prediction batch."""
 
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A batch begins."""
+        """Called before a batch's step."""
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A batch is over."""
+        """Called after a batch's step."""
 
 
 def overridden(owner: Any, name: str, *bases: type, through_wrappers: bool = False) -> bool:
-    """Whether an object defines a method itself, rather than having it from one of the `bases`.
+    """Return whether an object defines a method itself, instead of inheriting it from one of the `bases`.
 
-    An instance attribute counts: that is how people, and mocks, replace a method of one object.
+    An instance attribute counts: people and mocks replace the method of one object that way.
 
     Args:
         owner: The object.
-        name: The method's.
+        name: The method's name.
         bases: Classes whose methods are defaults.
-        through_wrappers: Whether a default that somebody put a wrapper around is still a default.
+        through_wrappers: Whether a default inside a wrapper (`functools.wraps`) still counts as the default.
     """
-    found = getattr(owner, name, None)
-    if found is None or not callable(found):
+    method = getattr(owner, name, None)
+    if method is None or not callable(method):
         return False
     if through_wrappers:
-        found = inspect.unwrap(found)
-    if isinstance(found, functools.partial):
-        found = found.func
-    function = inspect.unwrap(getattr(found, "__func__", found))
+        method = inspect.unwrap(method)
+    if isinstance(method, functools.partial):
+        method = method.func
+    function = inspect.unwrap(getattr(method, "__func__", method))
     for base in bases:
         if isinstance(owner, base) and (default := getattr(base, name, None)) is not None:
             return function is not inspect.unwrap(default)
@@ -168,13 +172,15 @@ def overridden(owner: Any, name: str, *bases: type, through_wrappers: bool = Fal
 
 
 class Hooks:
-    """The hooks that somebody defined, ready to be called.
+    """The hooks that are defined, ready to be called.
 
     Args:
-        trainer: Whose callbacks and datamodule they are.
+        trainer: The Trainer, with its callbacks and its datamodule.
         module: The model.
-        module_bases: Classes whose methods are defaults, of modules; the same for callbacks and datamodules.
-        wrap: What each call goes through (a profiler), with its label.
+        module_bases: Classes whose methods are the defaults of modules.
+        callback_bases: The same for callbacks.
+        datamodule_bases: The same for datamodules.
+        wrap: `wrap(label, hook)` returns the hook to call in its place, timed by a profiler; None: no wrapper.
     """
 
     def __init__(
@@ -192,38 +198,38 @@ class Hooks:
         self._wrap = wrap
 
     def of_module(self, name: str) -> Hook | None:
-        """The module's own method, if it defines one."""
+        """Return the module's own method, or None if it defines none."""
         if not overridden(self._module, name, *self._bases[0]):
             return None
         label = f"[{adapter().owners[0]}]{type(self._module).__name__}.{name}"
         return self._named(name, self._wrapped(label, getattr(self._module, name)))
 
     def of_datamodule(self, name: str) -> Hook | None:
-        """The datamodule's own method, if there is one."""
+        """Return the datamodule's own method, or None."""
         datamodule = self._trainer.datamodule
         if datamodule is None or not overridden(datamodule, name, *self._bases[2]):
             return None
         return self._wrapped(f"[{adapter().owners[1]}]{type(datamodule).__name__}.{name}", getattr(datamodule, name))
 
     def of_data(self, name: str) -> Hook | None:
-        """A data hook: the datamodule's if it defines it, else the module's."""
+        """Return a data hook: the datamodule's if it defines it, else the module's, or None."""
         of_datamodule = self.owner_of_data(name) is not self._module
         return self.of_datamodule(name) if of_datamodule else self.of_module(name)
 
     def owner_of_data(self, name: str) -> Any:
-        """Return whose data hook is used: the datamodule, or else the module."""
+        """Return the object whose data hook is used: the datamodule if it defines the hook, else the module."""
         datamodule = self._trainer.datamodule
         return datamodule if overridden(datamodule, name, *self._bases[2], through_wrappers=True) else self._module
 
     def of_callbacks(self, name: str, monitoring: bool | None = None, among: list[Any] | None = None) -> list[Hook]:
-        """The callbacks' methods, bound to trainer and module.
+        """Return the callbacks' methods, bound to trainer and module.
 
         Args:
             name: The hook.
-            monitoring: Only those that can monitor a metric (True), or only the others (False).
-            among: These callbacks; default: all.
+            monitoring: Only callbacks with a `monitor` attribute (True), or only the others (False).
+            among: The callbacks to look at; default: all.
         """
-        found = []
+        methods = []
         for callback in self._trainer.callbacks if among is None else among:
             if monitoring is not None and monitoring != hasattr(callback, "monitor"):
                 continue
@@ -232,14 +238,14 @@ class Hooks:
             if isinstance(callback, Callback) and not callback.needs(name):
                 continue
             method: Hook = functools.partial(getattr(callback, name), self._trainer, self._module)
-            found.append(self._named(name, self._wrapped(f"[Callback]{state_key(callback)}.{name}", method)))
-        return found
+            methods.append(self._named(name, self._wrapped(f"[Callback]{state_key(callback)}.{name}", method)))
+        return methods
 
     def _wrapped(self, label: str, method: Hook) -> Hook:
         return method if self._wrap is None else self._wrap(label, method)
 
     def _named(self, name: str, method: Hook) -> Hook:
-        """A method under whose run `self.log` knows by whom it is called."""
+        """Wrap a hook so that `self.log`, called in it, knows the hook's name."""
         names = self._module.__dict__
 
         def hook(*args: Any, **kwargs: Any) -> Any:
@@ -252,34 +258,38 @@ class Hooks:
 
         return hook
 
-    def at_batch_end(self, told: Callable[[Hook], Hook]) -> tuple[list[tuple[Callback, Hook]], list[Hook]]:
-        """Return the hooks for the end of a training batch: of callbacks that may skip batches, and all others.
+    def at_batch_end(self, adapt: Callable[[Hook], Hook]) -> tuple[list[tuple[Callback, Hook]], list[Hook]]:
+        """Return the hooks for the end of a training batch: of callbacks that may skip batches, and of all others.
 
         Args:
-            told: Makes each into what the loop calls.
+            adapt: Wraps each hook for the loop (see `DataLoaderIterator.told`).
         """
         name = "on_train_batch_end"
-        seldom = [one for one in self._trainer.callbacks if getattr(one, "skip_batches", None) is not None]
-        rest = [one for one in self._trainer.callbacks if not any(one is other for other in seldom)]
+        skipping = [
+            callback for callback in self._trainer.callbacks if getattr(callback, "skip_batches", None) is not None
+        ]
+        rest = [callback for callback in self._trainer.callbacks if not any(callback is other for other in skipping)]
         own = self.of_module(name)
-        now_and_then = [(one, hook) for one in seldom for hook in self.told_callbacks(name, told, [one])]
-        return now_and_then, self.told_callbacks(name, told, rest) + ([told(own)] if own else [])
+        skipping_hooks = [
+            (callback, hook) for callback in skipping for hook in self.told_callbacks(name, adapt, [callback])
+        ]
+        return skipping_hooks, self.told_callbacks(name, adapt, rest) + ([adapt(own)] if own else [])
 
-    def told_callbacks(self, name: str, told: Callable[[Hook], Hook], among: list[Any] | None = None) -> list[Hook]:
-        """The callbacks' methods as the loop calls them, by `told`; hasten's own count the loop's batches."""
-        found: list[Hook] = []
-        for one in self._trainer.callbacks if among is None else among:
-            methods = self.of_callbacks(name, among=[one])
-            found += methods if type(one).__module__.startswith("hasten.") else map(told, methods)
-        return found
+    def told_callbacks(self, name: str, adapt: Callable[[Hook], Hook], among: list[Any] | None = None) -> list[Hook]:
+        """Return the callbacks' methods, wrapped by `adapt`, except those of hasten: these count the loop's batches."""
+        adapted: list[Hook] = []
+        for callback in self._trainer.callbacks if among is None else among:
+            methods = self.of_callbacks(name, among=[callback])
+            adapted += methods if type(callback).__module__.startswith("hasten.") else map(adapt, methods)
+        return adapted
 
     def of(self, name: str) -> list[Hook]:
-        """All that listen to a hook: callbacks first, then the module."""
+        """Return all definitions of a hook: callbacks first, then the module."""
         own = self.of_module(name)
         return self.of_callbacks(name) + ([own] if own else [])
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call all that listen to a hook; the module's answer."""
+        """Call all definitions of a hook; return the module's result."""
         answer = None
         for hook in self.of_callbacks(name):
             hook(*args, **kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Hyperparameters(dict[str, Any]):
-    """A dict whose entries are attributes too."""
+    """A dict whose entries can also be read and set as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -20,16 +20,22 @@ class Hyperparameters(dict[str, Any]):
 
 
 def arguments_of(kind: type, frame: Any) -> dict[str, Any]:
-    """The arguments of the `__init__` whose frame this is, and of those that called it by `super().__init__`."""
-    given: dict[str, Any] = {}
+    """Return the arguments of the running `__init__`, and of the subclasses' `__init__` that called it.
+
+    Args:
+        kind: The module's class.
+        frame: The frame of the innermost `__init__`.
+    """
+    arguments: dict[str, Any] = {}
     while frame is not None and frame.f_code.co_name == "__init__":
         code = frame.f_code
+        # Walk outward through subclasses' `__init__`; stop at the `__init__` of a module that builds this as a part.
         if not code.co_argcount or not isinstance(frame.f_locals.get(code.co_varnames[0]), kind):
             break
         count = code.co_argcount + code.co_kwonlyargcount
         values = frame.f_locals
-        given.update({name: values[name] for name in code.co_varnames[1:count] if name in values})
+        arguments.update({name: values[name] for name in code.co_varnames[1:count] if name in values})
         if code.co_flags & inspect.CO_VARKEYWORDS:
-            given.update(values.get(code.co_varnames[count + bool(code.co_flags & inspect.CO_VARARGS)], {}))
+            arguments.update(values.get(code.co_varnames[count + bool(code.co_flags & inspect.CO_VARARGS)], {}))
         frame = frame.f_back
-    return given
+    return arguments

@@ -1,4 +1,9 @@
-"""Each parameter is stepped within the backward, as soon as its gradient is there, which is dropped then."""
+"""`optimizer_in_backward=True`: steps each parameter within the backward, as soon as its gradient is accumulated.
+
+A hook on each parameter steps it and drops its gradient, so all gradients are never in memory at once. This is only
+right if nothing needs a gradient, or the old weight, later in the step: `_refusal` checks that before training, and
+`AtRest` and `_once` catch a backward that uses a stepped weight again.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +27,15 @@ _SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gr
 def step_in_backward(
     trainer: Trainer, hooks: Hooks, optimizer: Any, backward: Callable[..., None]
 ) -> tuple[list[Any], Callable[..., None]]:
-    """Have the backward step the parameters of an optimizer; the step behind it then finds no gradient.
+    """Make the backward step the parameters of an optimizer; the later `optimizer.step()` then finds no gradients.
 
-    The optimizer stays one, with its groups and its state: schedulers and checkpoints see no difference.
+    The optimizer is still one object with all its groups and state, so schedulers and checkpoints see no difference.
 
     Returns:
-        Handles, whose `remove` ends it, and `backward`, which ends in an error where it uses again what it has stepped.
+        The handles of the hooks, whose `remove` ends this, and `backward`, which raises if it reuses stepped weights.
 
     Raises:
-        HastenError: Something needs all gradients at once, or more than once a step.
+        HastenError: Something needs all gradients at once, or differentiates more than once per step.
     """
     if why := _refusal(trainer, hooks, optimizer):
         raise trainer.misconfigured(f"optimizer_in_backward=True: {why[0]}", why[1])
@@ -50,29 +55,30 @@ def step_in_backward(
             backward(loss, *args, **kwargs)
         finally:
             stepper.at_rest.end()
+        # The backward steps parameters last to first: put new optimizer states into the order a normal step gives.
         in_order(optimizer, states)
 
     return handles, watched
 
 
 class _Stepper:
-    """Steps one parameter at a time.
+    """Post-accumulate-grad hook that steps one parameter at a time.
 
     Args:
-        trainer: Whose steps are counted.
-        optimizer: Whose parameters they are.
-        names: Of the parameters, by id.
+        trainer: The Trainer, whose step count tells steps apart.
+        optimizer: The optimizer of the parameters.
+        names: Parameter names by `id`, for messages.
     """
 
     def __init__(self, trainer: Trainer, optimizer: Any, names: dict[int, str]) -> None:
         self._progress, self._names = trainer.progress, names
         self._optimizer, self._one_by_one = optimizer, OneByOne(optimizer)
         self.at_rest = AtRest(_touched)
-        self._stepped: dict[int, int] = {}  # at which step of the training
+        self._stepped: dict[int, int] = {}  # id of a parameter -> the global step in which it was stepped
         self._of_step = -1
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        """Step a parameter whose gradient is there; one that is in no group now keeps it."""
+        """Step a parameter and drop its gradient; a parameter that is in no group any more keeps its gradient."""
         if self._of_step != self._progress.global_step:
             self._of_step = self._progress.global_step
             self._one_by_one.begin()
@@ -82,13 +88,14 @@ class _Stepper:
             return
         self._once(parameter)
         with self.at_rest.of_our_own():
-            if stepping.looked_into is not None:  # `Trainer.check` compares what is gone when it looks
+            if stepping.looked_into is not None:  # `Trainer.check` compares both after the step
                 stepping.looked_into[id(parameter)] = parameter.detach().clone(), parameter.grad.clone()
             self._one_by_one.step(parameter)
             parameter.grad = None
             self.at_rest.add(parameter, *tensors_of(self._optimizer.state.get(parameter)))
 
     def _once(self, parameter: torch.Tensor) -> None:
+        """Raise if a parameter gets a second gradient in one step."""
         now = self._progress.global_step
         if self._stepped.get(id(parameter)) == now:
             raise HastenError(
@@ -100,6 +107,7 @@ class _Stepper:
 
 
 def _touched(operation: str) -> None:
+    """Raise: an operation uses weights that this backward has already stepped."""
     raise HastenError(
         f"optimizer_in_backward=True: weights that the backward has stepped are used again in it ({operation}), by a"
         " second loss, a recomputation or a stop-gradient",
@@ -108,7 +116,7 @@ def _touched(operation: str) -> None:
 
 
 def _refusal(trainer: Trainer, hooks: Hooks, optimizer: Any) -> tuple[str, str] | None:
-    """Return why not, and what to do."""
+    """Return why the flag cannot be used, and what to do; None if it can."""
     config = trainer.config
     by_flag = {
         "several processes exchange gradients after that": trainer.world.size > 1,
@@ -132,7 +140,9 @@ def _refusal(trainer: Trainer, hooks: Hooks, optimizer: Any) -> tuple[str, str] 
         return refusal
     for name in _SEE_GRADIENTS:
         if hooks.of(name):
-            owners = [type(one).__name__ for one in trainer.callbacks if hooks.of_callbacks(name, among=[one])]
+            owners = [
+                type(callback).__name__ for callback in trainer.callbacks if hooks.of_callbacks(name, among=[callback])
+            ]
             who = owners[0] if owners else type(trainer.model).__name__
             return f"{who}.{name} would find no gradients", "leave one of them out"
     return None

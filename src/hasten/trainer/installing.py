@@ -1,4 +1,4 @@
-"""Which techniques a Trainer installs: those of its plan, and those that its flags are sugar for."""
+"""Chooses the techniques that a Trainer installs: those of its plan, and those that its flags stand for."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ NEEDS_NOTHING = {
     "debug_off": "the Trainer leaves detect_anomaly and profiler to its flags",
     "optimizer_in_backward": "the Trainer has it as a flag, optimizer_in_backward=True",
 }
-"""Techniques that the Trainer has built in, or as a flag of its own."""
+"""Techniques that are built into the Trainer, or are a flag -> why they are not installed."""
 
 
 @dataclass(frozen=True)
 class Installed:
-    """Techniques that a Trainer installs.
+    """The techniques that a Trainer installs.
 
     Attributes:
         settings: Technique name -> setting.
         run: The Run that holds them.
-        callbacks: What switches techniques during `fit`, where the plan asks for that.
-        remarks: What to say about techniques that can do nothing here.
+        callbacks: The callback that switches techniques during `fit`, if the plan is "auto" or a schedule.
+        remarks: Lines to print about techniques that have no effect here.
     """
 
     settings: dict[str, Setting]
@@ -42,7 +42,7 @@ class Installed:
 
 
 def installed(config: Config) -> Installed:
-    """Return what flags and plan ask for.
+    """Return the techniques that flags and plan request.
 
     Raises:
         HastenError: A setting is unknown, or a flag and the plan contradict each other.
@@ -61,7 +61,7 @@ def installed(config: Config) -> Installed:
 
 
 def _chosen(config: Config, given: Any) -> tuple[dict[str, Setting], list[str]]:
-    """Return the techniques of plan and flags, and what to say about those that can do nothing here."""
+    """Return the techniques of plan and flags that are on, and remarks about those that have no effect here."""
     flags = {name: setting for name, setting in config.techniques.items() if setting is not None}
     plan = Plan() if given is None else given if isinstance(given, Plan) else Plan.read(given)
     check(plan)
@@ -94,7 +94,7 @@ def _chosen(config: Config, given: Any) -> tuple[dict[str, Setting], list[str]]:
 
 
 def _left_out(name: str, setting: Setting) -> str:
-    """Return why a technique is not installed; "" where it is."""
+    """Return why a technique is not installed; "" if it is."""
     return NEEDS_NOTHING.get(name, "") or (Allocator.too_late(setting) if name == Allocator.name else "")
 
 
@@ -102,7 +102,7 @@ _ONE_OR_ALL = ("limit_train_batches", "limit_val_batches", "limit_test_batches",
 
 
 def one_or_all(given: Mapping[str, Any]) -> list[str]:
-    """Return what to say about flags that are 1 or 1.0, which are easily taken for each other."""
+    """Return a line for each flag given as 1 or 1.0, which mean different things and are easily confused."""
     notes = []
     for name in (*_ONE_OR_ALL, "overfit_batches", "val_check_interval"):
         value = given.get(name)

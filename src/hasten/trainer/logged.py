@@ -1,4 +1,8 @@
-"""Values of `self.log`: on their device, unread, until somebody shows or writes them."""
+"""Values of `self.log`, kept on their device without a synchronization until they are shown or written.
+
+`LoggedValues` (a "board") has an `Entry` per hook, name and loader. In a batch, step values are collected; at the end
+of an epoch, values reduced over it. `MAY_LOG` holds which hooks may log, and how.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ _TENSOR = torch.Tensor
 _WIDE = (torch.float32, torch.float64)
 _BOTH = ((False, True), (False, True))
 _EPOCH_ONLY = ((False,), (True,))
-_IN_TRAINING = (*_BOTH, True, False)  # allowed for on_step, for on_epoch; default of on_step, of on_epoch
+_IN_TRAINING = (*_BOTH, True, False)  # allowed for on_step, on_epoch; defaults of on_step, on_epoch
 _IN_EVALUATION = (*_BOTH, False, True)
 _AT_EDGES = (*_EPOCH_ONLY, False, True)
 
@@ -49,16 +53,16 @@ MAY_LOG: dict[str, tuple[tuple[bool, ...], tuple[bool, ...], bool, bool]] = {
         _AT_EDGES,
     ),
 }
-"""Hooks in which `self.log` may be called."""
+"""Hooks in which `self.log` may be called: allowed values of `on_step` and `on_epoch`, and their defaults."""
 
 
 def levels(
     hook: str | None, on_step: bool | None, on_epoch: bool | None, error: Any = HastenError
 ) -> tuple[bool, bool]:
-    """Whether a value logged in a hook is logged by step and by epoch.
+    """Return whether a value logged in a hook is logged per step, and per epoch.
 
     Raises:
-        HastenError: Nothing can be logged there, or not in that way.
+        HastenError: The hook may not log, or not in this way.
     """
     if hook is None or hook not in MAY_LOG:
         raise error(
@@ -77,12 +81,12 @@ def levels(
 
 
 class LoggedValues:
-    """The values logged in one kind of loop.
+    """The values logged in one loop (training, or one evaluation).
 
     Args:
-        training: Whether it is the training loop's: there step values are of interest to callbacks too.
+        training: Whether it is the training loop: its step values go to callbacks too.
         reduce: `reduce(tensor, reduce_op=..., group=...)` over all processes; None with one process.
-        misconfigured: The exception for wrong use.
+        misconfigured: The exception to raise for wrong use.
     """
 
     def __init__(self, training: bool, reduce: Reduce | None = None, misconfigured: Any = HastenError) -> None:
@@ -96,7 +100,7 @@ class LoggedValues:
         self._error = misconfigured
 
     def begin_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
-        """Values logged from now on are of this batch."""
+        """Set the batch that values logged from now on belong to."""
         self.batch = batch
         self._size = None
         self.dataloader_idx = dataloader_idx
@@ -121,7 +125,7 @@ class LoggedValues:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Keep a value; see `Module.log`."""
+        """Store a value; see `Module.log`."""
         entry = self.entries.get((hook, name, self.dataloader_idx if add_dataloader_idx else None))
         how = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, rank_zero_only)
         if entry is None:
@@ -135,10 +139,11 @@ class LoggedValues:
         entry.valid = True
         if entry.metric is not None:
             entry.metric = value
-            entry.last = value._forward_cache
+            entry.last = value._forward_cache  # torchmetrics' value for the last batch
             return
         if type(value) is _TENSOR and value.dtype in _WIDE and not (enable_graph or value.dim()):
-            value = value.detach().clone()  # a copy: the script may go on changing its tensor in place
+            # The usual case, kept short. A copy, since the script may change its tensor in place later.
+            value = value.detach().clone()
         else:
             value = self._scalar(name, value, enable_graph)
         if entry.on_step:
@@ -148,6 +153,7 @@ class LoggedValues:
         entry.add(value, 1 if entry.reduce != "mean" else batch_size or self._size or self._batch_size())
 
     def _scalar(self, name: str, value: Any, enable_graph: bool) -> Any:
+        """Return a logged number or tensor as a new 0-d floating-point tensor."""
         if isinstance(value, torch.Tensor):
             if value.dim():
                 if value.numel() != 1:
@@ -156,13 +162,14 @@ class LoggedValues:
                         f" {tuple(value.shape)}; log its .mean()"
                     )
                 value = value.reshape(())
-            kept = value.clone() if enable_graph else value.detach().clone()
-            return kept if kept.is_floating_point() and kept.element_size() >= 4 else kept.to(value_type())
+            copy = value.clone() if enable_graph else value.detach().clone()
+            return copy if copy.is_floating_point() and copy.element_size() >= 4 else copy.to(value_type())
         if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
             return torch.tensor(float(value), dtype=value_type())
         raise ValueError(f"self.log({name!r}, ...) takes a number or a tensor, not a {type(value).__name__}")
 
     def _batch_size(self) -> int:
+        """Return the current batch's number of samples, looked up once per batch."""
         if self.batch is None:
             return 1
         batch = self.batch
@@ -181,6 +188,7 @@ class LoggedValues:
     def _register(
         self, hook: str | None, name: str, value: Any, index: int | None, how: tuple[Any, ...], group: Any, suffix: bool
     ) -> Entry:
+        """Check the arguments of a name's first `log`, and store its entry."""
         prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, rank_zero_only = how
         if suffix and "/dataloader_idx_" in name:
             raise self._error(
@@ -207,6 +215,7 @@ class LoggedValues:
         return entry
 
     def _reduction(self, reduce_fx: Any) -> str:
+        """Return a reduction's name: "mean", "sum", "min" or "max"."""
         name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", str(reduce_fx))
         name = "mean" if name == "avg" else name
         known = (torch.mean, torch.sum, torch.min, torch.max, sum, min, max)
@@ -220,6 +229,7 @@ class LoggedValues:
     # -- reading ---------------------------------------------------------------------------------------
 
     def _values(self, on_step: bool) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """Yield the entries of the current loader with their step or epoch values."""
         for entry in self.entries.values():
             if not entry.valid or entry.dataloader_idx != self.dataloader_idx:
                 continue
@@ -235,7 +245,13 @@ class LoggedValues:
                 raise ValueError(f"`compute()` return of the metric {entry.name!r} must be a tensor, not {value!r}")
 
     def collect(self, callback: dict[str, Any], logged: dict[str, Any], bar: dict[str, Any]) -> dict[str, Any]:
-        """Add what was logged to the three dicts; gives what is for the loggers alone. Reads no value."""
+        """Add the logged values to the three dicts; return those for the loggers. Reads nothing from the device.
+
+        Args:
+            callback: Values for callbacks: all epoch values, and in training step values too.
+            logged: Values for the loggers.
+            bar: Values for the progress line.
+        """
         on_step = self.stepping
         fresh = {}
         for entry, value in self._values(on_step):
@@ -251,7 +267,7 @@ class LoggedValues:
         return fresh
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        """Forget the values: all, only Metrics (True) or only the others (False), of all hooks or of one."""
+        """Reset the values: all, only Metrics (True) or only the others (False), of all hooks or of one."""
         for entry in self.entries.values():
             if (metrics is None or metrics == (entry.metric is not None)) and fx in (None, entry.hook):
                 entry.reset()
@@ -261,19 +277,20 @@ class LoggedValues:
     # -- resume ----------------------------------------------------------------------------------------
 
     def state_dict(self, names: Mapping[int, str] | None = None) -> list[dict[str, Any]]:
-        """Return what an epoch that goes on needs: sums so far.
+        """Return what a resumed epoch needs: the sums so far.
 
         Args:
-            names: By id, the names of the module's parts: metrics that are objects are found again by them.
+            names: Names of the submodules by `id`: a Metric is stored by its name in the module.
         """
-        kept = []
+        entries = []
         for (hook, name, index), entry in self.entries.items():
             metric = None if entry.metric is None else (names or {}).get(id(entry.metric))
+            # Not saved: a Metric that is not an attribute of the module, and a `reduce_fx` that is a function.
             if not entry.valid or (entry.metric is not None and metric is None) or not isinstance(entry.how[4], str):
                 continue
             if metric is None:
                 entry.fold()
-            kept.append(
+            entries.append(
                 {
                     "key": [hook, name, index],
                     "how": list(entry.how),
@@ -285,34 +302,34 @@ class LoggedValues:
                     "metric": metric,
                 }
             )
-        return kept
+        return entries
 
-    def load_state_dict(self, kept: list[dict[str, Any]], parts: Mapping[str, Any] | None = None) -> None:
-        """Go on from `state_dict`; `parts`: the module's parts by name."""
-        for one in kept:
-            hook, name, index = one["key"]
-            metric = (parts or {}).get(str(one.get("metric")))
-            if one.get("metric") is not None and metric is None:
+    def load_state_dict(self, entries: list[dict[str, Any]], parts: Mapping[str, Any] | None = None) -> None:
+        """Restore `state_dict`'s values; `parts` are the submodules by name."""
+        for saved in entries:
+            hook, name, index = saved["key"]
+            metric = (parts or {}).get(str(saved.get("metric")))
+            if saved.get("metric") is not None and metric is None:
                 continue
-            entry = self._register(hook, name, metric, index, tuple(one["how"]), None, index is not None)
-            entry.last, entry.total, entry.count = one["last"], one["total"], one["count"]
-            if one.get("double"):
+            entry = self._register(hook, name, metric, index, tuple(saved["how"]), None, index is not None)
+            entry.last, entry.total, entry.count = saved["last"], saved["total"], saved["count"]
+            if saved.get("double"):
                 entry.dtype = torch.float64
             entry.valid = True
 
 
 class NothingLogged(LoggedValues):
-    """Keeps nothing, for `barebones`."""
+    """Stores no values, for `barebones`."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
 
 class NamesOnly(NothingLogged):
-    """Keeps the names of what is logged, and nothing else.
+    """Stores the names of logged values, and nothing else.
 
     Attributes:
-        names: Of all that was logged.
+        names: All names so far.
     """
 
     def __init__(self, training: bool) -> None:
@@ -320,5 +337,5 @@ class NamesOnly(NothingLogged):
         self.names: set[str] = set()
 
     def log(self, hook: str | None, name: str, *args: Any, **kwargs: Any) -> None:
-        """Keep the name."""
+        """Store the name."""
         self.names.add(name)

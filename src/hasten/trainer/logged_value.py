@@ -1,4 +1,4 @@
-"""One value that `self.log` keeps: its last, and its sum over the epoch, on the device until somebody reads it."""
+"""One value of `self.log`: its last value and its reduction over the epoch, on the device until somebody reads it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,34 @@ import torch
 
 Reduce = Callable[..., torch.Tensor]
 
-_FOLD_AT = 256  # values kept one by one until they are folded into the sum
+_FOLD_AT = 256  # number of pending values at which they are folded into the sum
 
 
 def value_type() -> torch.dtype:
-    """Return the type in which a logged number is kept."""
+    """Return the dtype in which a logged number is stored: torch's default, or float32 if that is a narrow type."""
     default = torch.get_default_dtype()
     return default if default in (torch.float32, torch.float64) else torch.float32
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One logged name."""
+    """One logged name, in one hook and for one loader.
+
+    Attributes:
+        how: Arguments of `self.log`, to refuse a second call with others.
+        on_step: Whether the value is logged per step.
+        on_epoch: Whether the value is logged per epoch.
+        suffix: The loader's suffix of the name, with several loaders.
+        graph: Whether the autograd graph is kept.
+        reduce: Reduction over the epoch: "mean", "sum", "min" or "max".
+        metric: The torchmetrics Metric, if one is logged.
+        sync: Reduces a value over processes; None where it is not.
+        valid: Whether it was logged since the last reset.
+        last: The last step's value.
+        dtype: Dtype of the epoch's value; a wider logged value widens it.
+        total: The reduction over the folded values so far.
+        count: Their total weight, for the mean.
+    """
 
     hook: str
     name: str
@@ -39,7 +55,7 @@ class Entry:
     sync: Reduce | None = None
     valid: bool = False
     last: Any = None
-    dtype: torch.dtype = field(default_factory=value_type)  # of the epoch's value; a wider logged value widens it
+    dtype: torch.dtype = field(default_factory=value_type)
     total: Any = None
     count: float = 0.0
     _pending: list[Any] = field(default_factory=list)
@@ -48,11 +64,11 @@ class Entry:
 
     @property
     def forked(self) -> bool:
-        """Whether it is logged by step and by epoch, under two names."""
+        """Whether it is logged per step and per epoch, under two names."""
         return self.on_step and self.on_epoch
 
     def add(self, value: Any, weight: float) -> None:
-        """A value for the epoch, of so many samples."""
+        """Add a value to the epoch's reduction, weighted by its number of samples."""
         self._computed = None
         self._pending.append(value)
         self._weights.append(weight)
@@ -60,7 +76,7 @@ class Entry:
             self.fold()
 
     def fold(self) -> None:
-        """Bring the values kept one by one into the sum."""
+        """Fold the pending values into the total, in one operation on the device instead of one per step."""
         if not self._pending:
             return
         values = [v if isinstance(v, torch.Tensor) else torch.tensor(float(v)) for v in self._pending]
@@ -75,18 +91,18 @@ class Entry:
             both = getattr(torch, f"{self.reduce}imum")
             self.total = folded if self.total is None else both(self.total, folded)
         elif device.type == "cpu" and not self.graph:
-            # One after the other in their own precision: the sums that other Trainers log, bit for bit.
+            # Summed one after the other in their own precision, as other Trainers do, for bit-identical values.
             before = [] if self.total is None else [self.total.to(stacked.dtype).reshape(1).numpy()]
             self.total = torch.from_numpy(numpy.add.accumulate(numpy.concatenate([*before, stacked.numpy()])))[-1]
         else:
-            if not self.graph and device.type != "mps":  # a long epoch loses nothing in 64 bits
+            if not self.graph and device.type != "mps":  # float64, so a long epoch loses no precision; MPS has none
                 stacked = stacked.double()
             folded = stacked.sum()
             self.total = folded if self.total is None else self.total + folded
         self._pending, self._weights = [], []
 
     def epoch_value(self) -> Any:
-        """The value reduced over the epoch; None when there is none."""
+        """Return the value reduced over the epoch; None if nothing was logged."""
         if self.metric is not None:
             return self.metric.compute()
         if self._computed is None:
@@ -104,7 +120,7 @@ class Entry:
         return self._computed
 
     def reset(self) -> None:
-        """Forget what was logged."""
+        """Clear the values of the epoch."""
         self.valid = False
         self._pending, self._weights = [], []
         self.total = self._computed = None

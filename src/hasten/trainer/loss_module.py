@@ -1,4 +1,4 @@
-"""LossModule: a network and a loss, trained as a Module."""
+"""LossModule: wraps a plain network and a loss function as a Module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hasten.trainer.module import Module
 
 
 class LossModule(Module):
-    """A plain `nn.Module` with a loss, as `Trainer().fit(net, loader, loss=fn)` trains it.
+    """Module for a plain `nn.Module` and a loss, for `Trainer().fit(net, loader, loss=fn)`.
 
     A batch is `(input, target)`, or `(input, ..., target)`: the last entry goes to the loss.
     """
@@ -24,7 +24,7 @@ class LossModule(Module):
         self._optimizer = optimizer
 
     def forward(self, *inputs: Any) -> Any:
-        """The network's output."""
+        """Return the network's output."""
         return self.net(*inputs)
 
     def _loss(self, batch: Any) -> torch.Tensor:
@@ -36,26 +36,28 @@ class LossModule(Module):
         return self.loss(self.net(*batch[:-1]), batch[-1])
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """The loss of a batch, logged as `train_loss`."""
+        """Return the loss of a batch, and log it as `train_loss`."""
         loss = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """The mean loss, logged as `val_loss`."""
+        """Log the loss as `val_loss`."""
         self.log("val_loss", self._loss(batch), prog_bar=True)
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """The mean loss, logged as `test_loss`."""
+        """Log the loss as `test_loss`."""
         self.log("test_loss", self._loss(batch))
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """The network's output; a batch of several entries is taken to end with the target."""
+        """Return the network's output; the last of several entries of a batch is taken for the target and dropped."""
         return self.net(*batch[:-1]) if isinstance(batch, tuple | list) and len(batch) > 1 else self.net(batch)
 
     def configure_optimizers(self) -> Any:
-        """The optimizer that was given (built, or a function of the parameters); else AdamW at 1e-3."""
-        given = self._optimizer
-        if isinstance(given, torch.optim.Optimizer):
-            return given
-        return torch.optim.AdamW(self.net.parameters(), lr=1e-3) if given is None else given(self.net.parameters())
+        """Return the given optimizer (an object, or a function of the parameters), or else AdamW with lr 1e-3."""
+        optimizer = self._optimizer
+        if isinstance(optimizer, torch.optim.Optimizer):
+            return optimizer
+        return (
+            torch.optim.AdamW(self.net.parameters(), lr=1e-3) if optimizer is None else optimizer(self.net.parameters())
+        )

@@ -1,4 +1,4 @@
-"""Module: a model with its training step, its optimizer and its hooks."""
+"""Module: an `nn.Module` with its training step, its optimizers and its hooks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ Outputs = torch.Tensor | Mapping[str, Any] | None
 
 
 class Module(ModuleHooks, torch.nn.Module):
-    """A `torch.nn.Module` that knows how it is trained; with the names and hooks that people know.
+    """A `torch.nn.Module` that defines how it is trained, under the method and hook names that are in common use.
 
     Override `training_step` and `configure_optimizers`; everything else is optional. A hook that is not
-    overridden is never called.
+    overridden is never called, so it costs nothing.
 
     Attributes:
-        trainer: The Trainer it is in, while and after it is trained.
+        trainer: The Trainer that trains, or last trained, the module.
         automatic_optimization: False when `training_step` calls `manual_backward` and steps its optimizers itself.
-        hparams: What `save_hyperparameters` kept.
-        example_input_array: A batch of inputs for the summary and for graphs of loggers, if you like.
+        strict_loading: Whether a checkpoint's weights must match the module's, name by name.
+        hparams: The arguments that `save_hyperparameters` stored.
+        example_input_array: Optional: a batch of inputs for the model summary and the graphs of loggers.
 
     Example:
         >>> class Digits(hasten.Module):
@@ -54,7 +55,7 @@ class Module(ModuleHooks, torch.nn.Module):
     strict_loading = True
     example_input_array: Any = None
 
-    # Kept beside the module's own attributes and out of its state: a module is pickled and copied without them.
+    # `__getstate__` leaves the first two out: a copy or pickle of the module must not drag its Trainer along.
     _trainer: Trainer | None = None
     _current_fx_name: str | None = None
     _hparams: Hyperparameters | None = None
@@ -62,14 +63,14 @@ class Module(ModuleHooks, torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in ("_trainer", "_current_fx_name")}
 
-    # -- where it is -----------------------------------------------------------------------------------
+    # -- its Trainer ------------------------------------------------------------------------------------
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer.
+        """The Trainer that trains, or last trained, the module.
 
         Raises:
-            HastenError: The module was not handed to one yet.
+            HastenError: No Trainer has been given the module yet.
         """
         if self._trainer is None:
             raise HastenError(
@@ -79,7 +80,7 @@ class Module(ModuleHooks, torch.nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters lie; before training, where the Trainer will put them."""
+        """The Trainer's device; without a trainer, the device of the first parameter."""
         if self._trainer is not None:
             return self._trainer.device
         first = next(self.parameters(), None)
@@ -87,27 +88,27 @@ class Module(ModuleHooks, torch.nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the first floating-point parameter."""
+        """The dtype of the first floating-point parameter."""
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     @property
     def current_epoch(self) -> int:
-        """Epochs done; 0 without a trainer."""
+        """Number of finished epochs; 0 without a trainer."""
         return 0 if self._trainer is None else self._trainer.current_epoch
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps done; 0 without a trainer."""
+        """Number of optimizer steps done; 0 without a trainer."""
         return 0 if self._trainer is None else self._trainer.global_step
 
     @property
     def global_rank(self) -> int:
-        """Number of this process among all; 0 without a trainer."""
+        """Rank of this process among all processes; 0 without a trainer."""
         return 0 if self._trainer is None else self._trainer.global_rank
 
     @property
     def local_rank(self) -> int:
-        """Number of this process on its machine; 0 without a trainer."""
+        """Rank of this process on its machine; 0 without a trainer."""
         return 0 if self._trainer is None else self._trainer.local_rank
 
     @property
@@ -117,76 +118,80 @@ class Module(ModuleHooks, torch.nn.Module):
 
     @property
     def loggers(self) -> list[Any]:
-        """All loggers."""
+        """All loggers; empty without a trainer."""
         return [] if self._trainer is None else self._trainer.loggers
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print`, in the first process only and without spoiling the progress line."""
+        """Print on rank 0 only, above the progress line."""
         self.trainer.print(*args, **kwargs)
 
-    # -- what to write ---------------------------------------------------------------------------------
+    # -- methods to define ------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Outputs:
-        """`(batch, batch_idx)` -> the loss, a dict with "loss", or None to skip the batch."""
+        """Return the loss of a batch: `(batch, batch_idx)` -> a tensor, a dict with "loss", or None to skip it."""
         raise NotImplementedError
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`(batch, batch_idx, dataloader_idx=0)`; log what is of interest."""
+        """Evaluate a validation batch and log its metrics: `(batch, batch_idx, dataloader_idx=0)`."""
         raise NotImplementedError
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`(batch, batch_idx, dataloader_idx=0)`; log what is of interest."""
+        """Evaluate a test batch and log its metrics: `(batch, batch_idx, dataloader_idx=0)`."""
         raise NotImplementedError
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`(batch, batch_idx, dataloader_idx=0)` -> predictions; default: `forward` of the batch."""
+        """Return the predictions for a batch: `(batch, batch_idx, dataloader_idx=0)`. Default: `forward(batch)`."""
         return self(args[0])
 
     def configure_optimizers(self) -> Any:
-        """An optimizer; a list of them; two lists, optimizers and schedulers; or dicts with "optimizer",
-        "lr_scheduler" (a scheduler, or a dict with "scheduler", "interval", "frequency", "monitor") and "monitor"."""
+        """Return the optimizers, and optionally their learning-rate schedulers.
+
+        Accepted are: an optimizer; a list of optimizers; two lists, optimizers and schedulers; or one or more dicts
+        with "optimizer", "lr_scheduler" (a scheduler, or a dict with "scheduler", "interval", "frequency", "monitor")
+        and "monitor".
+        """
         raise HastenError(
             f"{type(self).__name__} has no configure_optimizers", "define it, and return a torch.optim optimizer"
         )
 
     def configure_callbacks(self) -> Any:
-        """Callbacks that this module brings along; one of a kind replaces the Trainer's."""
+        """Return callbacks to add to the Trainer's; a callback replaces the Trainer's callbacks of the same class."""
         return []
 
     def configure_model(self) -> None:
-        """Build layers here if they shall be built late; may be called more than once."""
+        """Build layers late, after `setup` and before weights are loaded; may be called more than once."""
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Override to differentiate in your own way."""
+        """Run the backward pass; override for a custom one."""
         loss.backward(*args, **kwargs)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Override to step in your own way; call `optimizer.step(closure=optimizer_closure)` at most once."""
+        """Step the optimizer; an override calls `optimizer.step(closure=optimizer_closure)` at most once."""
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Override to clear gradients in your own way."""
+        """Clear the optimizer's gradients; override for another way."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Override for schedulers that step in their own way."""
+        """Step a scheduler; override for schedulers with another `step` signature."""
         scheduler.step() if metric is None else scheduler.step(metric)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Override to clip in your own way."""
+        """Clip the optimizer's gradients; override for another way."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Override for batches of a kind that has no `.to`."""
+        """Copy a batch to a device; override for batches of types without a `.to` method."""
         from hasten.trainer.batches import to_device
 
         return to_device(batch, device)
 
-    # -- what to call ----------------------------------------------------------------------------------
+    # -- methods to call --------------------------------------------------------------------------------
 
     def log(
         self,
@@ -205,27 +210,27 @@ class Module(ModuleHooks, torch.nn.Module):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log one value. It stays on its device, unread, until it is shown or written.
+        """Log one value. It stays on its device, without a synchronization, until it is shown or written.
 
         Args:
-            name: Its name; with both `on_step` and `on_epoch` it gets the suffixes `_step` and `_epoch`.
+            name: The value's name; with both `on_step` and `on_epoch` it gets the suffixes `_step` and `_epoch`.
             value: A number, a tensor of one element, or a torchmetrics Metric.
-            prog_bar: Show it in the progress line.
-            logger: Give it to the loggers (default: yes).
+            prog_bar: Show the value in the progress line.
+            logger: Send the value to the loggers (default: yes).
             on_step: Log this step's value (default: in training).
             on_epoch: Log the value reduced over the epoch (default: in validation and test).
             reduce_fx: How to reduce over the epoch: "mean" (weighted by batch size), "sum", "min" or "max".
-            enable_graph: Keep the value's graph.
-            sync_dist: Reduce over all processes too.
+            enable_graph: Keep the value's autograd graph.
+            sync_dist: Also reduce over all processes.
             sync_dist_group: The process group to reduce over.
             add_dataloader_idx: With several loaders, append `/dataloader_idx_N` to the name.
             batch_size: Weight for the mean; default: first dimension of the first tensor in the batch.
-            metric_attribute: Name of the Metric's attribute in the module (found by itself).
-            rank_zero_only: Only the first process calls this.
+            metric_attribute: Accepted and ignored: a Metric's attribute name in the module is looked up automatically.
+            rank_zero_only: Only rank 0 makes this call, so the value is not reduced over processes.
         """
         trainer = self._trainer
         if trainer is None:
-            return  # a step that is tried out without a Trainer
+            return  # a step called without a Trainer, in a unit test for example
         if (board := trainer.engine.board) is None:
             trainer.cannot_log(name)
             return
@@ -247,22 +252,25 @@ class Module(ModuleHooks, torch.nn.Module):
         )
 
     def log_dict(self, dictionary: Mapping[str, Any], **how: Any) -> None:
-        """`log` for each of several values."""
+        """Log several values; keyword arguments as for `log`."""
         for name, value in dictionary.items():
             self.log(name, value, **how)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of them; for manual optimization. Their steps are counted."""
+        """Return the optimizer, or a list of several, for manual optimization.
+
+        Steps of the returned wrappers count in `global_step`; `use_pl_optimizer=False` returns the bare optimizers.
+        """
         counted = self.trainer.engine.optimizing.counted if use_pl_optimizer else self.trainer.optimizers
         return counted[0] if len(counted) == 1 else counted
 
     def lr_schedulers(self) -> Any:
-        """The scheduler, the list of them, or None; for manual optimization."""
+        """Return the learning-rate scheduler, a list of several, or None; for manual optimization."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return (schedulers[0] if len(schedulers) == 1 else schedulers) or None
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """`loss.backward()` with precision and hooks, for manual optimization.
+        """Run `loss.backward()` with precision and hooks, for manual optimization.
 
         Raises:
             HastenError: The module optimizes automatically.
@@ -276,86 +284,90 @@ class Module(ModuleHooks, torch.nn.Module):
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip this optimizer's gradients; default: by the Trainer's flags."""
+        """Clip an optimizer's gradients; value and algorithm default to the Trainer's flags."""
         trainer = self.trainer
         value = trainer.config.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
         algorithm = gradient_clip_algorithm or trainer.config.gradient_clip_algorithm or "norm"
         trainer.engine.strategy.clip(optimizer, value, algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        kept: dict[int, bool] = self.__dict__.setdefault("_toggled", {})
+        """Make only this optimizer's parameters require gradients, until `untoggle_optimizer`.
+
+        Used where several optimizers take turns, as in a GAN. The flags before the first toggle are remembered, so
+        frozen parameters stay frozen.
+        """
+        own_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        required_grad: dict[int, bool] = self.__dict__.setdefault("_toggled", {})
         for other in self.trainer.optimizers:
             for p in (p for group in other.param_groups for p in group["params"]):
-                kept.setdefault(id(p), p.requires_grad)
-                p.requires_grad = kept[id(p)] and id(p) in mine
+                required_grad.setdefault(id(p), p.requires_grad)
+                p.requires_grad = required_grad[id(p)] and id(p) in own_ids
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
         """Undo `toggle_optimizer`."""
-        kept: dict[int, bool] = self.__dict__.pop("_toggled", {})
+        required_grad: dict[int, bool] = self.__dict__.pop("_toggled", {})
         for other in self.trainer.optimizers:
             for p in (p for group in other.param_groups for p in group["params"]):
-                p.requires_grad = kept.get(id(p), p.requires_grad)
+                p.requires_grad = required_grad.get(id(p), p.requires_grad)
 
     def freeze(self) -> None:
-        """No parameter learns any more; eval mode."""
+        """Turn gradients off for all parameters, and switch to eval mode."""
         self.requires_grad_(False)
         self.eval()
 
     def unfreeze(self) -> None:
-        """All parameters learn; train mode."""
+        """Turn gradients on for all parameters, and switch to train mode."""
         self.requires_grad_(True)
         self.train()
 
     def all_gather(self, data: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """A tensor of every process, stacked: (world_size, ...); with one process the tensor itself."""
+        """Return every process's tensor, stacked: (world_size, ...); with one process the tensor itself."""
         return self.trainer.world.gather(data, sync_grads=sync_grads)
 
     # -- hyper-parameters ------------------------------------------------------------------------------
 
     @property
     def hparams(self) -> Hyperparameters:
-        """Hyperparameters that `save_hyperparameters` kept; entries are attributes too."""
+        """The hyper-parameters that `save_hyperparameters` stored; entries can be read as attributes."""
         if self._hparams is None:
             object.__setattr__(self, "_hparams", Hyperparameters())
         assert self._hparams is not None
         return self._hparams
 
     def save_hyperparameters(self, *names: Any, ignore: Any = (), logger: bool = True) -> None:
-        """Keep the arguments of `__init__` in `self.hparams`, in checkpoints and in the loggers.
+        """Store the arguments of `__init__` in `self.hparams`, in checkpoints and in the loggers.
 
         Args:
-            names: Which arguments; default: all. Or one dict to keep as it is.
+            names: The arguments to store; default: all. Or one dict, or object with attributes, to store instead.
             ignore: Names to leave out.
-            logger: Whether loggers get them.
+            logger: Whether loggers get them too.
         """
-        frame = inspect.currentframe()
+        frame = inspect.currentframe()  # the arguments are read from the calling `__init__`'s frame
         assert frame is not None
         assert frame.f_back is not None
-        given = arguments_of(type(self), frame.f_back)
+        arguments = arguments_of(type(self), frame.f_back)
         left_out = {ignore} if isinstance(ignore, str) else set(ignore)
         if names and not isinstance(names[0], str):
-            given = dict(names[0]) if isinstance(names[0], Mapping) else vars(names[0])
+            arguments = dict(names[0]) if isinstance(names[0], Mapping) else vars(names[0])
         elif names:
-            given = {name: given[name] for name in names}
-        self.hparams.update({name: value for name, value in given.items() if name not in left_out})
+            arguments = {name: arguments[name] for name in names}
+        self.hparams.update({name: value for name, value in arguments.items() if name not in left_out})
         object.__setattr__(self, "_log_hyperparams", logger)
 
     @classmethod
     def load_from_checkpoint(
         cls, checkpoint_path: str | Path, map_location: Any = "cpu", strict: bool = True, **changed: Any
     ) -> Self:
-        """A module with the hyper-parameters and weights of a checkpoint. Runs no code from the file.
+        """Build a module with the hyper-parameters and weights of a checkpoint. Runs no code from the file.
 
         Args:
-            checkpoint_path: The file.
+            checkpoint_path: The checkpoint file.
             map_location: The device to load to.
-            strict: Whether every weight must be there.
-            changed: Arguments of `__init__` that replace, or are not among, the saved ones.
+            strict: Whether the checkpoint's weights must match the module's, name by name.
+            changed: Arguments of `__init__` that replace the saved ones, or were not saved.
 
         Raises:
-            HastenError: The file is damaged, or an argument could not be saved in it and is not given here.
+            HastenError: The file is damaged, or an argument that could not be saved is not given here.
         """
         from hasten.trainer.checkpoint import NotSaved, read
 

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers: what `configure_optimizers` may give, when schedulers step, and clipping."""
+"""Optimizers and schedulers: parsing the result of `configure_optimizers`, stepping schedulers, clipping gradients."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ _SHAPES = (
 
 @dataclass
 class SchedulerConfig:
-    """A learning-rate scheduler and when it steps; names and defaults are those that people know.
+    """A learning-rate scheduler and when it steps, under the names and defaults in common use.
 
     Attributes:
-        interval: "epoch", or "step" (optimizer steps).
-        frequency: Every how many of them.
-        monitor: The logged value that a ReduceLROnPlateau is given.
-        strict: Whether a value that is missing is an error.
-        name: For LearningRateMonitor.
+        scheduler: The scheduler.
+        name: The name that LearningRateMonitor logs it under.
+        interval: When to step: after an "epoch", or after an optimizer "step".
+        frequency: Step only if the number of finished epochs, or of the epoch's batches, is a multiple of this.
+        reduce_on_plateau: Whether its step gets the monitored value.
+        monitor: Name of the logged value that a ReduceLROnPlateau gets.
+        strict: Whether it is an error if that value was not logged.
     """
 
     scheduler: Any
@@ -43,29 +45,29 @@ class SchedulerConfig:
 
 
 class NoOptimizer(torch.optim.Optimizer):
-    """Stands where `configure_optimizers` gave None: nothing learns."""
+    """Stand-in for the optimizer when `configure_optimizers` returns None: it updates nothing."""
 
     def __init__(self) -> None:
-        super().__init__([torch.zeros(1)], {})
+        super().__init__([torch.zeros(1)], {})  # torch refuses an empty list of parameters
         self.param_groups = []
 
     def step(self, closure: Any = None) -> Any:
-        """Only run the closure."""
+        """Run the closure, and update nothing."""
         return closure() if closure is not None else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """There is nothing to clear."""
+        """Do nothing: there are no gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """There is nothing to load."""
+        """Do nothing: there is no state."""
 
 
 def is_optimizer(thing: Any) -> bool:
-    """Whether it can be used as an optimizer, torch's or not."""
+    """Return whether an object can be used as an optimizer, torch's or not."""
     return isinstance(thing, torch.optim.Optimizer) or all(
         hasattr(thing, name) for name in ("step", "state_dict", "load_state_dict", "param_groups")
     )
@@ -74,16 +76,16 @@ def is_optimizer(thing: Any) -> bool:
 def parsed(
     given: Any, automatic: bool, custom_scheduler_step: bool, error: Any = HastenError
 ) -> tuple[list[Any], list[SchedulerConfig]]:
-    """Return what `configure_optimizers` gave, as optimizers and schedulers.
+    """Parse the result of `configure_optimizers` into optimizers and schedulers.
 
     Args:
-        given: Its answer.
+        given: The result.
         automatic: Whether the Trainer steps them.
-        custom_scheduler_step: Whether the module has a `lr_scheduler_step` of its own.
-        error: The exception for what is wrong.
+        custom_scheduler_step: Whether the module defines `lr_scheduler_step`.
+        error: The exception to raise.
 
     Raises:
-        HastenError: The answer has none of the known shapes.
+        HastenError: The result has none of the accepted shapes.
     """
     if given is None:
         messages.warn("configure_optimizers gave None: this fit will run with no optimizer", stacklevel=3)
@@ -101,6 +103,7 @@ def parsed(
 
 
 def _unpacked(given: Any, error: Any) -> tuple[list[Any], list[Any], str | None]:
+    """Return the optimizers, the schedulers as given, and the "monitor" that stands beside them."""
     if is_optimizer(given):
         return [given], [], None
     if isinstance(given, Mapping):
@@ -110,14 +113,14 @@ def _unpacked(given: Any, error: Any) -> tuple[list[Any], list[Any], str | None]
     if isinstance(given, list | tuple):
         if len(given) == 2 and isinstance(given[0], list) and all(map(is_optimizer, given[0])):
             return given[0], given[1] if isinstance(given[1], list) else [given[1]], None
-        if given and all(isinstance(one, Mapping) for one in given):
-            for one in given:
-                _known_keys(one, error)
-            found = [one["lr_scheduler"] for one in given if "lr_scheduler" in one]
-            return [one["optimizer"] for one in given], found, None
+        if given and all(isinstance(config, Mapping) for config in given):
+            for config in given:
+                _known_keys(config, error)
+            schedulers = [config["lr_scheduler"] for config in given if "lr_scheduler" in config]
+            return [config["optimizer"] for config in given], schedulers, None
         if all(map(is_optimizer, given)):
             return list(given), [], None
-    kinds = ", ".join(type(one).__name__ for one in given) if isinstance(given, list | tuple) else ""
+    kinds = ", ".join(type(entry).__name__ for entry in given) if isinstance(given, list | tuple) else ""
     raise error(
         f"Unknown configuration for model optimizers: configure_optimizers gave a {type(given).__name__}"
         f"{kinds and f' of {kinds}'}",
@@ -126,6 +129,7 @@ def _unpacked(given: Any, error: Any) -> tuple[list[Any], list[Any], str | None]
 
 
 def _known_keys(given: Mapping[str, Any], error: Any) -> None:
+    """Raise if a dict has no optimizer; warn of keys that are ignored."""
     if not is_optimizer(given.get("optimizer")):
         raise error(
             f'Unknown configuration for model optimizers: "optimizer" is {given.get("optimizer")!r} in the dict that'
@@ -141,6 +145,7 @@ def _known_keys(given: Mapping[str, Any], error: Any) -> None:
 
 
 def _config(given: Any, monitor: str | None, automatic: bool, error: Any) -> SchedulerConfig:
+    """Return the config of a scheduler, or of a dict with a scheduler."""
     plateau = isinstance(given, ReduceLROnPlateau)
     if not isinstance(given, Mapping):
         if plateau and automatic and monitor is None:
@@ -185,6 +190,7 @@ def _config(given: Any, monitor: str | None, automatic: bool, error: Any) -> Sch
 
 
 def _check(config: SchedulerConfig, optimizers: list[Any], automatic: bool, custom: bool, error: Any) -> None:
+    """Raise if a scheduler cannot be stepped or saved, or belongs to an optimizer that was not returned."""
     scheduler = config.scheduler
     kind = type(scheduler).__name__
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
@@ -195,7 +201,7 @@ def _check(config: SchedulerConfig, optimizers: list[Any], automatic: bool, cust
             "override lr_scheduler_step, and step it there",
         )
     attached = getattr(scheduler, "optimizer", None)
-    if attached is not None and not any(attached is one for one in optimizers):
+    if attached is not None and not any(attached is optimizer for optimizer in optimizers):
         raise error(
             f"the lr scheduler {kind} is attached with an optimizer that wasn't returned from configure_optimizers",
             "return both",
@@ -203,16 +209,16 @@ def _check(config: SchedulerConfig, optimizers: list[Any], automatic: bool, cust
 
 
 def step_schedulers(trainer: Trainer, interval: str, plateau: bool) -> None:
-    """Step the learning-rate schedulers whose turn it is.
+    """Step the learning-rate schedulers that are due.
 
     Args:
-        trainer: Whose training it is.
-        interval: "step" or "epoch": what the schedulers to step count.
-        plateau: Whether to step those that look at a metric, or the others.
+        trainer: The Trainer.
+        interval: Step schedulers with this interval, "step" or "epoch".
+        plateau: Step schedulers that monitor a metric (True), or the others (False).
     """
     engine, progress = trainer.engine, trainer.progress
     schedulers = engine.optimizing.schedulers
-    if not schedulers or not trainer.model.automatic_optimization:
+    if not schedulers or not trainer.model.automatic_optimization:  # in manual optimization the module steps them
         return
     own = engine.hooks.of_module("lr_scheduler_step")
     count = progress.batch_idx if interval == "step" else progress.current_epoch + 1
@@ -220,7 +226,7 @@ def step_schedulers(trainer: Trainer, interval: str, plateau: bool) -> None:
         if config.interval != interval or config.reduce_on_plateau != plateau or count % config.frequency:
             continue
         value = _monitored(trainer, config) if config.reduce_on_plateau else None
-        if config.reduce_on_plateau and value is None:
+        if config.reduce_on_plateau and value is None:  # not logged, and strict=False: `_monitored` has warned
             continue
         if own is not None:
             own(config.scheduler, value)
@@ -231,10 +237,10 @@ def step_schedulers(trainer: Trainer, interval: str, plateau: bool) -> None:
 
 
 def _monitored(trainer: Trainer, config: SchedulerConfig) -> Any:
-    """Return the metric that a scheduler looks at; None where it need not be there.
+    """Return the metric that a scheduler monitors; None if it was not logged and the config is not strict.
 
     Raises:
-        HastenError: It is not there.
+        HastenError: The metric was not logged, and the config is strict.
     """
     value = trainer.callback_metrics.get(str(config.monitor))
     if value is not None:
@@ -253,7 +259,7 @@ def clip(optimizer: Any, value: float | None, algorithm: str = "norm") -> None:
     """Clip an optimizer's gradients.
 
     Args:
-        optimizer: Whose parameters.
+        optimizer: The optimizer whose parameters to clip.
         value: The largest norm, or the largest absolute value; None and 0 clip nothing.
         algorithm: "norm" (over all parameters together) or "value".
     """

@@ -1,4 +1,8 @@
-"""Finds the outermost modules that a training step calls, so that techniques can change them as `hasten run` would."""
+"""Finds the outermost modules that a training step calls, so techniques change the same modules as `hasten run` does.
+
+A Module often holds the model as a part: `training_step` calls `self.net(x)`, not `self(x)`. Techniques such as compile
+must change the module that is called. Only a running step shows which, so hooks record the calls of the first step.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def found_in(step: Step, module: torch.nn.Module, run: Run, keep: Callable[[list[str]], None]) -> Step:
-    """Return a step that looks, once, which modules it calls, and lets the techniques change those behind it.
+    """Return a step that records which modules it calls, and afterwards lets techniques change them.
 
-    The first step runs unchanged; what `model(x)` is, the module itself or a part of it, is known only then.
+    The step itself runs unchanged: which modules are called is known only afterwards.
 
     Args:
         step: The step.
-        module: The module that it is of.
-        run: Whose techniques change modules.
-        keep: Gets the names of those that were called.
+        module: The step's module.
+        run: The Run whose techniques change modules.
+        keep: Called with the names of the modules that were called.
     """
 
     def first(batch: Any, batch_idx: int, opens: bool, closes: bool) -> Any:
@@ -37,9 +41,10 @@ def found_in(step: Step, module: torch.nn.Module, run: Run, keep: Callable[[list
             depth[0] -= counts(called)
 
         def counts(called: torch.nn.Module) -> bool:
-            # A checkpointed block that runs again within a backward calls its layers, which are not outermost.
+            # Not within a backward: a checkpointed block recomputed there calls its layers, which are not outermost.
             return called not in skipped and torch._C._current_graph_task_id() == -1
 
+        # Metrics (torchmetrics) are modules too, but no part of the model.
         skipped = {part for part in module.modules() if hasattr(part, "compute") and hasattr(part, "_forward_cache")}
         handles = []
         for part in module.modules():
@@ -51,16 +56,18 @@ def found_in(step: Step, module: torch.nn.Module, run: Run, keep: Callable[[list
             for handle in handles:
                 handle.remove()
             names = {id(part): name for name, part in module.named_modules()}
-            mine = [(called, args) for called, args in calls.values() if id(called) in names]  # still a part of it
-            keep([names[id(called)] for called, _ in mine])
-            for called, args in mine:
+            own_calls = [
+                (called, args) for called, args in calls.values() if id(called) in names
+            ]  # still a part of the module
+            keep([names[id(called)] for called, _ in own_calls])
+            for called, args in own_calls:
                 run.model(called, args)
 
     return first
 
 
 class _Hook:
-    """A hook that copies of its module do not have, such as the teacher that a first step makes."""
+    """A hook that does nothing in copies of its module: a first step may copy it, as a teacher for example."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -69,11 +76,11 @@ class _Hook:
         self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # what a copy, or a pickle, has in its place
+        return _nothing, ()  # a copy or pickle gets `nothing` instead
 
 
 def nothing(*args: Any) -> None:
-    """Do nothing: stands where a copied module had a hook of ours."""
+    """Do nothing; replaces the hook in a copied module."""
 
 
 def _nothing() -> Callable[..., None]:

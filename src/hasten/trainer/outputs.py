@@ -1,4 +1,4 @@
-"""Reads the output of `training_step`: its loss, and what hooks get of it."""
+"""Reads the output of `training_step`: its loss, and the outputs that hooks get."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hasten.trainer.errors import misconfigured
 
 
 def loss_of(output: Any) -> Any:
-    """The loss in what training_step gave; None skips the batch.
+    """Return the loss in the output of training_step; None means that the batch is skipped.
 
     Raises:
-        HastenError: It is neither a tensor, nor a dict with "loss", nor None.
+        HastenError: The output is neither a tensor, nor a dict with "loss", nor None.
     """
     if output is None or isinstance(output, torch.Tensor):
         return output
@@ -31,13 +31,13 @@ def loss_of(output: Any) -> Any:
 
 
 def scaled_loss(output: Any, every: int) -> Any:
-    """The loss as it was differentiated."""
+    """Return the loss as differentiated: divided by the number of accumulated batches."""
     loss = loss_of(output)
     return loss if loss is None or every == 1 else loss / every
 
 
 def outputs_of(output: Any, every: int) -> dict[str, Any]:
-    """Return what hooks get: the loss as it was differentiated, without its graph, and what else training_step gave."""
+    """Return the outputs that hooks get: the loss as differentiated, detached, and the other entries of the output."""
     loss = scaled_loss(output, every)
     if loss is None:
         return {}
@@ -47,7 +47,7 @@ def outputs_of(output: Any, every: int) -> dict[str, Any]:
 
 
 def manual_outputs_of(output: Any, every: int) -> dict[str, Any]:
-    """Return what hooks get in manual optimization: all that training_step gave, without graphs."""
+    """Return the outputs that hooks get in manual optimization: all entries of the output, detached."""
     if isinstance(output, Mapping):
         return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in output.items()}
     return {} if output is None else {"loss": output.detach()}

@@ -1,4 +1,4 @@
-"""Precision: in which number formats a module lies and computes."""
+"""Precision: the dtypes of a module's parameters and of its computation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
-    """In which formats parameters lie, and a forward computes.
+    """The dtypes of parameters and of the forward.
 
     Attributes:
-        name: As the flag `precision` has it.
-        parameters: The format that modules made under `Trainer.init_module` have; None: torch's default.
-        compute: The format of the forward where that is another; None: that of the parameters.
+        name: The value of the flag `precision`.
+        parameters: Dtype of modules made under `Trainer.init_module`; None: torch's default.
+        compute: Dtype of the forward, if it differs; None: that of the parameters.
     """
 
     name: str = "32-true"
@@ -30,7 +30,7 @@ _FORMATS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "16-true": (torch.float16, torch.float16),
     "64-true": (torch.float64, torch.float64),
 }
-"""Of parameters and of the forward."""
+"""Name -> dtypes of the parameters and of the forward."""
 
 PRECISIONS = {
     **{name: name for name in _FORMATS},
@@ -39,9 +39,9 @@ PRECISIONS = {
     "bf16": "bf16-mixed",
     "64": "64-true",
 }
-"""Names of precisions, short ones too, and what each is in full."""
+"""Accepted names of precisions, including short names -> full name."""
 
 
 def precision_named(name: str) -> Precision:
-    """Return the precision of this full name."""
+    """Return the precision with this full name."""
     return Precision(name, *_FORMATS[name])

@@ -14,21 +14,21 @@ from hasten import messages
 
 
 class NoProfiler:
-    """Stands where no profiler is: `profile` does nothing."""
+    """Stand-in for no profiler: `profile` does nothing."""
 
     @contextlib.contextmanager
     def profile(self, action: str) -> Iterator[None]:
-        """Nothing."""
+        """Do nothing."""
         yield
 
 
 def measures(profiler: Any) -> bool:
-    """Return whether a profiler does anything; one that another framework puts where none is does not either."""
+    """Return whether a profiler measures anything; the stand-ins of hasten and of another framework do not."""
     return not isinstance(profiler, NoProfiler) and type(profiler).__name__ != "PassThroughProfiler"
 
 
 def profiled(profiler: Any, label: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook or step behind a profiler."""
+    """Wrap a hook or step so that a profiler times it."""
     profile = profiler.profile
 
     @functools.wraps(method)
@@ -40,21 +40,21 @@ def profiled(profiler: Any, label: str, method: Callable[..., Any]) -> Callable[
 
 
 class SimpleProfiler:
-    """Seconds and calls by hook and step method, printed at the end.
+    """Sums seconds and calls by hook and step method, and prints them at the end.
 
     Attributes:
-        recorded: Hook -> the seconds of each call.
+        recorded: Hook -> seconds of each call.
     """
 
     def __init__(self) -> None:
         self.recorded: dict[str, list[float]] = {}
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """A run begins."""
+        """Do nothing when a run begins."""
 
     @contextlib.contextmanager
     def profile(self, action: str) -> Iterator[None]:
-        """Time what is inside."""
+        """Time the code inside the context."""
         start = time.perf_counter()
         try:
             yield
@@ -62,7 +62,7 @@ class SimpleProfiler:
             self.recorded.setdefault(action, []).append(time.perf_counter() - start)
 
     def summary(self) -> str:
-        """A table, the longest first."""
+        """Return a table, longest total first."""
         rows = sorted(self.recorded.items(), key=lambda row: -sum(row[1]))
         lines = [f"{'seconds':>10} {'calls':>8} {'ms a call':>10}  hook"]
         for action, seconds in rows:
@@ -76,11 +76,11 @@ class SimpleProfiler:
 
 
 class TraceProfiler(SimpleProfiler):
-    """torch.profiler over some steps after the first; leaves a trace for Perfetto or chrome://tracing.
+    """Traces some training steps with torch.profiler, for Perfetto or chrome://tracing.
 
     Args:
-        skip: Training steps that are not traced, while things warm up.
-        steps: Training steps that are.
+        skip: Number of warm-up steps that are not traced.
+        steps: Number of steps to trace.
     """
 
     def __init__(self, skip: int = 5, steps: int = 5) -> None:
@@ -91,12 +91,12 @@ class TraceProfiler(SimpleProfiler):
         self.path: Path | None = None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """A run begins."""
+        """Remember the log folder, for the trace."""
         self._folder = Path(log_dir or ".")
 
     @contextlib.contextmanager
     def profile(self, action: str) -> Iterator[None]:
-        """Time what is inside; of training steps, trace some."""
+        """Time the code inside the context; trace some training steps."""
         if action.endswith(".training_step"):
             seen = len(self.recorded.get(action, ()))
             if seen == self._skip:
@@ -121,7 +121,7 @@ class TraceProfiler(SimpleProfiler):
             self._profile = None
 
     def describe(self) -> None:
-        """Say where the trace is, and print the table."""
+        """Print the path of the trace, and the table."""
         self._end()
         if self.path is not None:
             messages.tell(

@@ -1,4 +1,4 @@
-"""Progress: how far a training is. Every counter stands here, and is saved and restored with the others."""
+"""Progress: every counter of a training in one place, saved and restored together."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class Progress:
     """Counters of a Trainer, over all its runs.
 
     Attributes:
-        current_epoch: Epochs that are over.
-        epochs_processed: Epochs whose batches are done; the hooks of the last one's end may still run.
-        global_step: Optimizer steps.
-        total_batches: Training batches.
-        logged_steps: Training batches with an optimizer step: the x-axis of what loggers get.
-        batch_idx: Training batches of the current epoch.
+        current_epoch: Number of finished epochs.
+        epochs_processed: Number of epochs whose batches are done; end hooks of the last of them may still be running.
+        global_step: Number of optimizer steps.
+        total_batches: Number of training batches, over all epochs.
+        logged_steps: Number of training batches with an optimizer step: the x-axis of logged values.
+        batch_idx: Number of training batches done in the current epoch.
         point: How far the current batch or epoch is ("epoch_start", "batch", "batch_end", "validated", "between",
-            "epoch_end"): where a checkpoint saved now goes on.
-        evaluated_batches: Batches of the evaluation that runs, or was the last.
-        microbatch: Samples that are computed at a time, as `microbatch="auto"` found; None: whole batches. Saved where
+            "epoch_end"): where a run resumes from a checkpoint saved now.
+        evaluated_batches: Number of batches of the current or last evaluation.
+        microbatch: Number of samples computed at a time, as `microbatch="auto"` found; None: whole batches. Saved if
             it is known.
-        batches_seen: Evaluation batches by run and kind ("fit_validate"), then by loader: the x-axis of what is logged
-            in evaluations.
-        should_stop: Whether somebody wants the training to end after this batch. Not saved: it is a wish of this run.
+        batches_seen: Numbers of evaluation batches by run and kind ("fit_validate"), then by loader: the x-axis of
+            values logged in evaluations.
+        should_stop: Whether training is to end after this batch. Not saved: it concerns this run only.
     """
 
     current_epoch: int = 0
@@ -43,17 +43,17 @@ class Progress:
     should_stop: bool = False
 
     def begin_fit(self) -> None:
-        """Stand at the beginning of the next epoch, whatever the fit before left within one."""
+        """Move to the start of the next epoch, even if the previous fit ended within an epoch."""
         self.epochs_processed, self.batch_idx, self.point = self.current_epoch, 0, "epoch_start"
         self.microbatch = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters that a checkpoint has beside `epoch` and `global_step`."""
-        found = {} if self.microbatch is None else {"microbatch": self.microbatch}
-        return {name: getattr(self, name) for name in _SAVED} | found
+        """Return the counters that a checkpoint holds in addition to `epoch` and `global_step`."""
+        microbatch = {} if self.microbatch is None else {"microbatch": self.microbatch}
+        return {name: getattr(self, name) for name in _SAVED} | microbatch
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on after the epochs and batches of a checkpoint; where in its epoch that was says `enter_epoch`."""
+        """Restore a checkpoint's counters; `enter_epoch` later restores the position within the epoch."""
         self.begin_fit()
         self.microbatch = saved.get("microbatch")
         for name in ("current_epoch", "epochs_processed", "total_batches", "logged_steps"):
@@ -61,13 +61,13 @@ class Progress:
         self.batches_seen["fit_validate"] = Counter(dict(saved["validated"]))
 
     def enter_epoch(self, saved: dict[str, Any]) -> None:
-        """Stand where the checkpoint was saved: its epoch's loaders are about to go on from there."""
+        """Restore the position within the epoch, when the loaders are about to resume there."""
         self.batch_idx, self.point = saved["batch_idx"], saved["point"]
 
     def validated(self) -> list[list[int]]:
-        """Return the batches seen in validations within `fit`, by loader, as a checkpoint has them."""
+        """Return the number of batches seen in validations within `fit`, by loader, in a checkpoint's format."""
         return sorted(map(list, self.batches_seen["fit_validate"].items()))
 
     def take(self, other: Progress) -> None:
-        """Take over the counters of a run in another process."""
+        """Copy the counters of a run in another process."""
         vars(self).update(vars(other))

@@ -1,4 +1,4 @@
-"""Properties of a Trainer that callbacks, modules and people read, under the names that they know."""
+"""Properties of a Trainer that callbacks, modules and scripts read, under the names in common use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _while(stage: str, doc: str) -> property:
-    """Return a property: whether a Trainer is in a stage. Scripts set it, too."""
+    """Return a property that tells whether a Trainer is in a stage, and can be set, as some scripts do."""
 
     def is_on(trainer: TrainerProperties) -> bool:
         return trainer.stage.stage == stage
@@ -39,7 +39,7 @@ def _while(stage: str, doc: str) -> property:
 
 
 def _loaders(kind: str, doc: str) -> property:
-    """Return a property: the loaders of a kind; None before they are known."""
+    """Return a property with the loaders of a kind; None before they are set up."""
 
     def used(trainer: TrainerProperties) -> Any:
         source = trainer.engine.feeds[kind].source
@@ -49,7 +49,7 @@ def _loaders(kind: str, doc: str) -> property:
 
 
 class TrainerProperties:
-    """The readable side of a Trainer. Nothing here changes a training, but for the few properties with setters."""
+    """The properties of a Trainer. Only the few with setters can change a training."""
 
     config: Config
     progress: Progress
@@ -61,7 +61,7 @@ class TrainerProperties:
     _loggers: list[Any]
     _said: set[str]
 
-    # -- where -----------------------------------------------------------------------------------------
+    # -- processes -------------------------------------------------------------------------------------
 
     @property
     def world(self) -> World:
@@ -70,56 +70,56 @@ class TrainerProperties:
 
     @property
     def device(self) -> torch.device:
-        """Where the model of this process lies."""
+        """The device of this process's model."""
         return self.world.device
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the first process: the one that writes and speaks."""
+        """Whether this is rank 0, the process that writes files and prints."""
         return self.global_rank == 0
 
     @property
     def global_rank(self) -> int:
-        """Number of this process among all."""
+        """Rank of this process among all processes."""
         return self.world.rank if self.engine.opened else _before_opening("rank")
 
     @property
     def local_rank(self) -> int:
-        """Number of this process on its machine."""
+        """Rank of this process on its machine."""
         return self.world.local_rank if self.engine.opened else _before_opening("local_rank")
 
     @property
     def node_rank(self) -> int:
-        """Number of this machine."""
+        """Rank of this machine among all machines."""
         return self.world.node_rank if self.engine.opened else _before_opening("node_rank")
 
     @property
     def world_size(self) -> int:
-        """How many processes train together; before the first run, how many will."""
+        """Number of processes that train together; before the first run, the number that will."""
         return self._sizes()[0]
 
     @property
     def num_devices(self) -> int:
-        """Devices per machine."""
+        """Number of devices per machine."""
         size, nodes = self._sizes()
         return max(1, size // max(1, nodes))
 
     def _sizes(self) -> tuple[int, int]:
-        """Return how many processes, and machines."""
+        """Return the numbers of processes and of machines."""
         if self.engine.opened:
             return self.world.size, self.world.num_nodes
         return size_of(self.config.accelerator, self.config.devices, self.config.num_nodes)
 
     @property
     def device_ids(self) -> list[int]:
-        """Numbers of the devices used on this machine."""
+        """Indices of the devices used on this machine."""
         return list(range(self.num_devices)) if self.device.type == "cpu" else [self.device.index or 0]
 
-    # -- what it is doing ------------------------------------------------------------------------------
+    # -- stage and progress ----------------------------------------------------------------------------
 
     @property
     def state(self) -> Stage:
-        """The stage, by the name that scripts know."""
+        """The stage, under the name that scripts use."""
         return self.stage
 
     training = _while("train", "Whether it trains.")
@@ -130,27 +130,27 @@ class TrainerProperties:
 
     @property
     def evaluating(self) -> bool:
-        """Whether it validates or tests."""
+        """Whether a validation or test is running."""
         return self.stage.stage in ("validate", "test")
 
     @property
     def current_epoch(self) -> int:
-        """Epochs that are over."""
+        """Number of finished epochs."""
         return self.progress.current_epoch
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return self.progress.global_step
 
     @property
     def total_batches(self) -> int:
-        """Training batches done."""
+        """Number of training batches done."""
         return self.progress.total_batches
 
     @property
     def logged_steps(self) -> int:
-        """Training batches with an optimizer step: the x-axis of what loggers get."""
+        """Number of training batches with an optimizer step: the x-axis of logged values."""
         return self.progress.logged_steps
 
     @property
@@ -164,49 +164,49 @@ class TrainerProperties:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the training batch at hand is the epoch's last."""
+        """Whether the current training batch is the epoch's last."""
         return self.engine.loop is not None and self.engine.loop.last
 
     @property
     def interrupted(self) -> bool:
-        """Whether the run was left before its end."""
+        """Whether the run ended early, by a signal or an error."""
         return self.engine.stopping.interrupted
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether it was asked to end by SIGTERM."""
+        """Whether SIGTERM asked the run to end."""
         return self.engine.stopping.signal == signal.SIGTERM
 
     # -- values ----------------------------------------------------------------------------------------
 
     def collect(self) -> dict[str, Any]:
-        """Bring what was logged into the three dicts; what is for the loggers is given back."""
+        """Copy newly logged values into the three metrics dicts; return the values for the loggers."""
         board = self.engine.board
         if board is None:
             return {}
-        metrics = self.metrics  # a sanity check's are forgotten when it is over
+        metrics = self.metrics  # a sanity check's values are not logged: they are dropped when it is over
         fresh = board.collect(metrics.callback, metrics.logged, metrics.bar)
         return {} if self.sanity_checking else fresh
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
-        """Logged values, for callbacks: unread tensors by name."""
+        """Logged values for callbacks, by name: tensors that have not been read from the device."""
         self.collect()
         return self.metrics.callback
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """Values for the loggers."""
+        """Logged values for the loggers, by name."""
         self.collect()
         return self.metrics.logged
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Values for the progress line, as numbers: this reads them from the device."""
+        """Values for the progress line, as numbers. Reads them from the device, which synchronizes."""
         self.collect()
         return {name: float(value) for name, value in self.metrics.bar.items()}
 
-    # -- what belongs to it ----------------------------------------------------------------------------
+    # -- its parts -------------------------------------------------------------------------------------
 
     @property
     def model(self) -> Any:
@@ -220,12 +220,12 @@ class TrainerProperties:
 
     @property
     def run(self) -> Run:
-        """The techniques that are installed."""
+        """The Run with the installed techniques."""
         return self.engine.run
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers that `configure_optimizers` gave."""
+        """The optimizers that `configure_optimizers` returned."""
         return self.engine.optimizing.optimizers
 
     @property
@@ -253,7 +253,7 @@ class TrainerProperties:
 
     @property
     def log_dir(self) -> str | None:
-        """Where the first logger writes; the same in every process."""
+        """The folder of the first logger; the same in every process. A collective call: every process must read it."""
         root = str(self.config.default_root_dir)
         return str(self.world.broadcast(folder_of(self.logger, root) if self.loggers else root))
 
@@ -262,22 +262,22 @@ class TrainerProperties:
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:
-        """The callbacks that save."""
+        """The callbacks that save checkpoints."""
         return self._callbacks_named("Checkpoint", "ModelCheckpoint")
 
     @property
     def checkpoint_callback(self) -> Any:
-        """The first callback that saves, or None."""
+        """The first callback that saves checkpoints, or None."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
     def early_stopping_callbacks(self) -> list[Any]:
-        """The callbacks that stop early."""
+        """The EarlyStopping callbacks."""
         return self._callbacks_named("EarlyStopping")
 
     @property
     def early_stopping_callback(self) -> Any:
-        """The first of them, or None."""
+        """The first EarlyStopping callback, or None."""
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
@@ -287,7 +287,7 @@ class TrainerProperties:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that this run went on from."""
+        """The checkpoint that this run resumed from, or None."""
         return self.checkpointing.path
 
     @ckpt_path.setter
@@ -301,38 +301,38 @@ class TrainerProperties:
 
     @property
     def num_training_batches(self) -> float:
-        """Batches of an epoch; infinity when that is not known."""
+        """Number of training batches per epoch; infinity when unknown."""
         return self.engine.feeds["train"].total
 
     @property
     def val_check_batch(self) -> float:
-        """Training batches from one validation to the next; infinity: after each epoch."""
+        """Number of training batches between validations; infinity: validate after each epoch."""
         return self.engine.val_check_batch
 
     @property
     def num_val_batches(self) -> list[float]:
-        """Batches of a validation, by loader."""
+        """Number of batches in a validation, by loader."""
         return self.engine.feeds["val"].limits
 
     @property
     def num_test_batches(self) -> list[float]:
-        """Batches of a test, by loader."""
+        """Number of batches in a test, by loader."""
         return self.engine.feeds["test"].limits
 
     @property
     def num_predict_batches(self) -> list[float]:
-        """Batches of a prediction, by loader."""
+        """Number of batches in a prediction, by loader."""
         return self.engine.feeds["predict"].limits
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """Validation batches tried before training, by loader; none outside of `fit`."""
+        """Number of batches in the sanity check before training, by loader; empty outside `fit`."""
         steps = self.config.num_sanity_val_steps or 0
         return [min(steps, batches) for batches in self.num_val_batches] if self.stage.fn == "fit" else []
 
     @property
     def enable_validation(self) -> bool:
-        """Whether there are a validation step and loaders for it, and it may run."""
+        """Whether validation is on: there is a step, there are loaders, and `limit_val_batches` is not 0."""
         if self.config.limit_val_batches == 0:
             return False
         return self.engine.has_step("validation_step") and checks.has_loader(self.engine, "val")
@@ -343,14 +343,19 @@ class TrainerProperties:
         every = self.config.check_val_every_n_epoch
         return self.enable_validation and (every is None or (self.current_epoch + 1) % every == 0)
 
-    # -- speaking --------------------------------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------------------------
 
     def misconfigured(self, message: str, fix: str = "") -> HastenError:
-        """The error for what contradicts itself."""
+        """Return the error for flags and modules that contradict themselves."""
         return errors.misconfigured(message, fix)
 
     def say(self, text: str, once: bool = False) -> None:
-        """Tell the person, in the first process only: through `logging` where that is set up, else on stderr."""
+        """Print a line, on rank 0 only: through `logging` if it is set up, else on stderr.
+
+        Args:
+            text: The line.
+            once: Print this text only once per Trainer.
+        """
         if self.is_global_zero and not (once and text in self._said):
             self._said.add(text)
             log = logging.getLogger(adapter().log_name)
@@ -361,12 +366,12 @@ class TrainerProperties:
                 messages.tell(f"hasten: {text}")
 
     def warn(self, text: str) -> None:
-        """Warn, in the first process only."""
+        """Warn, on rank 0 only."""
         if self.is_global_zero:
             messages.warn(text, adapter().warning, stacklevel=3)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print`, in the first process only, and above the progress line."""
+        """Print on rank 0 only, above the progress line."""
         if not self.is_global_zero:
             return
         bar = self.progress_bar_callback
@@ -378,6 +383,6 @@ class TrainerProperties:
 
 
 def _before_opening(number: str) -> int:
-    """The place that a launcher gave this process, before it has met the others."""
+    """Return a rank from the launcher's environment, before this process joins the others; 0 without a launcher."""
     place = find_place()
     return 0 if place is None else int(getattr(place, number))

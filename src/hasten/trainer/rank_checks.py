@@ -1,4 +1,7 @@
-"""Facts that must be the same on all ranks of a training, as text that ranks compare before the first step."""
+"""Checks that flags, model and optimizers are the same on all ranks, as text compared before the first step.
+
+Ranks that differ would wait for each other forever, or their weights would drift apart silently.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from hasten.parallel import refuse_unlike
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
-# What decides how often ranks meet, and what an optimizer's step does. Not among them is what one rank may have of its
-# own: a seed, a progress bar, a logger.
+# Flags that decide how often ranks communicate, and what an optimizer step does. Flags that may differ between ranks
+# are left out: the seed, the progress bar, the loggers.
 _FLAGS = (
     "precision", "max_epochs", "min_epochs", "max_steps", "min_steps", "limit_train_batches", "limit_val_batches",
     "overfit_batches", "fast_dev_run", "reload_dataloaders_every_n_epochs", "val_check_interval",
@@ -25,24 +28,24 @@ _PLAIN = (int, float, bool, str, type(None))
 
 
 def check_model(trainer: Trainer) -> None:
-    """Refuse ranks whose flags or parameters differ, before any of them waits for another.
+    """Raise if flags or parameters differ between ranks.
 
     Raises:
-        HastenError: They differ; says where.
+        HastenError: They differ; the message shows where.
     """
     if trainer.world.size == 1:
         return
     config = trainer.config
     flags = "\n".join(f"{name}={_plain(getattr(config, name))}" for name in _FLAGS)
-    parameters = "\n".join(_described(name, one) for name, one in trainer.model.named_parameters())
+    parameters = "\n".join(_described(name, parameter) for name, parameter in trainer.model.named_parameters())
     refuse_unlike(trainer.world, {"Trainer's flags": flags, "model": parameters})
 
 
 def check_optimizers(trainer: Trainer, optimizers: Iterable[Any]) -> None:
-    """Refuse ranks whose optimizers differ: each steps by its own rate, so their weights would drift apart.
+    """Raise if optimizers differ between ranks: with another learning rate, say, their weights would drift apart.
 
     Raises:
-        HastenError: They differ; says where.
+        HastenError: They differ; the message shows where.
     """
     if trainer.world.size == 1:
         return
@@ -55,12 +58,13 @@ def check_optimizers(trainer: Trainer, optimizers: Iterable[Any]) -> None:
 
 
 def _described(name: str, parameter: torch.Tensor) -> str:
+    """Return a line with a parameter's name, shape and dtype."""
     shape = "of a shape not known yet" if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
     return f"{name} {shape} {parameter.dtype}" + ("" if parameter.requires_grad else ", frozen")
 
 
 def _plain(value: Any) -> str:
-    """A value that is the same text in every process; "..." for objects."""
+    """Return a value as text that is the same in every process; "..." for objects, whose repr has addresses."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""How a training goes on from what a checkpoint holds."""
+"""Restores a training from the contents of a checkpoint: the model first, then, in `fit`, the rest of its state."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
 _NEW_OPTIONS = {"decoupled_weight_decay", "fused", "foreach", "capturable", "differentiable", "maximize", "initial_lr"}
-"""Options that an older torch, or a schedule, may not have put into an optimizer's groups."""
+"""Options of an optimizer's groups that a checkpoint may lack: newer torch versions, or a scheduler, add them."""
 
 
 class OtherModelError(HastenError, RuntimeError):
-    """A state_dict that does not fit a module is a RuntimeError in torch."""
+    """The checkpoint is of another model; also a RuntimeError, as torch raises for a state_dict that does not fit."""
 
 
 def restore_model(trainer: Trainer, state: dict[str, Any], path: str) -> None:
     """Restore weights, and the states of module, datamodule and callbacks.
 
     Args:
-        trainer: Whose run it is.
-        state: What the checkpoint holds.
+        trainer: The Trainer.
+        state: The contents of the checkpoint.
         path: Its file, for messages.
     """
     if "state_dict" not in state:
@@ -33,15 +33,15 @@ def restore_model(trainer: Trainer, state: dict[str, Any], path: str) -> None:
     hooks, module = trainer.engine.hooks, trainer.model
     datamodule = trainer.datamodule
     if datamodule is not None:
-        kept = state.get(type(datamodule).__qualname__)
-        if kept is not None and (own := hooks.of_datamodule("load_state_dict")) is not None:
-            own(kept)
+        saved = state.get(type(datamodule).__qualname__)
+        if saved is not None and (own := hooks.of_datamodule("load_state_dict")) is not None:
+            own(saved)
         if (own := hooks.of_datamodule("on_load_checkpoint")) is not None:
             own(state)
     if (own := hooks.of_module("on_load_checkpoint")) is not None:
         own(state)
     for technique in trainer.engine.run.acting("prepare"):
-        if technique.setting == "64-true":  # before it is loaded: float32 would round it
+        if technique.setting == "64-true":  # before loading: a float32 module would round the weights
             technique.prepare(module)
     try:
         trainer.engine.strategy.load_model(module, state["state_dict"], module.strict_loading)
@@ -61,13 +61,14 @@ def restore_model(trainer: Trainer, state: dict[str, Any], path: str) -> None:
 
 
 def _restore_callbacks(trainer: Trainer, state: dict[str, Any], path: str) -> None:
+    """Restore the callbacks' states; warn of states that no callback takes."""
     states = dict(state.get("callbacks") or {})
     for callback in trainer.callbacks:
         key = state_key(callback)
         legacy = getattr(callback, "_legacy_state_key", None)
-        kept = states.pop(key, None) or (states.pop(legacy, None) if legacy is not None else None)
-        if kept is not None:
-            callback.load_state_dict(kept)
+        saved = states.pop(key, None) or (states.pop(legacy, None) if legacy is not None else None)
+        if saved is not None:
+            callback.load_state_dict(saved)
     left = [key for key in states if isinstance(key, str)]
     if left:
         trainer.warn(
@@ -77,10 +78,10 @@ def _restore_callbacks(trainer: Trainer, state: dict[str, Any], path: str) -> No
 
 
 def restore_training(trainer: Trainer, state: dict[str, Any], path: str) -> dict[str, Any] | None:
-    """Restore optimizers, schedulers, techniques and counters; see `restore_model`.
+    """Restore optimizers, schedulers, techniques and counters; arguments as for `restore_model`.
 
     Returns:
-        Where the loop goes on; None where the checkpoint does not say.
+        The loop's position to resume at; None if the checkpoint has none.
     """
     if "optimizer_states" not in state:
         if trainer.stage.fn == "fit":
@@ -94,7 +95,7 @@ def restore_training(trainer: Trainer, state: dict[str, Any], path: str) -> dict
     optimizers = engine.optimizing.optimizers
     _restore_all(trainer, path, "optimizers", optimizers, state["optimizer_states"], engine.strategy.load_optimizer)
     engine.strategy.load_state_dict(state.get("strategy") or {})
-    if schedulers:  # a callback that brings its own (stochastic weight averaging) takes the module's away before
+    if schedulers:  # none: a callback with its own scheduler (stochastic weight averaging) has removed the module's
         _restore_all(trainer, path, "schedulers", schedulers, state.get("lr_schedulers", []), _load)
     for technique in engine.run.techniques:
         technique.load_state_dict((state.get("techniques") or {}).get(technique.name, {}))
@@ -114,21 +115,24 @@ def restore_training(trainer: Trainer, state: dict[str, Any], path: str) -> dict
 
 
 def _restore_all(
-    trainer: Trainer, path: str, what: str, owners: list[Any], states: list[Any], load: Callable[[Any, Any], None]
+    trainer: Trainer, path: str, kind: str, owners: list[Any], states: list[Any], load: Callable[[Any, Any], None]
 ) -> None:
     if len(owners) != len(states):
         raise trainer.misconfigured(
-            f"{path} has the states of {len(states)} {what}, configure_optimizers gave {len(owners)}",
+            f"{path} has the states of {len(states)} {kind}, configure_optimizers gave {len(owners)}",
             "go on with the module that was trained, or load only its weights",
         )
-    for owner, kept in zip(owners, states, strict=True):
-        _check_same(trainer, path, owner, kept)
-        load(owner, kept)
+    for owner, saved in zip(owners, states, strict=True):
+        _check_same(trainer, path, owner, saved)
+        load(owner, saved)
 
 
-def _check_same(trainer: Trainer, path: str, owner: Any, kept: Any) -> None:
-    """An optimizer of another class would take the state, and fail in the first step; a new rate would be lost."""
-    groups = kept.get("param_groups") if isinstance(kept, dict) else None
+def _check_same(trainer: Trainer, path: str, owner: Any, saved: Any) -> None:
+    """Raise if a state is of another class of optimizer; print it if the checkpoint's learning rate replaces a new one.
+
+    torch would load such a state without complaint, and fail in the first step.
+    """
+    groups = saved.get("param_groups") if isinstance(saved, dict) else None
     own = getattr(owner, "param_groups", None)
     if not groups or not own:
         return
@@ -144,6 +148,7 @@ def _check_same(trainer: Trainer, path: str, owner: Any, kept: Any) -> None:
 
 
 def _check_epochs(trainer: Trainer, done: int) -> None:
+    """Raise if the checkpoint has done more epochs than `max_epochs`."""
     limit = trainer.config.max_epochs
     if limit is not None and -1 != limit < done:
         raise trainer.misconfigured(
@@ -153,7 +158,7 @@ def _check_epochs(trainer: Trainer, done: int) -> None:
 
 
 def _foreign_epochs(trainer: Trainer, state: dict[str, Any], path: str) -> int:
-    """Return the epochs done in another framework's checkpoint; one cut within an epoch begins that epoch again."""
+    """Return the epochs done in another framework's checkpoint; an epoch that was cut short is repeated."""
     writer = next(adapter for adapter in offered() if adapter.wrote(state))
     trainer.warn(
         f"{path} was written by {writer.name}: weights, optimizers and schedulers go on exactly, the position"

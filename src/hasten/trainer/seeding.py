@@ -1,4 +1,4 @@
-"""Seeds for the generators that trainings draw from."""
+"""Seeds the random generators that trainings use."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def seed_everything(seed: int, workers: bool = True) -> int:
 
     Args:
         seed: From 0 to 2**32 - 1.
-        workers: Kept for those who pass it: workers get seeds of their own from torch in any case.
+        workers: Accepted for compatibility, and ignored: torch seeds each DataLoader worker in any case.
 
     Returns:
         The seed.
     """
     import numpy
 
-    given: Any = seed
-    if not isinstance(given, int | numpy.integer) or not 0 <= given < 2**32:
+    value: Any = seed
+    if not isinstance(value, int | numpy.integer) or not 0 <= value < 2**32:
         raise HastenError(f"seed={seed!r} must be a whole number from 0 to {2**32 - 1}")
-    seed = int(given)
+    seed = int(value)
     random.seed(seed)
     numpy.random.seed(seed)  # noqa: NPY002  # what scripts draw from
     torch.manual_seed(seed)

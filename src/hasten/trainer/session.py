@@ -1,4 +1,8 @@
-"""From `fit`, `validate`, `test` or `predict` to its end: set up, run, tear down, each hook in its order."""
+"""Runs one call of `fit`, `validate`, `test` or `predict`: set up, run, tear down, with each hook in its order.
+
+`run` guards `_run` against failure: whatever ends a stage (an error, Ctrl-C, SIGTERM), callbacks and loggers hear of
+it, and everything that the stage changed in the process is restored.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,17 @@ _STAGES = {"fit": "train", "validate": "validate", "test": "test", "predict": "p
 
 
 def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
-    """Run one stage; whatever happens, callbacks and loggers hear of its end."""
+    """Run one stage. Callbacks and loggers hear of its end, even after an error.
+
+    Args:
+        trainer: The Trainer.
+        fn: "fit", "validate", "test" or "predict".
+        path: The checkpoint to load; None: none.
+        options: Further arguments of the stage: `verbose`, `return_predictions`.
+
+    Returns:
+        The result of the Trainer's method.
+    """
     if spawned.starts_processes(trainer):
         return spawned.run(run, trainer, fn, path, options)
     engine = trainer.engine
@@ -60,33 +74,33 @@ def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
             raise
         finally:
             engine.board = None
-            for technique in engine.run.acting("restore"):  # what comes after this training is not its own
+            for technique in engine.run.acting("restore"):  # code after this training must not run under its techniques
                 technique.restore()
-            messages.settle()  # the exit code is the training's, though nobody can read what was said
+            messages.settle()  # a broken output pipe must not change the training's exit code
 
 
 def _open(trainer: Trainer) -> None:
-    """Meet the other processes; the first run of a Trainer does it for all."""
+    """Join the other processes, once per Trainer: later runs use the same world."""
     engine, config = trainer.engine, trainer.config
-    given = engine.strategy
+    strategy = engine.strategy
     where = config.accelerator, config.devices, config.num_nodes
-    engine.world = open_world(*where, given.collective, timeout=given.timeout)
+    engine.world = open_world(*where, strategy.collective, timeout=strategy.timeout)
     engine.opened = True
     engine.strategy = engine.strategy.within(engine.world)
     for logger in trainer.loggers:
-        if hasattr(type(logger), "agree"):  # one folder for all processes
+        if hasattr(type(logger), "agree"):  # all processes must write to one folder
             logger.agree(engine.world)
 
 
 def _left(trainer: Trainer) -> None:
-    """A callback wanted the run for itself, and is done with it."""
+    """End a run that a callback left on purpose (a learning-rate finder, for example): no failure."""
     _tell_of_the_end(trainer, trainer.stage.fn)
     _tear_down(trainer)
     trainer.stage.status, trainer.stage.stage = "finished", None
 
 
 def _tell_of_the_end(trainer: Trainer, fn: str | None) -> None:
-    """Call the hooks `teardown`, and have loggers end."""
+    """Call the `teardown` hooks, and finalize the loggers."""
     hooks = trainer.engine.hooks
     if (own := hooks.of_datamodule("teardown")) is not None:
         own(stage=fn)
@@ -96,7 +110,7 @@ def _tell_of_the_end(trainer: Trainer, fn: str | None) -> None:
 
 
 def _where_memory_ran_out(trainer: Trainer) -> str:
-    """Return which batch it was, and what to do about it."""
+    """Return the note for an out-of-memory error: the batch, and how to fit it."""
     progress = trainer.progress
     fix = "microbatch=..., smaller" if trainer.config.microbatch else 'microbatch="auto"'
     return (
@@ -107,11 +121,11 @@ def _where_memory_ran_out(trainer: Trainer) -> str:
 
 
 def _about_the_loss(trainer: Trainer, error: BaseException) -> str:
-    """Return what to do where torch refuses the loss that `training_step` returned; nothing for other errors."""
-    said = str(error) if isinstance(error, RuntimeError) and trainer.model.automatic_optimization else ""
-    if said.startswith("grad can be implicitly created only for scalar outputs"):
+    """Return the note for errors that torch raises for an unusable loss of `training_step`; "" for other errors."""
+    text = str(error) if isinstance(error, RuntimeError) and trainer.model.automatic_optimization else ""
+    if text.startswith("grad can be implicitly created only for scalar outputs"):
         fix = "it must be one number, as loss.mean() is"
-    elif said.startswith("element 0 of tensors does not require grad"):
+    elif text.startswith("element 0 of tensors does not require grad"):
         fix = "it has no graph (detach(), item(), no_grad(), or no parameter to train)"
     else:
         return ""
@@ -119,10 +133,11 @@ def _about_the_loss(trainer: Trainer, error: BaseException) -> str:
 
 
 def _failed(trainer: Trainer, error: BaseException) -> None:
+    """Tell callbacks, datamodule and loggers of a failure, then tear down."""
     trainer.stage.status = "interrupted"
     trainer.engine.stopping.interrupted = True
     calls: list[Callable[[], Any]] = []
-    if (hooks := trainer.engine.hooks) is not None:  # else it failed before anybody could listen
+    if (hooks := trainer.engine.hooks) is not None:  # None: it failed before hooks were collected
         calls += [functools.partial(hook, error) for hook in hooks.of_callbacks("on_exception")]
         if (own := hooks.of_datamodule("on_exception")) is not None:
             calls.append(functools.partial(own, error))
@@ -132,18 +147,19 @@ def _failed(trainer: Trainer, error: BaseException) -> None:
 
 
 def _call_each(calls: Iterable[Callable[[], Any]]) -> None:
-    """Call all of these, though one raises: a callback's `on_exception` must not leave on what another switches off."""
-    others = []
+    """Call all functions, even if one raises: a failing `on_exception` must not keep others from cleaning up."""
+    later_errors = []
     for call in calls:
         try:
             call()
-        except BaseException as second:  # the first error is the one to show, though this be another Ctrl-C
-            others.append(f"{type(second).__name__}: {second}")
-    for line in others:  # behind all: a warning may be an error
+        except BaseException as second:  # the first error is the one to raise, even if this is another Ctrl-C
+            later_errors.append(f"{type(second).__name__}: {second}")
+    for line in later_errors:  # after all calls: a warning may be configured to raise
         messages.warn(f"while ending: {line}", stacklevel=3)
 
 
 def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
+    """Set up, run and tear down one stage."""
     engine = trainer.engine
     engine.meet()
     hooks = engine.hooks
@@ -154,6 +170,7 @@ def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     if measures(trainer.profiler):
         engine.guest.before_profiling()
         trainer.profiler.setup(stage=fn, local_rank=None, log_dir=trainer.log_dir)
+    # The order of what follows is the documented order of hooks; callbacks rely on it.
     setting_up.prepare_data(trainer)
     setting_up.open_loggers(trainer)
     engine.world.barrier("setup")
@@ -165,7 +182,7 @@ def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     if (own := hooks.of_module("configure_model")) is not None:
         own()
     if fn == "fit":
-        rank_checks.check_model(trainer)
+        rank_checks.check_model(trainer)  # else ranks that differ would wait for each other in training
     trainer.checkpointing.load(path)
     trainer.checkpointing.restore_model()
     trainer.metrics.clear()
@@ -176,7 +193,7 @@ def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     if trainer.config.enable_autolog_hparams:
         setting_up.log_hparams(trainer)
     resumed = trainer.checkpointing.restore_training() if fn == "fit" else None
-    trainer.checkpointing.loaded = None
+    trainer.checkpointing.loaded = None  # free the checkpoint's memory
     answer = _stage(trainer, fn, resumed, **options)
     _tear_down(trainer)
     if fn == "fit":
@@ -193,7 +210,7 @@ def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
 
 
 def _tell_of_techniques(trainer: Trainer, fn: str) -> None:
-    """Say what was skipped, and what found nothing to act on."""
+    """Print which techniques were skipped, and which found nothing to act on."""
     run = trainer.engine.run
     for line in run.skipped:
         trainer.say(f"skipped: {line}", once=True)
@@ -203,11 +220,11 @@ def _tell_of_techniques(trainer: Trainer, fn: str) -> None:
 
 
 def _tell_of_nan(trainer: Trainer) -> None:
-    """Say that a logged loss was NaN at the end: nobody reads it as it trains, unless a NaNWatch does."""
+    """Print that a logged loss was NaN at the end: during training only a NaNWatch reads losses from the device."""
     if any(isinstance(callback, NaNWatch) for callback in trainer.callbacks):
         return
     for name, value in trainer.metrics.callback.items():
-        if "loss" in name and math.isnan(float(value)):  # the run is over: waiting for the device holds nothing up
+        if "loss" in name and math.isnan(float(value)):  # the run is over, so waiting for the device costs nothing
             trainer.say(
                 f"{name} was nan at the end\n  callbacks=[NaNWatch()] stops at the first such step and names it"
             )
@@ -233,7 +250,7 @@ def _stage(trainer: Trainer, fn: str, resumed: dict[str, Any] | None, **options:
         results = evaluate.evaluate(trainer, engine.hooks, board, feed.source, feed.limits, fn)
     if options["verbose"]:
         evaluate.print_results(trainer, results, fn)
-    return [{name: _plain(value) for name, value in one.items()} for one in results]
+    return [{name: _plain(value) for name, value in result.items()} for result in results]
 
 
 def _plain(value: Any) -> Any:
@@ -241,6 +258,7 @@ def _plain(value: Any) -> Any:
 
 
 def _fit(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
+    """Run the sanity check, then train."""
     with contextlib.ExitStack() as stack:
         if trainer.config.detect_anomaly:
             stack.enter_context(torch.autograd.set_detect_anomaly(True))
@@ -254,7 +272,7 @@ def _fit(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
 
 
 def train(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
-    """The training itself."""
+    """Train: build the loop, restore its position and gradients, and run it."""
     engine = trainer.engine
     if trainer.config.limit_train_batches == 0 or not engine.has_step("training_step"):
         return
@@ -262,8 +280,9 @@ def train(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
     loop = engine.loop = FitLoop(trainer, engine.hooks, resumed)
     parameters = dict(trainer.model.named_parameters())
     for name, gradient in (resumed or {"gradients": {}})["gradients"].items():
-        parameter = parameters[name]  # of 16 bits, its gradient may have been gathered in float32 (FSDP)
-        if not parameter.is_meta:  # another stage's
+        parameter = parameters[name]
+        if not parameter.is_meta:  # a meta parameter belongs to another pipeline stage
+            # Converted: FSDP may have gathered the gradient of a 16-bit parameter in float32.
             parameter.grad = share_of(gradient.to(parameter.device, parameter.dtype), parameter)
     engine.board = loop.board
     if trainer.validates_this_epoch and engine.feeds["val"].source is None:
@@ -297,7 +316,7 @@ def _warn_of_eval_mode(trainer: Trainer) -> None:
 
 
 def _sanity_check(trainer: Trainer) -> None:
-    """A few validation batches before training, so that a mistake there shows now. Draws nothing from training."""
+    """Run a few validation batches before training, so that a mistake there shows early. Restores the random state."""
     engine, state = trainer.engine, rng.state()
     stage = trainer.stage.stage
     trainer.stage.stage = "sanity_check"
@@ -318,7 +337,7 @@ def _sanity_check(trainer: Trainer) -> None:
 
 
 def _tear_down(trainer: Trainer) -> None:
-    """Leave everything in order, whether the training ended well or not."""
+    """Release what the stage held, whether it ended well or not."""
     engine = trainer.engine
     trainer.metrics.to_cpu()
     engine.optimizing.release()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def prepare_data(trainer: Trainer) -> None:
-    """Call `prepare_data`, once a machine or once in all, before any process goes on."""
+    """Call `prepare_data` once per machine, or once overall, while the other processes wait."""
     hooks, world = trainer.engine.hooks, trainer.engine.world
     for owner, own in (
         (trainer.datamodule, hooks.of_datamodule("prepare_data")),
@@ -33,9 +33,9 @@ def prepare_data(trainer: Trainer) -> None:
 
 
 def open_loggers(trainer: Trainer) -> None:
-    """Open the loggers' files now, so that all that follows finds their folders.
+    """Open the loggers' files early, so that their folders exist for everything that follows.
 
-    Weights & Biases first: it copies what TensorBoard writes, if it sees that begin.
+    Weights & Biases comes first: it mirrors TensorBoard's files only if it has started before them.
     """
     for logger in sorted(trainer.loggers, key=lambda logger: type(logger).__name__ != "WandbLogger"):
         if not isinstance(logger, SilentLogger) and hasattr(type(logger), "experiment"):
@@ -43,19 +43,19 @@ def open_loggers(trainer: Trainer) -> None:
 
 
 def to_device(trainer: Trainer) -> None:
-    """Bring the module to its device, in its precision, as the process-wide techniques want it."""
+    """Apply process-wide techniques and flags, then move the module to its device and into its precision."""
     engine, config = trainer.engine, trainer.config
     model, run = engine.model, engine.run
     if not engine.processed:
         engine.processed = True
         run.process()
-    else:
+    else:  # a later run: techniques that were restored after the last one act again
         for technique in run.acting("restore"):
             if technique.active:
                 technique.process()
     if config.deterministic is not None:
         if config.deterministic and trainer.device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it for deterministic cuBLAS
         torch.use_deterministic_algorithms(bool(config.deterministic), warn_only=config.deterministic == "warn")
     if config.benchmark is False:
         torch.backends.cudnn.benchmark = False
@@ -72,7 +72,7 @@ def to_device(trainer: Trainer) -> None:
 
 
 def optimizers(trainer: Trainer) -> None:
-    """Ask for optimizers and schedulers, and wrap the model for the processes that train together."""
+    """Build optimizers and schedulers, and wrap the model for distributed training."""
     engine, model = trainer.engine, trainer.model
     hooks, optimizing = engine.hooks, engine.optimizing
     own = hooks.of_module("configure_optimizers")
@@ -94,7 +94,7 @@ def optimizers(trainer: Trainer) -> None:
 
 
 def log_hparams(trainer: Trainer) -> None:
-    """Give the hyper-parameters of module and datamodule to the loggers."""
+    """Send the hyper-parameters of module and datamodule to the loggers."""
     model, datamodule = trainer.model, trainer.datamodule
     given = [
         dict(getattr(owner, "hparams_initial", None) or owner.hparams)
@@ -107,7 +107,7 @@ def log_hparams(trainer: Trainer) -> None:
             f"Error while merging hparams: module and datamodule both have {sorted(differ)}, with different values:"
             " loggers could show only one of them"
         )
-    hparams = {name: value for one in given for name, value in one.items()}
+    hparams = {name: value for owner_hparams in given for name, value in owner_hparams.items()}
     for logger in trainer.loggers:
         if hparams:
             logger.log_hyperparams(hparams)
@@ -117,8 +117,8 @@ def log_hparams(trainer: Trainer) -> None:
 
 
 def _same(first: dict[str, Any], second: dict[str, Any], name: str) -> bool:
-    """Whether a hyper-parameter is the same in both; arrays and tensors must be one object."""
-    one, other = first[name], second[name]
-    if one is other or type(one) is not type(other):
-        return one is other
-    return not hasattr(one, "shape") and bool(one == other)
+    """Return whether a hyper-parameter is equal in both dicts; arrays and tensors must be the same object."""
+    value, other = first[name], second[name]
+    if value is other or type(value) is not type(other):
+        return value is other
+    return not hasattr(value, "shape") and bool(value == other)  # `==` of arrays is an array

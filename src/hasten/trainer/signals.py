@@ -1,7 +1,8 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C: the training saves and ends with an exit code that says why.
+"""Handles SIGTERM, SIGUSR1 and Ctrl-C: the training saves a checkpoint and exits with a code that says why.
 
-Exit codes: 143 after SIGTERM, 138 after SIGUSR1, 130 after Ctrl-C, as shells count them. A second Ctrl-C ends at once,
-without saving. Of several ranks, any one may get the signal; they stop at the same batch (see `Agreement`).
+A handler only records the request; the loops call `stop_if_asked` at safe points, which saves and raises. Exit codes:
+143 after SIGTERM, 138 after SIGUSR1, 130 after Ctrl-C, as shells count them. A second Ctrl-C ends the process at once,
+without saving. With several ranks, any rank may get the signal; all stop at the same batch (see `Agreement`).
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from hasten.trainer.watchdog import is_interactive as is_interactive
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
-_ASKS = (int(signal.SIGTERM), int(signal.SIGINT), int(signal.SIGUSR1))
+_SIGNALS = (int(signal.SIGTERM), int(signal.SIGINT), int(signal.SIGUSR1))
 _JOIN_SECONDS = 2.0
 
 
 @contextlib.contextmanager
 def watched(trainer: Trainer) -> Iterator[None]:
-    """While this lasts, SIGTERM, SIGUSR1 and Ctrl-C only ask the trainer to stop at the end of the batch."""
+    """Make SIGTERM, SIGUSR1 and Ctrl-C a request to stop at the end of the batch, inside this context."""
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield  # Python allows signal handlers in the main thread only
         return
     before: dict[int, Any] = {}
     stopping = trainer.engine.stopping
     agreement = stopping.agreement = Agreement(trainer) if trainer.world.size > 1 else None
     watchdog = Watchdog(trainer)
     process = os.getpid()
-    heard = 0  # by this process; of what another rank was told it hears from the store, perhaps before that one's word
+    heard = 0  # this process's own signal. `stopping.signal` may be set first by another rank's, through the store
 
-    def asked(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         if os.getpid() != process:
             _in_a_fork(number)
             return
@@ -57,17 +58,17 @@ def watched(trainer: Trainer) -> Iterator[None]:
         first = not stopping.signal
         stopping.signal = heard = number
         if first:
-            _tell(trainer, number)
-        own = before.get(number)
-        if number != signal.SIGINT and callable(own):  # a script's own handler is called too
-            own(number, frame)
+            _announce(trainer, number)
+        script_handler = before.get(number)
+        if number != signal.SIGINT and callable(script_handler):  # not for Ctrl-C: Python's own would raise
+            script_handler(number, frame)
 
-    for number in _ASKS:
-        if signal.getsignal(number) is signal.SIG_IGN:  # whoever started us wants this signal ignored
+    for number in _SIGNALS:
+        if signal.getsignal(number) is signal.SIG_IGN:  # the parent process wants this signal ignored (nohup)
             continue
-        if number == signal.SIGUSR1 and _is_handled(number):  # it may mean anything to a script
+        if number == signal.SIGUSR1 and _is_handled(number):  # the script uses SIGUSR1 for something else
             continue
-        before[number] = signal.signal(number, asked)
+        before[number] = signal.signal(number, on_signal)
     watchdog.start(before)
     try:
         if agreement is not None:
@@ -83,26 +84,26 @@ def watched(trainer: Trainer) -> Iterator[None]:
 
 
 def _is_handled(number: int) -> bool:
-    """Whether a signal does something here already: a handler of Python's, or of `faulthandler.register`."""
+    """Return whether a signal already has a handler: Python's, or one set in C, as by `faulthandler.register`."""
     if signal.getsignal(number) is not signal.SIG_DFL:
         return True
     try:
         status = Path("/proc/self/status").read_text()
-    except OSError:  # no Linux: leave it alone
+    except OSError:  # not Linux: assume that it has
         return True
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def _in_a_fork(number: int) -> None:
-    """A process was forked while training: the training decides about Ctrl-C; SIGTERM ends what was forked."""
+    """Handle a signal in a process forked while training: ignore Ctrl-C, which the training handles; end on SIGTERM."""
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
-def _tell(trainer: Trainer, number: int) -> None:
-    """Say what happens next; a handler may run in the middle of a print."""
+def _announce(trainer: Trainer, number: int) -> None:
+    """Announce the stop, from a handler that may have interrupted a print; pass the signal to launched ranks."""
     forward(number)
     if trainer.is_global_zero:
         again = "; Ctrl-C again quits at once" if number == signal.SIGINT else ""
@@ -111,14 +112,15 @@ def _tell(trainer: Trainer, number: int) -> None:
 
 
 class Agreement:
-    """Ranks agree through their store on the batch at which they stop; costs nothing until a rank is asked to.
+    """Lets ranks agree, through their store, on the batch at which all stop. Costs nothing until a rank is asked to.
 
-    A rank that was asked to stop leaves the number of batches it has done, and goes on. A thread in each of the others
-    sees that, and they do likewise. All stop at the first optimizer step after the latest of those numbers: ranks meet
-    in each step, so by then each of them has seen all the numbers.
+    Ranks must stop at the same batch, or the others would wait for them forever in the next gradient exchange. A rank
+    that is asked to stop writes the number of batches it has done, and continues. A thread in each other rank sees
+    that, and its rank does the same. All stop at the first optimizer step after the largest of these numbers: ranks
+    synchronize in each step, so by then each has seen all the numbers.
 
     Args:
-        trainer: Of a world of several ranks.
+        trainer: A Trainer with several ranks.
     """
 
     _runs = 0
@@ -134,37 +136,38 @@ class Agreement:
         self._thread = threading.Thread(target=self._look, name="hasten-stop", daemon=True)
 
     def listen(self) -> None:
-        """Begin to look whether another rank was asked to stop."""
+        """Start watching for a request to another rank."""
         self._thread.start()
 
     def close(self) -> None:
-        """The stage is over."""
+        """Stop watching, at the end of the stage."""
         self._over.set()
-        self._thread.join(_JOIN_SECONDS)  # where the network is cut, it waits for an answer of the store's machine
+        self._thread.join(_JOIN_SECONDS)  # with a timeout: if the network is down, the thread waits for the store
 
     def _look(self) -> None:
+        """Poll the store, in a thread, until another rank was asked to stop."""
         while not self._over.wait(0.25):
             try:
                 if self._store.check([self._name]):
                     self._stopping.signal = self._stopping.signal or int(self._store.get(self._name))
                     return
-            except RuntimeError:  # who served the store is gone; ranks notice that by other means
+            except RuntimeError:  # the store's process has ended; ranks notice that in their collectives
                 return
 
     def tell(self) -> None:
-        """Ask the other ranks to stop, too."""
+        """Ask the other ranks to stop too."""
         if not self._left:
             self._left = True
             world, number = self._trainer.world, self._stopping.signal
             self._store.set(f"{self._name}/{world.rank}", f"{self._trainer.progress.total_batches} {number}")
             self._store.set(self._name, str(number))
-            self._store.add(f"{self._name}/left", 1)  # unlike `set`, this waits until it is there
+            self._store.add(f"{self._name}/left", 1)  # unlike `set`, `add` returns only when the store has it
 
     def is_now(self, stepped: bool) -> int:
-        """The signal, if this is the batch at which all ranks stop; 0 if it is not.
+        """Return the signal if this is the batch at which all ranks stop, else 0.
 
         Args:
-            stepped: Whether the optimizer stepped in the batch just done, and so the ranks have met.
+            stepped: Whether the last batch ended with an optimizer step, which synchronizes the ranks.
         """
         self.tell()
         world = self._trainer.world
@@ -177,7 +180,7 @@ class Agreement:
 
 
 class Stopped(SystemExit):
-    """The training was asked to stop, and has saved."""
+    """Exit of a training that was asked to stop, raised after it has saved."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -185,18 +188,18 @@ class Stopped(SystemExit):
 
 
 def stopped(number: int) -> Stopped:
-    """Return the exception that ends a training; after SIGTERM, also the one of another framework that is in use."""
-    kind: Any = adapter().stopped(Stopped) if number == signal.SIGTERM else Stopped
-    return kind(number)  # type: ignore[no-any-return]
+    """Return the exception that ends a training; after SIGTERM, it also derives from the framework's in use, if any."""
+    exception: Any = adapter().stopped(Stopped) if number == signal.SIGTERM else Stopped
+    return exception(number)  # type: ignore[no-any-return]
 
 
 def stop_if_asked(trainer: Trainer, stepped: bool = True, together: bool = False) -> None:
-    """Save and end, if somebody asked for it.
+    """Save and exit, if a signal requested it.
 
     Args:
-        trainer: Whose run it is.
-        stepped: Whether the batch just done ended with an optimizer step.
-        together: All ranks are at this point now.
+        trainer: The Trainer.
+        stepped: Whether the last batch ended with an optimizer step.
+        together: Whether all ranks are at this point now, so that one reduction can decide.
     """
     stopping, world = trainer.engine.stopping, trainer.world
     asked = stopping.signal
@@ -205,7 +208,7 @@ def stop_if_asked(trainer: Trainer, stepped: bool = True, together: bool = False
     elif asked and stopping.agreement is not None:
         if trainer.stage.fn != "fit":
             stopping.agreement.tell()
-        elif trainer.validating:  # ranks do not meet in its batches: after it
+        elif trainer.validating:  # ranks do not synchronize in validation batches: stop after it
             return
         else:
             asked = stopping.agreement.is_now(stepped)
@@ -215,7 +218,7 @@ def stop_if_asked(trainer: Trainer, stepped: bool = True, together: bool = False
 
 
 def _stop(trainer: Trainer) -> None:
-    """Save, and leave with an exit code."""
+    """Save, and raise the exit."""
     number = trainer.engine.stopping.signal
     trainer.engine.stopping.interrupted = True
     ending()

@@ -1,4 +1,8 @@
-"""Where batches come from: loaders given, of a datamodule or of the module; several of them; how many batches."""
+"""Loaders as one source of batches: several loaders combined, their lengths and limits, and their positions.
+
+`Combined` holds a loader, or a nested list or dict of loaders ("tree"), flat as `leaves`. Each leaf has a `Position`,
+which can be saved and resumed; techniques are applied when a pass begins.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,12 @@ MODES = ("max_size_cycle", "min_size", "max_size", "sequential")
 
 
 class Combined:
-    """Several loaders in a nested list or dict, drawn from together (or, "sequential", one after the other).
+    """One or several loaders, in nested lists and dicts, drawn from together ("sequential": one after the other).
 
     Args:
         tree: A loader, or nested lists, tuples and dicts of them.
-        mode: "max_size_cycle" (until the longest ends; shorter ones begin again), "min_size" (until the shortest
-            ends), "max_size" (until the longest ends; None in place of those that are over) or "sequential".
+        mode: "max_size_cycle" (until the longest ends; shorter loaders restart), "min_size" (until the shortest ends),
+            "max_size" (until the longest ends; None for loaders that have ended) or "sequential".
     """
 
     def __init__(self, tree: Any, mode: str) -> None:
@@ -41,52 +45,54 @@ class Combined:
         self._drawn = [0] * len(self.leaves)
 
     def replace(self, leaves: list[Any]) -> None:
-        """Put other loaders in the places of these."""
+        """Replace the loaders, keeping the structure of the tree."""
         self.tree = _refilled(self.tree, iter(leaves))
         self.leaves = leaves
         self.positions = [Position(leaf) for leaf in leaves]
 
     @property
     def single(self) -> bool:
-        """Whether there is just one loader, in no list or dict."""
+        """Whether there is just one loader, not in a list or dict."""
         return len(self.leaves) == 1 and self.leaves[0] is self.tree
 
     def batches(self) -> float:
-        """Return how many batches a pass has; infinity when nobody knows."""
+        """Return the number of batches in a pass; infinity when unknown."""
         sizes = [min(length(leaf), limit) for leaf, limit in zip(self.leaves, self.limits, strict=True)]
         if not sizes:
             return 0
         return sum(sizes) if self.mode == "sequential" else min(sizes) if self.mode == "min_size" else max(sizes)
 
     def begin(self, run: Run, states: list[Any] | None = None) -> Callable[[], Any]:
-        """The function that gives a pass its next batch and raises StopIteration at its end.
+        """Begin a pass; return the function that fetches its next batch, and raises StopIteration at its end.
 
         Args:
-            run: Whose techniques act on the passes.
-            states: Where to go on (see `state_dict`); None for a new pass.
+            run: The Run whose techniques act on the passes.
+            states: Positions to resume from (see `state_dict`); None for a new pass.
         """
         starts = [self._opener(i, run, states[i] if states else None) for i in range(len(self.leaves))]
         if self.single:
             fetch = starts[0]()
             if self.limits[0] == math.inf or self.limits[0] >= length(self.leaves[0]):
-                return fetch
+                return fetch  # the limit cannot be reached: no wrapper per batch
             return _limited(fetch, int(self.limits[0]) - (states[0]["batches"] if states else 0))
         return self._together(starts)
 
     def _opener(self, index: int, run: Run, state: Any) -> Callable[[], Callable[[], Any]]:
+        """Return a function that opens a pass of one loader: the first time at `state`, later from the start."""
         position = self.positions[index]
         resumed = [state]
 
         def open_one() -> Callable[[], Any]:
             state = resumed.pop() if resumed else None
-            going_on = None if state is None else position.resume(state)
-            iterator = position.begin() if going_on is None else going_on
+            resumed_iterator = None if state is None else position.resume(state)
+            iterator = position.begin() if resumed_iterator is None else resumed_iterator
             self._drawn[index] = 0 if state is None else state["batches"]
             return with_techniques(iterator, run)
 
         return open_one
 
     def _together(self, starts: list[Callable[[], Callable[[], Any]]]) -> Callable[[], Any]:
+        """Return the function that fetches one batch of each loader, in the structure of the tree."""
         if self.mode == "sequential":
             raise HastenError(
                 'training draws from its loaders together; "sequential" is for validation', "use another mode"
@@ -94,8 +100,9 @@ class Combined:
         fetches = [_limited(start(), limit) for start, limit in zip(starts, self.limits, strict=True)]
         over = [False] * len(fetches)
 
-        def one(index: int) -> Any:
+        def fetch_one(index: int) -> Any:
             if not self._drawn[index]:
+                # A sampler may draw its seed at its first batch, after other loaders have used random numbers.
                 self.positions[index].first()
             try:
                 batch = fetches[index]()
@@ -105,6 +112,7 @@ class Combined:
                     raise
                 if self.mode == "max_size":
                     return None
+                # "max_size_cycle": a shorter loader starts another pass.
                 fetches[index] = _limited(starts[index](), self.limits[index])
                 self.positions[index].first()
                 batch = fetches[index]()
@@ -113,24 +121,24 @@ class Combined:
 
         def fetch() -> Any:
             if self.mode == "max_size":
-                parts = [None if over[index] else one(index) for index in range(len(fetches))]
+                parts = [None if over[index] else fetch_one(index) for index in range(len(fetches))]
                 if all(over):
                     raise StopIteration
             else:
-                parts = [one(index) for index in range(len(fetches))]
+                parts = [fetch_one(index) for index in range(len(fetches))]
             return _refilled(self.tree, iter(parts))
 
         return fetch
 
     def as_now(self, resumed: dict[str, Any]) -> dict[str, Any]:
-        """Return a loop's state with its batches counted as the loaders make them now: of other sizes, on other ranks.
+        """Convert a saved loop's position to batches as the loaders make them now: of another size, or on other ranks.
 
         Raises:
-            HastenError: That number is not the same for all loaders that are drawn from together.
+            HastenError: Several loaders are drawn from together, and the count of any of them changes.
         """
         states = resumed["positions"]
         if len(states) != len(self.positions):
-            return resumed  # `resume` says so
+            return resumed  # `Position.resume` reports the mismatch
         over = [position.batches_over(state) for position, state in zip(self.positions, states, strict=True)]
         if over == [state["batches"] for state in states]:
             return resumed
@@ -142,7 +150,7 @@ class Combined:
         return {**resumed, "positions": [{**states[0], "batches": over[0]}], "batch_idx": over[0]}
 
     def state_dict(self, batches: int) -> list[Any]:
-        """Return where a pass stands after so many batches."""
+        """Return the positions of a pass after this many batches."""
         drawn = [batches] if self.single else self._drawn
         return [
             {**position.state_dict(count), "batches": count}
@@ -165,7 +173,7 @@ def _limited(fetch: Callable[[], Any], limit: float) -> Callable[[], Any]:
 
 
 def _is_collection(tree: Any) -> bool:
-    """Whether it holds loaders; a list of plain numbers or texts is a loader itself, whose batches they are."""
+    """Return whether a node holds loaders. A list of plain numbers or strings is itself a loader of such batches."""
     if not isinstance(tree, list | tuple | Mapping):
         return False
     parts = tree.values() if isinstance(tree, Mapping) else tree
@@ -191,7 +199,7 @@ def _refilled(tree: Any, leaves: Iterator[Any]) -> Any:
 
 
 def combined(given: Any, mode: str) -> Combined:
-    """Return what somebody gave as loaders, as Combined; a CombinedLoader of another framework keeps its mode."""
+    """Return the user's loaders as Combined; a CombinedLoader of another framework keeps its mode."""
     own_mode = getattr(given, "_mode", None)
     if own_mode in MODES and hasattr(given, "iterables"):
         return Combined(given.iterables, own_mode)
@@ -199,7 +207,7 @@ def combined(given: Any, mode: str) -> Combined:
 
 
 def length(loader: Any) -> float:
-    """Batches in a pass; infinity when the loader cannot tell."""
+    """Return the number of batches in a pass; infinity when the loader has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -207,13 +215,13 @@ def length(loader: Any) -> float:
 
 
 def limited(total: float, limit: float | None, flag: str, error: Any = HastenError) -> float:
-    """Return how many batches of a loader are used.
+    """Return the number of batches to use from a loader.
 
     Args:
-        total: Batches it has; infinity when unknown.
+        total: Number of its batches; infinity when unknown.
         limit: An int is a number of batches, a float a share of them; None means all.
         flag: The flag's name, for messages.
-        error: The exception.
+        error: The exception to raise.
     """
     if limit is None or total == 0:
         return total
@@ -235,11 +243,11 @@ def limited(total: float, limit: float | None, flag: str, error: Any = HastenErr
 
 
 class NotALoaderError(HastenError, TypeError):
-    """What is no loader is the wrong type of thing in Python."""
+    """Something that is not a loader was given as one; also a TypeError, as Python raises for a wrong type."""
 
 
 def refuse_batches(tree: Any, what: str) -> None:
-    """Raise where a list of batches was given in place of a loader: its tensors would be taken for loaders."""
+    """Raise if a list of batches was given as a loader: its tensors would be taken for loaders."""
     if any(isinstance(leaf, torch.Tensor) for leaf in _leaves(tree)) and _is_collection(tree):
         raise TypeError(
             f"{what} is a {type(tree).__name__} of tensors: lists and dicts are taken for several loaders; for ready"
@@ -248,11 +256,11 @@ def refuse_batches(tree: Any, what: str) -> None:
 
 
 def check_iterable(loader: Any, whence: str) -> None:
-    """Raise where a thing cannot be iterated over.
+    """Raise if a loader cannot be iterated over.
 
     Args:
-        loader: The thing.
-        whence: Where it comes from: "passed to ..." or "returned from ...".
+        loader: The loader.
+        whence: Its origin, for the message: "passed to ..." or "returned from ...".
     """
     try:
         if not hasattr(loader, "__iter__"):
@@ -264,21 +272,22 @@ def check_iterable(loader: Any, whence: str) -> None:
 
 
 def overfitting(loader: Any) -> Any:
-    """A loader that gives the same batches in every pass."""
+    """Return a loader that yields the same batches in every pass: a DataLoader without shuffling."""
     if isinstance(loader, DataLoader) and not isinstance(loader.sampler, SequentialSampler):
         return changed(loader, sampler=SequentialSampler(loader.dataset))  # type: ignore[arg-type]
     return loader
 
 
 def evaluation_batches(source: Combined, limits: list[float], run: Run) -> Iterator[tuple[Any, int, int]]:
-    """`(batch, batch_idx, dataloader_idx)` of an evaluation: loaders one after the other, or together."""
+    """Yield `(batch, batch_idx, dataloader_idx)` of an evaluation: loaders one after the other, or together."""
     if source.mode == "sequential":
         for index, (leaf, limit) in enumerate(zip(source.leaves, limits, strict=True)):
             if not limit:
                 continue
             position = source.positions[index]
-            stays = is_persistent(leaf) and position.loader is leaf  # its workers' states go on from pass to pass
-            fetch = _limited(with_techniques(position.begin() if stays else iter(leaf), run), limit)
+            # Persistent workers carry their random states from pass to pass, so a checkpoint needs their position.
+            persistent = is_persistent(leaf) and position.loader is leaf
+            fetch = _limited(with_techniques(position.begin() if persistent else iter(leaf), run), limit)
             for number in itertools.count():
                 try:
                     batch = fetch()

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Function(StrEnum):
-    """The Trainer method that a person called."""
+    """The Trainer method that was called."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -17,7 +17,7 @@ class Function(StrEnum):
 
 
 class Running(StrEnum):
-    """The loop that runs now."""
+    """The loop that is running."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -27,17 +27,17 @@ class Running(StrEnum):
 
     @property
     def evaluating(self) -> bool:
-        """Whether it is validation or test."""
+        """Whether the loop is validation or test."""
         return self in ("validate", "test", "sanity_check")
 
     @property
     def dataloader_prefix(self) -> str:
-        """How its loaders are called: "train", "val", "test" or "predict"."""
+        """The prefix of its loaders' names: "train", "val", "test" or "predict"."""
         return "val" if self in ("validate", "sanity_check") else self.value
 
 
 class Status(StrEnum):
-    """How far a run is."""
+    """The status of a run."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -46,7 +46,7 @@ class Status(StrEnum):
 
     @property
     def stopped(self) -> bool:
-        """Whether it is over, in whatever way."""
+        """Whether the run is over, finished or interrupted."""
         return self in ("finished", "interrupted")
 
 
@@ -54,7 +54,7 @@ class Status(StrEnum):
 class Stage:
     """The stage that a Trainer is in.
 
-    Texts become members of these, which equal them.
+    Strings that are assigned become members of the enums above, which compare equal to them.
 
     Attributes:
         fn: "fit", "validate", "test", "predict" or None.
@@ -71,35 +71,35 @@ class Stage:
         object.__setattr__(self, name, value if value is None else kind(value))
 
     def __eq__(self, other: object) -> bool:
-        """Whether another state, of whatever class, says the same."""
+        """Return whether another state, of any class, has equal attributes."""
         return all(getattr(other, name, "") == value for name, value in vars(self).items())
 
-    __hash__ = None  # type: ignore[assignment]  # it changes
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     @property
     def finished(self) -> bool:
-        """Whether it ended by itself."""
+        """Whether the run ended normally."""
         return self.status == "finished"
 
     @property
     def stopped(self) -> bool:
-        """Whether it is over, in whatever way."""
+        """Whether the run is over, finished or interrupted."""
         return self.status in ("finished", "interrupted")
 
 
 @dataclass
 class Metrics:
-    """Logged values by name, unread tensors: for callbacks, for loggers, for the progress line."""
+    """Logged values by name, for callbacks, loggers and the progress line: tensors not yet read from the device."""
 
     callback: dict[str, Any] = field(default_factory=dict)
     logged: dict[str, Any] = field(default_factory=dict)
     bar: dict[str, Any] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all values."""
         self.callback, self.logged, self.bar = {}, {}, {}
 
     def to_cpu(self) -> None:
-        """Bring the values to the host: training is over."""
+        """Copy the values to the host, when training is over."""
         for values in (self.callback, self.logged, self.bar):
             values.update({name: value.cpu() if hasattr(value, "cpu") else value for name, value in values.items()})

@@ -1,4 +1,9 @@
-"""One training step, put together once at set-up: only what is installed runs in it."""
+"""Builds the training step once, at set-up, from what is in use: an unused hook or technique costs nothing per step.
+
+A step is `step(batch, batch_idx, first, last)`, where `first` and `last` tell whether the batch opens or closes its
+accumulation window. It differentiates the batch; in a window's last batch it then prepares (hooks, clipping) and steps
+the optimizer. An optimizer such as LBFGS, or a module's own `optimizer_step`, gets the first two parts as a closure.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +23,14 @@ if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
 Step = Callable[[Any, int, bool, bool], Any]
-"""`(batch, batch_idx, first, last)` of an accumulation window -> what training_step gave."""
+"""`(batch, batch_idx, first, last)` -> the output of training_step; first and last in the accumulation window."""
 
 Differentiate = Callable[[Any, int, bool], Any]
-"""`(batch, batch_idx, first)` of an accumulation window -> what training_step gave; gradients are there."""
+"""`(batch, batch_idx, first)` -> the output of training_step, with gradients computed; first in the window."""
 
 
 def takes_batch_idx(method: Any) -> bool:
-    """Whether a step method takes more than the batch."""
+    """Return whether a step method takes `batch_idx` besides the batch."""
     parameters = list(inspect.signature(method).parameters.values())
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return True
@@ -33,7 +38,7 @@ def takes_batch_idx(method: Any) -> bool:
 
 
 def called(trainer: Trainer, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A step method of the module behind what changes its forward: techniques, and DDP in training."""
+    """Wrap a step method of the module in what changes its forward: the strategy (DDP), the profiler and techniques."""
     engine = trainer.engine
     module, run = engine.model, engine.run
     if name == "training_step":
@@ -45,6 +50,7 @@ def called(trainer: Trainer, name: str, method: Callable[..., Any]) -> Callable[
     if measures(trainer.profiler):
         method = profiled(trainer.profiler, f"[Strategy]{engine.strategy.label}Strategy.{name}", method)
     if run.acting("forward"):
+        # Techniques (autocast, for example) wrap the whole step, as they wrap `model(...)` in an unmodified script.
 
         def plain(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return method(*args, **kwargs)
@@ -55,8 +61,10 @@ def called(trainer: Trainer, name: str, method: Callable[..., Any]) -> Callable[
 
 
 def _clearing(trainer: Trainer, hooks: Hooks, optimizer: Any) -> Callable[[int], None]:
-    """Return what clears gradients at the start of an accumulation window, as cheaply as the optimizer allows."""
+    """Return a function that clears gradients at the start of an accumulation window, as cheaply as possible."""
     before, own = hooks.of("on_before_zero_grad"), hooks.of_module("optimizer_zero_grad")
+    # torch's own `zero_grad` wraps its loop in a profiler range each time, so `clear` inlines the loop. An override, in
+    # a subclass or set on the object, is called.
     inherited = getattr(type(optimizer), "zero_grad", None) is torch.optim.Optimizer.zero_grad
     plain = inherited and "zero_grad" not in vars(optimizer)
 
@@ -66,7 +74,7 @@ def _clearing(trainer: Trainer, hooks: Hooks, optimizer: Any) -> Callable[[int],
         if own is not None:
             own(trainer.progress.current_epoch, batch_idx, optimizer)
         elif plain:
-            for group in optimizer.param_groups:  # as they are now: a callback may have changed them
+            for group in optimizer.param_groups:  # read each time: a callback may have changed them
                 for parameter in group["params"]:
                     parameter.grad = None
         else:
@@ -76,7 +84,7 @@ def _clearing(trainer: Trainer, hooks: Hooks, optimizer: Any) -> Callable[[int],
 
 
 def automatic(trainer: Trainer, hooks: Hooks) -> Step:
-    """The step of a module that leaves optimizing to the Trainer."""
+    """Return the step of a module with automatic optimization: the Trainer runs backward and steps the optimizer."""
     engine, progress, module = trainer.engine, trainer.progress, trainer.model
     optimizing = engine.optimizing
     optimizer = optimizing.optimizers[0]
@@ -86,7 +94,7 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
         training_step = lambda batch, batch_idx: takes_batch(batch)  # noqa: E731
     clear = _clearing(trainer, hooks, optimizer)
     backward = backward_of(trainer, hooks)
-    if trainer.config.optimizer_in_backward:
+    if trainer.config.optimizer_in_backward:  # the backward steps parameters; `optimizer.step()` finds no gradients
         optimizing.in_backward, backward = step_in_backward(trainer, hooks, optimizer, backward)
     prepare = optimizing.prepare = preparation(trainer, hooks, optimizer)
     own_step = hooks.of_module("optimizer_step")
@@ -94,12 +102,12 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
     sync = engine.strategy.syncing()
     tensor = torch.Tensor
 
-    def whole(batch: Any, batch_idx: int, first: bool) -> Any:
+    def whole_batch(batch: Any, batch_idx: int, first: bool) -> Any:
         output = training_step(batch, batch_idx)
         loss = output if isinstance(output, tensor) else loss_of(output)
         every = trainer.config.accumulate_grad_batches
         if every != 1 and loss is not None:
-            loss = loss / every
+            loss = loss / every  # so that the window's gradient is a mean over its batches, not a sum
         if optimizing.skips_backward:  # stochastic weight averaging only updates BatchNorm in its last epoch
             return output
         if first:
@@ -108,7 +116,7 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
             backward(loss)
         return output
 
-    differentiate: Differentiate = whole
+    differentiate: Differentiate = whole_batch
     if engine.strategy.differentiates:
         differentiate = differentiated_within(trainer, hooks, training_step, clear)
     if trainer.config.microbatch is not None:
@@ -117,7 +125,7 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
     def step(batch: Any, batch_idx: int, first: bool, last: bool) -> Any:
         names["_current_fx_name"] = "training_step"
         if sync is not None:
-            sync(last)
+            sync(last)  # under DDP, ranks exchange gradients in a window's last batch only
         if not last:
             return differentiate(batch, batch_idx, first)
         if with_closure is not None:
@@ -136,10 +144,10 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
 def differentiated_within(
     trainer: Trainer, hooks: Hooks, training_step: Callable[..., Any], clear: Callable[[int], None]
 ) -> Differentiate:
-    """Return what computes a batch's gradients where `training_step` runs the backward as well: a pipeline's does.
+    """Return the function that computes a batch's gradients when `training_step` runs the backward too (a pipeline).
 
     Raises:
-        HastenError: Something wants to see the loss in between.
+        HastenError: A hook of the module needs to run between forward and backward.
     """
     for name in ("on_before_backward", "backward"):
         if hooks.of_module(name) is not None:
@@ -148,7 +156,7 @@ def differentiated_within(
                 f" {name} could not be called between them",
                 "leave this hook out",
             )
-    # Of callbacks, such as NaNWatch: they look at the loss, which is known when the backward is over.
+    # Callbacks such as NaNWatch only read the loss, so they may be called when the backward is over.
     before, after = hooks.of_callbacks("on_before_backward"), hooks.of("on_after_backward")
 
     def differentiate(batch: Any, batch_idx: int, first: bool) -> Any:
@@ -173,40 +181,41 @@ def differentiated_within(
 def stepping_by_closure(
     trainer: Trainer, differentiate: Differentiate, own_step: Callable[..., Any] | None
 ) -> Callable[[Any, int, bool], Any]:
-    """Return a window's last step where the optimizer, or the module's `optimizer_step`, calls the model itself."""
+    """Return the step for a window's last batch when the optimizer, or `optimizer_step`, evaluates the model itself."""
     progress, optimizing, names = trainer.progress, trainer.engine.optimizing, trainer.model.__dict__
     optimizer, prepare = optimizing.optimizers[0], optimizing.prepare
 
     def step(batch: Any, batch_idx: int, first: bool) -> Any:
-        kept: list[Any] = [None]
-        done: list[bool] = []
+        last_output: list[Any] = [None]
+        evaluated: list[bool] = []
 
-        @torch.enable_grad()
-        def closure() -> Any:  # some optimizers call it under no_grad
+        @torch.enable_grad()  # some optimizers call the closure under no_grad
+        def closure() -> Any:
             names["_current_fx_name"] = "training_step"
-            kept[0] = differentiate(batch, batch_idx, first or bool(done))
-            done.append(True)
+            # LBFGS calls this several times per step: each evaluation after the first starts from cleared gradients.
+            last_output[0] = differentiate(batch, batch_idx, first or bool(evaluated))
+            evaluated.append(True)
             if own_step is None:
-                prepare()  # else the optimizer that the module is given does it: it may call this on its own
-            return scaled_loss(kept[0], trainer.config.accumulate_grad_batches)
+                prepare()  # otherwise CountedOptimizer does: optimizer_step may call this closure itself, then step()
+            return scaled_loss(last_output[0], trainer.config.accumulate_grad_batches)
 
         if own_step is not None:
             own_step(progress.current_epoch, batch_idx, optimizing.counted[0], closure)
         else:
             optimizer.step(closure=closure)
         progress.global_step += 1
-        if not done:
+        if not evaluated:
             raise trainer.misconfigured(
                 "The closure hasn't been executed by the step of the optimizer, so nothing was trained",
                 "in optimizer_step call optimizer.step(closure=optimizer_closure); an optimizer's step has to call it",
             )
-        return kept[0]
+        return last_output[0]
 
     return step
 
 
 def preparation(trainer: Trainer, hooks: Hooks, optimizer: Any) -> Callable[[], None]:
-    """Return what comes between backward and step: hooks, then clipping."""
+    """Return the function that runs between backward and step: hooks, then clipping."""
     before_step = hooks.of("on_before_optimizer_step")
     own_clipping = hooks.of_module("configure_gradient_clipping")
     clips, clip = bool(trainer.config.gradient_clip_val), trainer.engine.strategy.clip
@@ -231,7 +240,7 @@ def preparation(trainer: Trainer, hooks: Hooks, optimizer: Any) -> Callable[[], 
 
 
 def manual(trainer: Trainer, hooks: Hooks) -> Step:
-    """The step of a module that steps its optimizers itself."""
+    """Return the step of a module with manual optimization, which steps its optimizers itself."""
     module = trainer.model
     training_step = called(trainer, "training_step", module.training_step)
     if not takes_batch_idx(module.training_step):
@@ -253,13 +262,13 @@ def manual(trainer: Trainer, hooks: Hooks) -> Step:
 
 
 def needs_closure(optimizer: Any) -> bool:
-    """Whether an optimizer evaluates the model itself: LBFGS, and those by others, which may."""
+    """Return whether an optimizer may evaluate the model itself: LBFGS, and any optimizer that is not torch's."""
     kind = type(optimizer)
     return isinstance(optimizer, torch.optim.LBFGS) or not kind.__module__.startswith("torch.optim")
 
 
 def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:
-    """`backward(loss)` with the hooks around it, a module's own way, and techniques."""
+    """Return `backward(loss)` with hooks, the module's own `backward` if it defines one, and techniques."""
     before, after = hooks.of("on_before_backward"), hooks.of("on_after_backward")
     own = hooks.of_module("backward")
     run = trainer.engine.run
@@ -284,7 +293,10 @@ def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:
 
 
 def through(wrapped: Callable[..., None], own: Callable[..., None]) -> Callable[..., None]:
-    """A module's own way to differentiate; the `loss.backward()` in it passes through the techniques."""
+    """Wrap a module's own `backward` so that the `loss.backward()` in it passes through the techniques.
+
+    `Tensor.backward` looks `torch.autograd.backward` up at each call, so that name is replaced for the call.
+    """
 
     def backward(*args: Any, **kwargs: Any) -> None:
         plain = torch.autograd.backward
@@ -298,7 +310,7 @@ def through(wrapped: Callable[..., None], own: Callable[..., None]) -> Callable[
 
 
 class CountedOptimizer:
-    """An optimizer whose steps the Trainer counts, for manual optimization."""
+    """Wrapper of an optimizer whose steps the Trainer counts; `Module.optimizers()` and `optimizer_step` get it."""
 
     def __init__(self, optimizer: Any, trainer: Trainer, before: list[Any]) -> None:
         self.optimizer = optimizer
@@ -309,7 +321,7 @@ class CountedOptimizer:
         return getattr(self.optimizer, name)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step; in manual optimization it counts as one of the training's steps."""
+        """Call hooks and clipping, then step the optimizer; in manual optimization, count the step."""
         automatic = self._trainer.model.automatic_optimization
         prepare: Callable[[], None] = self._trainer.engine.optimizing.prepare if automatic else self._call_hooks
         if closure is None:
@@ -327,7 +339,7 @@ class CountedOptimizer:
 
 
 def _followed_by(closure: Callable[[], Any], prepare: Callable[[], None]) -> Callable[[], Any]:
-    """Return a closure that calls `prepare` when its gradients are there, before the optimizer uses them."""
+    """Return a closure that calls `prepare` after computing gradients, before the optimizer uses them."""
 
     @torch.enable_grad()
     def closed() -> Any:

@@ -1,4 +1,4 @@
-"""Trainer: trains a module; every cure for slowness is a flag."""
+"""The Trainer: trains, validates, tests and predicts with a module; each technique for speed is a flag."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
     from hasten.check.checked import Checked
 
 Loaders = Any
-"""A DataLoader, anything iterable, or lists and dicts of them."""
+"""A DataLoader, any iterable of batches, or nested lists and dicts of them."""
 
 _BUILT = ("accelerator", "strategy", "callbacks", "logger", "profiler")
-"""Flags whose name on a Trainer is what was built from them."""
+"""Flags whose attribute on a Trainer is the object built from the flag (`trainer.logger`), not the flag's value."""
 
 
 class Trainer(TrainerProperties):
-    __doc__ = f"""Train, validate, test and predict.
+    __doc__ = f"""Trains, validates, tests and predicts with a module.
 
     Attributes:
-        config: The flags. Setting one on the Trainer (`trainer.max_epochs = 5`) replaces it as a whole.
+        config: The flags, frozen. Setting a flag on the Trainer (`trainer.max_epochs = 5`) replaces the whole Config.
         progress: All counters.
-        engine: What is built for a run.
+        engine: The objects built for a run: processes, strategy, hooks, loaders, optimizers, loop.
 
     Args:
 {documentation()}
 
     Raises:
-        HastenError: A flag is unknown (with what was probably meant), out of range, or contradicts another.
+        HastenError: A flag is unknown (the message suggests the closest one), out of range, or contradicts another.
 
     Example:
         >>> trainer = hasten.Trainer(max_epochs=10, precision="bf16-mixed", accumulate_grad_batches=16)
@@ -60,11 +60,11 @@ class Trainer(TrainerProperties):
 
     @takes(Config)
     def __init__(self, **flags: Any) -> None:
-        found = adapter().environment_flags(type(self).__name__, flags)
-        flags |= {name: value for name, (_, value) in found.items()}
-        with noting(found):
+        from_environment = adapter().environment_flags(type(self).__name__, flags)
+        flags |= {name: value for name, (_, value) in from_environment.items()}
+        with noting(from_environment):
             self._set_up(flags)
-        for line in (*set_by(found), *installing.one_or_all(flags)):
+        for line in (*set_by(from_environment), *installing.one_or_all(flags)):
             self.say(line)
 
     def _set_up(self, flags: dict[str, Any]) -> None:
@@ -72,13 +72,13 @@ class Trainer(TrainerProperties):
         self.given = Config(**flags)
         self.config = self.given.settled()
         if self.config.seed is not None:
-            seed_everything(self.config.seed)
+            seed_everything(self.config.seed)  # before anything below draws random numbers
         self.progress, self.stage, self.metrics = Progress(), Stage(), Metrics()
         self._said: set[str] = set()
         techniques = installing.installed(self.config)
         self.installed, self._remarks = techniques.settings, techniques.remarks
         if "precision" in self.installed:
-            self.config = replace(self.config, precision=self.installed["precision"])
+            self.config = replace(self.config, precision=self.installed["precision"])  # it may come from the plan
         self.engine = Engine(self, self.config, techniques.run)
         self.engine.strategy.check(self.installed, self.config.plan)
         attachments = Attachments(self.given, self.config)
@@ -87,7 +87,7 @@ class Trainer(TrainerProperties):
         self.callbacks: list[Any] = attachments.callbacks() + techniques.callbacks
         self.checkpointing = Checkpointing(self, self.config.background_saves)
 
-    # -- what a person calls ---------------------------------------------------------------------------
+    # -- what users call ------------------------------------------------------------------------------
 
     def fit(
         self,
@@ -101,22 +101,22 @@ class Trainer(TrainerProperties):
         loss: Callable[..., torch.Tensor] | None = None,
         optimizer: Any = None,
     ) -> None:
-        """Train a module.
+        """Train a module, and validate it between training steps.
 
         Args:
-            model: A `hasten.Module`, a module of a framework that hasten knows, or any `nn.Module` with `loss`.
-            train_dataloaders: A DataLoader, anything iterable, or nested lists and dicts of them; or a datamodule.
+            model: A `hasten.Module`, a module of a supported framework, or any `nn.Module` together with `loss`.
+            train_dataloaders: A DataLoader, any iterable, or nested lists and dicts of them; or a datamodule.
             val_dataloaders: The same, for validation.
-            datamodule: A datamodule that has the loaders.
-            ckpt_path: Go on from this checkpoint: a path, "last" or "best". Going on is exact: a run that was killed
-                and went on ends with the weights of one that was not, on CPU to the last bit.
-            weights_only: Accepted for scripts that pass it; checkpoints are never unpickled, whatever it says.
-            loss: With a plain `nn.Module`: `loss(model(*inputs), target)` for batches of (inputs..., target).
-            optimizer: With `loss`: an optimizer, or a function from parameters to one; default AdamW at 1e-3.
+            datamodule: An object that provides the loaders (`train_dataloader`, `val_dataloader`).
+            ckpt_path: Resume from this checkpoint: a path, "last" or "best". Resuming is exact: a run that was killed
+                and resumed ends with the same weights as an uninterrupted run, on CPU to the last bit.
+            weights_only: Accepted for scripts that pass it, and ignored: checkpoints are never unpickled.
+            loss: For a plain `nn.Module`: `loss(model(*inputs), target)` for batches of (inputs..., target).
+            optimizer: With `loss`: an optimizer, or a function from parameters to an optimizer; default AdamW at 1e-3.
 
         Raises:
             HastenError: The module lacks a step or an optimizer, or the checkpoint is damaged.
-            SystemExit: After SIGTERM (code 143) and Ctrl-C (130), when the checkpoint is written.
+            SystemExit: After SIGTERM (exit code 143), SIGUSR1 (138) or Ctrl-C (130), once the checkpoint is written.
         """
         if loss is not None:
             refuse_class("loss", loss)
@@ -139,27 +139,27 @@ class Trainer(TrainerProperties):
         epochs: int = 2,
         resume: bool = True,
     ) -> Checked:
-        """Compare this Trainer's techniques with the same training without them, step by step; trains nothing here.
+        """Compare training under this Trainer's techniques with plain training, step by step; trains nothing here.
 
-        Some batches are trained in forks of this process, plain and under the techniques (of flags and plan), on one
-        thread. Losses, gradients, weights, buffers, optimizer state, random states, samples and checkpoints must be
-        equal to the bit for techniques that are `exact`, within the training's own rounding for `rounding`.
+        Forks of this process train a few batches on one thread, without and with the techniques of flags and plan.
+        Losses, gradients, weights, buffers, optimizer state, random states, samples and checkpoints must be equal to
+        the bit for techniques that are `exact`, and within the training's own rounding for `rounding`.
 
         Args:
-            model: As for `fit`; so are the loaders, `datamodule`, `loss` and `optimizer`.
-            batches: Batches of each pass, of training and of validation.
+            model: As for `fit`, like the loaders, `datamodule`, `loss` and `optimizer`.
+            batches: Batches per pass, of training and of validation.
             epochs: Passes.
-            resume: Also go on from the checkpoint, in both directions.
+            resume: Also resume from checkpoints: plain ones under the techniques, and the reverse.
 
         Returns:
-            What was found; `print` shows it, `.ok` is the answer.
+            The result of the check: `print` shows it, `.ok` tells whether it passed.
 
         Raises:
             HastenError: The training fails without any technique, or this process has used the GPU and cannot fork.
 
         Example:
-            >>> found = hasten.Trainer(plan="hasten.toml").check(model, train_loader, val_loader)
-            >>> assert found.ok, found
+            >>> checked = hasten.Trainer(plan="hasten.toml").check(model, train_loader, val_loader)
+            >>> assert checked.ok, checked
         """
         from hasten.trainer.check import check
 
@@ -185,21 +185,21 @@ class Trainer(TrainerProperties):
         memory: int | None = None,
         timeout: float = 60.0,
     ) -> BatchSizes:
-        """Find the largest batch that is safe, where throughput saturates, and what memory goes to.
+        """Find the largest batch size that is safe, where throughput saturates, and what uses the memory.
 
-        Copies of the module train some steps and validate, three times over, with larger and larger batches, the
-        longest samples first. Module, optimizer, loaders and random states are afterwards as they were, to the bit.
+        Copies of the module train some steps and validate, three times over, with growing batches, the longest samples
+        first. Module, optimizer, loaders and random states are restored afterwards, to the bit.
 
         Args:
-            model: As for `fit`; so are the loaders, `datamodule`, `loss` and `optimizer`.
-            memory: Bytes that this process, or the GPU, may have in all; default: nine tenths of what is free.
-            timeout: Seconds after which one attempt is ended.
+            model: As for `fit`, like the loaders, `datamodule`, `loss` and `optimizer`.
+            memory: Bytes that this process, or the GPU, may use in total; default: 90 % of the free memory.
+            timeout: Seconds after which an attempt is stopped.
 
         Returns:
             `.largest`, `.saturated`, `.rates`, `.peaks` and `.memory`; `print` shows them.
 
         Raises:
-            HastenError: The batch size cannot be changed, the module not copied, or the own batch size does not fit.
+            HastenError: The batch size cannot be changed, the module not copied, or the current size does not fit.
         """
         from hasten.trainer.finders import find
 
@@ -218,15 +218,15 @@ class Trainer(TrainerProperties):
         """Run `validation_step` over the validation loaders.
 
         Args:
-            model: The module; default: the one trained last, with its best checkpoint if there is one.
+            model: The module; default: the module trained last, with its best checkpoint if there is one.
             dataloaders: Default: those of the datamodule or the module.
-            ckpt_path: Weights to load: a path, "best" or "last"; None with `model` takes its weights as they are.
-            verbose: Print what was logged.
-            datamodule: A datamodule that has the loaders.
+            ckpt_path: Weights to load: a path, "best" or "last"; None with `model` keeps the weights it has.
+            verbose: Print the logged values.
+            datamodule: An object that provides the loaders.
             weights_only: As for `fit`.
 
         Returns:
-            What was logged, a dict for each loader.
+            The logged values, a dict for each loader.
         """
         path = arguments.weights_of(self, model, ckpt_path)
         self._attach(model, "validate", dataloaders, datamodule, val=dataloaders)
@@ -258,7 +258,7 @@ class Trainer(TrainerProperties):
         """Run `predict_step` over the prediction loaders.
 
         Returns:
-            Its outputs on the host, by batch; with several loaders a list for each; None if not `return_predictions`.
+            The outputs on the host, by batch; with several loaders a list for each; None if not `return_predictions`.
         """
         path = arguments.weights_of(self, model, ckpt_path)
         self._attach(model, "predict", dataloaders, datamodule, predict=dataloaders)
@@ -266,9 +266,9 @@ class Trainer(TrainerProperties):
         return session.run(self, "predict", path, return_predictions=keep)  # type: ignore[no-any-return]
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
-        """Write a checkpoint of the training as it stands; every process calls this.
+        """Write a checkpoint of the training's current state. Every process must call this.
 
-        The file is written whole or not at all, in the background: `fit` waits for it before it returns.
+        The file is written atomically, in the background: `fit` waits for it before it returns.
         """
         self.checkpointing.save(filepath, weights_only)
         if self.stage.fn != "fit" or self.stage.stopped:
@@ -276,7 +276,7 @@ class Trainer(TrainerProperties):
 
     @contextlib.contextmanager
     def init_module(self) -> Iterator[None]:
-        """Modules made under this lie on the device, in the precision, at once."""
+        """Create the modules built in this context directly on the device, in the Trainer's precision."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.engine.precision.parameters or before)
         try:
@@ -288,45 +288,45 @@ class Trainer(TrainerProperties):
     # -- what callbacks and modules call ---------------------------------------------------------------
 
     def configure(self, **flags: Any) -> None:
-        """Change flags of a Trainer that is built, such as `max_epochs`; the next step reads them."""
+        """Change flags of an existing Trainer, such as `max_epochs`; they take effect with the next step."""
         self.config = replace(self.config, **flags)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, once all that was to be written before is there."""
+        """Remove a checkpoint, after all writes that were requested earlier."""
         self.checkpointing.remove(path)
 
     def link_checkpoint(self, target: str | Path, link: str | Path) -> None:
-        """Let `link` be a symbolic link to a checkpoint."""
+        """Make `link` a symbolic link to a checkpoint."""
         self.checkpointing.link(Path(target), Path(link))
 
     def may_save(self) -> bool:
-        """Return whether no callback objects to a checkpoint now (NaNWatch does, when the weights are spoilt)."""
+        """Return whether every callback allows a checkpoint now (NaNWatch refuses once weights are not finite)."""
         asked = (getattr(callback, "allows_checkpoint", None) for callback in self.callbacks)
         return all(allows(self) for allows in asked if allows is not None)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Differentiate, with precision and hooks; for manual optimization."""
+        """Run the backward pass with precision and hooks, for manual optimization."""
         self.engine.strategy.before_backward(loss)
         steps.backward_of(self, self.engine.hooks)(loss, *args, **kwargs)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Give values to the loggers; this reads them from the device."""
+        """Send values to the loggers; this reads tensors from the device, and waits for it."""
         if not self.loggers or not values:
             return
         numbers = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
         if step is None:
-            given = numbers.pop("step", None)
-            step = int(given) if given is not None else self.progress.logged_steps
-            if given is None:
+            logged_step = numbers.pop("step", None)  # a logged value named "step" is the x-axis
+            step = int(logged_step) if logged_step is not None else self.progress.logged_steps
+            if logged_step is None:
                 numbers.setdefault("epoch", self.current_epoch)
         if self.is_global_zero:
             for logger in self.loggers:
                 logger.log_metrics(metrics=dict(numbers), step=step)
-                if not isinstance(logger, Logger):  # hasten's own know when to write
+                if not isinstance(logger, Logger):  # hasten's loggers decide when to write; others buffer until save()
                     logger.save()
 
     def cannot_log(self, name: str) -> None:
-        """Say that `self.log` was called where nothing is collected."""
+        """Report that `self.log` was called where no values are collected: raise, or print it under `barebones`."""
         if self.config.barebones:
             self.say("self.log does nothing with barebones=True", once=True)
             return
@@ -337,9 +337,9 @@ class Trainer(TrainerProperties):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """How many optimizer steps the whole training will have; infinity when nobody knows.
+        """Number of optimizer steps of the whole training; infinity when unknown.
 
-        Loads the training data if that has not been done, so it may be asked in `configure_optimizers`.
+        Loads the training data if that has not happened yet, so `configure_optimizers` may use it.
         """
         config = self.config
         limit: float = math.inf if config.max_steps == -1 else config.max_steps
@@ -370,7 +370,7 @@ class Trainer(TrainerProperties):
         refuse_class("datamodule", datamodule)
         model = arguments.module_of(self, fn, model)
         if datamodule is None and hasattr(first, "train_dataloader") and hasattr(first, "prepare_data"):
-            datamodule, loaders = first, dict.fromkeys(loaders)
+            datamodule, loaders = first, dict.fromkeys(loaders)  # as in fit(model, datamodule)
         if datamodule is not None and any(loader is not None for loader in loaders.values()):
             raise self.misconfigured(f"{fn}() got both loaders and a datamodule", "give one of them")
         if fn == "fit":
@@ -382,8 +382,8 @@ class Trainer(TrainerProperties):
     # -- what only other frameworks read ---------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        """Answer names that another framework's classes read of their trainer (`strategy`, `fit_loop`, ...)."""
-        if name.startswith("__") or "checkpointing" not in self.__dict__:  # while it is built, or copied
+        """Return attributes that another framework's classes read of their trainer (`strategy`, `fit_loop`, ...)."""
+        if name.startswith("__") or "checkpointing" not in self.__dict__:  # it is being built or copied
             raise AttributeError(f"Trainer has no attribute {name!r}")
         return adapter().attribute(self, name)
 
@@ -394,6 +394,6 @@ class Trainer(TrainerProperties):
         return new
 
 
-for _flag in fields(Config):
+for _flag in fields(Config):  # `trainer.max_epochs` reads the flag; setting it replaces the Config
     if _flag.name not in _BUILT and not hasattr(Trainer, _flag.name):
         setattr(Trainer, _flag.name, FlagAttribute(_flag.name))

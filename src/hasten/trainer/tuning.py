@@ -1,6 +1,8 @@
-"""`Trainer(plan="auto")`: a fit is tuned while it goes on, by the code of `hasten run --auto`.
+"""`Trainer(plan="auto")`: tunes a fit while it runs, with the code of `hasten run --auto`.
 
-A schedule in place of a plan repeats such a fit: the same switches at the same steps.
+The callback `Tuning` owns the Trainer's Run (a switchboard of techniques), and passes steps and passes to a controller:
+a search (`Auto`), its copy on rank 0 (`Leading`) with followers on the other ranks (`Following`), or a `Replay`. A
+schedule as the plan repeats an earlier fit: the same switches at the same steps.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from hasten.trainer.callbacks.step_clock import StepClock
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
-# What compiled code has in it: each switch would have it compiled again.
-_COMPILED_IN = ("precision", "channels_last", "matmul_precision", "attention", "cpu_threads")
+# Techniques that are baked into compiled code: switching one would recompile it each time.
+_COMPILED = ("precision", "channels_last", "matmul_precision", "attention", "cpu_threads")
 
 
 def tuning_of(plan: str | os.PathLike[str]) -> Tuning | None:
-    """Return what `plan="auto"`, or a schedule in place of a plan, asks for; None for a plan.
+    """Return the Tuning for `plan="auto"` or a schedule; None for an ordinary plan.
 
     Raises:
         HastenError: The schedule cannot be read.
@@ -48,21 +50,21 @@ def tuning_of(plan: str | os.PathLike[str]) -> Tuning | None:
     if plan == "auto":
         return Tuning()
     try:
-        found = is_schedule(read_bytes(Path(plan)))
-    except OSError:  # Plan.read says what is wrong with it
+        is_a_schedule = is_schedule(read_bytes(Path(plan)))
+    except OSError:  # Plan.read reports it later
         return None
-    return Tuning(read_schedule(Path(plan))) if found else None
+    return Tuning(read_schedule(Path(plan))) if is_a_schedule else None
 
 
 class Tuning(StepClock):
-    """Switches techniques between the steps of a fit, and leaves on what helps.
+    """Callback that switches techniques between the steps of a fit, and leaves on those that help.
 
     Args:
-        schedule: What an earlier fit had switched, to repeat it; None to search.
+        schedule: The switches of an earlier fit, to repeat them; None: search.
 
     Attributes:
-        seconds: Of the search at the most.
-        least_seconds: A fit that takes no longer is left alone.
+        seconds: The longest that the search may take.
+        least_seconds: A shorter fit is not tuned.
     """
 
     def __init__(self, schedule: list[Switched] | None = None) -> None:
@@ -70,45 +72,45 @@ class Tuning(StepClock):
         self.seconds = self.least_seconds = 60.0
         self._schedule = schedule
         self._board: LeadingBoard | None = None
-        self._told: Auto | Leading | Following | Replay | None = None
-        self._again = 0  # steps that must be over before it is told again
+        self._controller: Auto | Leading | Following | Replay | None = None
+        self._next_call = 0  # the controller is next called after this many steps
 
     def board(self, flags: Mapping[str, Setting | None], installed: Mapping[str, Setting]) -> Switchboard:
-        """The Trainer's Run: what its flags ask for, throughout, and what may be switched.
+        """Return the Trainer's Run, with the techniques that are always on, and those that may be switched.
 
         Args:
-            flags: Technique name -> setting, None where the flag was not given. What was given is not switched.
-            installed: The techniques that are on throughout.
+            flags: Technique name -> setting; None if the flag was not given. A technique set by a flag is not switched.
+            installed: The techniques that are always on.
 
         Raises:
             HastenError: The schedule switches what a flag sets.
         """
         settled = {name for name, setting in flags.items() if setting is not None}
         if self._schedule is not None:
-            able = replayed(self._schedule)
-            if both := sorted(settled & {technique.name for technique in able}):
+            switched = replayed(self._schedule)
+            if both := sorted(settled & {technique.name for technique in switched}):
                 raise HastenError(f"the schedule switches {both[0]}, and a flag sets it", "leave one of them out")
         else:
             # The Trainer drops gradients anyway.
-            left = settled | {"set_to_none"} | (set(_COMPILED_IN) if installed.get("compile") else set())
-            able = [technique for technique in switchable(this_machine()) if technique.name not in left]
-        self._board = LeadingBoard(able, fixed=build(installed, CATALOGUE))
+            excluded = settled | {"set_to_none"} | (set(_COMPILED) if installed.get("compile") else set())
+            switched = [technique for technique in switchable(this_machine()) if technique.name not in excluded]
+        self._board = LeadingBoard(switched, fixed=build(installed, CATALOGUE))
         return self._board
 
     # -- hooks -------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Begin: rank 0 decides, the others do as it did."""
+        """Start the controller: rank 0 decides, the other ranks follow."""
         self._end()
         if self._board is None:
             return
-        self._again = 0
+        self._next_call = 0
         recorder = Recorder(on_step=self._on_step, on_pass=self._on_pass, may_rest=True)
-        over = self._hear_no_more
+        on_end = self._stop_listening
         if self._schedule is not None:
-            self._told = Replay(self._schedule, self._board, recorder, trainer.say, over)
+            self._controller = Replay(self._schedule, self._board, recorder, trainer.say, on_end)
         elif trainer.world.rank:
-            self._told = Following(self._board, recorder, trainer.world.rank, over)
+            self._controller = Following(self._board, recorder, trainer.world.rank, on_end)
         else:
             around = Around(
                 self._board,
@@ -116,47 +118,48 @@ class Tuning(StepClock):
                 tuple(sys.argv),
                 partial(self._evidence, trainer, recorder),
                 trainer.say,
-                over,
-                _nothing_against if trainer.world.size > 1 else None,
+                on_end,
+                _no_objection if trainer.world.size > 1 else None,
             )
             auto = Auto(self._options(trainer), around)
-            self._told = Leading(auto, self._board) if trainer.world.size > 1 else auto
+            self._controller = Leading(auto, self._board) if trainer.world.size > 1 else auto
         self.listen(trainer, recorder)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """The fit is over: what comes after it is not tuned."""
+        """Stop tuning; a validation or test after the fit is not tuned."""
         self._end()
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         self._end()
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        """The fit is over, also for a callback that had it for itself."""
+        """Stop tuning, also when a callback ends a run that it started for its own purpose."""
         self._end()
 
-    def _hear_no_more(self) -> None:
+    def _stop_listening(self) -> None:
         self.listen_no_more()
 
     def _end(self) -> None:
+        """Close the controller and switch its techniques off."""
         self.listen_no_more()
-        search, self._told = self._told, None
+        search, self._controller = self._controller, None
         if search is not None:
             search.close()
             assert self._board is not None
             self._board.switch({})
 
-    # -- told by the recorder ----------------------------------------------------------------------------------
+    # -- called by the recorder --------------------------------------------------------------------------------
 
     def _on_step(self, steps: int) -> None:
-        if self._told is not None and steps >= self._again:
-            again = self._told.on_step(steps)
-            self._again = steps + 1 if again is None else again
+        if self._controller is not None and steps >= self._next_call:
+            next_call = self._controller.on_step(steps)
+            self._next_call = steps + 1 if next_call is None else next_call
 
     def _on_pass(self, opened: Any, began: bool) -> None:
-        if self._told is not None:
-            self._told.on_pass(opened, began)
+        if self._controller is not None:
+            self._controller.on_pass(opened, began)
 
-    # -- what the search is told -------------------------------------------------------------------------------
+    # -- what the search needs ---------------------------------------------------------------------------------
 
     def _options(self, trainer: Trainer) -> AutoOptions:
         plan = Path(trainer.default_root_dir) / AUTO_NAME
@@ -174,18 +177,18 @@ class Tuning(StepClock):
     def _evidence(self, trainer: Trainer, recorder: Recorder) -> Evidence:
         built = self.built(trainer, recorder)
         train = getattr(trainer, "train_dataloader", None)
-        held = train if isinstance(train, torch.utils.data.DataLoader) else None
-        built["loaders"] = tuple(told_without_asking(facts, held) for facts in built["loaders"])
+        loader = train if isinstance(train, torch.utils.data.DataLoader) else None
+        built["loaders"] = tuple(told_without_asking(facts, loader) for facts in built["loaders"])
         return so_far(recorder, tuple(sys.argv), built, listened="trainer")
 
 
-def _nothing_against(_: Evidence) -> str:
-    """The Trainer trains several ranks as DistributedDataParallel does: all do the same in each step."""
+def _no_objection(_: Evidence) -> str:
+    """Raise no objection to tuning several ranks: the Trainer's ranks all do the same in each step, as under DDP."""
     return ""
 
 
 def _batches_left(trainer: Trainer) -> int | None:
-    """Batches of this fit, as far as epochs and steps bound them; None where nothing does."""
+    """Return the number of batches left in this fit, bounded by epochs and steps; None if unbounded."""
     bounds = [math.inf]
     if trainer.max_epochs not in (None, -1):
         done = 0 if trainer.engine.loop is None else trainer.progress.batch_idx

@@ -1,4 +1,4 @@
-"""Validation within a fit: when it is due, and where its loaders and counters stand for a checkpoint."""
+"""Validation within `fit`: when it is due, how it runs, and its state for a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """Validates between the training steps of one `fit`.
+    """Runs validation between the training steps of one `fit`.
 
     Args:
-        trainer: Whose fit it is.
-        positions: Where a resumed training goes on in the validation loaders; None: at their beginning.
+        trainer: The Trainer.
+        positions: Positions of the validation loaders to resume from; None: their start.
 
     Attributes:
         enabled: Whether validation may run in the current epoch.
@@ -28,20 +28,20 @@ class Validation:
         self._trainer = trainer
         self._engine = trainer.engine
         self._positions = positions
-        self._state_before: dict[str, Any] = {}  # while a validation runs: what a checkpoint saved within it holds
+        self._state_before: dict[str, Any] = {}  # while a validation runs: the state for checkpoints in it
         self.enabled = False
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Count a `val_check_interval` of time from now on."""
+        """Restart a `val_check_interval` given as a duration."""
         self._last_run = time.monotonic()
 
     def is_due(self, batch_idx: int, last: bool, stops: bool) -> bool:
-        """Return whether to validate behind a training batch.
+        """Return whether to validate after a training batch.
 
         Args:
-            batch_idx: Its number within the epoch.
-            last: Whether it is the epoch's last.
+            batch_idx: The batch's number within the epoch.
+            last: Whether it is the epoch's last batch.
             stops: Whether training ends with it.
         """
         engine, config = self._engine, self._trainer.config
@@ -58,7 +58,7 @@ class Validation:
         return bool(count % engine.val_check_batch == 0)
 
     def run(self) -> None:
-        """Validate."""
+        """Run one validation; request its loaders first where that is due."""
         trainer, engine = self._trainer, self._engine
         feed = engine.feeds["val"]
         if feed.source is None or engine.reload_is_due("val"):
@@ -76,20 +76,20 @@ class Validation:
         self.restart_clock()
 
     def _begin(self) -> None:
-        """Keep the state in front of it: a validation that is cut short is run again as a whole."""
+        """Store the state before this validation: a run that resumes within a validation repeats all of it."""
         resumed, self._positions = self._positions, None
         for position, state in zip(self._engine.feeds["val"].source.positions, resumed or [], strict=False):
             position.resume(state)
-        self._state_before = {}
+        self._state_before = {}  # so that `state_dict` returns the current state
         self._state_before = self.state_dict()
 
     def _end(self) -> None:
-        """Only the hooks of its end are left, or not even those."""
+        """Mark the validation as done, before its last hooks: a checkpoint saved in them does not repeat it."""
         self._state_before = {}
         self._trainer.progress.point = "validated"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return random states, counters and loader positions: of now, or of before the validation that runs."""
+        """Return random states, counters and loader positions: now, or from before the validation that is running."""
         if self._state_before:
             return self._state_before
         source, positions = self._engine.feeds["val"].source, self._positions

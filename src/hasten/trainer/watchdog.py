@@ -1,8 +1,8 @@
-"""Watchdog: a training that hangs can be stopped all the same.
+"""Watchdog: stops a training on a signal even when it hangs.
 
-Python runs a signal's handler in the main thread, between two of its own instructions: never, while that thread waits
-in native code for a rank that does not answer, and to no avail while it waits for a loader's worker. So a thread reads
-the signals too, from a pipe into which the interpreter writes them at once.
+Python runs signal handlers in the main thread, between bytecode instructions: never while that thread waits in native
+code for a rank that does not answer, and without effect while it waits for a loader's worker. So a thread reads the
+signals too, from a pipe that the interpreter's C handler writes to at once (`signal.set_wakeup_fd`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 SECONDS = "HASTEN_STOP_SECONDS"
 _LEAST, _UNKNOWN, _MOST = 20.0, 60.0, 600.0
 _POLL = 0.25
-_OVER = 0  # no signal has this number
-# They clean up after the processes that they serve, when all of those are gone, and then end by themselves.
+_OVER = 0  # end of the watch; no signal has this number
+# Helpers that clean up shared memory after the processes they serve, and exit when those are gone: not to be killed.
 _CLEANERS = ("resource_tracker", "torch_shm_manager")
 
 
 class Watchdog:
-    """Ends this process, and all that it started, on a second Ctrl-C, or when a training asked to stop does not.
+    """Ends this process, and all that it started, on a second Ctrl-C, or when a training asked to stop hangs.
 
-    A training that was asked to stop has as long as it takes, while something moves: batches, validation batches. When
-    nothing has moved for a while, it hangs: for ten times the mean time of a batch so far, 20 s at the least, 60 s
-    before the first batch, 10 minutes at the most and while it saves; or for what the environment variable
-    HASTEN_STOP_SECONDS says.
+    A training that was asked to stop may take as long as it needs while it progresses (training or validation batches).
+    It counts as hung after a time without progress: ten times the mean time of a batch so far, at least 20 s; 60 s
+    before the first batch; at most 10 minutes, and 10 minutes while it saves. The environment variable
+    HASTEN_STOP_SECONDS sets another time.
 
     Args:
-        trainer: Whose stage is watched; its process's signal handlers are set by `signals.watched`.
+        trainer: The Trainer whose stage is watched; `signals.watched` sets the process's signal handlers.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -52,23 +52,23 @@ class Watchdog:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._before = -1
-        self._asks: frozenset[int] = frozenset()
+        self._stop_signals: frozenset[int] = frozenset()
         self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="hasten-watchdog", daemon=True)
 
     def start(self, asks: Collection[int]) -> None:
-        """Begin; in the main thread.
+        """Start watching; call it in the main thread.
 
         Args:
-            asks: Signals that ask the training to stop; what others mean is not this watchdog's business.
+            asks: The signals that ask the training to stop; others are ignored.
         """
-        self._asks = frozenset(asks)
+        self._stop_signals = frozenset(asks)
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         _watching.append(self)
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch; in the main thread."""
+        """Stop watching; call it in the main thread."""
         _watching.remove(self)
         signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
         os.write(self._writer, bytes([_OVER]))
@@ -77,14 +77,14 @@ class Watchdog:
         os.close(self._writer)
 
     def forked(self) -> None:
-        """Let a forked process's signals be its own."""
+        """Detach a forked process: its signals must not reach its parent's watchdog."""
         with contextlib.suppress(ValueError):  # not forked from the main thread of the main interpreter
             signal.set_wakeup_fd(-1)
 
     def end_now(self, number: int, why: str) -> None:
-        """End this process and all that it started, without saving; does not return."""
+        """End this process and all that it started, without saving. Does not return."""
         if not self._ending.acquire(blocking=False):
-            time.sleep(60)  # the other thread does it
+            time.sleep(60)  # another thread is already ending the process
         messages.tell_from_handler(f"hasten: {why}")
         _ignore_deaths()
         end_descendants()
@@ -95,6 +95,7 @@ class Watchdog:
         os._exit(128 + number)
 
     def _watch(self) -> None:
+        """Read signals from the pipe; once asked to stop, end the process if it makes no progress."""
         asked, moved, since = 0, None, 0.0
         while True:
             ready, _, _ = select.select([self._reader], [], [], _POLL if asked else None)
@@ -104,7 +105,7 @@ class Watchdog:
                 self._pass_on(number)
                 if asked and number == signal.SIGINT and not is_interactive():
                     self.end_now(number, "stopped at once, nothing was saved")
-                if not asked and number in self._asks:
+                if not asked and number in self._stop_signals:
                     asked, since = number, time.monotonic()
             if not asked:
                 continue
@@ -114,12 +115,13 @@ class Watchdog:
                 self.end_now(asked, f"nothing has moved for {limit:.0f} s, so the training was ended, and not saved")
 
     def _pass_on(self, number: int) -> None:
-        """An event loop that waits for signals in the same way still gets them."""
+        """Forward a signal to the previous wakeup descriptor: an event loop (asyncio) may wait for signals there."""
         if self._before >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._before, bytes([number]))
 
     def _progress(self) -> tuple[Any, ...]:
+        """Return values that change whenever the training makes progress."""
         trainer = self._trainer
         point = None if trainer.engine.loop is None else trainer.progress.point
         return (
@@ -131,7 +133,7 @@ class Watchdog:
         )
 
     def _limit(self) -> float:
-        """Seconds without a move after which the training hangs."""
+        """Return the seconds without progress after which the training counts as hung."""
         if seconds := os.environ.get(SECONDS):
             with contextlib.suppress(ValueError):
                 return float(seconds)
@@ -144,14 +146,14 @@ class Watchdog:
 
 
 def is_interactive() -> bool:
-    """Whether a person types into this process: there Ctrl-C must not end it."""
+    """Return whether this is an interactive session, which Ctrl-C must not end."""
     return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 
 def _ignore_deaths() -> None:
-    """Let no handler in the main thread raise because a worker that is ended here is gone (torch's does).
+    """Ignore SIGCHLD: torch's handler would raise in the main thread when a worker is killed here.
 
-    Python sets handlers in the main thread only, which is not this one.
+    By libc, since Python sets handlers only in the main thread, and this runs in another.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
@@ -160,23 +162,24 @@ def _ignore_deaths() -> None:
 
 
 def end_descendants() -> None:
-    """Kill all that this process has started, and all that those have."""
-    for _ in range(3):  # one that was being forked meanwhile is seen in the next round
-        left = [one for one in psutil.Process().children(recursive=True) if not _cleans_up(one)]
-        if not left:
+    """Kill all descendants of this process."""
+    for _ in range(3):  # a process that was being forked is found in the next round
+        children = [child for child in psutil.Process().children(recursive=True) if not _cleans_up(child)]
+        if not children:
             return
-        for one in left:
+        for child in children:
             with contextlib.suppress(psutil.Error):
-                one.kill()
-        psutil.wait_procs(left, 1.0)
+                child.kill()
+        psutil.wait_procs(children, 1.0)
 
 
 def _cleans_up(process: psutil.Process) -> bool:
+    """Return whether a process need not be killed: it is a cleaner, a zombie, or has ended."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE or any(
             name in word for word in process.cmdline() for name in _CLEANERS
         )
-    except psutil.Error:  # gone
+    except psutil.Error:  # it has ended
         return True
 
 
