@@ -56,7 +56,7 @@ def blocks(page: str) -> list[str]:
 
 @pytest.mark.parametrize("title", tables())
 def test_the_tables_of_flags_are_those_of_the_config(title):
-    assert tables()[title] in text("trainer.md"), "python -m hasten.trainer.config prints them"
+    assert tables()[title] in text("trainer.md"), "python -m hasten.trainer.config_docs prints them"
 
 
 def test_signature_and_docstring_have_the_flags_of_the_config():
