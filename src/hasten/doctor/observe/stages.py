@@ -157,7 +157,7 @@ class LoaderStages:
         found = [self.of(index) for index in range(len(self._session.loaders))]
         self.on = False
         self.remove()
-        return {"stages": tuple(stages for stages in found if stages is not None), "disturbed": tuple(sorted(self._steps))}
+        return {"stages": tuple(each for each in found if each is not None), "disturbed": tuple(sorted(self._steps))}
 
     def remove(self) -> None:
         """Remove the workers' folder; a forked child leaves it to its parent."""
