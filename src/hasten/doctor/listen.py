@@ -198,7 +198,7 @@ class _Listening:
                 return None
             if self.stopped:
                 waited = now - self.stopped_at
-                # A Ctrl-C typed at the terminal reached the script as well: passed on at once, it would be a second one.
+                # A Ctrl-C typed at the terminal reached the script too: passed on at once, it would be a second one.
                 if not passed_on and waited > (_TERMINAL_GRACE if self.stopped == signal.SIGINT and _at_tty() else 0):
                     passed_on = True
                     with contextlib.suppress(ProcessLookupError):

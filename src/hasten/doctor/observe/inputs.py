@@ -32,7 +32,7 @@ def install(session: Session) -> None:
 
 @dataclass(slots=True)
 class _Loader:
-    """What was seen of one loader's batches."""
+    """Shapes and samples of one loader's batches."""
 
     looked: int = 0  # batches that were looked at
     shapes: dict[tuple[int, ...], int] = field(default_factory=dict)

@@ -28,7 +28,7 @@ _LAST_OF = ("kernel_size", "stride", "padding", "dilation")  # a number or a tup
 
 @dataclass
 class _Seen:
-    """What was observed of one layer, in all the probed steps."""
+    """Observations of one layer, in all the probed steps."""
 
     path: str
     module: Any

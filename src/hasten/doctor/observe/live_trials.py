@@ -210,7 +210,7 @@ class LiveTrials:
         gain = mean_of([math.log(off / on) for off, on, _ in sides]) if len(sides) >= _PAIRS else None
         return gain is not None and (gain.low > 0 or gain.high < -math.log(1 - LEAST))
 
-    # -- what they showed --------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------
 
     def tried(self) -> tuple[TriedLive, ...]:
         """Return the results so far, for the evidence."""

@@ -48,7 +48,7 @@ def tap_replicas(session: Session, log: EventLog) -> None:
 
 
 class _Replica:
-    """What is known of one DistributedDataParallel module."""
+    """State kept for one DistributedDataParallel module."""
 
     def __init__(self, module: Any, place: str) -> None:
         self.module = weakref.ref(module)

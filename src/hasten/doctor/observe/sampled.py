@@ -242,7 +242,7 @@ class StepSampler:
         if self._layer_look is not None:
             self._layer_look.end()
 
-    # -- what was seen -----------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------
 
     def _models(self) -> list[Any]:
         """Return the outermost modules that train; all of them, if none is known to train yet."""

@@ -141,7 +141,7 @@ class LoaderStages:
         if recorder is not None:
             self._steps.add(recorder.steps)
 
-    # -- what was seen ---------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------------
 
     def of(self, index: int) -> Stages | None:
         """Return the stages of a loader; None if none of its batches was sampled."""
