@@ -1,4 +1,4 @@
-"""Evidence -> diagnosis: the verdict, the steady step by phase, the pauses, the findings, and what was not seen."""
+"""Make a diagnosis from evidence: verdict, steady step by phase, pauses, findings, and what was not observed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hasten.doctor.verdict.resource import verdict
 from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Phase, Severity
 from hasten.evidence.finding import worst_first
 
-_MOST_BLOCKS = 24
+_MOST_BLOCKS = 24  # stretches that the steady steps are divided into, at most
 
 
 def diagnose(
@@ -28,18 +28,18 @@ def diagnose(
     unseen_besides: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> Diagnosis:
-    """Say what a run's evidence shows.
+    """Return the diagnosis of a run.
 
     Args:
-        evidence: What it left behind; any evidence gives a diagnosis, an empty one too.
-        source_findings: What was read from the script's code.
-        unseen_besides: What could not be listened to, and why.
-        notes: What was done to the run.
+        evidence: The run's evidence. Any evidence gives a diagnosis, even if it has no steps.
+        source_findings: Findings from the script's source code.
+        unseen_besides: What could not be observed, with the reason.
+        notes: What was done to the run, such as that it was cut.
     """
     failed: list[str] = []
     findings = merged(
-        _each_once(list(_findings(evidence, failed))),
-        [one for one in source_findings if FINDINGS.get(one.name, Rule).holds(one, evidence)],
+        _without_explained(list(_findings(evidence, failed))),
+        [finding for finding in source_findings if FINDINGS.get(finding.name, Rule).holds(finding, evidence)],
     )
     phases = mean_phases(evidence)
     lengths = [sum(evidence.step_phases[index]) for index in evidence.steady()]
@@ -71,11 +71,12 @@ def diagnose(
 
 
 def mean_phases(evidence: Evidence) -> dict[str, float]:
-    """Mean seconds of a steady step by phase; nothing without steps. They add up to the mean step."""
+    """Return the mean seconds of a steady step by phase, which add up to the mean step; empty without steps."""
     return {name: evidence.mean(phase) for name, phase in zip(PHASES, Phase, strict=True)} if evidence.steady() else {}
 
 
 def _spread(lengths: Sequence[float]) -> float:
+    """Return the interquartile range (seconds)."""
     if len(lengths) < 2:
         return 0.0
     low, _, high = statistics.quantiles(lengths, n=4, method="inclusive")
@@ -83,14 +84,17 @@ def _spread(lengths: Sequence[float]) -> float:
 
 
 def _blocks(lengths: Sequence[float]) -> tuple[float, ...]:
-    """Means of stretches of equally many steps: neighbours are alike, so single steps would seem to tell more."""
+    """Return the means of up to `_MOST_BLOCKS` stretches of equally many steps.
+
+    Neighbouring steps are correlated, so an interval from single steps would be too narrow.
+    """
     count = min(_MOST_BLOCKS, len(lengths))
     ends = [len(lengths) * number // count for number in range(count + 1)] if count else []
     return tuple(statistics.fmean(lengths[begin:end]) for begin, end in itertools.pairwise(ends))
 
 
 def _findings(evidence: Evidence, failed: list[str]) -> Iterable[Finding]:
-    """Yield the findings of every rule; one that fails is named in `failed`."""
+    """Yield the findings of every rule, and add an error message to `failed` for each rule that raises."""
     for name, rule in FINDINGS.items():
         try:
             yield from rule.findings(evidence)
@@ -99,33 +103,41 @@ def _findings(evidence: Evidence, failed: list[str]) -> Iterable[Finding]:
             failed.append(f"the finding {name} failed, which is a fault of hasten's: {why}")
 
 
-def _each_once(found: list[Finding]) -> list[Finding]:
-    """Without what is only known to take time where another finding says why."""
+def _without_explained(findings: list[Finding]) -> list[Finding]:
+    """Drop findings that only say a line takes time (`gives_way`), if another finding explains that line.
 
-    def explained(one: Finding) -> bool:
+    The other one must be on the same line and worth at least half as much.
+    """
+
+    def explained(finding: Finding) -> bool:
         return any(
-            other.name != one.name and (other.file, other.line) == (one.file, one.line) and other.worth >= one.worth / 2
-            for other in found
-            if other.worth is not None and one.worth is not None
+            other.name != finding.name
+            and (other.file, other.line) == (finding.file, finding.line)
+            and other.worth >= finding.worth / 2
+            for other in findings
+            if other.worth is not None and finding.worth is not None
         )
 
-    return [one for one in found if not FINDINGS.get(one.name, Rule).gives_way or not explained(one)]
+    return [finding for finding in findings if not FINDINGS.get(finding.name, Rule).gives_way or not explained(finding)]
 
 
 def merged(measured: Sequence[Finding], read: Sequence[Finding]) -> list[Finding]:
-    """Findings of the run and of its source, each once, worst first.
+    """Merge the findings of a run and of its source code, worst first.
 
-    Of one that is in both the measured one is kept, and takes its place from the source where it has none itself. One
-    that is only in the source stays as a note: whether it costs anything was not measured.
+    If both have a finding, the measured one is kept, and takes its place from the source if it has none. A finding that
+    is only in the source becomes a note: whether it costs anything was not measured.
+
+    Args:
+        measured: Findings of the run.
+        read: Findings of the source.
     """
     findings = []
     used: set[int] = set()
     for finding in measured:
         here = [(number, other) for number, other in enumerate(read) if other.name == finding.name]
         used.update(number for number, other in here if not finding.file or same_place(finding, other.file, other.line))
-        if FINDINGS.get(
-            finding.name, Rule
-        ).placed_by_code:  # the run knows where it showed, the source where it was made
+        # For such a rule the run knows only where the problem shows (kept graphs: the backward), the source its cause.
+        if FINDINGS.get(finding.name, Rule).placed_by_code:
             same = [(number, other) for number, other in here if other.file.rpartition("/")[2] in finding.file]
             used.update(number for number, _ in same)
             if same:
@@ -140,28 +152,32 @@ def merged(measured: Sequence[Finding], read: Sequence[Finding]) -> list[Finding
     return worst_first(findings)
 
 
-_OUTLIER = 3.0  # times the median
-_MOST = 20
-_FOR_A_TREND = 20  # steady steps
+_OUTLIER = 3.0  # a longer step than this many medians is an outlier
+_MOST = 20  # outliers to report
+_FOR_A_TREND = 20  # steady steps needed to report a trend
 
 
 def pauses(evidence: Evidence) -> Pauses:
-    """The pauses of a run; without steps only what can be told of its start."""
+    """Return the pauses of a run; all fields have their defaults if there are no steps."""
     lengths = evidence.step_seconds
     if not lengths:
         return Pauses()
-    from_the_start = evidence.number(0) == 0  # a live file holds the last steps only
+    from_the_start = evidence.number(0) == 0  # evidence from a live file holds only the last steps
     began = min([0.0, *evidence.used.at[:1]])
     return Pauses(
         start_up=evidence.step_start[0] - began if from_the_start else math.nan,
         first_step=lengths[0] if from_the_start else math.nan,
-        epoch_starts=tuple(over.first - over.start for over in evidence.passes if over.trained),
+        epoch_starts=tuple(epoch.first - epoch.start for epoch in evidence.passes if epoch.trained),
         outliers=_outliers(evidence, lengths),
         trend=_trend([lengths[index] for index in evidence.steady()]),
     )
 
 
 def _outliers(evidence: Evidence, lengths: list[float]) -> tuple[tuple[int, float], ...]:
+    """Return (number, seconds) of the longest outliers, in order of the steps.
+
+    The first step and disturbed steps do not count.
+    """
     steady = evidence.steady()
     if not steady:
         return ()
@@ -172,10 +188,11 @@ def _outliers(evidence: Evidence, lengths: list[float]) -> tuple[tuple[int, floa
         for index in range(1, len(lengths))
         if lengths[index] > bound > 0 and evidence.number(index) not in disturbed
     ]
-    return tuple(sorted(sorted(long, key=lambda one: -one[1])[:_MOST]))
+    return tuple(sorted(sorted(long, key=lambda outlier: -outlier[1])[:_MOST]))
 
 
 def _trend(steady: list[float]) -> float:
+    """Return the relative change of the median step from the first to the last quarter of the run."""
     if len(steady) < _FOR_A_TREND:
         return 0.0
     quarter = len(steady) // 4

@@ -1,4 +1,4 @@
-"""How a script ended, in words, and evidence of one that left none."""
+"""Describe how a script ended, make evidence for a run that left none, and say why a loader was not measured."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ TRAINS_WITHOUT_LOADER = "the script trains without drawing from a DataLoader"
 
 
 def how_it_ended(code: int | None, late: bool) -> str:
-    """Return how a process ended; "" if well.
+    """Return how a process ended, in words; "" if it exited with 0 or was ended by doctor as planned.
 
     Args:
-        code: As `Popen` gives it; None where it was ended from here.
-        late: It had to be, since it did not answer.
+        code: Its exit code from `Popen`; None if doctor ended it.
+        late: Doctor had to end it, because it did not respond.
     """
     if late:
         return "ended by hasten: it did not answer"
@@ -25,7 +25,7 @@ def how_it_ended(code: int | None, late: bool) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return the name that people know a signal by."""
+    """Return a signal's usual name, such as "SIGTERM"; "Ctrl-C" for SIGINT."""
     if number == signal.SIGINT:
         return "Ctrl-C"
     try:
@@ -35,13 +35,13 @@ def signal_name(number: int) -> str:
 
 
 def nothing_heard(command: tuple[str, ...], ended: str, began: float, seconds: float) -> Evidence:
-    """Evidence of a run of which nothing is known but how and when it ended.
+    """Return evidence of a run that reported nothing: only how and when it ended.
 
     Args:
         command: The training's own command line.
-        ended: How, in words; "" if well.
-        began: When, by `time.perf_counter`.
-        seconds: How long it took.
+        ended: How it ended, in words; "" if well.
+        began: When it began, by `time.perf_counter`.
+        seconds: How long it ran.
     """
     return Evidence(
         command=command,
@@ -65,15 +65,15 @@ def nothing_heard(command: tuple[str, ...], ended: str, began: float, seconds: f
 
 
 def no_loader_measured(evidence: Evidence, stopped: bool, patience: float) -> HastenError:
-    """Return why there is no figure of a loader.
+    """Return the error that says why `hasten doctor --loader` measured no loader.
 
     Args:
-        evidence: Of the run in which it should have been measured.
-        stopped: A person, or a signal, stopped it.
-        patience: Seconds that the script had to begin to train.
+        evidence: Evidence of the run in which the loader was to be measured.
+        stopped: Whether Ctrl-C or another signal stopped the run.
+        patience: Seconds that the script had to begin training.
     """
     bench, error = evidence.loader_bench, evidence.error
-    built = "; ".join(f"{one.where} ({one.dataset}, {one.samples or '?'} samples)" for one in evidence.loaders)
+    built = "; ".join(f"{facts.where} ({facts.dataset}, {facts.samples or '?'} samples)" for facts in evidence.loaders)
     if stopped:
         before = "the first number of workers was measured" if bench else "the script began to train"
         return HastenError(f"stopped before {before}", code=130)

@@ -1,4 +1,4 @@
-"""Arithmetic on evidence that several findings share."""
+"""Compute figures from evidence that several findings share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hasten.evidence import Event, Evidence, Finding, HowKnown, Layer, LoaderFac
 from hasten.evidence.waiting import EpochStart, data_share, in_ms, ordinary_seconds, per_step, stages_of, worth_of_waits
 from hasten.evidence.weigh import LEAST, share_of
 
-BOUND = 0.10  # share of the step from which a training counts as bound by its data
-GRAPHS = 5  # that are alive at once before they count as kept
+BOUND = 0.10  # share of the step spent waiting for data from which a training counts as bound by its data
+GRAPHS = 5  # graphs alive at once from which they count as kept
 
 
 # -- calls and waits of the loop --------------------------------------------------------------------------
@@ -22,13 +22,13 @@ GRAPHS = 5  # that are alive at once before they count as kept
 def timed_calls(
     rule: type[Rule], evidence: Evidence, kind: str, what: Callable[[Event, str], str], fix: str
 ) -> Iterator[Finding | None]:
-    """Yield a finding a line on calls whose time was measured.
+    """Yield a finding per line for calls whose time was measured.
 
     Args:
-        rule: Whose finding it is.
-        evidence: Of the run.
-        kind: Of event, such as "gc_collect".
-        what: Says what was seen, from the event and "12 times in 200 steps, 3.1 ms a step".
+        rule: The rule to make the findings with.
+        evidence: The run's evidence.
+        kind: The kind of event, such as "gc_collect".
+        what: Returns the finding's text from the event and a text like "12 times in 200 steps, 3.1 ms a step".
         fix: What to do.
     """
     for event in evidence.events_of(kind):
@@ -39,7 +39,7 @@ def timed_calls(
 
 
 def by_line(events: list[Event]) -> list[list[Event]]:
-    """Events of the same line together, the costliest line first."""
+    """Group events by line, in order of first occurrence: the costliest first, as `Evidence.events_of` sorts them."""
     lines: dict[str, list[Event]] = {}
     for event in events:
         lines.setdefault(event.where, []).append(event)
@@ -49,7 +49,10 @@ def by_line(events: list[Event]) -> list[list[Event]]:
 def wait_finding(
     rule: type[Rule], evidence: Evidence, events: list[Event], what: str, fix: str, details: tuple[str, ...] = ()
 ) -> Iterator[Finding | None]:
-    """A finding on events of one line in which the CPU waits for the GPU."""
+    """Yield a finding on events of one line in which the CPU waits for the GPU.
+
+    If its worth cannot be estimated, the finding is a note, given that the waits take a share of the step that counts.
+    """
     worth, spent = worth_of_waits(evidence, events), per_step(evidence, events)
     where = events[0].where
     if worth is not None:
@@ -63,23 +66,26 @@ def wait_finding(
 
 
 def opening_share(evidence: Evidence, loader: LoaderFacts, start: EpochStart) -> float:
-    """Share of an epoch in which its workers are being started; 0 where they stay."""
+    """Return the share of an epoch (0 to 1) that starting its workers takes; 0 for persistent workers or none."""
     if loader.persistent_workers or not loader.num_workers:
         return 0.0
     seconds = start.opening
-    if loader.start_method != "fork":  # these come up after `iter(loader)` has returned
+    if loader.start_method != "fork":  # spawned workers start up after `iter(loader)` has returned
         seconds = max(seconds, start.pause - making_seconds(evidence, loader, start.waiting))
     return min(1.0, seconds / start.epoch)
 
 
 def making_seconds(evidence: Evidence, loader: LoaderFacts, most: float) -> float:
-    """Seconds in which one worker makes a batch, at most `most`: as sampled, else what its pace allows."""
+    """Return the seconds in which one worker makes a batch, at most `most`.
+
+    If the loader was not sampled, assume that its workers just keep pace with the steps.
+    """
     stages = stages_of(evidence, loader)
     return min(most, stages.seconds if stages is not None else loader.num_workers * ordinary_seconds(evidence))
 
 
 def sampled_stages(evidence: Evidence) -> tuple[LoaderFacts, Stages] | None:
-    """The training loader and its stages, where its batches are waited for and were looked into."""
+    """Return the training loader and its stages; None if training is not bound by data, or no batch was sampled."""
     loader = evidence.train_loader
     if loader is None or data_share(evidence) < BOUND:
         return None
@@ -91,11 +97,14 @@ def sampled_stages(evidence: Evidence) -> tuple[LoaderFacts, Stages] | None:
 
 
 def lost_in_outliers(evidence: Evidence, computing: float = 0.0) -> float:
-    """Share of the steady steps' time that steps over three times as long as the median took beyond it.
+    """Return the share of the steady steps' time that outliers took beyond an ordinary step.
+
+    An outlier is over three times as long as an ordinary step, whose length is the median.
 
     Args:
-        evidence: Of the run.
-        computing: What the operators of a step take, where that is known: the median may be an outlier itself.
+        evidence: The run's evidence.
+        computing: Seconds that the operators of a step take, if known, else 0. If this is less than the median, it is
+            used instead: with many outliers, the median may be one itself.
     """
     lengths = [sum(evidence.step_phases[step]) for step in evidence.steady()]
     if not lengths or sum(lengths) <= 0:
@@ -105,17 +114,17 @@ def lost_in_outliers(evidence: Evidence, computing: float = 0.0) -> float:
 
 
 def by_place(reasons: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The reasons that torch gave, by the last line of the script that they name."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Group torch's reasons by the last line of the script that they name, each reason once."""
+    grouped: dict[str, tuple[str, ...]] = {}
     for reason in reasons:
         place = place_in(reason)
-        if reason not in found.get(place, ()):
-            found[place] = (*found.get(place, ()), reason)
-    return found
+        if reason not in grouped.get(place, ()):
+            grouped[place] = (*grouped.get(place, ()), reason)
+    return grouped
 
 
 def place_in(reason: str) -> str:
-    """`file:line` in a text of torch's, past its own files; "" if there is none.
+    """Return the last `file:line` in a text of torch's, preferring files that are not torch's; "" without any.
 
     >>> place_in('call to print\\n  File "/home/me/train.py", line 12, in forward')
     '/home/me/train.py:12'
@@ -130,6 +139,7 @@ def place_in(reason: str) -> str:
 
 
 def first_line_of(reason: str, place: str) -> str:
+    """Return the first line of a reason without its place, cut to 160 characters."""
     line = next((line.strip() for line in reason.splitlines() if line.strip()), "").removeprefix(f"{place}: ")
     return line if len(line) <= 160 else f"{line[:157]}..."
 
@@ -138,9 +148,9 @@ def first_line_of(reason: str, place: str) -> str:
 
 
 def norm_of(evidence: Evidence, layer: Layer) -> str:
-    """Class of the normalisation that takes a layer's output and the mean of each channel from it; "" if none does.
+    """Return the class of the norm that subtracts the mean of each channel from a layer's output; "" if none does.
 
-    A LayerNorm takes its mean over the channels, and a GroupNorm over several, so a bias in front of them stays.
+    LayerNorm takes the mean over all channels, and GroupNorm over several, so they do not cancel a bias before them.
     """
     path, _, kind = layer.normed_by.partition(" (")
     kind = kind.rstrip(")") or next((other.kind for other in evidence.layers if path and other.path == path), "")
@@ -148,7 +158,13 @@ def norm_of(evidence: Evidence, layer: Layer) -> str:
 
 
 def kept_losses(count: int, detail: str, steps: int) -> bool:
-    """Whether so many living graphs are most of those that were watched ("7 of 8", else all steps)."""
+    """Return whether enough graphs are alive to call the losses kept: at least `GRAPHS`, and half of those watched.
+
+    Args:
+        count: Graphs alive at once.
+        detail: The event's detail, "7 of 8" watched.
+        steps: Assumed number of watched graphs if `detail` tells none.
+    """
     total = re.search(r"of (\d+)", detail)
     watched = int(total[1]) if total else steps
     return count >= GRAPHS and 2 * count >= watched

@@ -1,4 +1,4 @@
-"""Stacks of a running Python process by py-spy, an optional tool (`pip install 'hasten[flame]'`)."""
+"""Record the stacks of a running Python process with py-spy, an optional tool (`pip install 'hasten[flame]'`)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ from pathlib import Path
 from hasten.evidence.libraries import is_library
 
 _RATE = 200  # samples per second
-_GRACE = 10.0
-_BEGINS = re.compile(r"(_worker_loop \(torch|_Bench\._burn \(hasten)")  # below these, batches are made
+_GRACE = 10.0  # seconds that py-spy may take beyond the recording
+# Frames above which (outside of which) all is process start: a worker's loop, and the bench's in the main process.
+_BEGINS = re.compile(r"(_worker_loop \(torch|_Bench\._burn \(hasten)")
+# Innermost frames of a process that only waits, such as a worker for its next indices.
 _WAITS = re.compile(r"^[\w.]*\b_?(wait|accept|select|poll) \((threading|socket|selectors|multiprocessing/\w+)\.py")
 
 _FRAME = re.compile(r"^\s+\S.* \((?P<file>[^()]+):(?P<line>\d+)\)$")
 
 
 def record(pid: int, seconds: float, out: Path) -> tuple[str, str]:
-    """Stacks of a process, folded ("outer;inner 12" a line), and whose they are; or "" and why there are none.
+    """Record a process's stacks.
 
     Args:
         pid: The process.
-        seconds: For how long it is watched, at least one.
+        seconds: How long to record, at least 1.
         out: A file for py-spy to write to.
+
+    Returns:
+        The folded stacks ("outer;inner 12" per line) and a note on what they show; or "" and why there are none.
     """
     program = _py_spy()
     if program is None:
@@ -50,7 +55,7 @@ def record(pid: int, seconds: float, out: Path) -> tuple[str, str]:
 
 
 def loading(stacks: str) -> str:
-    """Return the folded stacks of making batches and passing them on, without process start and waits.
+    """Return only the folded stacks in which batches are made or passed on, without the frames of process start.
 
     >>> loading("main (a.py:1);_worker_loop (torch/utils/data/_utils/worker.py:3);fetch (b.py:2) 7")
     'fetch (b.py:2) 7'
@@ -67,7 +72,7 @@ def loading(stacks: str) -> str:
 
 
 def where_is(pid: int) -> str:
-    """`file:line` of the script at which a Python process is, past libraries; "" where that cannot be told."""
+    """Return `file:line` of the script's innermost frame in a process's main thread; "" if that is unknown."""
     program = _py_spy()
     if program is None:
         return ""
@@ -77,12 +82,12 @@ def where_is(pid: int) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     main = dump.partition('"MainThread"')[2].split("\nThread ")[0]
-    found = [match for line in main.splitlines() if (match := _FRAME.match(line))]
-    own = [match for match in found if not (match["file"].startswith("<") or is_library(match["file"]))]
+    frames = [match for line in main.splitlines() if (match := _FRAME.match(line))]
+    own = [match for match in frames if not (match["file"].startswith("<") or is_library(match["file"]))]
     return f"{own[0]['file']}:{own[0]['line']}" if own else ""
 
 
 def _py_spy() -> str | None:
-    """The program beside this Python, or on the path."""
+    """Return py-spy's path: beside this Python, or found on PATH; None without it."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if beside.is_file() else shutil.which("py-spy")

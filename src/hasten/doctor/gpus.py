@@ -1,4 +1,4 @@
-"""The GPUs as NVML tells of them, from a process that does not train: the training pays nothing for it."""
+"""Read the GPUs' state through NVML, in a process that does not train, so the training pays nothing for it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-_PCIE_EVERY = 8  # NVML measures PCIe for 20 ms a direction: not at each sample
-# Of nvmlClocksEventReasons: those that hold a busy GPU back.
+_PCIE_EVERY = 8  # readings: NVML takes 20 ms per direction to measure PCIe
+# Those of nvmlClocksEventReasons that slow a busy GPU down.
 _THROTTLES = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -23,7 +23,17 @@ _THROTTLES = {
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One GPU at one moment: share busy, bytes, watts, MHz, why it was held back, bytes per second."""
+    """One GPU at one moment.
+
+    Attributes:
+        busy: Share of the time that a kernel ran, 0 to 1.
+        memory: Bytes in use.
+        power: Watts.
+        clock: Clock of its multiprocessors (MHz).
+        throttles: What slows it down.
+        pcie_in: Bytes per second received over PCIe.
+        pcie_out: Bytes per second sent.
+    """
 
     busy: float = 0.0
     memory: int = 0
@@ -35,15 +45,17 @@ class GpuReading:
 
 
 class Gpus:
-    """The GPUs that the training may see; none where there is no driver.
+    """The GPUs that are visible to the training; none if there is no driver.
 
     Args:
-        nvml: The module `pynvml`, or what stands in for it.
-        visible: What CUDA_VISIBLE_DEVICES says; None: all.
+        nvml: The module `pynvml`, or a stand-in for it.
+        visible: Value of CUDA_VISIBLE_DEVICES; None: read it from the environment.
 
     Attributes:
-        names, memory_total, power_limit: One each; bytes and watts.
-        failed: Why there are none although there is a driver, or "".
+        names: The GPUs' names.
+        memory_total: Bytes of memory of each.
+        power_limit: Watts of each, at most.
+        failed: Why GPUs could not be read although there is a driver; else "".
     """
 
     def __init__(self, nvml: Any = None, visible: str | None = None) -> None:
@@ -63,10 +75,11 @@ class Gpus:
         try:
             for handle in _handles(nvml, visible):
                 self._add(handle)
-        except Exception as error:  # a driver with GPUs it cannot describe
+        except Exception as error:  # the driver does not describe a GPU, or CUDA_VISIBLE_DEVICES names an unknown one
             self.failed = f"NVML: {error}"
 
     def _add(self, handle: Any) -> None:
+        """Add a GPU."""
         name = self._nvml.nvmlDeviceGetName(handle)
         self.names.append(name.decode() if isinstance(name, bytes) else name)
         self.memory_total.append(int(self._nvml.nvmlDeviceGetMemoryInfo(handle).total))
@@ -75,11 +88,12 @@ class Gpus:
         self._pcie.append((0.0, 0.0))
 
     def read(self) -> tuple[GpuReading, ...]:
-        """All of them now; what one does not tell is 0."""
+        """Read all GPUs now. A value that a GPU does not support is 0."""
         self._readings += 1
         return tuple(self._read(index, handle) for index, handle in enumerate(self._handles))
 
     def _read(self, index: int, handle: Any) -> GpuReading:
+        """Read one GPU, its PCIe rates only in every eighth reading."""
         nvml, ask = self._nvml, self._ask
         if self._readings % _PCIE_EVERY == 1:
             received = ask(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES) * 1024.0, 0.0)
@@ -97,19 +111,21 @@ class Gpus:
         )
 
     def _ask(self, question: Callable[[], _T], otherwise: _T) -> _T:
+        """Return the answer of an NVML call, or `otherwise` if it fails."""
         try:
             return question()
-        except Exception:  # not supported by this GPU (NVML says so by an error), or gone
+        except Exception:  # this GPU does not support it, or was lost: NVML raises for both
             return otherwise
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Shut NVML down."""
         if self._handles:
-            with contextlib.suppress(Exception):  # it is gone already
+            with contextlib.suppress(Exception):  # the driver is gone
                 self._nvml.nvmlShutdown()
 
 
 def _handles(nvml: Any, visible: str | None) -> list[Any]:
+    """Return NVML's handles of the visible GPUs, named by index or UUID; as in CUDA, -1 ends the list."""
     if visible is None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -1,4 +1,9 @@
-"""Runs an unchanged script, listens to it for a while, and gives what was heard, however the script ends."""
+"""Run an unchanged script under observation for a while, and return its evidence, however the script ends.
+
+The observers run in the script's process and write the evidence there. This module starts that process, samples the
+machine meanwhile, passes signals on, ends the process when enough was observed or when it hangs, and puts the evidence
+together: from the evidence file, else from the live file (written once a second), else from how the process ended.
+"""
 
 from __future__ import annotations
 
@@ -32,25 +37,26 @@ from hasten.evidence import Evidence, read_evidence
 from hasten.evidence.live import live_path, read_live
 from hasten.taps.config import DoctorOptions, RunConfig, environment
 
-_POLL = 0.1
-_LATE = 45.0  # seconds beyond the bound after which a run that did not end itself is ended from here
-_GRACE = 15.0  # seconds that a stopped run has to leave what it has
-_TERMINAL_GRACE = 3.0  # seconds after which a Ctrl-C that the terminal did not deliver is passed on after all
-_STOPPED = ("KeyboardInterrupt", "stopped by", "killed by")  # what a script's error is when doctor was stopped
+_POLL = 0.1  # seconds between two checks of the process
+_LATE = 45.0  # seconds beyond the time limit after which a run that did not end itself is killed
+_GRACE = 15.0  # seconds that a stopped run has to write its evidence
+_TERMINAL_GRACE = 3.0  # seconds to wait for the terminal's own Ctrl-C to work before passing it on
+_STOPPED = ("KeyboardInterrupt", "stopped by", "killed by")  # how a script's error begins when doctor was stopped
+# In a script's error: the sandbox kept it from a file.
 _REFUSED = ("No such file or directory", "Permission denied", "Read-only file system")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
 @dataclass(frozen=True)
 class Heard:
-    """Evidence heard from a run, and how the run ended.
+    """The evidence of a run, and how the run ended.
 
     Attributes:
-        evidence: What it left behind, or what could be told without it; with the use of the machine.
-        code: The script's own exit code (128 + number where a signal ended it); 0 where it was cut.
-        stopped: Number of the signal that stopped the listening (Ctrl-C: 2), 0 otherwise.
-        cut: It was ended because enough had been heard.
-        unseen: What could not be sampled, and why.
+        evidence: The run's evidence, or what is known without it; with the use of the machine.
+        code: The script's own exit code (128 + number if a signal ended it); 0 if doctor cut the run.
+        stopped: Number of the signal that stopped doctor (Ctrl-C: 2), else 0.
+        cut: Whether doctor ended the run because enough was observed, or because it hung.
+        unseen: What could not be observed, and why.
         notes: What was done to the run.
     """
 
@@ -63,7 +69,7 @@ class Heard:
 
     @property
     def exit_code(self) -> int:
-        """Exit code for the person's shell: a stop counts before the script's own."""
+        """Exit code of hasten: of the signal that stopped it, else the script's."""
         return 128 + self.stopped if self.stopped else self.code
 
 
@@ -75,15 +81,15 @@ def listen(
     evidence: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Heard:
-    """Run a training and listen.
+    """Run a training, and observe it.
 
     Args:
-        arguments: Of the process that runs the training.
+        arguments: Command line of the process that runs the training.
         command: The training's own command line, for the record.
-        options: The bounds. `scratch` and `listener` are set here; `trace` is a file of the person's.
-        whole: Let it run to its end, and write where it wants.
-        evidence: Where the evidence goes, beside which the live file lies while a whole run goes on.
-        say: Receives what goes on once the script is over, a line each.
+        options: The bounds. `scratch` and `listener` are set here; `trace` is a path of the user's.
+        whole: Let the script run to its end, and write files wherever it wants.
+        evidence: Where to write the evidence. The live file is beside it while a whole run goes on.
+        say: Called with a line of progress about what follows the script's end.
 
     Raises:
         HastenError: The process cannot be started, or a file cannot be written.
@@ -101,24 +107,24 @@ def listen(
 
 
 def _try_changes(heard: Heard, say: Callable[[str], None]) -> Heard:
-    """The machine is free again: what may help is tried on it."""
+    """Measure on the now idle machine what changes would bring, and add that to the evidence."""
     try:
         if wanted := jobs(heard.evidence):
             say(f"the script is over; trying {len(wanted)} changes on its own sizes")
         measured = measure(heard.evidence)
-    except KeyboardInterrupt:  # before the first of them began
+    except KeyboardInterrupt:  # before the first measurement began: `measure` itself handles later ones
         unseen = "what changes would bring: interrupted"
         return dataclasses.replace(heard, stopped=int(signal.SIGINT), unseen=(*heard.unseen, unseen))
-    except Exception as error:  # what was heard stands by itself
+    except Exception as error:  # the evidence is valid without these measurements
         return dataclasses.replace(heard, unseen=(*heard.unseen, f"what changes would bring: {error!r}"))
-    # Ctrl-C here ends the trying, not the page; the exit code says that it came.
-    stopped = signal.SIGINT if any(one.failed == INTERRUPTED for one in measured) else heard.stopped
+    # Ctrl-C during `measure` ends only the measurements: the report is shown, and the exit code tells of the Ctrl-C.
+    stopped = signal.SIGINT if any(trial.failed == INTERRUPTED for trial in measured) else heard.stopped
     evidence = dataclasses.replace(heard.evidence, measured=measured)
     return dataclasses.replace(heard, evidence=evidence, stopped=int(stopped))
 
 
 class _Listening:
-    """One run that is listened to."""
+    """One observed run: its process, its files, and how it is ended."""
 
     def __init__(
         self,
@@ -148,11 +154,11 @@ class _Listening:
         self.stopped = 0
         self.stopped_at = 0.0
         self.late = False
-        self.where = ""  # where a run was that had to be ended from here
+        self.where = ""  # `file:line` at which a killed run hung
         self._children_before = {child.pid for child in psutil.Process().children()}
 
     def run(self) -> Heard:
-        """Start it, wait for its end, and put together what is known."""
+        """Start the process, wait for its end, and return what is known of the run."""
         config = RunConfig(
             evidence=str(self.left), command=self.command, quiet=True, doctor=self.options, live=str(self.live)
         )
@@ -171,9 +177,9 @@ class _Listening:
         return self._gather(code, sampler, began, time.perf_counter() - began)
 
     def _start(self, env: dict[str, str]) -> subprocess.Popen[bytes]:
-        """The training, on the terminal's own input and output."""
-        # Not a `Child`, which gets a session of its own: a script that doctor listens to stays in the terminal's
-        # foreground, so that it can ask the person something (pdb, input) and Ctrl-C reaches it as without hasten.
+        """Start the training on the terminal's own input and output."""
+        # Not as a `Child`, which gets its own session: the script must stay in the terminal's foreground, so that it
+        # can read from it (pdb, input) and gets Ctrl-C as without hasten.
         try:
             return subprocess.Popen(self.arguments, env=env)
         except OSError as error:
@@ -182,7 +188,7 @@ class _Listening:
     # -- while it goes on --------------------------------------------------------------------------------
 
     def _wait(self, process: subprocess.Popen[bytes], began: float) -> int | None:
-        """Its exit code; None where it was ended from here because enough was heard, or because it hung."""
+        """Wait for the process, and return its exit code; None if it must be killed: cut, stopped or hung."""
         passed_on = False
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -192,6 +198,7 @@ class _Listening:
                 return None
             if self.stopped:
                 waited = now - self.stopped_at
+                # A Ctrl-C typed at the terminal reached the script too: passed on at once, it would be a second one.
                 if not passed_on and waited > (_TERMINAL_GRACE if self.stopped == signal.SIGINT and _at_tty() else 0):
                     passed_on = True
                     with contextlib.suppress(ProcessLookupError):
@@ -205,7 +212,7 @@ class _Listening:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM, SIGHUP) gives the script its chance, the second ends it."""
+        """Handle signals: the first Ctrl-C (or SIGTERM, SIGHUP) lets the script end itself, the second kills it."""
 
         def stop(number: int, frame: FrameType | None) -> None:
             if self.stopped:
@@ -216,7 +223,7 @@ class _Listening:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before: dict[int, Any] = {}
         for number in map(int, numbers):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored, as SIGHUP under nohup
                 before[number] = signal.signal(number, stop)
         try:
             yield
@@ -225,7 +232,7 @@ class _Listening:
                 signal.signal(number, handler)
 
     def _end_all(self) -> None:
-        """End all that the run started, launchers first, so that they do not call it a failure."""
+        """Kill all processes of the run, launchers first, so that they do not report their children as failed."""
         for child in psutil.Process().children(recursive=True):
             if child.pid not in self._children_before:
                 with contextlib.suppress(psutil.Error):
@@ -234,6 +241,7 @@ class _Listening:
     # -- afterwards --------------------------------------------------------------------------------------
 
     def _gather(self, code: int | None, sampler: Sampler, began: float, seconds: float) -> Heard:
+        """Put together the evidence, the use of the machine, and how the run ended."""
         unseen = [*sampler.failed, *filter(None, (sampler.gpus.failed,))]
         evidence = None
         try:
@@ -241,8 +249,8 @@ class _Listening:
         except HastenError as error:
             unseen.append(f"the evidence: {error.message}")
         cut = (evidence is not None and evidence.ended == "complete") or (self.late and not self.stopped)
-        noted = self.left.with_name(f"{self.left.name}.error")
-        ended = noted.read_text() if noted.is_file() else how_it_ended(code, self.late)
+        error_file = self.left.with_name(f"{self.left.name}.error")
+        ended = error_file.read_text() if error_file.is_file() else how_it_ended(code, self.late)
         if evidence is None:
             evidence, why = self._without_evidence(ended, began, seconds)
             unseen.append(why)
@@ -252,14 +260,14 @@ class _Listening:
             evidence = dataclasses.replace(evidence, ended="stopped", error="")
         if self.where:
             evidence = dataclasses.replace(evidence, stopped_at=self.where)
-        until = evidence.ended_at if evidence.tried else math.inf  # behind it techniques were on
+        until = evidence.ended_at if evidence.tried else math.inf  # after that, techniques were switched on
         evidence = dataclasses.replace(evidence, use=sampler.use(evidence.origin, evidence.pid, until))
         self.live.unlink(missing_ok=True)
         own = 0 if cut or code is None else code if code >= 0 else 128 - code
         return Heard(evidence, own, self.stopped, cut, tuple(unseen), tuple(self._notes(evidence, cut, seconds)))
 
     def _without_evidence(self, ended: str, began: float, seconds: float) -> tuple[Evidence, str]:
-        """Return what the live file holds, or nothing but how it ended; and why there is no more."""
+        """Return evidence from the live file, or else only of how the run ended; and why there is no more."""
         try:
             evidence = read_live(self.live).as_evidence(ended)
             return evidence, f"losses, layers and what else is asked for at the end: it was {ended or 'gone'} before"
@@ -271,13 +279,14 @@ class _Listening:
             return blank, f"the training: {why}"
 
     def _notes(self, evidence: Evidence, cut: bool, seconds: float) -> list[str]:
+        """Return what the user should know about how the script was run."""
         notes = []
         if self.stopped:
             notes.append(f"stopped by {signal_name(self.stopped)} after {seconds:.0f} s")
         elif cut:
             notes.append(f"cut after {evidence.steps} steps, {seconds:.0f} s: enough was heard")
         if evidence.tried:
-            names = ", ".join(one.technique for one in evidence.tried)
+            names = ", ".join(trial.technique for trial in evidence.tried)
             notes.append(f"behind these steps, switched on and off in the run to see what it brings: {names}")
         if not self.whole:
             notes.append("what the script wrote was kept apart and removed; --whole runs all of it, and keeps that")
@@ -287,12 +296,12 @@ class _Listening:
 
 
 def _over(left: Path) -> Path:
-    """Return what the process that trained puts beside its evidence when it waits to be ended."""
+    """Return the file that the training process creates beside its evidence when it waits to be killed."""
     return left.with_name(f"{left.name}.over")
 
 
 def _at_tty() -> bool:
-    """Whether a Ctrl-C came from the terminal, which gave it to the script as well."""
+    """Return whether this process is in the terminal's foreground, so that the script gets Ctrl-C as well."""
     try:
         with Path("/dev/tty").open() as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -301,17 +310,17 @@ def _at_tty() -> bool:
 
 
 def _adopt_orphans() -> None:
-    """Have processes whose parent died become children of this one (Linux), so that none is left over."""
+    """Make orphaned descendants children of this process (Linux only), so that `_end_all` finds them."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 
-def _keep_trace(heard: Heard, made: Path, path: Path) -> Heard:
-    """Bring the trace to where the person wants it."""
+def _keep_trace(heard: Heard, written: Path, path: Path) -> Heard:
+    """Copy the trace from the scratch folder to the path that the user named."""
     evidence = heard.evidence
-    if not made.is_file():
+    if not written.is_file():
         return dataclasses.replace(heard, unseen=(*heard.unseen, "a trace: no step was sampled"))
-    files.write_own(path, made.read_bytes(), "the trace", files.is_trace)
+    files.write_own(path, written.read_bytes(), "the trace", files.is_trace)
     if evidence.sampled is not None:
         sampled = dataclasses.replace(evidence.sampled, trace=str(path))
         evidence = dataclasses.replace(evidence, sampled=sampled)

@@ -1,4 +1,4 @@
-"""Reads runs to be compared: what doctor wrote of them, or their evidence."""
+"""Read runs to compare, from doctor's JSON or from evidence."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from hasten.evidence.schema import SCHEMA as EVIDENCE
 
 
 def read(path: Path) -> list[Diagnosis]:
-    """Return the diagnosis of a run, read from doctor's JSON or made from evidence; or those of a folder of such files.
+    """Return the diagnoses of a file (one) or of a folder of such files.
+
+    A file is doctor's JSON, or evidence, of which the diagnosis is made.
 
     Raises:
-        HastenError: No such file, neither of the two, or a folder without any.
+        HastenError: There is no such file, it is neither of the two, or the folder has no JSON files.
     """
     if not path.is_dir():
         return [_read(path)]
-    files = sorted(path.glob("*.json"))
-    if not files:
+    paths = sorted(path.glob("*.json"))
+    if not paths:
         raise HastenError(f"no JSON files in the folder {path}", "put diagnoses or evidence of the same training there")
-    return [_read(file) for file in files]
+    return [_read(file) for file in paths]
 
 
 def _read(path: Path) -> Diagnosis:
+    """Return the diagnosis of one file."""
     try:
         data = files.parse_json(files.read_bytes(path))
     except FileNotFoundError:

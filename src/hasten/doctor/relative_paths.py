@@ -1,4 +1,4 @@
-"""Paths as a reader of another machine can use them: relative to the working folder, or to where packages lie."""
+"""Make paths readable on another machine: relative to the working folder, or to the folder of installed packages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Plain = TypeVar("Plain")
 
 
 def with_relative_paths(data: Plain) -> Plain:
-    """Return plain data (dataclasses, dicts, sequences) in which texts name files relative to the working folder.
+    """Return plain data (dataclasses, dicts, sequences) with relative paths in all its strings.
 
-    A file that is not below it keeps its path; one of a library is named from the package on: `torch/nn/modules.py:3`.
+    Files below the working folder are named relative to it, a library's from the package on:
+    `torch/nn/modules.py:3`. Other files keep their paths.
     """
     folders = _folders(str(Path.cwd()))
     return with_texts(data, lambda text: folders.sub("", text) if os.sep in text else text)
@@ -25,7 +26,7 @@ def with_relative_paths(data: Plain) -> Plain:
 
 @cache
 def _folders(here: str) -> re.Pattern[str]:
-    """Return what is cut off: these folders where a path begins with them, and not in the middle of another."""
+    """Return a pattern of the folders to cut off, which matches only where a path begins."""
     folders = {here, os.path.realpath(here), *folders_of_packages()} - {os.sep}
     longest_first = sorted((re.escape(folder + os.sep) for folder in folders), key=len, reverse=True)
     return re.compile(rf"(?<![\w./~-])(?:{'|'.join(longest_first)})")

@@ -1,4 +1,8 @@
-"""Samples the training's use of the machine from the doctor's own process: the training pays nothing for it."""
+"""Sample the training's use of the machine, from doctor's own process, so the training pays nothing for it.
+
+A thread takes a row of raw counters about four times a second; rates are computed at the end. To bound memory and cost
+in a long run, every second row is dropped once `_KEPT` are stored, and from then on only every second sample is kept.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,16 @@ from hasten.evidence import GpuUse, Use
 from hasten.evidence.figures import percent
 
 _T = TypeVar("_T")
-_INTERVAL = 0.25
-_SHARE = 0.01  # of a core that sampling may take at the most: where a sample is dear, they come more rarely
-_FAMILY_EVERY = 4  # samples between two looks for new processes: that look reads all of /proc
-_KEPT = 2400  # samples kept; of a long run every second, then every fourth
-_SELDOM = 0.02  # share of the time below which a GPU that was held back is not worth a word
+_INTERVAL = 0.25  # seconds between two samples
+_SHARE = 0.01  # of a core that sampling may take; if samples cost more, they are taken less often
+_FAMILY_EVERY = 4  # samples between two searches for new processes, each of which reads all of /proc
+_KEPT = 2400  # samples stored, at most
+_SELDOM = 0.02  # a GPU throttled for a smaller share of the time is not reported
 
 
 @dataclass(frozen=True)
 class _Member:
-    """One process at one moment: seconds of CPU so far, bytes resident, and of these shared with others."""
+    """One process at one moment: CPU seconds so far, resident bytes, and how many of these are shared."""
 
     cpu: float
     rss: int
@@ -36,24 +40,27 @@ class _Member:
 
 @dataclass(frozen=True)
 class _Row:
-    """The machine at one moment. What grows (seconds, bytes) is kept as it stands; rates are taken at the end."""
+    """The machine at one moment. Counters (seconds, bytes) are stored raw."""
 
     at: float
     members: dict[int, _Member]
-    cores: tuple[tuple[float, float, float], ...]  # busy, waiting and all seconds of each core
-    disk: tuple[int, int]
-    net: tuple[int, int]
-    shm: int
+    cores: tuple[tuple[float, float, float], ...]  # busy, I/O wait and total seconds of each core
+    disk: tuple[int, int]  # bytes read, bytes written
+    net: tuple[int, int]  # bytes received, bytes sent
+    shm: int  # bytes in use
     gpus: tuple[GpuReading, ...]
 
 
 class Sampler:
-    """Samples a process and all it starts, about every quarter of a second, until `stop`.
+    """Samples a process and all its descendants in a thread, until `stop`.
 
     Args:
         pid: The process.
         gpus: The machine's GPUs.
-        interval: Seconds between two samples.
+        interval: Seconds between two samples, at least.
+
+    Attributes:
+        failed: What could not be read, and why.
     """
 
     def __init__(
@@ -63,40 +70,43 @@ class Sampler:
         interval: float = _INTERVAL,
     ) -> None:
         self.gpus = gpus if gpus is not None else Gpus()
-        self.failed: list[str] = []  # what could not be read, and why
+        self.failed: list[str] = []
         self._pid = pid
         self._interval = interval
         self._family: dict[int, psutil.Process] = {}
-        self._parents: dict[int, int] = {}
+        self._parents: dict[int, int] = {}  # process id -> its parent's, also of processes that have ended
         self._rows: list[_Row] = []
-        self._taken = 0
-        self._every = 1
+        self._taken = 0  # samples
+        self._every = 1  # how many samples make one row
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._go_on, name="hasten-use", daemon=True)
+        self._thread = threading.Thread(target=self._sample, name="hasten-use", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more samples; one that hangs in a driver is left to itself."""
+        """Stop sampling. Don't wait for a sample that hangs in a driver: the thread is a daemon."""
         self._over.set()
         self._thread.join(2.0)
 
-    def _go_on(self) -> None:
+    def _sample(self) -> None:
+        """Take samples until `stop`, pausing long enough to stay below `_SHARE` of a core."""
         pause = 0.0
         while not self._over.wait(pause):
             began = time.thread_time()
             try:
                 self._take()
-            except Exception as error:  # the training is judged without it; `unseen` says so
+            except Exception as error:  # the diagnosis is made without these samples, and says so
                 self._note("use of the machine", error)
                 return
             pause = max(self._interval, (time.thread_time() - began) / _SHARE)
 
     def _note(self, what: str, error: BaseException) -> None:
+        """Add an error to `failed`, once."""
         line = f"{what}: {type(error).__name__}: {error}".splitlines()[0]
         if line not in self.failed:
             self.failed.append(line)
 
     def _take(self) -> None:
+        """Take one sample."""
         if self._taken % _FAMILY_EVERY == 0:
             self._look_for_family()
         self._taken += 1
@@ -107,17 +117,18 @@ class Sampler:
             self._every *= 2
 
     def _look_for_family(self) -> None:
+        """Add new descendants of the process."""
         try:
             root = psutil.Process(self._pid)
             members = [root, *root.children(recursive=True)]
         except psutil.Error:
-            return  # it is over
+            return  # the process has ended
         for member in members:
             if member.pid not in self._family:
                 self._family[member.pid] = member
                 try:
                     self._parents[member.pid] = member.ppid()
-                except psutil.Error:
+                except psutil.Error:  # it ended in between, so nothing of it will be sampled anyway
                     self._parents[member.pid] = self._pid
 
     def _row(self) -> _Row:
@@ -132,6 +143,7 @@ class Sampler:
         )
 
     def _members(self) -> dict[int, _Member]:
+        """Read all known processes, and forget those that have ended."""
         members = {}
         for pid, process in list(self._family.items()):
             try:
@@ -147,7 +159,7 @@ class Sampler:
         return members
 
     def _ask(self, what: str, read: Callable[[], _T], otherwise: _T) -> _T:
-        """Return what a counter of the machine says; where it cannot be read, say so once and go on without it."""
+        """Return a counter of the machine; if it cannot be read, note that once and return `otherwise`."""
         try:
             return read()
         except (OSError, psutil.Error, RuntimeError, NotImplementedError) as error:
@@ -155,12 +167,12 @@ class Sampler:
             return otherwise
 
     def use(self, origin: float, trains: int, until: float = math.inf) -> Use | None:
-        """Return what was sampled; None where nothing was.
+        """Return the use of the machine; None if there are not two rows.
 
         Args:
-            origin: The clock when the evidence's clock stood at 0.
-            trains: Process id of the one that trains; 0: the one that was started.
-            until: On the evidence's clock: what was sampled later does not count.
+            origin: `time.perf_counter` at 0 of the evidence's clock.
+            trains: Process id of the training process; 0: the process that was started.
+            until: Seconds on the evidence's clock; later samples are left out.
         """
         rows = [row for row in self._rows if row.at - origin <= until]
         if len(rows) < 2:
@@ -187,22 +199,23 @@ class Sampler:
         )
 
     def _descendants(self, pid: int) -> set[int]:
-        """Processes that this one started, or that those started."""
-        found: set[int] = set()
+        """Return the ids of a process's descendants, ended ones included."""
+        descendants: set[int] = set()
         for child in self._parents:
             above: int | None = child
-            for _ in range(64):
+            for _ in range(64):  # reused process ids could form a cycle
                 above = self._parents.get(above) if above is not None else None
                 if above == pid:
-                    found.add(child)
+                    descendants.add(child)
                 if above is None:
                     break
-        return found - {pid}
+        return descendants - {pid}
 
     def _gpu(self, index: int, rows: Sequence[_Row]) -> GpuUse:
+        """Return one GPU's use over these rows."""
         readings = [row.gpus[index] for row in rows]
-        held_back = [name for reading in readings for name in reading.throttles]
-        often = {name: held_back.count(name) / len(readings) for name in dict.fromkeys(held_back)}
+        throttles = [name for reading in readings for name in reading.throttles]
+        shares = {name: throttles.count(name) / len(readings) for name in dict.fromkeys(throttles)}
         return GpuUse(
             name=self.gpus.names[index],
             memory_total=self.gpus.memory_total[index],
@@ -212,7 +225,7 @@ class Sampler:
             power=tuple(reading.power for reading in readings),
             clock=tuple(reading.clock for reading in readings),
             throttled=tuple(
-                f"{name} ({percent(share)} of the time)" for name, share in often.items() if share > _SELDOM
+                f"{name} ({percent(share)} of the time)" for name, share in shares.items() if share > _SELDOM
             ),
             pcie_in=tuple(reading.pcie_in for reading in readings),
             pcie_out=tuple(reading.pcie_out for reading in readings),
@@ -220,6 +233,7 @@ class Sampler:
 
 
 def _cores() -> tuple[tuple[float, float, float], ...]:
+    """Return busy, I/O wait and total seconds of each core that this process may use."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     return tuple(
         (sum(core) - core.idle - getattr(core, "iowait", 0.0), getattr(core, "iowait", 0.0), sum(core))
@@ -229,35 +243,39 @@ def _cores() -> tuple[tuple[float, float, float], ...]:
 
 
 def _disk() -> tuple[int, int]:
-    counted = psutil.disk_io_counters()
-    return (counted.read_bytes, counted.write_bytes) if counted else (0, 0)
+    """Return the bytes read from and written to all disks so far."""
+    counters = psutil.disk_io_counters()
+    return (counters.read_bytes, counters.write_bytes) if counters else (0, 0)
 
 
 def _net() -> tuple[int, int]:
-    counted = psutil.net_io_counters(pernic=True)
-    away = [card for name, card in counted.items() if name != "lo"]  # what ranks say to each other here is not net
-    return sum(card.bytes_recv for card in away), sum(card.bytes_sent for card in away)
+    """Return the bytes received and sent over the network so far."""
+    counters = psutil.net_io_counters(pernic=True)
+    cards = [card for name, card in counters.items() if name != "lo"]  # ranks on one machine talk over the loopback
+    return sum(card.bytes_recv for card in cards), sum(card.bytes_sent for card in cards)
 
 
 def _without_guests(core: psutil._common.scputimes) -> psutil._common.scputimes:
-    """Guest time is contained in user time already."""
+    """Return a core's times with guest time set to 0, because user time already includes it."""
     return core._replace(**{name: 0.0 for name in ("guest", "guest_nice") if hasattr(core, name)})
 
 
 def _shm() -> int:
+    """Return the bytes in use in /dev/shm; 0 if there is none."""
     try:
-        room = os.statvfs("/dev/shm")
+        status = os.statvfs("/dev/shm")
     except OSError:
         return 0
-    return (room.f_blocks - room.f_bfree) * room.f_frsize
+    return (status.f_blocks - status.f_bfree) * status.f_frsize
 
 
 def _rate(before: _Row, after: _Row, was: float, now: float) -> float:
+    """Return a counter's rate (per second) between two rows."""
     return max(0.0, now - was) / max(1e-6, after.at - before.at)
 
 
 def _cpu(before: _Row, after: _Row, pids: Sequence[int] | set[int] | dict[int, _Member]) -> float:
-    """Cores' worth of CPU that these processes used between two rows; a new one began at 0."""
+    """Return how many cores these processes kept busy between two rows; a new process began at 0."""
     spent = 0.0
     for pid in pids:
         if pid in after.members:
@@ -267,16 +285,21 @@ def _cpu(before: _Row, after: _Row, pids: Sequence[int] | set[int] | dict[int, _
 
 
 def _resident(row: _Row, root: int) -> int:
-    """Bytes of all processes; forked ones share most pages with their parent, and only their own count again."""
+    """Return the resident bytes of all processes.
+
+    Forked processes share most pages with their parent, so of all but the root only unshared memory is added.
+    """
     return sum(member.rss if pid == root else max(0, member.rss - member.shared) for pid, member in row.members.items())
 
 
 def _busy_cores(first: _Row, last: _Row) -> tuple[float, ...]:
+    """Return the share of time (0 to 1) that each core was busy between two rows."""
     pairs = zip(first.cores, last.cores, strict=False)
     return tuple(min(1.0, max(0.0, (b[0] - a[0]) / (b[2] - a[2]))) if b[2] > a[2] else 0.0 for a, b in pairs)
 
 
 def _waiting(before: _Row, after: _Row) -> float:
+    """Return the share of time (0 to 1) that cores waited for I/O between two rows."""
     spent = sum(core[2] for core in after.cores) - sum(core[2] for core in before.cores)
     waited = sum(core[1] for core in after.cores) - sum(core[1] for core in before.cores)
     return min(1.0, max(0.0, waited / spent)) if spent > 0 else 0.0

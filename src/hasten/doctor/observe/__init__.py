@@ -1,8 +1,9 @@
-"""Observers: what `doctor` listens to beyond steps and phases, one file a subject.
+"""Observers: what `doctor` records beyond steps and phases, one file per subject.
 
-Each has `install(session)`, which sets its taps and appends an object to `session.observers`. When the run ends that
-object's `facts()` gives fields of the evidence by name. All but `sampled` listen to every step, so what they do per
-step must cost well under a microsecond; what they cannot do is skipped and named, and never breaks the script.
+Each module has `install(session)`, which sets its taps and appends an object to `session.observers`. When the run ends,
+that object's `facts()` returns evidence fields by name. All observers except `sampled` listen to every step, so their
+work per step must cost well under a microsecond. An observer that fails is skipped, the skip is recorded with its
+reason, and the script goes on.
 """
 
 from hasten.doctor.observe.event_log import EventLog

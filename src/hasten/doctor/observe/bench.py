@@ -1,8 +1,10 @@
-"""`hasten doctor --loader`, in the script's own process: at the first backward its loader is measured, and that is all.
+"""`hasten doctor --loader`: measure the training loader inside the script's process, then end the script.
 
-The loader whose batch the first backward is about is the training loader. It is rebuilt with other numbers of
-workers and drawn from as fast as it goes. The evidence is written again after each figure: a number of workers that
-takes the machine's memory may end the process, and what was measured before it stands.
+The training loader is the DataLoader whose batch the first backward uses. At that backward, the bench stops the
+script's own workers, rebuilds the loader with one worker count after another, and draws batches as fast as the loader
+delivers them. Then it samples the stages of making a batch, and records one worker's stacks with py-spy. The backward
+is never run. The evidence file is rewritten after each measurement, because a worker count that exhausts memory can get
+the process killed; the earlier measurements then survive.
 """
 
 from __future__ import annotations
@@ -32,30 +34,30 @@ from hasten.taps.tracebacks import describe, in_one_line, place_of
 from hasten.taps.wrapping import tap
 from hasten.techniques.data.fork_safety import holds_open
 
-_FLAME = 4.0  # seconds that a worker is watched for
-_LOOSE = 5  # backwards without a loader after which the script is taken to train without one
-_LONG = 3.0  # times the bench's seconds, and a minute: then it hangs
+_FLAME = 4.0  # seconds to record one worker with py-spy, at most
+_LOOSE = 5  # backwards without a DataLoader batch after which the script counts as training without a loader
+_LONG = 3.0  # the bench counts as hung after this many times its seconds, plus a minute
 _SHARDS = re.compile(r"get_worker_info|worker_info|split_by_worker|split_dataset_by_node|num_shards")
 _ANY_PROCESS = -1  # PR_SET_PTRACER_ANY
 _SET_PTRACER = 0x59616D61
 
 
 def install(session: Session) -> None:
-    """Wait for the first backward."""
+    """Tap `torch.autograd.backward`, so that the bench starts at the script's first backward."""
     import torch
 
     if session.config.doctor is None:
         return
     bench = _Bench(session, session.config.doctor)
 
-    def ending(plain: Any) -> Any:
+    def before_backward(plain: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:
             bench.backward()
             return plain(*args, **kwargs)
 
         return backward
 
-    tap(torch.autograd, "backward", ending)
+    tap(torch.autograd, "backward", before_backward)
 
 
 class _Bench:
@@ -68,11 +70,14 @@ class _Bench:
         self._loose = 0
         self._pid = os.getpid()
         self._since = time.monotonic()
-        (self._stages,) = (one for one in session.observers if isinstance(one, LoaderStages))
-        self._stages.on = False
+        (self._stages,) = (observer for observer in session.observers if isinstance(observer, LoaderStages))
+        self._stages.on = False  # switched on for one rebuilt loader only, after the rates: sampling slows batches down
 
     def backward(self) -> None:
-        """The training's first step has come to its backward; it is not made."""
+        """Measure the loader of the current batch and end the process.
+
+        Return only while the current step drew no DataLoader batch (up to `_LOOSE` backwards), and in a forked child.
+        """
         session, recorder = self._session, self._session.run.recorder
         if recorder is None or os.getpid() != self._pid:
             return
@@ -84,19 +89,20 @@ class _Bench:
                 session.complete()
             return
         if session.rank or not self._is_first():
-            time.sleep(3600)  # another rank measures; doctor ends this one
-        known = session.loaders[current.loader]
-        loader = known.held()
+            time.sleep(3600)  # another rank measures; doctor ends this process
+        built = session.loaders[current.loader]
+        loader = built.held()
         iterator = current.iterator()
         if hasattr(iterator, "_shutdown_workers"):
-            iterator._shutdown_workers()  # the script's own workers would take the memory and the cores
+            iterator._shutdown_workers()  # the script's own workers would compete for cores and memory
         self._evidence = session.evidence_of(recorder, asks=False)
-        self._bench = LoaderBench(known.facts)
-        session.run.recorder = None
+        self._bench = LoaderBench(built.facts)
+        session.run.recorder = None  # drawing from the rebuilt loaders must not be recorded as training
         self._measure_and_leave(loader)
 
     def _is_first(self) -> bool:
-        """Return whether this is the first of all the processes that train: that one measures."""
+        """Return whether this is the first training process to reach its backward; only that process measures."""
+        # The rank alone does not decide: it is read from RANK, which processes started by `mp.spawn` may not have.
         try:
             os.close(os.open(f"{self._session.config.evidence}.claimed", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
@@ -104,6 +110,7 @@ class _Bench:
         return True
 
     def _measure_and_leave(self, loader: Any) -> None:
+        """Measure under a watchdog and signal handlers, write the evidence, and end the process."""
         watch = threading.Timer(_LONG * self._seconds + 60, self._cut)
         watch.daemon = True
         watch.start()
@@ -113,29 +120,33 @@ class _Bench:
         try:
             self._measure(loader)
             self._note(ended="finished")
-        except BaseException as error:  # whatever it is, the script does not go on
+        except BaseException as error:  # also KeyboardInterrupt and SystemExit: the script must not go on to train
             self._note(f"the bench broke off: {describe(error)}", ended="finished")
         self._leave()
 
     def _stopped(self, number: int, frame: FrameType | None) -> None:
-        """Leave at once: an exception that is raised here may be lost, as in what Python calls behind a fork."""
-        if os.getpid() != self._pid:  # a worker, which was forked meanwhile
+        """Handle a signal: write the evidence and exit here, without raising.
+
+        An exception raised in a handler can be lost: Python ignores exceptions in callbacks that run after a fork.
+        """
+        if os.getpid() != self._pid:  # a worker, which inherited this handler when it was forked
             raise KeyboardInterrupt
         self._note(ended="stopped")
         self._leave()
 
     def _cut(self) -> None:
-        """A loader hangs."""
+        """End the bench from the watchdog's thread, because a loader hangs."""
         self._note("the bench was cut: it took three times as long as it was given", ended="cut")
         self._leave()
 
     def _leave(self) -> None:
+        """Write the final evidence and end the process."""
         self._stages.remove()
         self._write(dataclasses.replace(self._evidence, ended="complete"))
         self._session.complete()
 
     def _note(self, *notes: str, **facts: Any) -> None:
-        """Keep what was found out, in the evidence too: it stands if this process is killed for its memory."""
+        """Add notes and fields to the bench, and rewrite the evidence at once: the process may run out of memory."""
         self._bench = dataclasses.replace(self._bench, notes=(*self._bench.notes, *notes), **facts)
         self._write(self._evidence)
 
@@ -148,11 +159,12 @@ class _Bench:
     # -- the bench ------------------------------------------------------------------------------------------
 
     def _measure(self, loader: Any) -> None:
+        """Measure each worker count in turn while time lasts, then the stages and the stacks."""
         facts = self._bench.loader
         if loader is None:
             raise RuntimeError("the training loader was gone when its first batch was trained on")
         counts, why = _counts(loader, facts)
-        self._note(*([why] if why else []), *_made_of(loader))
+        self._note(*([why] if why else []), *_measured_as(loader))
         self._say(
             f"the training loader is that of {facts.where} ({facts.dataset}); workers to measure: {_listed(counts)}"
         )
@@ -166,7 +178,7 @@ class _Bench:
                 break
             self._rate(loader, workers, each)
             if number == 1 and not self._bench.measured:
-                break  # not for want of workers: the dataset fails
+                break  # both 0 workers and the next count failed: the dataset itself fails
         if most := max((rate.workers for rate in self._bench.measured), default=0):
             if most > (cores := this_machine().cores):
                 self._note(f"with no training beside it: training itself takes some of the {cores} cores")
@@ -174,25 +186,35 @@ class _Bench:
             self._look_into(loader, facts, max(facts.num_workers, int(len(counts) > 1)), stages, flame)
 
     def _rate(self, loader: Any, workers: int, seconds: float) -> None:
+        """Measure the rate with `workers` workers for about `seconds`, and record it or its error."""
         try:
             rate = speed(loader, workers, seconds)
             self._say(f"{workers} workers: {rate.samples_per_s:,.0f} samples/s")
-        except Exception as error:  # the dataset's own, or that it cannot be sent to a worker
+        except Exception as error:  # raised by the dataset, or by pickling it for a spawned worker
             rate = Rate(workers, error=in_one_line(error), where=place_of(error) or _class_place(loader.dataset))
             self._say(f"{workers} workers: {rate.error}")
         self._note(rates=(*self._bench.rates, rate))
 
     def _look_into(self, loader: Any, facts: LoaderFacts, workers: int, stages: float, flame: float) -> None:
-        """The price of each stage; then a worker under py-spy."""
-        again_facts = loader_facts(loader, {**_options(loader), "num_workers": workers}, "")
-        self._session.loaders.append(BuiltLoader(lambda: None, dataclasses.replace(again_facts, batches=None)))
+        """Sample the stages of making a batch with `workers` workers, then record stacks with py-spy.
+
+        Args:
+            loader: The script's loader.
+            facts: Its facts.
+            workers: How many workers to rebuild it with.
+            stages: Seconds for the stages, at most.
+            flame: Seconds for py-spy.
+        """
+        rebuilt_facts = loader_facts(loader, {**_options(loader), "num_workers": workers}, "")
+        self._session.loaders.append(BuiltLoader(lambda: None, dataclasses.replace(rebuilt_facts, batches=None)))
         index = len(self._session.loaders) - 1
+        # Registered as one more loader of the session: `LoaderStages` samples only loaders that have an index.
         made = rebuilt(loader, workers)
         made.__dict__["_hasten_index"] = index
         self._stages.on = True
-        with contextlib.suppress(Exception):  # the dataset's own, which has been told
+        with contextlib.suppress(Exception):  # the dataset's errors are already recorded with the rates
             _draw(made, stages, 6 * max(1, workers))
-        made._iterator = None  # ends its workers: those of the next loader would inherit it
+        made._iterator = None  # ends its workers now: workers forked by the next loader would inherit them
         self._stages.on = False
         self._note(stages=self._stages.of(index), stages_workers=workers)
         if not self._options.bench_flame:
@@ -204,11 +226,11 @@ class _Bench:
             self._burn(made, workers, flame)
 
     def _burn(self, loader: Any, workers: int, seconds: float) -> None:
-        """Draw batches until py-spy, which watches meanwhile, has seen enough."""
+        """Draw batches while py-spy records a worker's stacks, or this process's if there are no workers."""
         iterator = iter(loader)
         next(iterator, None)
         if not workers:
-            TraceableWorker(None)(0)
+            TraceableWorker(None)(0)  # this process makes the batches itself, so py-spy needs leave to trace it
         pid = iterator._workers[0].pid if workers else os.getpid()
         stacks: list[tuple[str, str]] = []
         out = Path(self._options.scratch, "stacks")
@@ -222,7 +244,11 @@ class _Bench:
 
 
 class TraceableWorker:
-    """A `worker_init_fn`: the script's own, after leave was given to be looked into (Yama allows that to none)."""
+    """A `worker_init_fn` that lets any process trace the worker, then calls the script's own.
+
+    Where the kernel's Yama module restricts ptrace, py-spy could not attach otherwise: it is a sibling of the worker,
+    not its parent.
+    """
 
     def __init__(self, then: Any) -> None:
         self._then = then
@@ -234,12 +260,13 @@ class TraceableWorker:
 
 
 def _options(loader: Any) -> dict[str, Any]:
-    """A loader's arguments, as `loader_facts` wants them."""
+    """Return the loader's arguments in the form that `loader_facts` takes."""
     names = ("dataset", "prefetch_factor", "persistent_workers", "pin_memory", "worker_init_fn")
     return {name: getattr(loader, name) for name in names}
 
 
-def _made_of(loader: Any) -> list[str]:
+def _measured_as(loader: Any) -> list[str]:
+    """Return a note if the loader is a subclass, of which only the plain DataLoader was rebuilt."""
     name = type(loader).__name__
     if name in ("DataLoader", "StatefulDataLoader"):
         return []
@@ -251,7 +278,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _draw(loader: Any, seconds: float, batches: int) -> None:
-    """Draw batches: each worker is to make a few."""
+    """Draw up to `batches` batches, for at most `seconds`."""
     begin = time.perf_counter()
     for number, _ in enumerate(loader, 1):
         if number >= batches or time.perf_counter() - begin > seconds:
@@ -259,7 +286,10 @@ def _draw(loader: Any, seconds: float, batches: int) -> None:
 
 
 def _counts(loader: Any, facts: Any) -> tuple[list[int], str]:
-    """Numbers of workers to measure, none first; and why not more."""
+    """Return the worker counts to measure, in ascending order, and why the list was shortened ("" if it was not).
+
+    By default: 0, 1, 2, the script's own count, powers of two, and up to twice the number of cores.
+    """
     own, cores = facts.num_workers, this_machine().cores
     if unsafe := holds_open(loader.dataset):
         return [own] if own else [0], f"the dataset {unsafe}: not safe to share with worker processes"
@@ -273,22 +303,22 @@ def _counts(loader: Any, facts: Any) -> tuple[list[int], str]:
 
 
 def _shards(loader: Any) -> bool:
-    """Whether workers of an iterable dataset share it out, as far as its source says."""
+    """Return whether the workers of an iterable dataset split its samples among them, judging by its source."""
     import inspect
 
-    if loader.worker_init_fn is not None or hasattr(loader.dataset, "n_shards"):
+    if loader.worker_init_fn is not None or hasattr(loader.dataset, "n_shards"):  # `n_shards`: a Hugging Face dataset
         return True
     for kind in type(loader.dataset).__mro__:
         try:
             if not kind.__module__.startswith("torch.") and _SHARDS.search(inspect.getsource(kind)):
                 return True
-        except (OSError, TypeError):  # built in, or made at run time
+        except (OSError, TypeError):  # no source: a built-in class, or a class made at run time
             continue
     return False
 
 
 def _class_place(dataset: Any) -> str:
-    """`file:line` of the dataset's class."""
+    """Return `file:line` of the dataset's class, or "" if its source is not known."""
     import inspect
 
     try:

@@ -1,7 +1,7 @@
-"""Probes a few steps closely: searches with a result of unknown size, masks, prints.
+"""Probe a few steps closely for operators with a result of unknown size, boolean masks and prints.
 
-In these steps Python tells of each call into C (`sys.setprofile`), and indexing of tensors is replaced. What was seen
-counts for all steps in the same share; the steps themselves are listed as disturbed.
+In the probed steps `sys.setprofile` reports each call into C, and indexing of tensors is tapped. The counts are scaled
+from the probed steps to all steps. The probed steps are listed as disturbed, because probing slows them down.
 """
 
 from __future__ import annotations
@@ -23,34 +23,39 @@ _SEARCHES = {"nonzero", "argwhere", "masked_select", "where", "_unique2", "uniqu
 _WRITES = {"print", "write", "writelines", "flush", "fsync", "writerow", "writerows"}
 _NAMES = _SEARCHES | _WRITES
 _FILES = ("TextIOWrapper", "BufferedWriter", "FileIO", "writer")
-_FORWARDING = ("torch/functional.py", "torch/_jit_internal.py", "torch/_tensor.py")  # unique is Python first
-_FIRST, _IN_A_ROW = 4, 3  # steps 4, 5, 6, then 12, 24, 48...
+# `torch.unique` is a Python function that calls C: frames in these files are skipped to reach the script's line.
+_FORWARDING = ("torch/functional.py", "torch/_jit_internal.py", "torch/_tensor.py")
+_FIRST, _IN_A_ROW = 4, 3  # probed are steps 4, 5, 6, then 12, 24, 48...
 
 
 def install_call_probe(session: Session, recorder: Recorder) -> None:
-    """Begin to look at the first steps."""
+    """Probe the steps from `_FIRST` on."""
     probe = CallProbe(session, recorder)
     session.observers.append(probe)
     session.steps_over.tell(probe.on_step, _FIRST)
-    os.register_at_fork(after_in_child=probe.stop)  # a loader's worker that starts in such a step is not looked into
+    os.register_at_fork(after_in_child=probe.stop)  # a worker forked in a probed step inherits the profile function
 
 
 class CallProbe:
-    """Looks closely into a few steps."""
+    """Records, in a few steps, which C functions the script calls and which masks it indexes with."""
 
     def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
         self._recorder = recorder
         self._log = EventLog(session.in_step)
         self._steps: list[int] = []
-        self._next = _FIRST  # the step to look into next
+        self._next = _FIRST  # the next step to probe
         self._looking = False
-        self._calls: list[tuple[Any, float]] = []  # those that are going on
+        self._calls: list[tuple[Any, float]] = []  # C functions being called, and when each began
         self._device = ""
-        self._masks: dict[str, Any] = {}  # ours, where torch has inherited them
+        self._masks: dict[str, Any] = {}  # method name -> our tap on torch.Tensor, which had inherited the method
 
     def on_step(self, steps: int) -> int:
-        """A step is over: stop looking, or begin."""
+        """Stop probing the step that ended, and start on the next if it is to be probed.
+
+        Returns:
+            How many steps must be over at the next call.
+        """
         self.stop()
         if steps >= self._next and steps == self._recorder.kept.next:
             self._next = steps + 1 if steps < _FIRST + _IN_A_ROW - 1 else 2 * steps
@@ -62,7 +67,7 @@ class CallProbe:
         from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
         if sys.getprofile() is not None or _profiler_enabled():
-            return  # somebody else's profiler is at work
+            return  # the script's profiler, a debugger or coverage is active: only one profile function can be set
         self._steps.append(steps)
         self._looking = True
         self._device = self._devices()
@@ -70,7 +75,7 @@ class CallProbe:
         sys.setprofile(self._see)
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop probing the current step. Safe to call when none is probed."""
         if not self._looking:
             return
         import torch
@@ -80,11 +85,14 @@ class CallProbe:
         self._calls.clear()
         self._looking = False
         for name, ours in self._masks.items():
-            if vars(torch.Tensor).get(name) is ours:  # else somebody's function stands in front of it
+            if vars(torch.Tensor).get(name) is ours:  # else someone has patched the method since: leave theirs
                 delattr(torch.Tensor, name)
 
     def _devices(self) -> str:
-        """Type of the device on which the model is: of a call like `torch.nonzero(x)` the tensor is not told."""
+        """Return the device type of the script's model.
+
+        It is assumed for calls like `torch.nonzero(x)`: the profile function is given the function, not its arguments.
+        """
         for watch in self._session.run.models.values():
             facts = watch.facts()
             if facts is not None and facts.device:
@@ -92,6 +100,7 @@ class CallProbe:
         return ""
 
     def _see(self, frame: FrameType, event: str, function: Any) -> None:
+        """Time a call into C. This is the profile function."""
         if event == "c_call":
             if function.__name__ in _NAMES:
                 self._calls.append((function, perf_counter()))
@@ -101,6 +110,7 @@ class CallProbe:
                 self._over(frame, function, perf_counter() - start)
 
     def _over(self, frame: FrameType, function: Any, seconds: float) -> None:
+        """Record a call that has returned."""
         name, owner = function.__name__, getattr(function, "__self__", None)
         if name in _WRITES:
             if (name == "print" and function is builtins.print) or name == "fsync" or type(owner).__name__ in _FILES:
@@ -113,8 +123,8 @@ class CallProbe:
         elif str(getattr(function, "__module__", "")).startswith("torch"):
             device = self._device
         else:
-            return  # numpy's and others'
-        if name == "where" and _arguments(frame) != 1:
+            return  # a function of the same name in numpy or another library
+        if name == "where" and _arguments(frame) != 1:  # `where(mask)` searches; `where(mask, a, b)` only selects
             return
         above: FrameType | None = frame
         while above is not None and above.f_code.co_filename.replace("\\", "/").endswith(_FORWARDING):
@@ -127,7 +137,7 @@ class CallProbe:
             self._log.note_at(kind, place, seconds, device, detail)
 
     def facts(self) -> dict[str, Any]:
-        """The events, counted for all steps, and the steps that were looked into."""
+        """Return the events, scaled to all steps, and the probed steps as disturbed."""
         self.stop()
         self._next = sys.maxsize
         total = max(self._recorder.steps, len(self._steps))
@@ -137,12 +147,15 @@ class CallProbe:
 
 
 def _arguments(frame: FrameType) -> int:
-    """How many arguments the call is made with that the frame is at: CPython's instruction for calls tells it."""
+    """Return the number of arguments of the call that the frame is executing.
+
+    A profile function is not given them, but in CPython the operand of the CALL instruction is their number.
+    """
     return frame.f_code.co_code[frame.f_lasti + 1]
 
 
 def _mask_taps(torch: Any, log: EventLog) -> dict[str, Any]:
-    """Tap the indexing of tensors; return what was put there, by name."""
+    """Tap the indexing of tensors with masks. Return the taps by method name."""
 
     def is_mask(index: Any) -> bool:
         if isinstance(index, tuple):
@@ -163,7 +176,7 @@ def _mask_taps(torch: Any, log: EventLog) -> dict[str, Any]:
     def setting(plain: Any) -> Any:
         def __setitem__(self: Any, index: Any, value: Any) -> None:
             if torch.compiler.is_compiling() or not is_mask(index) or not hasattr(value, "numel") or value.numel() < 2:
-                plain(self, index, value)  # a single number fills where the mask is, without a search
+                plain(self, index, value)  # a single number is a masked fill, which needs no search
                 return
             start = perf_counter()
             plain(self, index, value)
@@ -171,7 +184,8 @@ def _mask_taps(torch: Any, log: EventLog) -> dict[str, Any]:
 
         return __setitem__
 
-    # torch inherits them; taking ours away leaves what was there.
+    # torch.Tensor inherits these methods, so deleting our attributes restores them. If the script has set its own, we
+    # leave them alone.
     makers = {"__getitem__": getting, "__setitem__": setting}
     makers = {name: make for name, make in makers.items() if name not in vars(torch.Tensor)}
     for name, make in makers.items():

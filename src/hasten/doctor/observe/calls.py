@@ -1,4 +1,8 @@
-"""Calls that a training loop seldom makes, and that cost it time when it does: each is counted where it is."""
+"""Count calls that cost a training loop time: cache emptying, syncs, clipping, saving, logging, debug tools.
+
+Each tap notes an event of the script's line in the event log, with the seconds it took where they can be measured.
+Saves between two steps are held back until training goes on, so that a save after the training does not count.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from hasten.taps.protocol import Session
 from hasten.taps.steps_over import NEVER
 from hasten.taps.wrapping import passed_over, tap
 
-_LARGE = 2**21  # numbers of logits, from which the technique chunked_loss acts
+_LARGE = 2**21  # elements in the logits, from which the technique chunked_loss acts
 _WRITER = (
     "add_audio", "add_embedding", "add_figure", "add_graph", "add_histogram", "add_hparams", "add_image",
     "add_image_with_boxes", "add_images", "add_mesh", "add_pr_curve", "add_scalar", "add_scalars", "add_tensor",
@@ -22,7 +26,7 @@ _WRITER = (
 
 
 def tap_calls(session: Session, log: EventLog) -> None:
-    """Set the taps on functions, and on those of logging libraries once they are imported."""
+    """Tap torch's functions now, and those of logging libraries once they are imported."""
     import gc
 
     import torch
@@ -45,10 +49,11 @@ def tap_calls(session: Session, log: EventLog) -> None:
 
 @passed_over
 def _counted(plain: Any, kind: str, log: EventLog, detail: str = "") -> Any:
+    """Wrap a function to note each call's time."""
     from torch.compiler import is_compiling
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+        if is_compiling():  # Dynamo is tracing: the graph must be the same as without the tap
             return plain(*args, **kwargs)
         start = perf_counter()
         result = plain(*args, **kwargs)
@@ -59,6 +64,7 @@ def _counted(plain: Any, kind: str, log: EventLog, detail: str = "") -> Any:
 
 
 def _tap_clip(torch: Any, name: str, log: EventLog) -> None:
+    """Tap a clipping function in its module and in `torch.nn.utils`, which holds a second reference to it."""
     module = torch.nn.utils.clip_grad
     plain = getattr(module, name)
     tap(module, name, lambda plain: _counted(plain, "clip", log, name))
@@ -68,6 +74,7 @@ def _tap_clip(torch: Any, name: str, log: EventLog) -> None:
 
 @passed_over
 def _large_loss(plain: Any, log: EventLog) -> Any:
+    """Wrap `cross_entropy` to note calls with logits that need a gradient and are large."""
     from torch.compiler import is_compiling
 
     def cross_entropy(*args: Any, **kwargs: Any) -> Any:
@@ -83,31 +90,33 @@ def _large_loss(plain: Any, log: EventLog) -> Any:
 
 @passed_over
 def _unsafe_load(plain: Any, log: EventLog) -> Any:
+    """Wrap `torch.load` to note calls with `weights_only=False`."""
+
     def load(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("weights_only", True) is False:
-            what = args[0] if args else kwargs.get("f")
-            log.note("torch_load", detail=str(what) if isinstance(what, str) else "", anywhere=True)
+            file = args[0] if args else kwargs.get("f")
+            log.note("torch_load", detail=str(file) if isinstance(file, str) else "", anywhere=True)
         return plain(*args, **kwargs)
 
     return load
 
 
 class _Saves:
-    """Counts saves that training waited for: in a step, or between two (at the end of an epoch)."""
+    """Counts saves that training waited for: in a step, or between two steps (at the end of an epoch)."""
 
     def __init__(self, session: Session, log: EventLog) -> None:
         self._session = session
         self._log = log
-        self._pending: list[tuple[str, float, str]] = []  # outside of a step; they count if training goes on
+        self._pending: list[tuple[str, float, str]] = []  # saves outside of a step: place, seconds, detail
 
     def install(self, torch: Any) -> None:
-        """Set the taps."""
+        """Tap `torch.save`, and `safetensors.torch.save_file` once it is imported."""
         tap(torch, "save", lambda plain: self._saving(plain, "torch.save"))
         once_imported(
             self._session,
             "safetensors.torch",
             "observing safetensors",
-            lambda room: tap(room, "save_file", lambda plain: self._saving(plain, "safetensors")),
+            lambda module: tap(module, "save_file", lambda plain: self._saving(plain, "safetensors")),
         )
 
     @passed_over
@@ -131,6 +140,7 @@ class _Saves:
         return save
 
     def _training_goes_on(self, _steps: int) -> int:
+        """Note the pending saves: another step has followed them, so training waited for them."""
         for place, seconds, detail in self._pending:
             self._log.note_at("save", place, seconds, "", detail, step=-1)
         self._pending.clear()
@@ -138,20 +148,20 @@ class _Saves:
 
 
 class DebugTools:
-    """Counts the steps under torch's profiler or anomaly detection, where they were switched on."""
+    """Counts the steps that run under torch's profiler or anomaly detection, by the line that switched it on."""
 
     def __init__(self, session: Session, log: EventLog) -> None:
         self._session = session
         self._log = log
-        self._places: dict[str, str] = {}  # kind -> where it was switched on last
-        self._told = 0  # how many steps were over when a step was told last
+        self._places: dict[str, str] = {}  # kind -> `file:line` that switched it on last
+        self._counted = 0  # the steps before this number are counted
 
     def install(self, torch: Any) -> None:
-        """Set the taps."""
+        """Tap every way to start the profiler or anomaly detection."""
         profiler = torch.autograd.profiler
         for kind in (profiler.profile, profiler.emit_nvtx):
             tap(kind, "__enter__", lambda plain: self._switched_on(plain, "profiler"))
-        # torch.profiler.profile makes one of the above, but does not enter it
+        # torch.profiler.profile builds an autograd profiler, but never calls its `__enter__`.
         tap(torch.profiler.profile, "start", lambda plain: self._switched_on(plain, "profiler"))
         anomaly = torch.autograd.anomaly_mode
         tap(anomaly.detect_anomaly, "__enter__", lambda plain: self._switched_on(plain, "anomaly"))
@@ -162,38 +172,41 @@ class DebugTools:
         def switch(self_: Any, *args: Any, **kwargs: Any) -> Any:
             result = plain(self_, *args, **kwargs)
             with self._session.run.guard(f"observing {kind}"):
-                if getattr(self_, "enabled", True):  # profile(args.profile) builds one in any case
+                if getattr(self_, "enabled", True):  # `with profile(args.profile)` enters a disabled profiler too
                     self._see(kind, (*args, *kwargs.values()))
             return result
 
         return switch
 
     def _see(self, kind: str, args: tuple[Any, ...]) -> None:
+        """Remember the line that switched the tool on, and count from the current step on."""
         if "/_functorch/" in sys._getframe(2).f_code.co_filename:
-            return  # torch.compile traces under anomaly detection
-        # A profiler of hasten's own does not come by here: see profile_look.
+            return  # torch.compile itself switches anomaly detection on to trace
+        # hasten's own profiler is not seen here: `profiler_steps` starts a _KinetoProfile, which is not tapped.
         place = script_place(sys._getframe(2), past_torch=True)
         if place is None or (args and args[0] is False):
             return
         if not self._places:
-            self._told = max(0, self._log.in_step())
+            self._counted = max(0, self._log.in_step())
             self._session.steps_over.tell(self._on_step)
         self._places[kind] = place
         if self._log.in_step() >= 0:
             self._log.note_at(kind, place)
 
     def _on_step(self, steps: int) -> None:
+        """Count the steps since the last call for each tool that is still on."""
         import torch
         from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
         on = {"profiler": _profiler_enabled(), "anomaly": torch.is_anomaly_enabled()}
         for kind in [kind for kind in self._places if on[kind]]:
-            for step in range(self._told, steps):
+            for step in range(self._counted, steps):
                 self._log.note_at(kind, self._places[kind], step=step)
-        self._told = steps
+        self._counted = steps
 
 
 def _tap_loggers(session: Session, log: EventLog) -> None:
+    """Tap the writing functions of json and csv, and of TensorBoard and wandb once they are imported."""
     import csv
     import json
 
@@ -201,14 +214,14 @@ def _tap_loggers(session: Session, log: EventLog) -> None:
     for name in ("writerow", "writerows"):
         tap(csv.DictWriter, name, lambda plain: _counted(plain, "log", log, "csv"))
 
-    def writers(room: Any) -> None:
+    def tap_writer(module: Any) -> None:
         for name in _WRITER:
             detail = f"SummaryWriter.{name}"
-            tap(room.SummaryWriter, name, functools.partial(_counted, kind="log", log=log, detail=detail))
+            tap(module.SummaryWriter, name, functools.partial(_counted, kind="log", log=log, detail=detail))
 
-    def wandb(room: Any) -> None:
-        tap(room.Run, "log", lambda plain: _counted(plain, "log", log, "wandb.log"))
+    def tap_wandb(module: Any) -> None:
+        tap(module.Run, "log", lambda plain: _counted(plain, "log", log, "wandb.log"))
 
-    for module in ("torch.utils.tensorboard.writer", "tensorboardX.writer"):
-        once_imported(session, module, f"observing {module}", writers)
-    once_imported(session, "wandb.sdk.wandb_run", "observing wandb", wandb)
+    for name in ("torch.utils.tensorboard.writer", "tensorboardX.writer"):
+        once_imported(session, name, f"observing {name}", tap_writer)
+    once_imported(session, "wandb.sdk.wandb_run", "observing wandb", tap_wandb)

@@ -1,4 +1,8 @@
-"""Reads torch.compile's own counters: graph breaks and recompilations, with reasons."""
+"""Read torch.compile's own counters: graph breaks and recompilations, with reasons.
+
+`torch._dynamo` is looked up in `sys.modules` and never imported here: a script that does not compile should not pay
+for the import.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,16 @@ _PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def has_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
+    """Return whether torch.compile has compiled anything in this process."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"].get("total"))
 
 
 def before_compiling(notify: Callable[[], None]) -> None:
-    """Call `told` when torch.compile is called, and before it compiles something: it must not find any hooks then."""
+    """Call `notify` when torch.compile is called, and again before each compilation.
+
+    The caller removes its module hooks then: code compiled while they are set would depend on them.
+    """
     import torch
 
     plain: Any = torch.compile
@@ -32,22 +39,22 @@ def before_compiling(notify: Callable[[], None]) -> None:
         notify()
         return plain(*args, **kwargs)
 
-    def begins(*_: Any) -> None:
+    def compilation_begins(*_: Any) -> None:
         notify()
 
     def register() -> None:
         handler: Any = getattr(sys.modules["torch._dynamo.callback"], "callback_handler", None)
         if handler is not None:
-            handler.register_start_callback(begins)
+            handler.register_start_callback(compilation_begins)
 
     torch.compile = compile
     after_import("torch._dynamo.callback", register)
 
 
 def what_dynamo_says() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Graph breaks of this process so far, the most frequent first, and its recompilations, one by one.
+    """Return this process's graph breaks so far, the most frequent first, and each of its recompilations.
 
-    Each is "file:line: reason". torch keeps the last 64 compilations.
+    Each is "file:line: reason". Recompilations are limited to the last 64 compilations, which is all torch keeps.
     """
     utils: Any = sys.modules.get("torch._dynamo.utils")
     if utils is None:
@@ -58,16 +65,21 @@ def what_dynamo_says() -> tuple[tuple[str, ...], tuple[str, ...]]:
         for reason, count in utils.counters.get(kind, {}).items():
             text = _placed(reason, _frame_of(reason, metrics))
             breaks[text] = max(breaks[text], count)
-    again = tuple(
-        _placed(re.sub(r"^\d+/\d+: ", "", one.recompile_reason), _begin_of(one))
-        for one in metrics
-        if one.recompile_reason
+    recompilations = tuple(
+        _placed(re.sub(r"^\d+/\d+: ", "", metric.recompile_reason), _begin_of(metric))
+        for metric in metrics
+        if metric.recompile_reason
     )
-    return tuple(text for text, _ in breaks.most_common(_MOST)), again
+    return tuple(text for text, _ in breaks.most_common(_MOST)), recompilations
 
 
 def _placed(reason: str, otherwise: str) -> str:
-    """The reason's first line behind the place it names, or the function it lies in."""
+    """Return "file:line: reason" with the reason's first line.
+
+    Args:
+        reason: torch's text.
+        otherwise: `file:line` to use if the text names none.
+    """
     first = reason.strip().splitlines()[0].split("  # ")[0].strip() if reason.strip() else "no reason given"
     named = _PLACE.search(reason)
     place = f"{named[1]}:{named[2]}" if named else otherwise
@@ -75,9 +87,10 @@ def _placed(reason: str, otherwise: str) -> str:
 
 
 def _frame_of(reason: str, metrics: Any) -> str:
-    """`file:line` where the function begins whose compilation broke off for this reason."""
-    return next((_begin_of(one) for one in metrics if reason in (one.restart_reasons or ())), "")
+    """Return `file:line` of the function whose compilation was restarted for this reason; "" if none is known."""
+    return next((_begin_of(metric) for metric in metrics if reason in (metric.restart_reasons or ())), "")
 
 
 def _begin_of(metric: Any) -> str:
+    """Return `file:line` of the first line of the compiled function."""
     return f"{metric.co_filename}:{metric.co_firstlineno}" if metric.co_filename else ""

@@ -1,6 +1,8 @@
-"""Copies from the CPU to a device: of tensors that no loader gave, and of a loader's with the CPU waiting.
+"""Record copies between the CPU and a device that training could avoid or overlap.
 
-Only where there is a device: on a machine without one every `to` is left as it is.
+Three kinds of event: a loader's batch copied to the device while the CPU waits (`blocking_copy`), a tensor that no
+loader yielded copied to the device (`moved`), and a tensor copied back to the CPU (`cpu`). To tell the first two
+apart, the storages of the last few batches are remembered. Without a GPU, `Tensor.to` is not tapped at all.
 """
 
 from __future__ import annotations
@@ -14,32 +16,33 @@ from hasten.doctor.observe.event_log import EventLog, device_of
 from hasten.taps.protocol import Session
 from hasten.taps.wrapping import tap
 
-_REMEMBERED = 4  # batches: one that is trained on, some that were fetched ahead
+_REMEMBERED = 4  # batches: the current one, and some that a prefetcher has drawn ahead
 
 
 def tap_copies(session: Session, log: EventLog, anyway: bool = False) -> None:
-    """Set the taps, if this machine has a GPU (or `anyway`)."""
+    """Tap loaders, `Tensor.to` and `Tensor.cuda`, if this machine has a GPU (or `anyway`)."""
     import torch
     from torch.utils.data import dataloader
 
     if not (anyway or torch.cuda.is_available()):
         return
-    given = _LoaderBatches()
-    tap(dataloader._BaseDataLoaderIter, "__next__", functools.partial(_remembering, given=given, session=session))
+    batches = _LoaderBatches()
+    tap(dataloader._BaseDataLoaderIter, "__next__", functools.partial(_remembering, batches=batches, session=session))
     for name in ("to", "cuda"):
-        tap(torch.Tensor, name, functools.partial(_watched, given=given, log=log, session=session))
+        tap(torch.Tensor, name, functools.partial(_watched, batches=batches, log=log, session=session))
 
 
 class _LoaderBatches:
-    """The storages of the last batches that loaders gave."""
+    """The storages of the last batches that loaders yielded."""
 
     def __init__(self) -> None:
-        # Weak references hold no memory of the batch, but keep the storage's address from being given to another.
+        # A weak reference does not keep the batch's memory, but keeps torch from reusing the address of the storage
+        # (`_cdata`), by which it is recognised.
         self._batches: deque[dict[int, Any]] = deque(maxlen=_REMEMBERED)
-        self._blind = False  # a batch came in which no tensor was found: whose a tensor is cannot be said
+        self._blind = False  # some batch hid its tensors, so an unknown tensor may be from a loader
 
     def add(self, batch: Any) -> None:
-        """Remember a batch's tensors, in whatever they come: collections, or an object's attributes."""
+        """Remember the storages of a batch's tensors, found in nested collections or in an object's attributes."""
         import torch
         from torch.multiprocessing.reductions import StorageWeakRef
         from torch.utils._pytree import tree_iter
@@ -52,24 +55,27 @@ class _LoaderBatches:
         self._batches.append({storage._cdata: StorageWeakRef(storage) for storage in storages})
 
     def has(self, tensor: Any) -> bool | None:
-        """Whether a loader gave this tensor, or what it is a view of; None where that cannot be said."""
+        """Return whether a loader yielded this tensor or its base; None if that is unknown."""
         storage = tensor.untyped_storage()._cdata
         return any(storage in batch for batch in self._batches) or (None if self._blind else False)
 
 
-def _remembering(plain: Any, given: _LoaderBatches, session: Session) -> Any:
+def _remembering(plain: Any, batches: _LoaderBatches, session: Session) -> Any:
+    """Wrap a loader iterator's `__next__` to remember its batches."""
+
     def __next__(self: Any) -> Any:
         batch = plain(self)
         try:
-            given.add(batch)
-        except Exception as error:  # a batch like no other
+            batches.add(batch)
+        except Exception as error:  # an unusual batch, such as one whose attributes raise: a tap never breaks a script
             session.run.skip("remembering a batch", error)
         return batch
 
     return __next__
 
 
-def _watched(plain: Any, given: _LoaderBatches, log: EventLog, session: Session) -> Any:
+def _watched(plain: Any, batches: _LoaderBatches, log: EventLog, session: Session) -> Any:
+    """Wrap `Tensor.to` or `Tensor.cuda` to note the copies it makes."""
     from torch.compiler import is_compiling
 
     def copy(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,8 +86,8 @@ def _watched(plain: Any, given: _LoaderBatches, log: EventLog, session: Session)
         if moved is not self:
             seconds = perf_counter() - start
             try:
-                event = _what_was_copied(self, moved, args, kwargs, given)
-            except Exception as error:  # a tensor like no other
+                event = _event_of_copy(self, moved, args, kwargs, batches)
+            except Exception as error:  # an unusual tensor, such as a subclass without a storage
                 session.run.skip("observing a copy", error)
                 event = None
             if event is not None:
@@ -91,10 +97,10 @@ def _watched(plain: Any, given: _LoaderBatches, log: EventLog, session: Session)
     return copy
 
 
-def _what_was_copied(
-    tensor: Any, moved: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: _LoaderBatches
+def _event_of_copy(
+    tensor: Any, moved: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batches: _LoaderBatches
 ) -> tuple[str, str, str] | None:
-    """Kind, device and detail of the event that a copy was; None where it was none."""
+    """Return the kind, device and detail of the event to note for a copy; None if there is nothing to note."""
     source, target = device_of(tensor), device_of(moved)
     if source == target:
         return None
@@ -102,10 +108,10 @@ def _what_was_copied(
         return "cpu", source, ""
     if source != "cpu":
         return None
-    loaders = given.has(tensor)
-    if loaders is None:
+    from_loader = batches.has(tensor)
+    if from_loader is None:
         return None
-    if not loaders:
+    if not from_loader:
         return "moved", target, str(tuple(tensor.shape))
     pinned = tensor.is_pinned()
     if pinned and (kwargs.get("non_blocking") or any(arg is True for arg in args)):

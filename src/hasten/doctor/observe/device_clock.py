@@ -1,9 +1,10 @@
-"""Phases by the GPU's own clock: CUDA events at their boundaries, polled at later steps, never waited for.
+"""Time phases by the GPU's clock, with CUDA events at their boundaries.
 
-A call that starts work on a GPU returns before the work is done, so the CPU's clock shows who queued it, not what it
-took. Events mark the boundaries in the GPU's stream. Between two of them it worked for that phase or waited for it to
-be queued: where the script waits for data, the GPU's time between "asked" and "got" is what it stood still. So the
-phases add up to the GPU's time from step to step, which over a training is the wall's.
+Calls that start GPU work return before the work is done, so the CPU's clock shows which phase queued the work, not how
+long it took. So at each boundary of a phase an event is recorded in the GPU's stream. Between two events the GPU worked
+for that phase, or stood still until the CPU queued some: while the script waits for data, the time between asking for a
+batch and getting it is GPU idle time. The phases of a step add up to the GPU's time from step to step, which over a
+training equals wall-clock time. Events are polled at later steps and never waited for, so no sync is added.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from hasten.taps.steps_over import NEVER
 if TYPE_CHECKING:
     from torch.cuda import Event
 
-_MOST = 64  # boundaries in a step; one with more (a validation inside) keeps the CPU's times
-_BEHIND = 64  # steps that may be queued and not done; older ones keep the CPU's times
-_PATIENCE = 3  # steps within which a training has put its model on the GPU
+_MOST = 64  # boundaries in a step; a step with more (it contains a validation) keeps the CPU's times
+_BEHIND = 64  # steps queued but not done on the GPU; older ones keep the CPU's times
+_PATIENCE = 3  # steps after which a model that is not on a GPU is assumed to train on the CPU
 
 
 class CudaStream:
-    """The current stream of one GPU."""
+    """Records events in the current stream of one GPU."""
 
     def __init__(self, device: int) -> None:
         self._device = device
 
     def event(self) -> Event:
-        """A new event, not yet put anywhere."""
+        """Return a new timing event that is not recorded yet."""
         import torch
 
         return torch.cuda.Event(enable_timing=True)
 
     def record(self, event: Event) -> None:
-        """Put it behind all the work queued so far, in the stream that is current on the GPU now."""
+        """Record the event after all work queued so far in the GPU's current stream."""
         import torch
 
         if torch.cuda.current_device() == self._device:
@@ -47,14 +48,14 @@ class CudaStream:
             event.record(torch.cuda.current_stream(self._device))
 
     def capturing(self) -> bool:
-        """Whether a CUDA graph is being captured, into which no event may get."""
+        """Return whether a CUDA graph is being captured; an event recorded now would become part of the graph."""
         import torch
 
         return torch.cuda.is_current_stream_capturing()
 
 
 def install(session: Session) -> None:
-    """Begin as soon as a model trains on a GPU; nothing is done, and torch.cuda is not touched, where none does."""
+    """Start the clock once a model trains on a GPU. Without one, CUDA is not initialized and nothing else is done."""
     recorder = session.recorder
 
     def on_step(steps: int) -> int:
@@ -74,11 +75,11 @@ def install(session: Session) -> None:
 
 
 def watch(session: Session, recorder: Recorder, stream: CudaStream) -> None:
-    """Let a clock on `stream` correct the recorder's steps from the next one on."""
+    """Correct the recorder's steps by a clock on `stream`, from the next step on."""
     clock = DeviceClock(recorder, stream)
 
     def guarded(call: Any) -> Any:
-        def told(*args: Any) -> None:
+        def callback(*args: Any) -> None:
             if clock.works:
                 try:
                     call(*args)
@@ -86,7 +87,7 @@ def watch(session: Session, recorder: Recorder, stream: CudaStream) -> None:
                     clock.works = False
                     session.run.skip("the GPU's clock", error)
 
-        return told
+        return callback
 
     recorder.listeners.append(guarded(clock.mark))
     recorder.on_close.append(guarded(clock.read))
@@ -95,46 +96,51 @@ def watch(session: Session, recorder: Recorder, stream: CudaStream) -> None:
 
 
 def _gpus_of(session: Session) -> set[int]:
-    """Return the indices of the GPUs on which outermost modules that train have parameters; others may be elsewhere.
+    """Return the indices of the GPUs that hold parameters of trained models.
 
-    The first may be on the host (`host_embeddings`, offloading), and layers on several GPUs. A teacher that is only
-    asked does not count, unless nothing is known to train yet.
+    Every parameter is looked at: the first may be on the host (`host_embeddings`, offloading), and layers may be spread
+    over several GPUs. A model that only runs forwards, such as a teacher, is left out, unless no model is known to
+    train yet.
     """
     models = list(session.run.models.values())
     trained = [watched for watched in models if watched.train_calls or watched.backward_through_eval] or models
     modules = [module for watched in trained if (module := watched.module()) is not None]
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    return {int(one.device.index or 0) for one in parameters if one.device.type == "cuda"}
+    return {int(parameter.device.index or 0) for parameter in parameters if parameter.device.type == "cuda"}
 
 
 @dataclass
 class _Step:
-    """A step with the boundaries in it: each with the phase that begins there."""
+    """A step and its boundaries."""
 
-    at: float  # on the recorder's clock, when its first event was put into the stream
-    marks: list[tuple[Phase, Event]]
-    follows: bool  # its first event is the end of the step before
+    at: float  # when its first event was recorded, on the recorder's clock
+    marks: list[tuple[Phase, Event]]  # per boundary: the phase that begins there
+    follows: bool  # its first event is also the end of the previous step
     number: int = -1
 
 
 class DeviceClock:
-    """Puts events into a stream at the boundaries of phases, and reads them once they are done."""
+    """Records events in a stream at the boundaries of phases, and corrects steps once their events are done.
+
+    Attributes:
+        works: False after an error; then nothing is recorded any more.
+    """
 
     def __init__(self, recorder: Recorder, stream: CudaStream) -> None:
         self.works = True
         self._recorder = recorder
         self._stream = stream
         self._pool: list[Event] = []
-        self._inside: list[Phase] = []
-        self._step: _Step | None = None
-        self._untouched = False  # nothing was marked since the step began
-        self._queued: deque[tuple[_Step, Event]] = deque()  # steps that are over on the CPU, with their last event
-        self._last_end = 0.0  # of the last step that was read, on the recorder's clock
-        self._last = -2  # its number
-        self._read = 0
+        self._inside: list[Phase] = []  # the phases that are going on, the outermost first
+        self._step: _Step | None = None  # the current step; None if it is not timed
+        self._untouched = False  # no boundary was marked since the step began
+        self._queued: deque[tuple[_Step, Event]] = deque()  # steps that the CPU has finished, with their last event
+        self._last_end = 0.0  # end of the last corrected step, on the recorder's clock
+        self._last = -2  # number of that step
+        self._read = 0  # how many steps were corrected
 
     def mark(self, phase: Phase, begins: bool) -> None:
-        """A phase begins or ends (see `Recorder.listeners`)."""
+        """Record the beginning or the end of a phase (see `Recorder.listeners`)."""
         if phase == Phase.DATA and begins and not self._recorder.within_another():
             self._begin()
             return
@@ -146,15 +152,16 @@ class DeviceClock:
         if step is None:
             return
         if self._stream.capturing() or len(step.marks) >= _MOST:
-            self._step = None
+            self._step = None  # this step keeps the CPU's times
             return
-        if phase == Phase.TRANSFER and step.marks[-1][0] == Phase.OTHER:  # of a copy only its end is told
+        # Only the end of a copy is reported (`taps/results.py`): the time since the last boundary counts as the copy.
+        if phase == Phase.TRANSFER and step.marks[-1][0] == Phase.OTHER:
             step.marks[-1] = (Phase.TRANSFER, step.marks[-1][1])
         self._untouched = False
         step.marks.append((self._inside[-1] if self._inside else Phase.OTHER, self._now()))
 
     def step_over(self, steps: int) -> None:
-        """So many steps are over; the next one begins with the event that ends this one."""
+        """Queue the step that ended to be read later, and begin the next with the event that ends it."""
         end = self._now()
         step = self._step
         if step is not None:
@@ -168,12 +175,15 @@ class DeviceClock:
         self.read()
 
     def read(self) -> None:
-        """Read the steps whose events are done."""
+        """Correct the queued steps whose events the GPU has reached, without waiting."""
         while self._queued and self._queued[0][1].query():
             self._correct(*self._queued.popleft())
 
     def _begin(self) -> None:
-        """A batch is asked for: a step begins, with the end of the last one if nothing lies between."""
+        """Begin a step as its batch is asked for.
+
+        If no boundary was marked since the previous step ended, its end event is the first event of this step.
+        """
         self._inside[:] = [Phase.DATA]
         if self._untouched and self._step is not None:
             self._step.marks[0] = (Phase.DATA, self._step.marks[0][1])
@@ -182,11 +192,16 @@ class DeviceClock:
         self._untouched = False
 
     def _now(self) -> Event:
+        """Record an event in the stream now."""
         event = self._pool.pop() if self._pool else self._stream.event()
         self._stream.record(event)
         return event
 
     def _correct(self, step: _Step, end: Event) -> None:
+        """Replace the recorder's phases of a step by the GPU's.
+
+        Steps with a validation or a checkpoint inside keep the CPU's times, and so do steps that were not kept.
+        """
         recorder = self._recorder
         index = recorder.kept.index_of(step.number)
         before = recorder.kept.phases[index] if index is not None else []
@@ -197,7 +212,7 @@ class DeviceClock:
                 phases[phase] += max(0.0, event.elapsed_time(following)) / 1000
             if step.follows and self._last == step.number - 1:
                 start = self._last_end
-            else:  # the first of a pass: its loader was set up before the first event
+            else:  # first step of a pass: the loader was started before the first event; that is data wait too
                 start = max(recorder.kept.start[index] + recorder.origin, self._last_end)
                 phases[Phase.DATA] += max(0.0, step.at - start)
             recorder.measured(step.number, start, phases)
@@ -206,5 +221,5 @@ class DeviceClock:
         self._pool += [event for _, event in step.marks]
 
     def facts(self) -> dict[str, Any]:
-        """`device_clock`, if steps were read."""
+        """Return `device_clock` if any step was corrected."""
         return {"device_clock": True} if self._read else {}

@@ -1,8 +1,8 @@
-"""Events: what single lines of the script do during training that makes it wait, copy or lose time.
+"""Record events: single lines of the script that make training wait, copy or lose time.
 
-Here are the methods by which a tensor is read (`item`, `tolist`, `cpu`, `numpy`, print) and `torch.tensor` of what is
-large; `calls` has functions that are rarely called, `copies` what moves to a device, `call_probe` what only shows by
-a close look into a few steps, `remote` files that are read over a network.
+This module taps the methods that read a tensor (`item`, `tolist`, `cpu`, `numpy`, printing) and `torch.tensor` of large
+data. It also installs the rest: `calls` (functions that are rarely called), `copies` (copies to a device), `call_probe`
+(calls that only a close look at a few steps shows) and `remote` (files read over a network).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hasten.taps.results import untapped_for_script
 from hasten.taps.wrapping import tap
 
 _ONE_NUMBER = ("item", "__bool__", "__float__", "__int__", "__index__", "__complex__")
-_LARGE = 1000  # numbers in a list from which making a tensor of it is worth a word (some 50 us)
+_LARGE = 1000  # numbers in a list from which building a tensor from it counts (some 50 us)
 
 
 def install(session: Session) -> None:
-    """Set the taps; each part that cannot be set is skipped and named."""
+    """Set the taps. A part that fails is skipped, and the report names it."""
     log = event_log(session)
     parts: dict[str, Callable[[], None]] = {
         "tensors that are read": lambda: _tap_reads(log),
@@ -41,6 +41,7 @@ def install(session: Session) -> None:
 
 
 def _tap_reads(log: EventLog) -> None:
+    """Tap the methods that read a tensor's values."""
     import torch
 
     for name in _ONE_NUMBER:
@@ -54,6 +55,7 @@ def _tap_reads(log: EventLog) -> None:
 
 
 def _read(plain: Any, kind: str, log: EventLog) -> Any:
+    """Wrap a method without arguments; the quicker sibling of `_read_somehow`, as `item` may be called often."""
     from torch import Tensor
     from torch.compiler import is_compiling
 
@@ -72,6 +74,7 @@ def _read(plain: Any, kind: str, log: EventLog) -> Any:
 
 
 def _read_somehow(plain: Any, kind: str, log: EventLog) -> Any:
+    """Wrap a method with any arguments."""
     from torch.compiler import is_compiling
 
     in_step = log.in_step
@@ -88,6 +91,7 @@ def _read_somehow(plain: Any, kind: str, log: EventLog) -> Any:
 
 
 def _tap_tensors_made(log: EventLog) -> None:
+    """Tap `torch.tensor` and `torch.as_tensor` of data that takes long to convert."""
     import torch
     from torch.compiler import is_compiling
 
@@ -96,24 +100,28 @@ def _tap_tensors_made(log: EventLog) -> None:
             if is_compiling():
                 return plain(*args, **kwargs)
             data = args[0] if args else kwargs.get("data")
-            of = "" if isinstance(data, int | float) else made_of(data)
-            if not of.startswith(kinds):
+            source = "" if isinstance(data, int | float) else made_of(data)
+            if not source.startswith(kinds):
                 return plain(*args, **kwargs)
             start = perf_counter()
-            made = plain(*args, **kwargs)
-            log.note("torch_tensor", perf_counter() - start, device_of(made), of)
-            return made
+            result = plain(*args, **kwargs)
+            log.note("torch_tensor", perf_counter() - start, device_of(result), source)
+            return result
 
         return tensor
 
     plains = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
     tap(torch, "tensor", lambda plain: make(plain, ("tensor", "array", "list")))
-    tap(torch, "as_tensor", lambda plain: make(plain, ("list",)))  # of a tensor or an array it copies nothing
+    tap(torch, "as_tensor", lambda plain: make(plain, ("list",)))  # from a tensor or an array it copies nothing
     untapped_for_script(torch, {name: getattr(torch, name) for name in plains}, plains)
 
 
 def made_of(data: Any) -> str:
-    """Return what a tensor is made of, where that costs time: "tensor", "array", "list of arrays", "list"; else ""."""
+    """Return the kind of data that a tensor is built from, if that takes time.
+
+    Returns:
+        "tensor", "array", "list of tensors", "list of arrays", "list" (of at least `_LARGE` numbers), or "".
+    """
     import torch
 
     if isinstance(data, torch.Tensor):

@@ -1,7 +1,8 @@
-"""Graphs that outlive their step, and memory over time.
+"""Find autograd graphs that outlive their step, and record memory over time.
 
-On some steps a sentinel is hung on the graph of the loss, after its backward. It lives as long as the graph: a script
-that keeps its losses (`losses.append(loss)`, `total += loss`) keeps all of them, one that keeps numbers none.
+A script that keeps its losses (`losses.append(loss)`, `total += loss`) keeps their whole graphs. To see it, a sentinel
+object is attached to the loss's graph after the backward of some steps, and held by a weak reference: it lives exactly
+as long as the graph. If several sentinels are alive many steps later, even after a garbage collection, graphs are kept.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ from hasten.evidence import Event, MemoryPoint
 from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import Session
 
-_FIRST = 16  # steps that are all watched; then every `_EVERY`, later every `_RARELY`, or each where steps are slow
+# The first `_FIRST` steps are all watched, then every `_EVERY`-th, from step `_LATER` on every `_RARELY`-th. Steps that
+# take longer than `_SLOW` seconds are all watched.
+_FIRST = 16
 _EVERY = 8
 _LATER = 512
 _RARELY = 32
-_SLOW = 0.02  # seconds a step
-_OLD = 5  # steps after which the graph of a loss ought to be gone
-_SEVERAL = 3  # graphs alive that are more than a last or a best loss
+_SLOW = 0.02
+_OLD = 5  # steps after which the graph of a loss should have been freed
+_SEVERAL = 3  # fewer graphs alive at once may be a last and a best loss, which a script may keep
 _MOST = 128  # sentinels; with so many alive there is nothing more to learn
-_POINTS = 512  # of memory, at the most
+_POINTS = 512  # memory points, at most; beyond that every second one is dropped
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def install(session: Session) -> None:
-    """Watch the backwards of some steps."""
+    """Watch the backwards of some steps, from the first on."""
     graphs = Graphs(session, session.recorder)
     session.observers.append(graphs)
     session.steps_over.tell(graphs.on_step, 1)
@@ -41,42 +44,48 @@ def install(session: Session) -> None:
 
 
 class _Sentinel:
-    """Lives as long as the graph it hangs on."""
+    """An object attached to a graph; it lives as long as the graph."""
 
     __slots__ = ("__weakref__",)
 
 
 class Graphs:
-    """Counts graphs that are alive many steps after their backward, and follows memory."""
+    """Counts graphs that are alive many steps after their backward, and samples memory."""
 
     def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
         self._recorder = recorder
         self._watching = True
         self._every = _EVERY
-        self._woken = (0, perf_counter())
-        self._sentinels: list[tuple[int, str, weakref.ref[Any]]] = []  # step, place, whether it lives
-        self._old: Counter[str] = Counter()  # place of a backward -> sentinels hung there that are dead or old
-        self._kept: dict[str, tuple[int, int]] = {}  # place -> most alive at once, of how many
-        self._trusted = False  # what is alive is not garbage that waits for its collection
+        self._last_call = (0, perf_counter())  # of `on_step`: steps, when
+        self._sentinels: list[tuple[int, str, weakref.ref[Any]]] = []  # step and place of the backward, sentinel
+        self._freed: Counter[str] = Counter()  # place of a backward -> sentinels attached there whose graph was freed
+        self._kept: dict[str, tuple[int, int]] = {}  # place -> most graphs alive at once, of how many
+        self._trusted = False  # a collection has shown that graphs alive here are not just uncollected cycles
         self._collect_at = 0
         self._disturbed: list[int] = []
         self._retained: Counter[tuple[str, int]] = Counter()  # backward(retain_graph=True) by place and step
-        self._stand_for: dict[int, int] = {}  # watched step -> how many steps it stands for
+        self._stand_for: dict[int, int] = {}  # watched step -> how many steps it represents
         self._points: list[MemoryPoint] = []
-        self._apart = 0.05  # seconds between two points
-        self._pointed = 0.0
+        self._apart = 0.05  # seconds between two memory points
+        self._last_point = 0.0
 
     def on_step(self, steps: int) -> int:
-        """A step is over: look what is alive, and whether to watch the next one."""
+        """Check which graphs are alive, sample memory, and decide whether to watch the next step.
+
+        Returns:
+            How many steps must be over at the next call.
+        """
         now = perf_counter()
-        before, at = self._woken
-        if steps > before:
-            slow = (now - at) / (steps - before) > _SLOW
+        steps_before, at = self._last_call
+        if steps > steps_before:
+            slow = (now - at) / (steps - steps_before) > _SLOW
             self._every = 1 if slow else _EVERY if steps < _LATER else _RARELY
-        self._woken = steps, now
+        self._last_call = steps, now
         kept, often = self._recorder.kept, self._every
-        if kept.every > 1:  # in the steps that are not kept the clock may rest
+        # In a long run the recorder keeps one step of `kept.every`, and its clock rests in the others: then only kept
+        # steps are watched, because listening in the others would wake it.
+        if kept.every > 1:
             self._every = kept.every * max(1, often // kept.every)
             watch = steps == kept.next and steps % self._every < kept.every
         else:
@@ -88,8 +97,8 @@ class Graphs:
             if steps >= _FIRST:
                 self._stand_for[steps] = self._every
             self._look(steps)
-            if now - self._pointed >= self._apart:
-                self._pointed = now
+            if now - self._last_point >= self._apart:
+                self._last_point = now
                 self._point(steps)
         if watch:
             return steps + 1
@@ -99,8 +108,8 @@ class Graphs:
     # -- graphs --------------------------------------------------------------------------------------------
 
     def on_backward(self, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A backward of a watched step is over: hang a sentinel on its graph."""
-        with self._session.run.guard("watching a graph"):  # a loss like no other
+        """Attach a sentinel to the graph after a backward of a watched step."""
+        with self._session.run.guard("watching a graph"):  # roots may be anything that the script passes to backward
             roots = tensors if isinstance(tensors, list | tuple) else (tensors,)
             node = next((root.grad_fn for root in roots if root.grad_fn is not None), None)
             place = script_place(sys._getframe(2), past_torch=True)
@@ -114,38 +123,40 @@ class Graphs:
                 self._sentinels.append((self._recorder.steps, place, weakref.ref(sentinel)))
 
     def _look(self, steps: int) -> None:
+        """Record how many old graphs are alive, after a collection if they may only be uncollected cycles."""
         alive = self._alive(steps)
         if not alive:
             return
         if not self._trusted:
             if steps < self._collect_at:
                 return
-            gc.collect()  # cycles keep graphs too, but only until they are collected
+            gc.collect()  # a reference cycle keeps its graph alive too, but only until it is collected
             self._disturbed.append(steps)
-            self._collect_at = 4 * steps
+            self._collect_at = 4 * steps  # collections are slow: if this one freed them all, wait long for the next
             alive = self._alive(steps)
             self._trusted = bool(alive)
         for place, count in alive.items():
             if count > self._kept.get(place, (0, 0))[0]:
-                self._kept[place] = count, self._old[place] + count
+                self._kept[place] = count, self._freed[place] + count
 
     def _alive(self, steps: int) -> dict[str, int]:
-        """By place, how many old graphs are alive, where they are several; the dead are let go of."""
+        """Return how many old graphs are alive by place, where they are several; forget sentinels that died."""
         alive: Counter[str] = Counter()
-        left = []
-        for step, place, held in self._sentinels:
-            if held() is None:
-                self._old[place] += 1
+        remaining = []
+        for step, place, sentinel in self._sentinels:
+            if sentinel() is None:
+                self._freed[place] += 1
             else:
-                left.append((step, place, held))
+                remaining.append((step, place, sentinel))
                 if steps - step > _OLD:
                     alive[place] += 1
-        self._sentinels = left
+        self._sentinels = remaining
         return {place: count for place, count in alive.items() if count >= _SEVERAL}
 
     # -- memory --------------------------------------------------------------------------------------------
 
     def _point(self, steps: int) -> None:
+        """Add a memory point."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         self._points.append(MemoryPoint(steps, _resident(), _on_gpu(), used.ru_minflt, used.ru_stime))
         if len(self._points) > _POINTS:
@@ -153,7 +164,7 @@ class Graphs:
             self._apart *= 2
 
     def facts(self) -> dict[str, Any]:
-        """Memory over time, and events of graphs."""
+        """Return memory over time, events of kept and retained graphs, and disturbed steps."""
         total = self._recorder.steps
         events = [
             Event("retained_graph", place, count, total, detail=f"{count} of {of}")
@@ -170,7 +181,7 @@ class Graphs:
 
 
 def _resident() -> int:
-    """Bytes of memory this process has; 0 where the system does not say."""
+    """Return this process's resident memory (bytes); 0 if /proc does not tell it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE
@@ -179,6 +190,7 @@ def _resident() -> int:
 
 
 def _on_gpu() -> int | None:
+    """Return the bytes allocated on the current GPU; None if CUDA is not in use."""
     import torch
 
     if not torch.cuda.is_initialized():

@@ -1,4 +1,8 @@
-"""The contents of the training loader's first batches, and which sizes came later."""
+"""Record the contents of the training loader's first batches, and the shapes of all.
+
+Each loader's batches are looked at, because which loader trains is known only later. Copies of a part of the first
+batches are kept, and their statistics (mean, spread, padding) are computed when the training is over.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,16 @@ from hasten.evidence import Inputs
 from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import Session
 
-_ALL = 64  # batches of a loader whose shapes are all looked at
-_EVERY = 16  # later only every so many
-_SHAPES = 64  # distinct shapes that are told apart
-_KEPT = 4  # first batches that are looked into
-_NUMBERS = 65_536  # of a batch that is looked into, at the most (about)
+_ALL = 64  # first batches of a loader, each of which is looked at
+_EVERY = 16  # after these, every 16th batch is looked at
+_SHAPES = 64  # distinct shapes to count, at most
+_KEPT = 4  # first batches of which a part is kept
+_NUMBERS = 65_536  # numbers to keep of a batch, about
 _STEPS_DISTURBED = 4
 
 
 def install(session: Session) -> None:
-    """Look at what loaders give."""
+    """Look at the batches of all loaders."""
     watch = InputWatch(session.recorder)
     session.observers.append(watch)
     session.on_batch.append(watch.seen)
@@ -28,26 +32,30 @@ def install(session: Session) -> None:
 
 @dataclass(slots=True)
 class _Loader:
-    """Batches that one loader gave."""
+    """Shapes and samples of one loader's batches."""
 
-    looked: int = 0
+    looked: int = 0  # batches that were looked at
     shapes: dict[tuple[int, ...], int] = field(default_factory=dict)
     dtype: str = ""
-    kept: list[Any] = field(default_factory=list)  # copies of parts of the first batches
+    kept: list[Any] = field(default_factory=list)  # copies of a part of each of the first batches
 
 
 def inputs_of(seen: list[tuple[tuple[int, ...], Any]]) -> Inputs:
-    """Return what some batches hold that no loader gave: of each its shape, and the part that was kept."""
+    """Return the statistics of batches that no loader yielded.
+
+    Args:
+        seen: Per batch, its shape and the part that was kept.
+    """
     shapes = Counter(shape for shape, _ in seen)
     kind = str(seen[0][1].dtype).removeprefix("torch.")
     return Inputs(tuple(shapes.most_common()), len(seen), kind, **statistics([part for _, part in seen]))
 
 
 class InputWatch:
-    """Keeps shapes, and copies of a part of the first batches; they are read when the training is over.
+    """Counts the shapes of each loader's batches, and keeps a part of the first ones.
 
     Args:
-        recorder: Knows, when the training is over, which loader was trained on.
+        recorder: Tells, when the training is over, which loader was trained on.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -55,7 +63,12 @@ class InputWatch:
         self._loaders: dict[int, _Loader] = {}
 
     def seen(self, index: int, batch: Any) -> int:
-        """A loader gave a batch; answers how many may come before the next that is looked at."""
+        """Look at a batch. Return how many batches of this loader to skip before the next call.
+
+        Args:
+            index: The loader's number.
+            batch: The batch that it yielded.
+        """
         loader = self._loaders.get(index)
         if loader is None:
             loader = self._loaders[index] = _Loader()
@@ -72,22 +85,22 @@ class InputWatch:
         return 0 if loader.looked < _ALL else _EVERY - 1
 
     def facts(self) -> dict[str, Any]:
-        """`inputs` of the loader that was trained on most, and the steps in which parts were copied."""
+        """Return `inputs` of the loader with the most training batches, and the steps disturbed by the copies."""
         trained: dict[int, int] = {}
-        for over in self._recorder.passes:
-            if over.trained:
-                trained[over.loader] = trained.get(over.loader, 0) + over.batches
+        for finished in self._recorder.passes:
+            if finished.trained:
+                trained[finished.loader] = trained.get(finished.loader, 0) + finished.batches
         most = max((index for index in trained if index in self._loaders), key=lambda i: trained[i], default=None)
         if most is None or not self._loaders[most].looked:
             return {}
         loader = self._loaders[most]
-        shapes = sorted(loader.shapes.items(), key=lambda one: -one[1])
+        shapes = sorted(loader.shapes.items(), key=lambda entry: -entry[1])
         inputs = Inputs(shapes=tuple(shapes), batches=loader.looked, dtype=loader.dtype, **statistics(loader.kept))
         return {"inputs": inputs, "disturbed": tuple(range(min(_STEPS_DISTURBED, self._recorder.steps)))}
 
 
 def first_tensor(batch: Any, depth: int = 4) -> Any:
-    """The first tensor in a batch, as it is built of lists, tuples and mappings; None if there is none."""
+    """Return the first dense tensor in lists, tuples and mappings, up to `depth` levels deep; None without one."""
     import torch
 
     if isinstance(batch, torch.Tensor):
@@ -95,25 +108,28 @@ def first_tensor(batch: Any, depth: int = 4) -> Any:
     if depth:
         parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
         for part in parts:
-            if (found := first_tensor(part, depth - 1)) is not None:
-                return found
+            if (tensor := first_tensor(part, depth - 1)) is not None:
+                return tensor
     return None
 
 
 def part_of(tensor: Any) -> Any:
-    """A copy of a part of a batch: some of the samples and, in images, some of the rows and columns."""
+    """Return a copy of about `_NUMBERS` numbers of a batch: some samples and, in images, some rows and columns."""
     tensor = tensor.detach()
     while tensor.dim() > 2 and tensor.numel() > 8 * _NUMBERS and max(tensor.shape[2:]) > 16:
         tensor = tensor[(slice(None), slice(None), *(slice(None, None, 2) for _ in tensor.shape[2:]))]
     if tensor.dim() and tensor.numel() > _NUMBERS:
         tensor = tensor[: max(1, tensor.shape[0] * _NUMBERS // tensor.numel())]
-    if tensor.dim() > 1 and tensor.numel() > 8 * _NUMBERS:  # samples of very many numbers
+    if tensor.dim() > 1 and tensor.numel() > 8 * _NUMBERS:  # even one sample has too many numbers
         tensor = tensor[..., :: tensor.numel() // (4 * _NUMBERS)]
     return tensor.clone()
 
 
 def statistics(parts: list[Any]) -> dict[str, Any]:
-    """Mean, spread, bounds and padding of some batches of one kind, as fields of `Inputs`."""
+    """Return mean, spread, bounds or padding of parts of batches, as fields of `Inputs`.
+
+    Parts of another dtype than the first are left out. Floating point and uint8 have a mean, 2-D integers padding.
+    """
     import torch
 
     parts = [part.cpu() for part in parts if part.numel()]
@@ -130,23 +146,25 @@ def statistics(parts: list[Any]) -> dict[str, Any]:
 
 
 def _spread(parts: list[Any]) -> dict[str, Any]:
+    """Return mean, standard deviation and bounds of all numbers, and the largest of each over the channels."""
     import torch
 
     flat = torch.cat([part.reshape(-1) for part in parts])
-    found = {"mean": flat.mean(), "std": flat.std(correction=0), "low": flat.min(), "high": flat.max()}
+    values = {"mean": flat.mean(), "std": flat.std(correction=0), "low": flat.min(), "high": flat.max()}
     width = {2: 1, 4: 1}.get(parts[0].dim())  # features of 2-D inputs, channels of images
     if width is not None and all(part.dim() == parts[0].dim() for part in parts):
         same = [part for part in parts if part.shape[width] == parts[0].shape[width]]
         columns = torch.cat([part.movedim(width, -1).reshape(-1, part.shape[width]) for part in same])
-        found["last_mean"] = columns.mean(0).abs().max()
-        found["last_std"] = columns.std(0, correction=0).max()
-    return {name: float(value) for name, value in found.items()}
+        values["last_mean"] = columns.mean(0).abs().max()
+        values["last_std"] = columns.std(0, correction=0).max()
+    return {name: float(value) for name, value in values.items()}
 
 
 def padding(tensor: Any) -> float:
-    """Share of a 2-D integer tensor that lies in runs of one value at the ends of its rows, 0 to 1.
+    """Return the share (0 to 1) of a 2-D integer tensor that is padding: runs of one value at the ends of rows.
 
-    The value is the one that most rows end with; a row that ends with it once is not taken to be padded.
+    The padding value is the one that most rows end with. A row that ends with a single such value does not count as
+    padded.
     """
     import torch
 

@@ -1,6 +1,7 @@
-"""Hooks on every layer for a few steps: sizes, input shapes, what normalises what, seconds, softmaxes.
+"""Hook every layer for a few steps to record sizes, input shapes, times, softmaxes, and which layers norms follow.
 
-The hooks are torch's global ones: nothing is left in the modules, which a script may copy or save meanwhile.
+The hooks are torch's global module hooks, so nothing is added to the modules themselves, which the script may copy or
+save in the probed steps.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _SIZES = (
     *("in_features", "out_features", "in_channels", "out_channels", "groups", "num_embeddings", "embedding_dim"),
     *("input_size", "hidden_size", "num_layers", "num_heads", "embed_dim", "num_features", "num_groups", "nf", "nx"),
 )
-_LAST_OF = ("kernel_size", "stride", "padding", "dilation")  # a number or one for each dimension
+_LAST_OF = ("kernel_size", "stride", "padding", "dilation")  # a number or a tuple with one per dimension: its last
 
 
 @dataclass
 class _Seen:
-    """Observations of one layer."""
+    """Observations of one layer, in all the probed steps."""
 
     path: str
     module: Any
@@ -38,9 +39,10 @@ class _Seen:
     channels_last: bool = False
     calls: int = 0
     seconds: float = 0.0
-    running: list[float] = field(default_factory=list)
+    running: list[float] = field(default_factory=list)  # start of each call that is going on (a layer may recurse)
 
     def layer(self, steps: int) -> Layer:
+        """Return the layer, with calls and seconds per step."""
         module = self.module
         return Layer(
             path=self.path,
@@ -58,12 +60,16 @@ class _Seen:
 
 
 class LayerProbe:
-    """Looks at the layers of some models while they train.
+    """Observes the layers of some models while they train.
 
     Args:
         models: The outermost modules.
-        timed: Measure each layer's forward; of use only where it runs when it is called, on the CPU.
-        failed: Told what went wrong in a hook; the script is not.
+        timed: Measure the time of each layer's forward. This is meaningful only on the CPU: a GPU runs it later.
+        failed: Called with an exception raised in a hook, which does not reach the script.
+
+    Attributes:
+        inputs: Per training forward of an outermost module: the shape of its first tensor, and a part of it.
+        softmaxes: Shape of a softmax -> `file:line` of the call, and the path of the module around it.
     """
 
     def __init__(self, models: Sequence[Any], timed: bool, failed: Callable[[Exception], None]) -> None:
@@ -73,13 +79,13 @@ class LayerProbe:
         self._roots = {id(model) for model in models}
         self._timed = timed
         self._thread = threading.get_ident()
-        self._order: list[_Seen] = []  # of the first call
+        self._order: list[_Seen] = []  # in order of the first call
         self._seen: dict[int, _Seen] = {}
-        self._outputs: dict[int, tuple[Any, _Seen]] = {}  # id of an output -> (weak reference to it, whose)
-        self._inside: list[int] = []  # ids of the modules whose forward is going on
+        self._outputs: dict[int, tuple[Any, _Seen]] = {}  # id of an output -> (weak reference to it, its layer)
+        self._inside: list[int] = []  # ids of the modules whose forward is running
         self._undo = contextlib.ExitStack()
-        self.inputs: list[tuple[tuple[int, ...], Any]] = []  # of the outermost modules: shape, and a part of the first
-        self.softmaxes: dict[tuple[int, ...], tuple[str, str]] = {}  # shape -> (file:line, path of the module)
+        self.inputs: list[tuple[tuple[int, ...], Any]] = []
+        self.softmaxes: dict[tuple[int, ...], tuple[str, str]] = {}
 
     def begin(self) -> None:
         """Set the hooks."""
@@ -88,47 +94,53 @@ class LayerProbe:
 
         self._undo.callback(module.register_module_forward_pre_hook(self._before).remove)
         after = module.register_module_forward_hook(self._after, with_kwargs=True)
-        # torch forgets to take this entry away, and then warns in compiled modules that there are hooks.
+        # torch does not remove this entry with the hook, and later warns that compiled modules have hooks.
         self._undo.callback(getattr(module, "_global_forward_hooks_with_kwargs", {}).pop, after.id, None)
         self._undo.callback(after.remove)
         for owner in (torch.nn.functional, torch, torch.Tensor):
             self._watch_softmax(owner)
 
     def end(self) -> None:
-        """Take the hooks away; may be called again."""
+        """Remove the hooks. Safe to call again."""
         self._undo.close()
         self._outputs.clear()
         self._inside.clear()
 
     def layers(self, steps: int) -> tuple[Layer, ...]:
-        """Return what was seen in so many steps, in order of the first call."""
+        """Return the layers in order of their first call, with figures per step.
+
+        Args:
+            steps: How many steps were observed.
+        """
         return tuple(seen.layer(steps) for seen in self._order)
 
     # -- hooks -----------------------------------------------------------------------------------------
 
     def _before(self, module: Any, args: tuple[Any, ...]) -> None:
+        """Note that a module's forward begins. This is the global pre-forward hook."""
         if id(module) not in self._paths or threading.get_ident() != self._thread or _is_compiling():
             return
         try:
             self._inside.append(id(module))
             if id(module) in self._layers:
                 self._begins(module, args)
-        except Exception as error:  # what is called like a layer and is not: the script goes on
+        except Exception as error:  # an unusual module, such as one whose attributes raise: the script goes on
             self._failed(error)
 
     def _after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Note that a module's forward has ended. This is the global forward hook."""
         now = perf_counter()
         if id(module) not in self._inside or threading.get_ident() != self._thread or _is_compiling():
             return
         try:
             while self._inside and self._inside.pop() != id(module):
-                pass  # one whose forward raised, and was caught
-            given = (*args, *kwargs.values())
+                pass  # a module whose forward raised, and the script caught it: this hook was not called for it
+            inputs = (*args, *kwargs.values())
             if id(module) in self._seen:
-                self._ends(module, given, output, now)
-            if id(module) in self._roots and module.training and (tensor := first_tensor(given)) is not None:
+                self._ends(module, inputs, output, now)
+            if id(module) in self._roots and module.training and (tensor := first_tensor(inputs)) is not None:
                 self.inputs.append((tuple(tensor.shape), part_of(tensor)))
-        except Exception as error:  # likewise
+        except Exception as error:  # as in `_before`
             self._failed(error)
 
     def _begins(self, module: Any, args: tuple[Any, ...]) -> None:
@@ -145,7 +157,7 @@ class LayerProbe:
         seen = self._seen[id(module)]
         if not seen.running:
             return
-        if not seen.shape:
+        if not seen.shape:  # the pre-forward hook is not given keyword arguments
             self._look_at(seen, args)
         seen.calls += 1
         start = seen.running.pop()
@@ -155,6 +167,7 @@ class LayerProbe:
             self._outputs[id(output)] = (weakref.ref(output), seen)
 
     def _look_at(self, seen: _Seen, args: tuple[Any, ...]) -> None:
+        """Record shape, dtype and memory format of a layer's first input tensor."""
         tensor = first_tensor(args)
         if tensor is not None:
             seen.shape = tuple(int(size) for size in tensor.shape)
@@ -162,14 +175,15 @@ class LayerProbe:
             seen.channels_last = lies_channels_last(tensor)
 
     def _link(self, seen: _Seen, args: tuple[Any, ...]) -> None:
-        """If this layer takes away the mean of another's output, channel by channel, note that of the other."""
+        """If this layer subtracts the channel means of another layer's output, record that with the other layer."""
         if not args or not takes_away_means(seen.module):
             return
-        found = self._outputs.get(id(args[0]))
-        if found is not None and found[0]() is args[0]:
-            found[1].normed_by = f"{seen.path} ({type(seen.module).__name__})"
+        producer = self._outputs.get(id(args[0]))
+        if producer is not None and producer[0]() is args[0]:
+            producer[1].normed_by = f"{seen.path} ({type(seen.module).__name__})"
 
     def _watch_softmax(self, owner: Any) -> None:
+        """Replace `owner.softmax` by a wrapper that records shapes, until `end`."""
         plain, own = owner.softmax, "softmax" in vars(owner)
 
         @functools.wraps(plain)
@@ -191,7 +205,7 @@ class LayerProbe:
 
 
 def paths_of(models: Sequence[Any]) -> dict[int, str]:
-    """Id of each module -> its path from its outermost one; where there are several, behind the module's name."""
+    """Return each module's path by its id; with several models, the path starts with the model's class name."""
     paths: dict[int, str] = {}
     names: dict[str, int] = {}
     for model in models:
@@ -204,7 +218,10 @@ def paths_of(models: Sequence[Any]) -> dict[int, str]:
 
 
 def structure(models: Sequence[Any]) -> tuple[Layer, ...]:
-    """The layers as they are built, where none may be looked at in a step: compiled ones."""
+    """Return the layers without running them, for compiled models, on which no hooks may be set.
+
+    Which norm follows a layer is known only within `nn.Sequential`.
+    """
     from torch.nn import Sequential
 
     paths = paths_of(models)
@@ -217,16 +234,16 @@ def structure(models: Sequence[Any]) -> tuple[Layer, ...]:
             for first, second in zip(list(chain)[:-1], list(chain)[1:], strict=True):
                 if id(first) in seen and has_bias(first) and _is_affine(first) and takes_away_means(second):
                     seen[id(first)].normed_by = f"{paths[id(second)]} ({type(second).__name__})"
-    return tuple(one.layer(1) for one in seen.values())
+    return tuple(layer.layer(1) for layer in seen.values())
 
 
 def is_layer(module: Any) -> bool:
-    """Whether a module is a layer: nothing is in it, or it computes with its parts' weights itself."""
+    """Return whether a module is a layer: it has no children, or computes with its children's weights itself."""
     return type(module).__name__ == "MultiheadAttention" or not any(True for _ in module.children())
 
 
 def sizes_of(module: Any) -> dict[str, int]:
-    """Sizes of a layer by the names of its attributes."""
+    """Return a layer's sizes by attribute name."""
     sizes = {name: value for name in _SIZES if isinstance(value := getattr(module, name, None), int)}
     for name in _LAST_OF:
         value = getattr(module, name, None)
@@ -237,16 +254,16 @@ def sizes_of(module: Any) -> dict[str, int]:
 
 
 def has_bias(module: Any) -> bool:
-    """Whether a layer adds a bias (an RNN says so itself, attention calls it in_proj_bias)."""
+    """Return whether a layer adds a bias (`bias` is a bool in an RNN; attention has `in_proj_bias`)."""
     bias = getattr(module, "bias", None)
     return bias is True or hasattr(bias, "shape") or hasattr(getattr(module, "in_proj_bias", None), "shape")
 
 
 def takes_away_means(module: Any) -> bool:
-    """Whether a layer subtracts the mean of each channel, so that a bias in front of it changes nothing.
+    """Return whether a layer subtracts the mean of each channel, so that a bias just before it has no effect.
 
-    BatchNorm with a batch's own statistics, InstanceNorm, and GroupNorm with a group for each channel; LayerNorm
-    subtracts a mean over the channels.
+    True for BatchNorm that uses the batch's statistics, InstanceNorm, and GroupNorm with one channel per group. Not for
+    LayerNorm, which subtracts a mean over the channels.
     """
     from torch import nn
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -255,13 +272,13 @@ def takes_away_means(module: Any) -> bool:
     if isinstance(module, nn.GroupNorm):
         return module.num_groups == module.num_channels
     if isinstance(module, _BatchNorm | _InstanceNorm):
-        own = isinstance(module, _BatchNorm) and module.training
-        return own or not module.track_running_stats or (isinstance(module, _InstanceNorm) and module.training)
+        from_batch = isinstance(module, _BatchNorm) and module.training
+        return from_batch or not module.track_running_stats or (isinstance(module, _InstanceNorm) and module.training)
     return False
 
 
 def lies_channels_last(tensor: Any) -> bool:
-    """Whether a 4-D tensor lies channels last in memory, and not contiguous at the same time."""
+    """Return whether a 4-D tensor is in channels_last memory format, and not contiguous as well (as with 1 channel)."""
     import torch
 
     if tensor.dim() != 4 or tensor.is_contiguous():
@@ -270,7 +287,7 @@ def lies_channels_last(tensor: Any) -> bool:
 
 
 def _is_affine(module: Any) -> bool:
-    """Whether a layer is a linear or convolutional one."""
+    """Return whether a layer is linear or convolutional."""
     from torch import nn
     from torch.nn.modules.conv import _ConvNd
 

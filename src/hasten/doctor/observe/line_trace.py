@@ -1,8 +1,9 @@
-"""How much of a dataset's time is pure Python, and in which line, from one batch made under `sys.settrace`.
+"""Estimate how much of a dataset's time is pure Python, by line, from one batch made under `sys.settrace`.
 
-The tracer costs ten times what a line of Python does, so the lines are not timed: they are counted, and a line costs
-what its instructions cost on this machine. A sampling thread could not tell Python from C: it runs when C lets go of
-the interpreter's lock, which pure Python does not do.
+The tracer takes ten times as long as the line it traces, so lines are counted instead of timed, and each run of a line
+is charged the number of its bytecode instructions times the cost of an instruction measured on this machine. A
+sampling thread could not tell Python from C: it gets to run when C code releases the interpreter's lock, which pure
+Python does not do.
 """
 
 from __future__ import annotations
@@ -17,49 +18,51 @@ from typing import Any
 from hasten.doctor.observe.event_log import _OURS
 from hasten.evidence.libraries import is_library
 
-_MOST_LINES, _MOST_OF_ONE = 60_000, 600_000  # of a batch and of its first sample: some 30 and 300 ms under the tracer
-_ROUNDS = 300
+# Most lines to trace of a batch, and until its first sample is made: some 30 and 300 ms under the tracer.
+_MOST_LINES, _MOST_OF_ONE = 60_000, 600_000
+_ROUNDS = 300  # of the loop that measures the cost of an instruction
 
 Line = tuple[CodeType, int]
 
 
 class LineTrace:
-    """Counts lines of code that is no library's, in this thread, while it is on.
+    """Counts the lines that this thread runs outside of libraries, between `start` and `stop`.
 
     Attributes:
-        calls: How often a library called such code: samples that were begun.
-        cut: There were so many lines that the rest is not counted.
+        calls: How often a library called such code, which is how many samples were begun.
+        cut: Counting stopped early, because there were too many lines.
     """
 
     def __init__(self) -> None:
         self.calls = 0
         self.cut = False
-        self._instruction = min(_a_round() for _ in range(3)) / _instructions_of(_round)
+        self._instruction = min(_time_a_run() for _ in range(3)) / _instructions_of(_benchmark)
         self._counts: dict[Line, int] = defaultdict(int)
         self._own: dict[CodeType, bool] = {}
         self._count = 0
 
     def start(self) -> bool:
-        """Whether it could be switched on: not under a debugger, nor where coverage is measured."""
+        """Start tracing. Return False if a debugger or a coverage tool has set a trace function already."""
         if sys.gettrace() is not None:
             return False
         sys.settrace(self._call)
         return True
 
     def stop(self) -> None:
-        """Switch it off."""
+        """Stop tracing."""
         if sys.gettrace() == self._call:
             sys.settrace(None)
 
     def python(self) -> dict[str, float]:
-        """Seconds of pure Python by `file:line`."""
-        found: dict[str, float] = defaultdict(float)
+        """Return the estimated seconds of pure Python by `file:line`."""
+        seconds: dict[str, float] = defaultdict(float)
         instructions = {code: _by_line(code) for code, _ in self._counts}
         for (code, line), count in self._counts.items():
-            found[f"{code.co_filename}:{line}"] += count * instructions[code].get(line, 0) * self._instruction
-        return dict(found)
+            seconds[f"{code.co_filename}:{line}"] += count * instructions[code].get(line, 0) * self._instruction
+        return dict(seconds)
 
     def _call(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        """Decide whether to trace a frame that begins. This is the global trace function."""
         if not self._is_own(frame.f_code):
             return None
         if frame.f_back is None or not self._is_own(frame.f_back.f_code):
@@ -73,6 +76,7 @@ class LineTrace:
         return own
 
     def _line(self, frame: FrameType, event: str, _argument: Any) -> Any:
+        """Count a line. This is the local trace function of frames that are traced."""
         if event == "line":
             self._counts[frame.f_code, frame.f_lineno] += 1
             self._count += 1
@@ -84,7 +88,7 @@ class LineTrace:
 
 
 def _by_line(code: CodeType) -> dict[int, int]:
-    """Return how many instructions each line has."""
+    """Return the number of bytecode instructions by line."""
     counts: dict[int, int] = defaultdict(int)
     line = code.co_firstlineno
     starts = {offset: number for offset, number in dis.findlinestarts(code) if number}
@@ -94,8 +98,8 @@ def _by_line(code: CodeType) -> dict[int, int]:
     return counts
 
 
-def _round(values: list[float]) -> float:
-    """Lines as they stand in datasets: numbers, lists and dicts, a call, a comparison."""
+def _benchmark(values: list[float]) -> float:
+    """Run lines like those in datasets: arithmetic, lists and dicts, a call, a comparison."""
     total = 0.0
     kept: list[tuple[int, float]] = []
     known = {0: 1.0, 1: 0.5}
@@ -107,13 +111,14 @@ def _round(values: list[float]) -> float:
     return total
 
 
-def _a_round() -> float:
+def _time_a_run() -> float:
+    """Return the seconds that `_benchmark` takes."""
     values = [float(value) for value in range(8)]
     start = perf_counter()
-    _round(values)
+    _benchmark(values)
     return perf_counter() - start
 
 
 def _instructions_of(function: Any) -> float:
-    """Return how many instructions `_round` runs: nearly all of its own are in the loop."""
+    """Return about how many instructions a run of `_benchmark` takes; nearly all of its code is in the loop."""
     return float(_ROUNDS * sum(_by_line(function.__code__).values()))

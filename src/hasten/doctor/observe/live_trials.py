@@ -1,6 +1,8 @@
-"""Switches cures on and off in the running training, once doctor has heard enough of it as it is.
+"""Try cures by switching their techniques on and off in the running training.
 
-The evidence is closed by then; of what comes behind only the blocks' times are kept (`Evidence.tried`).
+This begins once doctor has recorded enough of the unchanged training. The evidence is complete then; of the steps that
+follow, only the times of the blocks are kept (`Evidence.tried`). Each cure is measured in pairs of blocks, one with its
+techniques and one without, whose order alternates, so that a drift of the training's pace does not favor either side.
 """
 
 from __future__ import annotations
@@ -30,31 +32,31 @@ if TYPE_CHECKING:
     from hasten.taps.protocol import Session
 
 _BLOCK = 0.5  # seconds of a block, or four steps if they take longer
-_LONG = 1.0  # seconds of a step, of which one is a block then
-_PAIRS, _MOST = 4, 8  # blocks with and without: if these do not tell for certain, up to so many
-_LEAST_PAIRS = 3  # of fewer nothing is said
-_SKIP, _FIRST_SKIP = 2, 4  # steps behind a switch that do not count, and behind the first: kernels are made
+_LONG = 1.0  # seconds; if a step takes longer, a block is a single step
+_PAIRS, _MOST = 4, 8  # pairs of blocks per cure at first, and at most if those do not decide
+_LEAST_PAIRS = 3  # with fewer pairs no result is given
+_SKIP, _FIRST_SKIP = 2, 4  # warm-up steps after a switch, and after the first, in which kernels are built
 _RELIEVED = {Resource.COMPUTE: COMPUTE, Resource.MEMORY: (Phase.FORWARD,), Resource.OPTIMIZER: (Phase.OPTIMIZER,)}
 _NO_TIME = "there was no time left for it"
 
 Sides = list[tuple[float, float, int]]
-"""Of each pair: seconds of a step without and with, and how many steps the two blocks had."""
+"""Per pair of blocks: seconds of a step without and with the cure, and how many steps both blocks had together."""
 
 
 def install(session: Session) -> None:
-    """Have changes tried once the session's bounds are reached."""
+    """Register `begin`, to be called once the session's bounds are reached."""
     session.try_changes = functools.partial(begin, session)
 
 
 def begin(session: Session, seconds: float, bound: Listener) -> bool:
-    """Doctor has heard enough: whether something is switched on and off in the run before it ends.
+    """Begin to try changes, if there are any to try. Return whether there are; then the run goes on until all is tried.
 
-    Called between two steps, in the training's thread.
+    Call it between two steps, in the training's thread.
 
     Args:
         session: The process's session.
-        seconds: For all of it at the most.
-        bound: Is told of steps meanwhile too; nobody else is.
+        seconds: For all trials together, at most.
+        bound: The only other listener that goes on being called after steps.
     """
     board, recorder = session.run, session.run.recorder
     if not isinstance(board, Switchboard) or recorder is None or session.tried is not None:
@@ -79,50 +81,52 @@ def begin(session: Session, seconds: float, bound: Listener) -> bool:
 
 
 class LiveTrials:
-    """Asks for blocks with and without each cure, in turn, and measures them.
+    """Runs blocks with and without each cure, and measures them.
 
     Args:
         board: Switches techniques.
-        recorder: Says how long steps took.
-        evidence: What was heard until now.
-        seconds: For all of it at the most.
+        recorder: Tells how long steps took.
+        evidence: What was recorded of the unchanged training.
+        seconds: For all trials together, at most.
         over: Called once all is tried, or the time is up.
 
     Attributes:
-        wanted: What is tried: the finding it is about, and which techniques are switched for it.
+        wanted: What to try: the finding's rule, and the techniques to switch on for it with their settings.
     """
 
     def __init__(
         self, board: Switchboard, recorder: Recorder, evidence: Evidence, seconds: float, over: Callable[[], None]
     ) -> None:
-        self._board, self._recorder, self._tell = board, recorder, over
+        self._board, self._recorder, self._when_over = board, recorder, over
         self._until = time.monotonic() + seconds
         self._step = steady_seconds(evidence)
-        # Imported here, in front of the first block: the readers of source code come with it.
+        # Not imported at the top, because the readers of source code come with it; and before the first block, so that
+        # the import is in none.
         from hasten.doctor.findings import FINDINGS
 
         wanted = [(rule, on) for rule in FINDINGS.values() if (on := self._to_try(rule, evidence))]
-        # What may bring most comes first: there may be no time for all.
-        self.wanted = sorted(wanted, key=lambda one: -_relieved(one[0], evidence))
+        # The cures that may save most come first: there may be no time for all.
+        self.wanted = sorted(wanted, key=lambda wish: -_relieved(wish[0], evidence))
         self._sides: dict[str, Sides] = {}
-        self._cut: set[str] = set()  # of what there was no time for
-        self._last_pass = next((one.batches for one in reversed(evidence.passes[:-1]) if one.trained), 0)
+        self._cut: set[str] = set()  # names of findings that there was no time for
+        self._last_pass = next((done.batches for done in reversed(evidence.passes[:-1]) if done.trained), 0)
         self._open: Open | None = None
         self._blocks = self._course()
 
     def _to_try(self, rule: type[Rule], evidence: Evidence) -> dict[str, Setting]:
+        """Return the techniques to switch on for a finding, with their settings; empty if it cannot be tried here."""
         if rule.cure is not None and rule.cure.relieves is Resource.COMPUTE and has_compiled():
-            return {}  # what is compiled would be compiled once more, for minutes
+            return {}  # the switch would make torch.compile recompile, for minutes
         with self._board.guard(f"trying the cure of {rule.name}"):
             return rule.to_try(evidence)
-        return {}  # evidence like no other
+        return {}  # the rule failed on this evidence: the guard has recorded it
 
     def begin(self) -> None:
-        """Ask for the first block."""
+        """Start the first block."""
         self._next(None)
 
     def on_step(self, steps: int) -> None:
-        """A step is over."""
+        """Count a step to the current block, and start the next block when it is full."""
         block = self._open
         if block is None:
             return
@@ -137,6 +141,7 @@ class LiveTrials:
             self._open.between = self._recorder.now() - began
 
     def _next(self, measured: tuple[float, int] | None) -> None:
+        """Pass a block's seconds per step and number of steps to the course, and start the block it asks for next."""
         try:
             on, skip = next(self._blocks) if measured is None else self._blocks.send(measured)
         except StopIteration:
@@ -144,7 +149,7 @@ class LiveTrials:
             return
         if dict(on) != self._board.on:
             self._board.switch(on)
-        elif measured is not None:
+        elif measured is not None:  # the previous block had the same techniques on: no warm-up
             skip = 0
         long = self._step > _LONG
         self._open = Open(
@@ -153,14 +158,18 @@ class LiveTrials:
         )  # fmt: skip
 
     def _end(self) -> None:
+        """Switch everything off, and report that the trials are over."""
         self._open = None
         self._board.switch({})
-        self._tell()
+        self._when_over()
 
     # -- which blocks ------------------------------------------------------------------------------------
 
     def _course(self) -> Generator[tuple[Mapping[str, Setting], int], tuple[float, int], None]:
-        """Four pairs of each; then more of those that did not tell."""
+        """Yield the techniques and warm-up steps of each block; be sent its seconds per step and number of steps.
+
+        Each cure gets `_PAIRS` pairs first; then those that are not decided get up to `_MOST`.
+        """
         for most in (_PAIRS, _MOST):
             for rule, on in self.wanted:
                 cure = next(iter(on))
@@ -173,59 +182,62 @@ class LiveTrials:
     def _pair(
         self, on: Mapping[str, Setting], sides: Sides
     ) -> Generator[tuple[Mapping[str, Setting], int], tuple[float, int], None]:
-        """A block without and one with, in this order and in the other by turns."""
-        turned = len(sides) % 2
-        found: dict[bool, tuple[float, int]] = {}
-        for wanted in (True, False) if turned else (False, True):
+        """Run a pair of blocks, without and with the techniques; every second pair in reverse order."""
+        reverse = len(sides) % 2
+        measured: dict[bool, tuple[float, int]] = {}
+        for with_it in (True, False) if reverse else (False, True):
             skip = 1 if self._step > _BLOCK else _SKIP if sides else _FIRST_SKIP
-            found[wanted] = yield (on if wanted else {}), skip
-        self._step = found[False][0]
-        sides.append((found[False][0], found[True][0], found[False][1] + found[True][1]))
+            measured[with_it] = yield (on if with_it else {}), skip
+        self._step = measured[False][0]
+        sides.append((measured[False][0], measured[True][0], measured[False][1] + measured[True][1]))
 
     def _length(self) -> float:
-        """Seconds that a block is expected to take, with the steps in front of it that do not count."""
+        """Return the seconds that a block is expected to take, with its warm-up steps."""
         step = self._step
         if step > _LONG:
             return 1.7 * step
         return (
             max(_BLOCK, min(4 * step, max(2 * step, 4 * _BLOCK))) + step
-        )  # of two that do not count, before every other block
+        )  # two warm-up steps before every second block: one per block
 
     def _is_known(self, cure: str, sides: Sides) -> bool:
-        """Whether no more blocks are asked for: it broke, or they tell for certain."""
+        """Return whether a cure needs no more blocks: it broke, or its effect is certain.
+
+        Certain means that the interval of its speed-up lies above 1, or below what would be worth reporting.
+        """
         if cure in self._board.broken:
             return True
-        found = mean_of([math.log(off / on) for off, on, _ in sides]) if len(sides) >= _PAIRS else None
-        return found is not None and (found.low > 0 or found.high < -math.log(1 - LEAST))
+        gain = mean_of([math.log(off / on) for off, on, _ in sides]) if len(sides) >= _PAIRS else None
+        return gain is not None and (gain.low > 0 or gain.high < -math.log(1 - LEAST))
 
-    # -- what they showed --------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------
 
     def tried(self) -> tuple[TriedLive, ...]:
-        """Return what was tried until now, for the evidence."""
-        return tuple(self._told(rule, on) for rule, on in self.wanted)
+        """Return the results so far, for the evidence."""
+        return tuple(self._result(rule, on) for rule, on in self.wanted)
 
-    def _told(self, rule: type[Rule], on: Mapping[str, Setting]) -> TriedLive:
+    def _result(self, rule: type[Rule], on: Mapping[str, Setting]) -> TriedLive:
         cure = next(iter(on))
         besides = tuple(f"{name} = {toml_value(setting)}" for name, setting in on.items() if name != cure)
         setting = on[cure]
-        told = TriedLive(rule.name, cure, setting if isinstance(setting, str) else toml_value(setting), besides)
+        result = TriedLive(rule.name, cure, setting if isinstance(setting, str) else toml_value(setting), besides)
         sides = self._sides.get(rule.name, [])
         if broken := next((self._board.broken[name] for name in on if name in self._board.broken), ""):
-            return dataclasses.replace(told, failed=broken)
-        found = mean_of([math.log(off / with_it) for off, with_it, _ in sides])
-        if found is None or len(sides) < _LEAST_PAIRS:
-            return dataclasses.replace(told, failed=_NO_TIME)
+            return dataclasses.replace(result, failed=broken)
+        gain = mean_of([math.log(off / with_it) for off, with_it, _ in sides])
+        if gain is None or len(sides) < _LEAST_PAIRS:
+            return dataclasses.replace(result, failed=_NO_TIME)
         return dataclasses.replace(
-            told,
-            ratio=math.exp(found.mean),
-            low=math.exp(found.low),
-            high=math.exp(min(found.high, 20.0)),
+            result,
+            ratio=math.exp(gain.mean),
+            low=math.exp(gain.low),
+            high=math.exp(min(gain.high, 20.0)),
             blocks=len(sides),
-            steps=sum(many for _, _, many in sides) / 2 / len(sides),
+            steps=sum(steps for _, _, steps in sides) / 2 / len(sides),
             before=statistics.fmean(off for off, _, _ in sides),
         )
 
 
 def _relieved(rule: type[Rule], evidence: Evidence) -> float:
-    """Seconds of a step in which its cure may save something."""
+    """Return the seconds of a step that a finding's cure may save something of."""
     return seconds_of(evidence, *_RELIEVED.get(rule.cure.relieves, ())) if rule.cure is not None else 0.0

@@ -1,4 +1,8 @@
-"""How fast a loader goes, rebuilt with another number of workers and drawn from as fast as it gives."""
+"""Measure a loader's speed, rebuilt with another number of workers and drawn from without training.
+
+The loader is rebuilt as a plain DataLoader with the script's options, dataset and samplers. A pass ends when its time
+is up, because its sampler ends then.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,23 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.evidence import Rate
 
-_WINDOWS = 6  # of a pass
-_PASSES = 12
-_LATE = 3.0  # times its seconds, after which a number of workers is left as it is
-_HANGS = 60.0  # seconds without a batch after which workers are taken to hang
+_WINDOWS = 6  # windows that a pass is divided into
+_PASSES = 12  # at most
+_LATE = 3.0  # a worker count is given up after this many times its seconds
+_HANGS = 60.0  # seconds without a batch after which workers count as hung
 
 
 def speed(loader: Any, workers: int, seconds: float) -> Rate:
-    """Measure for about so many seconds, in passes of which the first is the longest.
+    """Measure the loader's rate with `workers` workers, in several passes of which the first is the longest.
+
+    Args:
+        loader: The script's loader.
+        workers: How many workers to rebuild it with.
+        seconds: About how long to measure.
 
     Raises:
-        Exception: What the dataset raises, or what starting a worker does.
+        ValueError: The loader yields no batch.
+        Exception: Any error of the dataset, or of starting a worker.
     """
     begin = time.perf_counter()
     made = rebuilt(loader, workers)
@@ -48,16 +58,16 @@ def speed(loader: Any, workers: int, seconds: float) -> Rate:
         if (number and now - begin > 0.9 * seconds) or now - begin > _LATE * seconds:
             break
         made.until = now + 0.25 * seconds
-    made._iterator = None  # ends workers that stayed
+    made._iterator = None  # ends the persistent workers
     if not batches:
         raise ValueError("the loader gave no batch at all")
     size = made.sizes[0] / made.sizes[1] if made.sizes[1] else size
-    a_second = statistics.median(rates)
+    batches_per_s = statistics.median(rates)
     return Rate(
         workers=workers,
         batches=batches,
-        samples_per_s=a_second * size,
-        batches_per_s=a_second,
+        samples_per_s=batches_per_s * size,
+        batches_per_s=batches_per_s,
         low=min(rates) * size,
         high=max(rates) * size,
         windows=len(rates),
@@ -67,11 +77,14 @@ def speed(loader: Any, workers: int, seconds: float) -> Rate:
 
 
 def _rates(times: list[float], workers: int) -> list[float]:
-    """Batches per second in windows of a pass; neither its first batches nor its last, when workers run dry."""
-    turn = max(1, workers)  # batches come in turns of one a worker
+    """Return batches per second in each window of a pass.
+
+    The first batches, which wait for workers to start, and the last, when workers run out of work, are left out.
+    """
+    turn = max(1, workers)  # workers take turns, so windows are multiples of a turn
     first, last = turn, len(times) - 1 - (turn if workers else 0)
     turns = (last - first) // turn
-    if turns < 1:  # a short pass: all of it, without the wait for the first batch if there are more
+    if turns < 1:  # a short pass is one window, without the wait for the first batch if there are others
         first, last = (1, len(times) - 1) if len(times) > 2 else (0, 1)
         return [(last - first) / max(1e-9, times[last] - times[first])]
     length = max(1, turns // _WINDOWS) * turn
@@ -80,7 +93,7 @@ def _rates(times: list[float], workers: int) -> list[float]:
 
 
 def _samples(loader: Any, batch: Any) -> float:
-    """Return how many samples are in a batch."""
+    """Return the number of samples in a batch: `batch_size`, else the first size of its first tensor."""
     from torch.utils._pytree import tree_iter
 
     if isinstance(loader.batch_size, int):
@@ -90,7 +103,13 @@ def _samples(loader: Any, batch: Any) -> float:
 
 
 def rebuilt(loader: Any, workers: int, init: Any = None) -> RebuiltLoader:
-    """The same loader with another number of workers, which stay from pass to pass."""
+    """Return the same loader with another number of workers, which are persistent.
+
+    Args:
+        loader: The script's loader.
+        workers: The number of workers.
+        init: A `worker_init_fn` in place of the script's.
+    """
     options: dict[str, Any] = {
         "num_workers": workers,
         "collate_fn": loader.collate_fn,
@@ -113,11 +132,11 @@ def rebuilt(loader: Any, workers: int, init: Any = None) -> RebuiltLoader:
 
 
 class RebuiltLoader(DataLoader[Any]):
-    """A DataLoader whose passes end, by their sampler, when it is time.
+    """A DataLoader whose passes end at a given time, because their sampler ends.
 
     Attributes:
-        until: When the pass is to end, on the monotonic clock; None: with the data.
-        sizes: Samples that were asked for by index, and in how many batches.
+        until: When the pass is to end, by `time.perf_counter`; None: when the data ends.
+        sizes: Two counts so far: samples requested by index, and the batches they were in.
     """
 
     until: float | None = None
@@ -133,7 +152,7 @@ class RebuiltLoader(DataLoader[Any]):
 
 
 class _Until:
-    """A sampler that ends when it is time, after one batch at least."""
+    """A sampler that ends at the loader's `until`, after at least one batch."""
 
     def __init__(self, loader: RebuiltLoader, sampler: Any) -> None:
         self._loader = loader

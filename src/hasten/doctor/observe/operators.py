@@ -1,4 +1,9 @@
-"""Reads a profile: operators by time, pointwise ones, attention by hand, how busy the GPU was. No torch."""
+"""Summarize a profile: operators by time, pointwise operators, hand-written attention, how busy the GPU was.
+
+The profile comes as plain rows, so nothing here imports torch. Rows on the CPU are nested into calls by their times;
+each call's own time excludes what it called, and kernels on the GPU are added to the call that launched them. Attention
+written by hand is recognised by shapes: a softmax between two batched matrix products.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,8 @@ from math import prod
 from hasten.evidence import Operator, Phase
 
 _KEPT = 40  # operators in the evidence
-_REACH = 30  # operators between a softmax and its matrix products, at the most
-# They only look at a tensor in another way, or make room for one.
+_REACH = 30  # operators between a softmax and its matrix products, at most; only those in `_PARTS` count
+# These make a view of a tensor, allocate one or query it, and compute nothing.
 _VIEW_NAMES = (
     "view reshape _reshape_alias _unsafe_view transpose t permute movedim swapaxes numpy_T mT expand expand_as "
     "as_strided as_strided_ slice select narrow split split_with_sizes chunk unbind unsqueeze squeeze flatten "
@@ -32,8 +37,8 @@ _POINTWISE_NAMES = (
 )
 _VIEWS = frozenset(f"aten::{name}" for name in _VIEW_NAMES.split())
 _POINTWISE = frozenset(f"aten::{name}" for name in _POINTWISE_NAMES.split())
-_NO_WORK = (Phase.DATA, Phase.VALIDATION, Phase.CHECKPOINT)
-_PARTS = frozenset(("aten::_softmax", "aten::bmm", "aten::baddbmm"))  # of attention
+_NO_WORK = (Phase.DATA, Phase.VALIDATION, Phase.CHECKPOINT)  # phases to leave out: no training on a batch
+_PARTS = frozenset(("aten::_softmax", "aten::bmm", "aten::baddbmm"))  # the operators that attention is made of
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,12 @@ class ProfiledRow:
     """One operator, annotation or kernel that ran; times in nanoseconds.
 
     Attributes:
-        thread: On which it ran; of a kernel, its stream.
-        shapes: Of its arguments, () for those that are no tensors.
-        device: It is a kernel on the GPU.
-        note: It is an annotation (`Optimizer.step#Adam.step`), no operator.
-        key: Its number; `caused_by`, of a kernel, that of the operator that started it.
+        thread: The thread it ran in; for a kernel, its stream.
+        shapes: Shapes of its arguments; () for an argument that is no tensor.
+        device: Whether it is a kernel on the GPU.
+        note: Whether it is an annotation (`Optimizer.step#Adam.step`) instead of an operator.
+        key: Its number.
+        caused_by: For a kernel, the `key` of the operator that launched it.
     """
 
     name: str
@@ -70,7 +76,14 @@ class Span:
 
 @dataclass
 class Call:
-    """One call of an operator, with what it called taken out."""
+    """One call of an operator.
+
+    Attributes:
+        above: The call that called it.
+        own: Nanoseconds in it, without the calls it made.
+        children: How many operators it called, views left out.
+        on_device: Nanoseconds of the kernels it launched.
+    """
 
     row: ProfiledRow
     above: Call | None
@@ -79,23 +92,23 @@ class Call:
     on_device: int = 0
 
     def within(self, *names: str) -> bool:
-        """Whether it was called, however deep, by something whose name holds one of these."""
-        at = self.above
-        while at is not None:
-            if any(name in at.row.name for name in names):
+        """Return whether any call above this one has one of these strings in its name."""
+        call = self.above
+        while call is not None:
+            if any(name in call.row.name for name in names):
                 return True
-            at = at.above
+            call = call.above
         return False
 
 
 @dataclass(frozen=True)
 class SoftmaxAttention:
-    """Softmax between two matrix products.
+    """Attention as a softmax between two matrix products.
 
     Attributes:
-        shape: Of the softmax.
-        count: How often, in all the profiled steps.
-        seconds: From the first product to the end of the second in the forward, all of them together.
+        shape: Shape of the softmax.
+        count: How often it ran in all the profiled steps.
+        seconds: From the begin of the first product to the end of the second, in the forward, summed over all.
     """
 
     shape: tuple[int, ...]
@@ -105,7 +118,7 @@ class SoftmaxAttention:
 
 @dataclass(frozen=True)
 class OperatorSummary:
-    """Figures of the profiled steps, per step."""
+    """Figures of the profiled steps, per step (those of `attention` are sums over all steps)."""
 
     operators: tuple[Operator, ...] = ()
     calls: float = 0.0
@@ -117,17 +130,18 @@ class OperatorSummary:
 
 
 def summarise(rows: Sequence[ProfiledRow], spans: Sequence[Span], steps: int, cuda: bool) -> OperatorSummary:
-    """Sum up a profile.
+    """Summarize a profile.
 
     Args:
-        rows: What ran, by begin (an outer before an inner of the same begin).
-        spans: The parts of the steps; what ran while a batch was made, and in validations, is left out.
+        rows: What ran, sorted by begin (an outer row before an inner one with the same begin).
+        spans: The phases of the steps; rows within data wait, validation and checkpoints are left out.
         steps: How many steps were profiled.
-        cuda: The GPU was profiled too.
+        cuda: Whether the GPU was profiled too.
     """
     skipped = _Within(span for span in spans if span.phase in _NO_WORK)
     calls = [call for call in nested(rows) if call.row.begin not in skipped]
-    # Calls of the CUDA runtime are renumbered; they are caused by an operator themselves.
+    # Calls of the CUDA runtime are numbered differently, so a number may equal an operator's. They are left out; unlike
+    # operators, they have a `caused_by`.
     by_key = {call.row.key: call for call in calls if not call.row.caused_by}
     kernels = [row for row in rows if row.device and not row.note]
     for kernel in kernels:
@@ -149,7 +163,7 @@ def summarise(rows: Sequence[ProfiledRow], spans: Sequence[Span], steps: int, cu
 
 
 def nested(rows: Iterable[ProfiledRow]) -> list[Call]:
-    """The calls on the CPU, each with its own time: without what it called in the same thread."""
+    """Return the calls on the CPU, nested by thread, each with its own time."""
     calls = []
     open_calls: dict[int, list[Call]] = {}
     for row in rows:
@@ -168,38 +182,41 @@ def nested(rows: Iterable[ProfiledRow]) -> list[Call]:
 
 
 def attention_by_hand(calls: Sequence[Call]) -> tuple[SoftmaxAttention, ...]:
-    """Softmaxes over a matrix product whose result goes into another one, by the shapes of all three."""
+    """Return the softmaxes that stand between two matrix products of matching shapes, grouped by shape.
+
+    Calls inside torch's own attention operators do not count.
+    """
     order = [call for call in calls if call.row.name in _PARTS]
-    found: dict[tuple[int, ...], list[int]] = {}
+    by_shape: dict[tuple[int, ...], list[int]] = {}  # shape -> count, nanoseconds
     for index, call in enumerate(order):
         shape = call.row.shapes[0] if call.row.shapes else ()
         if call.row.name != "aten::_softmax" or len(shape) not in (3, 4) or min(shape[-2:]) < 2:
             continue
         if call.within("scaled_dot_product", "_flash_attention", "_efficient_attention"):
             continue
-        near = [c for c in order[max(0, index - _REACH) : index] if _product(c) == shape[-2:]]
+        before = [c for c in order[max(0, index - _REACH) : index] if _product(c) == shape[-2:]]
         after = [c for c in order[index + 1 : index + 1 + _REACH] if _left(c) == shape[-2:]]
-        if near and after:
-            entry = found.setdefault(shape, [0, 0])
+        if before and after:
+            entry = by_shape.setdefault(shape, [0, 0])
             entry[0] += 1
-            entry[1] += _time(calls, near[-1].row.begin, after[0].row.end)
-    return tuple(SoftmaxAttention(shape, count, time / 1e9) for shape, (count, time) in found.items())
+            entry[1] += _time(calls, before[-1].row.begin, after[0].row.end)
+    return tuple(SoftmaxAttention(shape, count, time / 1e9) for shape, (count, time) in by_shape.items())
 
 
 def _time(calls: Sequence[Call], begin: int, end: int) -> int:
-    """Return the nanoseconds between two moments: of work on the GPU, if any ran there."""
+    """Return the nanoseconds of GPU work launched between two moments; without any, the time between them."""
     return sum(call.on_device for call in calls if begin <= call.row.begin < end) or end - begin
 
 
 def _left(call: Call) -> tuple[int, ...] | None:
-    """The last two sizes of a batched product's left factor."""
+    """Return the last two sizes of a batched product's left factor; None for other operators."""
     shapes = call.row.shapes
     at = {"aten::bmm": 0, "aten::baddbmm": 1}.get(call.row.name)
     return shapes[at][-2:] if at is not None and len(shapes) > at + 1 else None
 
 
 def _product(call: Call) -> tuple[int, ...] | None:
-    """The last two sizes of a batched product."""
+    """Return the last two sizes of a batched product; None for other operators."""
     left = _left(call)
     if not left:
         return None
@@ -208,39 +225,44 @@ def _product(call: Call) -> tuple[int, ...] | None:
 
 
 def _computes(call: Call) -> bool:
-    """Whether an operator does something itself: no view, and nothing below it but views."""
+    """Return whether an operator computes something itself: it is no view, and calls nothing but views."""
     return call.row.name.startswith("aten::") and call.row.name not in _VIEWS and not call.children
 
 
 def _is_pointwise(call: Call) -> bool:
-    sized = any(prod(shape) > 1 for shape in call.row.shapes if shape)  # a counter is no work
+    """Return whether a call is pointwise work of the model, not of the optimizer or of summing up gradients."""
+    sized = any(prod(shape) > 1 for shape in call.row.shapes if shape)  # a single number (a step counter) is no work
     return call.row.name in _POINTWISE and sized and not call.within("Optimizer.", "AccumulateGrad")
 
 
 def _is_inside_pointwise(call: Call) -> bool:
+    """Return whether a pointwise operator made this call, such as `mul` in `dropout`."""
     return call.above is not None and call.above.row.name in _POINTWISE
 
 
 def _by_name(calls: Iterable[Call], steps: int) -> tuple[Operator, ...]:
+    """Return the operators with the most time, per step, summed by name."""
     sums: dict[str, _Sum] = {}
     for call in calls:
-        if not call.row.name.startswith("autograd::engine::evaluate_function"):
+        if not call.row.name.startswith("autograd::engine::evaluate_function"):  # autograd's frame around an operator
             sums.setdefault(call.row.name, _Sum()).add(call)
-    worst = sorted(sums.items(), key=lambda one: -max(one[1].own, one[1].on_device))[:_KEPT]
+    worst = sorted(sums.items(), key=lambda entry: -max(entry[1].own, entry[1].on_device))[:_KEPT]
     return tuple(
         Operator(
             name=name,
-            calls=one.count / steps,
-            seconds=one.own / steps / 1e9,
-            device_seconds=one.on_device / steps / 1e9,
-            shapes=" x ".join(str(list(shape)) for shape in one.biggest if shape),
+            calls=total.count / steps,
+            seconds=total.own / steps / 1e9,
+            device_seconds=total.on_device / steps / 1e9,
+            shapes=" x ".join(str(list(shape)) for shape in total.biggest if shape),
         )
-        for name, one in worst
+        for name, total in worst
     )
 
 
 @dataclass
 class _Sum:
+    """The calls of one operator."""
+
     count: int = 0
     own: int = 0
     on_device: int = 0
@@ -248,6 +270,7 @@ class _Sum:
     biggest: tuple[tuple[int, ...], ...] = field(default=())
 
     def add(self, call: Call) -> None:
+        """Add a call, and keep the shapes of the biggest."""
         self.count += 1
         self.own += call.own
         self.on_device += call.on_device
@@ -256,7 +279,7 @@ class _Sum:
 
 
 def _covered(rows: Iterable[ProfiledRow]) -> int:
-    """Nanoseconds in which at least one of the rows ran."""
+    """Return the nanoseconds in which at least one of the rows ran."""
     covered = reached = 0
     for row in sorted(rows, key=lambda row: row.begin):
         covered += max(0, row.end - max(reached, row.begin))
@@ -265,7 +288,7 @@ def _covered(rows: Iterable[ProfiledRow]) -> int:
 
 
 class _Within:
-    """Whether a moment lies in one of some spans that do not overlap."""
+    """Spans that do not overlap; `moment in spans` tells whether one of them contains it."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self._spans = sorted((span.begin, span.end) for span in spans)

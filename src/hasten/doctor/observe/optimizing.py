@@ -1,4 +1,4 @@
-"""How the weights are moved: learning rates and their schedule, gradients set to zero, replicas that talk too much."""
+"""Observe how weights are updated: learning rates, schedulers, zeroing of gradients, and syncs of replicas."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from hasten.evidence.facts import LearningRates
 from hasten.taps.protocol import Session
 from hasten.taps.wrapping import tap
 
-_ALL_OF_THE_FIRST = 32  # steps of an optimizer after which its rate is read; then after every `_EVERY`
+# Rates are read after each of the first `_ALL_OF_THE_FIRST` steps, then every `_EVERY` steps, and `_LATER` steps after
+# that every `_RARELY`.
+_ALL_OF_THE_FIRST = 32
 _EVERY = 8
-_LATER = 512  # steps after these, from which on it is read after every `_RARELY`
+_LATER = 512
 _RARELY = 32
-_RATES = 64
+_RATES = 64  # distinct rates to keep per optimizer, at most
 
 
 def install(session: Session) -> None:
@@ -30,46 +32,47 @@ def install(session: Session) -> None:
 
 
 class Rates:
-    """Reads the learning rates of all optimizers: before the first step, after each of the next, then now and then.
+    """Reads the learning rates of all optimizers: before the first step, after each of the next, then less often.
 
     Args:
-        session: The process's session; its `rates` are filled.
+        session: The process's session; the rates are added to `session.rates`.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._all_until = _ALL_OF_THE_FIRST
-        self._first: Any = None
+        self._all_until = _ALL_OF_THE_FIRST  # rates are read after every step up to this one
+        self._first_step_hook: Any = None
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start reading rates after steps, and read more often when an optimizer is built."""
         import torch
 
         self._session.steps_over.tell(self.on_step, 1)
         tap(torch.optim.Optimizer, "__init__", self._building)
 
     def _building(self, plain: Any) -> Any:
+        """Wrap `Optimizer.__init__` to read the rates after each step for some steps again."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             plain(optimizer, *args, **kwargs)
             self._session.steps_over.hurry(self.on_step)
             self._all_until = self._session.run.recorder.steps + _ALL_OF_THE_FIRST if self._session.run.recorder else 0
-            if self._first is None:
-                self._first = register_optimizer_step_pre_hook(self._before_the_first)
+            if self._first_step_hook is None:
+                self._first_step_hook = register_optimizer_step_pre_hook(self._before_the_first)
 
         return __init__
 
     def _before_the_first(self, optimizer: Any, *_: Any) -> None:
-        with self._session.run.guard("reading learning rates"):  # an optimizer like no other
+        with self._session.run.guard("reading learning rates"):  # a script's own optimizer may have unusual groups
             self._read(id(optimizer), optimizer)
 
     def on_step(self, steps: int) -> int:
-        """A step is over: read."""
-        if self._first is not None:
-            self._first.remove()
-            self._first = None
-        with self._session.run.guard("reading learning rates"):  # an optimizer like no other
+        """Read the rates of all optimizers. Return how many steps must be over at the next call."""
+        if self._first_step_hook is not None:
+            self._first_step_hook.remove()
+            self._first_step_hook = None
+        with self._session.run.guard("reading learning rates"):
             for key, (held, _) in self._session.optimizers.items():
                 if (optimizer := held()) is not None:
                     self._read(key, optimizer)
@@ -77,20 +80,22 @@ class Rates:
         return steps + (1 if since < 0 else _EVERY if since < _LATER else _RARELY)
 
     def scheduled(self, optimizer: Any, schedule: str) -> None:
-        """A scheduler was built for an optimizer."""
+        """Record the class name of a scheduler that was built for an optimizer."""
         if (rates := self._rates_of(id(optimizer))) is not None:
             rates.schedule = schedule
 
     def _rates_of(self, key: int) -> LearningRates | None:
-        known = self._session.optimizers.get(key)
-        if known is None:
+        """Return the rates of the optimizer with this id, creating them on first use; None if it is unknown."""
+        registered = self._session.optimizers.get(key)
+        if registered is None:
             return None
         rates = self._session.rates.get(key)
-        if rates is None or rates.held is not known[0]:
-            rates = self._session.rates[key] = LearningRates(known[0])
+        if rates is None or rates.held is not registered[0]:  # the id of a deleted optimizer was reused
+            rates = self._session.rates[key] = LearningRates(registered[0])
         return rates
 
     def _read(self, key: int, optimizer: Any) -> None:
+        """Add the first group's rate, if the optimizer has stepped since the last reading."""
         rates = self._rates_of(key)
         if rates is None or len(rates.rates) >= _RATES or not optimizer.param_groups:
             return
@@ -102,20 +107,21 @@ class Rates:
         rate = optimizer.param_groups[0].get("lr")
         if not isinstance(rate, int | float):
             if not getattr(rate, "is_cpu", False):
-                return  # none, or one on a device, which is not waited for
+                return  # no rate, or a tensor on a device: reading that would be a sync
             rate = float(rate)
         if rate not in rates.rates:
             rates.rates.append(float(rate))
 
 
 def _tap_schedules(rates: Rates) -> None:
+    """Tap the constructors of torch's schedulers."""
     from torch.optim import lr_scheduler
 
     def built(plain: Any) -> Any:
         @functools.wraps(plain)
         def __init__(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
             plain(self, optimizer, *args, **kwargs)
-            # A chain is built of schedulers; the others are told their optimizer.
+            # ChainedScheduler is given schedulers instead of an optimizer, so the attribute is read.
             rates.scheduled(getattr(self, "optimizer", None), type(self).__name__)
 
         return __init__
@@ -126,7 +132,10 @@ def _tap_schedules(rates: Rates) -> None:
 
 
 def _tap_zero_grad(session: Session, log: Any) -> None:
-    """Tap what clears gradients to zeros: optimizers by the tap that is there already, modules here."""
+    """Note calls that fill gradients with zeros instead of None.
+
+    `Optimizer.zero_grad` is tapped elsewhere, and calls `session.on_zeroed`; `Module.zero_grad` is tapped here.
+    """
     import torch
 
     def zeroed() -> None:

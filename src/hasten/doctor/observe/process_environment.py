@@ -1,4 +1,4 @@
-"""The environment of the training process: threads, neighbours, allocator, and the disk of its data."""
+"""Record the training process's environment: threads, local world size, allocator, and the disk of its data."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from hasten.evidence.disks import filesystem
 from hasten.taps.protocol import Session
 from hasten.taps.steps_over import NEVER
 
-_INSIDE = 3  # datasets within datasets (Subset, ConcatDataset, a script's own wrapper)
+_INSIDE = 3  # levels of datasets within datasets to search (Subset, ConcatDataset, a script's own wrapper)
+# Attributes in which datasets keep the folder of their files.
 _NAMES = ("root", "root_dir", "data_dir", "data_path", "data_root", "folder", "path", "img_dir", "image_dir", "dir")
-_READ_EARLY = 20  # steps after which threads are read: a script may set them to others at its end
+_READ_EARLY = 20  # steps after which threads are read; at its end, a script may have changed them
 
 
 def install(session: Session) -> None:
-    """Ask when the run ends, and for threads while it trains."""
-    around = SurroundingsReader(session)
-    session.observers.append(around)
-    session.steps_over.tell(around.on_step, _READ_EARLY)
+    """Read threads and the data's folder in an early step, and the rest when the run ends."""
+    reader = SurroundingsReader(session)
+    session.observers.append(reader)
+    session.steps_over.tell(reader.on_step, _READ_EARLY)
 
 
 class SurroundingsReader:
-    """Reads the surroundings, all but threads at the run's end."""
+    """Reads the process's environment."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -34,24 +35,25 @@ class SurroundingsReader:
         self._folder = ""
 
     def on_step(self, steps: int) -> int:
-        """Read threads and the dataset's folder in an early step, and leave."""
-        with self._session.run.guard("observing surroundings"):  # a dataset like no other
+        """Read threads and the dataset's folder, once."""
+        with self._session.run.guard("observing surroundings"):  # a dataset's attributes may raise when they are read
             self._read()
         return NEVER
 
     def _read(self) -> None:
+        """Read the number of threads and find the folder of the data."""
         import torch
 
         self._threads = torch.get_num_threads(), torch.get_num_interop_threads()
-        # A loader may live no longer than it takes to make an iterator, which keeps the dataset.
+        # In `for batch in iter(DataLoader(...))` the loader is freed at once, but its iterator keeps the dataset.
         recorder = self._session.run.recorder
         passes = list(recorder._open.values()) if recorder is not None else ()
-        datasets = [getattr(each.iterator(), "_dataset", None) for each in passes]
-        datasets += [getattr(known.held(), "dataset", None) for known in self._session.loaders]
-        self._folder = next((found for dataset in datasets if (found := folder_of(dataset))), "")
+        datasets = [getattr(running.iterator(), "_dataset", None) for running in passes]
+        datasets += [getattr(built.held(), "dataset", None) for built in self._session.loaders]
+        self._folder = next((folder for dataset in datasets if (folder := folder_of(dataset))), "")
 
     def facts(self) -> dict[str, Any]:
-        """The surroundings."""
+        """Return the environment, as `surroundings`."""
         if not self._threads[0]:
             self._read()
         kind, rotational = filesystem(Path(self._folder)) if self._folder else ("", None)
@@ -72,13 +74,13 @@ class SurroundingsReader:
 
 
 def _number(text: str | None) -> int | None:
-    """The first number of OMP_NUM_THREADS ("4" or "4,2" by nesting); None where there is none."""
-    found = re.match(r"\s*(\d+)", text or "")
-    return int(found[1]) if found else None
+    """Return the first number of a variable like OMP_NUM_THREADS ("4", or "4,2" by nesting level); None without one."""
+    match = re.match(r"\s*(\d+)", text or "")
+    return int(match[1]) if match else None
 
 
 def _jpeg() -> str:
-    """Return the library that PIL, if it is in use, decodes JPEGs with."""
+    """Return the library with which PIL decodes JPEGs; "" if PIL is not in use."""
     if "PIL.Image" not in sys.modules:
         return ""
     from PIL import features
@@ -89,9 +91,10 @@ def _jpeg() -> str:
 
 
 def folder_of(dataset: Any, depth: int = _INSIDE) -> str:
-    """The folder of a dataset's files, as its attributes tell; "" if they do not.
+    """Return the folder of a dataset's files, judging by its attributes; "" if they do not tell.
 
-    Looks at what is called `root` and the like, at lists of paths (`samples`, `files`), and into datasets in it.
+    Search attributes named `root` and the like, lists of paths (`samples`, `files`), all other attributes, and then the
+    datasets inside it, up to `depth` levels.
     """
     try:
         attributes = dict(vars(dataset))
@@ -100,22 +103,23 @@ def folder_of(dataset: Any, depth: int = _INSIDE) -> str:
     attributes = {name: value for name, value in attributes.items() if not _is_tensor(value)}
     lists = [value[0] for value in attributes.values() if isinstance(value, list | tuple) and value]
     for value in (*map(attributes.get, _NAMES), *lists, *attributes.values()):
-        if found := _folder(value):
-            return found
+        if folder := _folder(value):
+            return folder
     if depth:
         for value in attributes.values():
             inner = value[0] if isinstance(value, list | tuple) and value else value
-            if hasattr(inner, "__getitem__") and hasattr(inner, "__dict__") and (found := folder_of(inner, depth - 1)):
-                return found
+            if hasattr(inner, "__getitem__") and hasattr(inner, "__dict__") and (folder := folder_of(inner, depth - 1)):
+                return folder
     return ""
 
 
 def _is_tensor(value: Any) -> bool:
+    """Return whether a value's class is torch's or numpy's: such a value can be indexed like a dataset, but is none."""
     return type(value).__module__.split(".")[0] in ("torch", "numpy")
 
 
 def _folder(value: Any) -> str:
-    """The folder that a path lies in; the first of a tuple may be one (path, target)."""
+    """Return the folder that a path names, or the parent of the file it names; else "". Of a tuple, use the first."""
     if isinstance(value, tuple | list) and value:
         value = value[0]
     if not isinstance(value, str | Path) or not str(value) or len(str(value)) > 4000:
@@ -129,6 +133,6 @@ def _folder(value: Any) -> str:
             return str(path.resolve())
         if path.is_file():
             return str(path.resolve().parent)
-    except (OSError, ValueError):  # a text that is no path
+    except (OSError, ValueError):  # text that is no valid path, such as one with a null byte
         pass
     return ""

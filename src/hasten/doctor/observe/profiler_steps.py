@@ -1,4 +1,4 @@
-"""A few steps under torch's profiler, from between two steps to between two others."""
+"""Profile a few whole steps with torch's profiler, and detect profilers that are not hasten's."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ from hasten.evidence import PHASES, Phase
 from hasten.evidence.recorder import Recorder
 from hasten.files import write_whole
 
-_ours_in: set[int] = set()  # threads in which hasten builds a profiler of its own just now
-_QUIET = ("KINETO_LOG_LEVEL", "9")  # it would print that it starts and stops
+_ours_in: set[int] = set()  # threads in which hasten is building or switching its own profiler
+_QUIET = ("KINETO_LOG_LEVEL", "9")  # else the profiler prints when it starts and stops
 
 
 class ProfileLook:
-    """torch's profiler over whole steps, and when their parts began and ended.
+    """Runs torch's profiler over whole steps, and records when their phases began and ended.
 
     Args:
-        recorder: Where the parts of steps are marked.
-        cuda: Look at the GPU too.
+        recorder: Reports the phases of steps.
+        cuda: Profile the GPU too.
+
+    Attributes:
+        steps: The whole steps profiled: number, begin and end in nanoseconds since 1970.
+        spans: The phases of these steps, in the same unit.
+        running: Whether the profiler is on.
     """
 
     def __init__(self, recorder: Recorder, cuda: bool) -> None:
@@ -38,8 +43,8 @@ class ProfileLook:
         from torch.profiler.profiler import _KinetoProfile
 
         self.recorder = recorder
-        self.steps: list[tuple[int, int, int]] = []  # number, begin and end in nanoseconds since 1970
-        self.spans: list[Span] = []  # parts of steps
+        self.steps: list[tuple[int, int, int]] = []
+        self.spans: list[Span] = []
         self.running = False
         self._open: dict[Phase, int] = {}
         self._step = -1
@@ -49,12 +54,12 @@ class ProfileLook:
             self._profiler = _KinetoProfile(activities=activities, record_shapes=True)
 
     def prepare(self) -> None:
-        """Set the profiler up, which on a GPU takes seconds the first time; between steps."""
+        """Set the profiler up, which takes seconds on a GPU the first time. Call it between steps."""
         with _ours(), _quiet():
             self._profiler.prepare_trace()
 
     def start(self, step: int) -> None:
-        """Begin with the step of this number, which begins now."""
+        """Start profiling as the step of this number begins."""
         with _ours(), _quiet():
             self._profiler.start_trace()
         self.running = True
@@ -62,13 +67,13 @@ class ProfileLook:
         self._step, self._since = step, time.time_ns()
 
     def step(self, following: int) -> None:
-        """A step is over, and the one of this number begins."""
+        """End the current step; the step numbered `following` begins."""
         now = time.time_ns()
         self.steps.append((self._step, self._since, now))
         self._step, self._since = following, now
 
     def stop(self) -> None:
-        """End, wherever the training is; only in the thread that started it."""
+        """Stop profiling, also in the middle of a step. Call it in the thread that started it."""
         if not self.running:
             return
         self.running = False
@@ -78,6 +83,7 @@ class ProfileLook:
             self._profiler.stop_trace()
 
     def _mark(self, phase: Phase, begins: bool) -> None:
+        """Record the begin or the end of a phase (see `Recorder.listeners`)."""
         now = time.time_ns()
         if begins:
             self._open[phase] = now
@@ -85,7 +91,7 @@ class ProfileLook:
             self.spans.append(Span(phase, self._open.pop(phase), now))
 
     def rows(self) -> list[ProfiledRow]:
-        """Return what ran in the whole steps, by begin."""
+        """Return what ran in the whole steps, sorted by begin (outer rows before inner ones with the same begin)."""
         if not self.steps:
             return []
         first, last = self.steps[0][1], self.steps[-1][2]
@@ -113,9 +119,9 @@ class ProfileLook:
         return sorted(rows, key=lambda row: (row.begin, -row.end))
 
     def write_trace(self, path: Path) -> None:
-        """Write what was profiled for Perfetto or chrome://tracing, with a row of steps and one of their parts.
+        """Write the profile for Perfetto or chrome://tracing, with a row of steps and a row of their phases.
 
-        The file is whole or not there; packed if its name ends in ".gz".
+        The file is written atomically, and compressed if its name ends in ".gz".
         """
         with tempfile.TemporaryDirectory(prefix="hasten-trace-") as folder:
             exported = Path(folder, "trace.json")
@@ -127,11 +133,12 @@ class ProfileLook:
         write_whole(path, gzip.compress(text, 5) if path.suffix == ".gz" else text, durable=False)
 
     def _annotations(self, base: int) -> Iterator[dict[str, Any]]:
+        """Yield the trace events of steps and phases; `base` is the trace's zero in nanoseconds since 1970."""
         pid = os.getpid()
-        for thread, name in ((1, "steps"), (2, "parts of steps")):  # above the threads that ran
-            what = {"ph": "M", "pid": pid, "tid": thread}
-            yield {**what, "name": "thread_name", "args": {"name": name}}
-            yield {**what, "name": "thread_sort_index", "args": {"sort_index": thread - 3}}
+        for thread, name in ((1, "steps"), (2, "parts of steps")):  # shown above the real threads
+            metadata = {"ph": "M", "pid": pid, "tid": thread}
+            yield {**metadata, "name": "thread_name", "args": {"name": name}}
+            yield {**metadata, "name": "thread_sort_index", "args": {"sort_index": thread - 3}}
         rows = [(1, f"step {number}", begin, end) for number, begin, end in self.steps]
         rows += [(2, PHASES[span.phase], span.begin, span.end) for span in self.spans]
         for thread, name, begin, end in rows:
@@ -141,7 +148,7 @@ class ProfileLook:
 
 @contextmanager
 def _ours() -> Iterator[None]:
-    """Mark a profiler that is built in here as hasten's own, not the script's."""
+    """Mark profilers built by this thread in the context as hasten's, not the script's."""
     _ours_in.add(threading.get_ident())
     try:
         yield
@@ -151,7 +158,7 @@ def _ours() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's profiler reads how much it shall say from the environment when it is first used."""
+    """Silence torch's profiler by its environment variable, which it reads on first use, unless the user has set it."""
     name, level = _QUIET
     if name in os.environ:
         yield
@@ -164,7 +171,11 @@ def _quiet() -> Iterator[None]:
 
 
 def watch_for_others(notify: Callable[[bool], None]) -> None:
-    """Call `told` when a profiler of torch's is built, before it can start, with whether it is the script's."""
+    """Call `notify` when a torch profiler that is not hasten's is built, which is before it can start.
+
+    Args:
+        notify: Called with whether the profiler is the script's; else it is torch.compile's, to choose a kernel.
+    """
     import torch
 
     for kind in (torch.profiler.profiler._KinetoProfile, torch.autograd.profiler.profile):
@@ -172,19 +183,20 @@ def watch_for_others(notify: Callable[[bool], None]) -> None:
 
 
 def _watch_class(kind: Any, notify: Callable[[bool], None]) -> None:
+    """Wrap the constructor of a profiler class."""
     build = kind.__init__
 
     @functools.wraps(build)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         if threading.get_ident() not in _ours_in and getattr(self, "enabled", True):
-            notify(not _compiler_asks(sys._getframe(1)))
+            notify(not _is_compilers(sys._getframe(1)))
 
     kind.__init__ = __init__
 
 
-def _compiler_asks(frame: FrameType | None) -> bool:
-    """Whether it is torch's compiler that profiles, to choose a kernel."""
+def _is_compilers(frame: FrameType | None) -> bool:
+    """Return whether a call comes from torch's compiler, which profiles to choose a kernel."""
     while frame is not None:
         if f"{os.sep}torch{os.sep}_inductor{os.sep}" in frame.f_code.co_filename:
             return True

@@ -1,4 +1,9 @@
-"""Models that are trained in several copies: DataParallel, and DistributedDataParallel's needless work."""
+"""Observe replicated models: use of DataParallel, and DistributedDataParallel's needless syncs, searches and waits.
+
+A sync is needless if the optimizer has not stepped before the next one, as in gradient accumulation without `no_sync`.
+A search for unused parameters is needless if none are unused. How long backwards wait for the sync is read from DDP's
+own runtime statistics, and moved in the evidence from the backward phase to the gradient sync phase.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +18,11 @@ from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import Session
 from hasten.taps.wrapping import tap
 
-_LOOKED = 20  # backwards after which it is known whether parameters stay unused
+_LOOKED = 20  # synchronising backwards in which to look for unused parameters
 
 
 def tap_replicas(session: Session, log: EventLog) -> None:
-    """Set the taps on what builds replicas."""
+    """Tap the constructors of DataParallel and DistributedDataParallel."""
     import torch
 
     def data_parallel(plain: Any) -> Any:
@@ -43,23 +48,26 @@ def tap_replicas(session: Session, log: EventLog) -> None:
 
 
 class _Replica:
-    """One DistributedDataParallel."""
+    """State kept for one DistributedDataParallel module."""
 
     def __init__(self, module: Any, place: str) -> None:
         self.module = weakref.ref(module)
         self.place = place
         self.seeks_unused = bool(module.find_unused_parameters)
-        self.unused = False
+        self.unused = False  # whether parameters without a gradient were seen
         first = next((p for p in module.parameters() if p.requires_grad), None)
         self.first = None if first is None else weakref.ref(first)
-        self.gradient: tuple[weakref.ref[Any], int] | None = None  # its first parameter's, and its version
-        self.backwards = 0  # that synchronised
-        self.synchronised: list[str] = []  # where, since its optimizer stepped
+        self.gradient: tuple[weakref.ref[Any], int] | None = None  # the first parameter's gradient, and its version
+        self.backwards = 0  # backwards that synchronised
+        self.synchronised: list[str] = []  # places of those since its optimizer stepped
         self.parameters = frozenset(map(id, module.parameters()))
         self.clock = SyncClock(module)
 
     def went_through(self) -> bool:
-        """Whether the backward that is over added to this module's gradients."""
+        """Return whether the last backward added to this module's gradients.
+
+        The first parameter's gradient then is another tensor than before, or has another version.
+        """
         first = None if self.first is None else self.first()
         before, self.gradient = self.gradient, None
         if first is None or first.grad is None:
@@ -79,8 +87,8 @@ class Replicas:
         self._sync: GradientSync | None = None
 
     def built(self, module: Any, place: str) -> None:
-        """One was built; from the first on, backwards and steps are listened to."""
-        # By the end of the run the process group may be gone.
+        """Watch a new module; with the first one, start listening to backwards and optimizer steps."""
+        # Read now: by the end of the run the process group may be destroyed.
         self._session.run.seen["distributed"] = max(module.process_group.size(), 1)
         recorder = self._session.run.recorder
         if not self._all and recorder is not None:
@@ -89,20 +97,21 @@ class Replicas:
             self._session.observers.append(self)
             self._session.on_backward.append(self._on_backward)
             register_optimizer_step_post_hook(self._stepped)
-            self._sync = GradientSync(recorder)  # here, in the process that trains: it may have been forked
-            # Which backward of several was for nothing shows only where all are seen.
+            self._sync = GradientSync(recorder)
+            # Whether a sync was needless can be told only if every backward is seen, so the recorder must not rest.
             recorder.wake()
             recorder.may_rest = False
         self._all.append(_Replica(module, place))
 
     def _on_backward(self, *_: Any) -> None:
-        with self._session.run.guard("observing DistributedDataParallel"):  # a module like no other
+        """Record a backward with each module that it went through and that synchronised."""
+        with self._session.run.guard("observing DistributedDataParallel"):
             for replica in self._all:
                 module = replica.module()
                 if module is None or not replica.went_through():
                     continue
                 if not (module.require_backward_grad_sync and module.require_forward_param_sync):
-                    continue  # under no_sync, which counts where the forward is
+                    continue  # the forward was under `no_sync`: what counts is where the forward runs, not the backward
                 replica.backwards += 1
                 if self._sync is not None:
                     self._sync.synced(replica.clock)
@@ -111,15 +120,16 @@ class Replicas:
                     replica.unused = any(p.requires_grad and p.grad is None for p in module.module.parameters())
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
+        """Note the needless syncs since the optimizer's previous step: all but the last. This is a step hook."""
         first = next((id(p) for group in optimizer.param_groups for p in group["params"]), None)
         for replica in self._all:
             if first in replica.parameters:
-                for place in replica.synchronised[:-1]:  # the last one's sums are what the step is made with
+                for place in replica.synchronised[:-1]:  # only the last sync produced the gradients of the step
                     self._log.note_at("ddp_sync", place)
                 replica.synchronised.clear()
 
     def facts(self) -> dict[str, Any]:
-        """Searches for unused parameters, and whether there were any."""
+        """Return an event per module that searches for unused parameters, with whether there were any."""
         return {
             "events": tuple(
                 Event(
@@ -134,13 +144,13 @@ class Replicas:
         }
 
 
-_TIMED_EVERY = 10  # iterations on a CPU, where a clock is cheap; torch's own default is 100
-_READ_EVERY = 5  # backwards
-_WARM_UP = 3  # iterations: in the second one DDP lays its buckets out again
+_TIMED_EVERY = 10  # iterations, on a CPU, where timing is cheap; torch's own default is 100
+_READ_EVERY = 5  # backwards between two readings of the statistics
+_WARM_UP = 3  # iterations: DDP rebuilds its buckets in the second one
 
 
 class SyncClock:
-    """Waiting times of one DistributedDataParallel."""
+    """Reads how long a DistributedDataParallel module's backwards wait for communication."""
 
     def __init__(self, module: Any) -> None:
         self._module = weakref.ref(module)
@@ -150,37 +160,38 @@ class SyncClock:
             module._set_ddp_runtime_logging_sample_rate(_TIMED_EVERY)
 
     def went_backward(self) -> None:
-        """A backward that synchronised is over."""
+        """Count a backward that synchronised, and read the module's statistics now and then."""
         self._backwards += 1
         module = self._module()
         if module is None or self._backwards % _READ_EVERY:
             return
         times = module._get_ddp_logging_data()
         if "backward_comm_time" in times:
-            alone = times["backward_comm_time"] - times["backward_compute_comm_overlap_time"]
-            self._waits[times["iteration"]] = max(0, alone) / 1e9
+            exposed = times["backward_comm_time"] - times["backward_compute_comm_overlap_time"]
+            self._waits[times["iteration"]] = max(0, exposed) / 1e9
 
     def seconds(self) -> float:
-        """Return the median seconds of waiting in one backward; 0 where none was timed."""
-        known = [wait for iteration, wait in self._waits.items() if iteration >= _WARM_UP] or list(self._waits.values())
-        return statistics.median(known) if known else 0.0
+        """Return the median seconds that a backward waits for communication; 0 if none was timed."""
+        waits = [wait for iteration, wait in self._waits.items() if iteration >= _WARM_UP] or list(self._waits.values())
+        return statistics.median(waits) if waits else 0.0
 
 
 class GradientSync:
-    """Moves the waiting of all replicas from the steps' backwards to their gradient sync, when the run is over."""
+    """Moves the waits of all replicas from the backward phase to the gradient sync phase, when the run is over."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._synced: dict[int, list[SyncClock]] = {}  # step -> who synchronised in it
+        self._synced: dict[int, list[SyncClock]] = {}  # step -> clocks of the modules that synchronised in it
         recorder.on_close.append(self._move)
 
     def synced(self, clock: SyncClock) -> None:
-        """A backward that synchronised is over."""
+        """Record a backward that synchronised in the current step."""
         clock.went_backward()
-        if (step := self._recorder.steps) >= self._recorder.kept.next:  # of others nobody will ask
+        if (step := self._recorder.steps) >= self._recorder.kept.next:  # steps before it are not kept
             self._synced.setdefault(step, []).append(clock)
 
     def _move(self) -> None:
+        """Move the waits in every kept step, at most as much as its backward took."""
         kept = self._recorder.kept
         for number, phases in zip(kept.numbers, kept.phases, strict=True):
             waited = sum(clock.seconds() for clock in self._synced.get(number, ()))

@@ -1,7 +1,12 @@
-"""Looks deep into a few steps: hooks on every layer in some, torch's profiler in others.
+"""Look closely at a few steps: with hooks on every layer in some, under torch's profiler in others.
 
-Two groups: the second and third step of a training, for those that end soon, and up to three steps each from the
-14th on, which then take the place of the first group's. All are named in the evidence as disturbed.
+There are two groups of steps. The first, of one step each, begins with the second step of a training, for trainings
+that end soon. The second, of up to three steps each, begins with the 14th; its results replace the first group's. All
+these steps are listed in the evidence as disturbed.
+
+The schedule is a generator (`_looks`): it yields the step at which to go on and is sent the number of steps that are
+over. Everything ends early if the script or torch's compiler starts a profiler, if modules are about to be compiled,
+and before a fork: hooks and a running profiler must not get into any of these.
 """
 
 from __future__ import annotations
@@ -25,25 +30,25 @@ from hasten.evidence.open_pass import OpenPass
 from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import Session
 
-_GROUPS = ((1, 1), (13, 3))  # first step of a group, and how many steps each of its looks takes at the most
-_LONG, _VERY_LONG = 0.7, 3.0  # seconds of a step from which two are enough, or one
+_GROUPS = ((1, 1), (13, 3))  # (first step of the group, most steps for the layers and for the profile)
+_LONG, _VERY_LONG = 0.7, 3.0  # seconds of a step; longer steps are looked at only two, or one, at a time
 
 
 def install(session: Session) -> None:
-    """Begin with the second step."""
+    """Start with the second step."""
     options = session.config.doctor
     assert options is not None
     session.observers.append(StepSampler(session, session.recorder, options.trace, options.sample))
 
 
 class StepSampler:
-    """Looks into the steps whose turn it is.
+    """Looks at the layers and operators of the scheduled steps.
 
     Args:
         session: The process's session.
-        recorder: Its recorder, which the session lets go of before the facts are asked for.
-        trace: Where a Chrome trace shall be written, or "".
-        sample: Look into steps at all; otherwise only what torch.compile says is kept.
+        recorder: Its recorder; the session drops its reference before `facts` is called.
+        trace: Path of the Chrome trace to write, or "".
+        sample: Look at steps at all; otherwise only torch.compile's counters are read, at the end.
     """
 
     def __init__(self, session: Session, recorder: Recorder, trace: str, sample: bool) -> None:
@@ -56,8 +61,8 @@ class StepSampler:
         self._softmaxes: dict[tuple[int, ...], tuple[str, str]] = {}
         self._layer_look: LayerProbe | None = None
         self._layers_since = 0
-        self._profile: ProfileLook | None = None  # what is going on
-        self._profiled: ProfileLook | None = None  # the last that is over and holds a whole step
+        self._profile: ProfileLook | None = None  # the one being prepared or running
+        self._profiled: ProfileLook | None = None  # the last finished one that holds a whole step
         self._disturbed: set[int] = set()
         self._looked: set[int] = set()
         self._skipped: list[str] = []
@@ -75,11 +80,12 @@ class StepSampler:
     # -- when --------------------------------------------------------------------------------------------
 
     def _on_step(self, steps: int) -> int:
-        """So many steps are over: the next one may be one to look into."""
+        """Advance the schedule. Return how many steps must be over at the next call."""
         self._begin_or_end(steps)
         return steps + 1 if self._profile is not None else self._next
 
     def _begin_or_end(self, steps: int) -> None:
+        """Tell a running profile that a step is over, and resume the schedule if its turn has come."""
         if self._profile is not None and self._profile.running and threading.get_ident() == self._thread:
             self._profile.step(steps)
         if steps >= self._next:
@@ -94,6 +100,7 @@ class StepSampler:
                 self._give_up(f"looking into a step failed: {error!r}")
 
     def _why_not(self) -> str:
+        """Return why steps cannot be looked at; "" if they can."""
         from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
         if threading.get_ident() != self._thread:
@@ -104,7 +111,7 @@ class StepSampler:
         return ""
 
     def _give_up(self, reason: str) -> None:
-        """Look no more, and leave the script as it was."""
+        """Look at no more steps, and remove hooks and profiler."""
         self._next = sys.maxsize
         if reason not in self._skipped:
             self._skipped.append(reason)
@@ -112,10 +119,10 @@ class StepSampler:
             self._end_looks()
 
     def _looks(self) -> Generator[int, int, None]:
-        """The plan: yields the step at which to go on, and is sent how many steps are over."""
+        """Run the schedule: yield the step at which to go on, and be sent how many steps are over."""
         for first, most in _GROUPS:
             steps = yield first
-            while sys.getprofile() is not None and steps < first + 5:  # another observer looks into this step
+            while sys.getprofile() is not None and steps < first + 5:  # the call probe is at work in this step
                 steps = yield steps + 1
             count = min(most, self._enough())
             profile = self._profile = ProfileLook(self._recorder, self._on_gpu())
@@ -127,11 +134,12 @@ class StepSampler:
             self._profile = None
 
     def _look_at_layers(self, steps: int, count: int) -> Generator[int, int, int]:
+        """Hook the layers for `count` steps; of compiled models, read the layers without hooks."""
         models = self._models()
         if has_compiled():
             self._layers = structure(models)
-            count = 1  # the profiler is set up in this step
-        else:  # hooks on what is compiled would get it recompiled
+            count = 1  # the step that setting up the profiler has disturbed
+        else:  # hooks on compiled modules would make torch.compile recompile them
             self._layer_look = LayerProbe(
                 models, timed=not self._on_gpu(), failed=functools.partial(self._session.run.skip, "looking at a layer")
             )
@@ -144,11 +152,12 @@ class StepSampler:
         return over
 
     def _look_at_operators(self, profile: ProfileLook, steps: int, count: int) -> Generator[int, int, int]:
-        for _ in range(3):  # a pass that ends cuts it short: then again in the next one
+        """Profile `count` steps; try up to three times to get a whole one."""
+        for _ in range(3):  # the end of a pass ends a profile, possibly within its first step: then try again
             profile.start(steps)
             self._disturbed.add(steps)
             over = yield steps + count
-            self._disturbed.update(range(steps, over + 1))  # ending it falls into the next one
+            self._disturbed.update(range(steps, over + 1))  # stopping the profiler takes time in the step after
             self._end_profile()
             if profile.steps:
                 self._looked.update(number for number, _, _ in profile.steps)
@@ -159,7 +168,7 @@ class StepSampler:
         return steps
 
     def _enough(self) -> int:
-        """Return how many steps to look into: fewer where they are long."""
+        """Return how many steps are enough: 3, or fewer if steps are long."""
         phases = self._recorder.kept.phases
         length = median(map(sum, phases[-5:])) if phases else 0.0
         return 1 if length > _VERY_LONG else 2 if length > _LONG else 3
@@ -167,16 +176,18 @@ class StepSampler:
     # -- ends --------------------------------------------------------------------------------------------
 
     def _end_layers(self) -> None:
+        """Remove the hooks, and keep what they saw."""
         look, self._layer_look = self._layer_look, None
         if look is not None:
             look.end()
             layers = look.layers(max(1, self._recorder.steps - self._layers_since))
-            if len(layers) >= len(self._layers):  # fewer: the script ended in the middle of its step
+            if len(layers) >= len(self._layers):  # fewer: the script ended in the middle of the step
                 self._layers = layers
                 self._softmaxes.update(look.softmaxes)
             self._inputs += look.inputs
 
     def _end_profile(self) -> None:
+        """Stop the profiler, and keep the profile if it holds a whole step."""
         profile = self._profile
         if profile is not None and profile.running:
             profile.stop()
@@ -184,26 +195,29 @@ class StepSampler:
                 self._profiled = profile
 
     def _end_looks(self) -> None:
-        """Whatever is going on, end it here; what it saw of whole steps is kept."""
+        """Remove hooks and profiler now; keep what they saw of whole steps."""
         self._session.looking = False
         self._end_layers()
-        with self._session.run.guard("profiling a step"):  # what was seen of the layers stands
+        with self._session.run.guard("profiling a step"):  # if the profiler fails, the layers are kept all the same
             self._end_profile()
 
     def _another_profiles(self, script: bool) -> None:
-        """A profiler is about to start that is not ours: of the script, or of torch's compiler for a moment."""
+        """End here because a foreign profiler is about to start.
+
+        For the script's profiler, give up for good. torch's compiler profiles only for a moment: go on afterwards.
+        """
         if script:
             self._give_up("the script profiles itself")
         elif threading.get_ident() == self._thread:
             self._end_looks()
 
     def _compiling(self) -> None:
-        """torch.compile is about to look at modules: hooks would get into what it compiles."""
+        """Remove the hooks because torch.compile is about to trace modules: hooks would become part of the graphs."""
         if threading.get_ident() == self._thread and self._layer_look is not None:
             self._end_layers()
 
     def _watch_passes(self) -> None:
-        """A profile ends with the pass it is in: what follows (validation, a checkpoint) is no step."""
+        """End a running profile with its pass: what follows (a validation, a checkpoint) is no step."""
         previous = self._recorder.on_pass
 
         def on_pass(opened: OpenPass, began: bool) -> None:
@@ -215,11 +229,12 @@ class StepSampler:
         self._recorder.on_pass = on_pass
 
     def _before_fork(self) -> None:
+        """End a running profile before the training thread forks."""
         if threading.get_ident() == self._thread and self._profile is not None and self._profile.running:
             self._end_looks()
 
     def _in_child(self) -> None:
-        """A forked process begins without hooks and profilers, and is not looked into."""
+        """Remove hooks in a forked child, and look at none of its steps."""
         self._next = sys.maxsize
         self._profile = self._profiled = None
         self._skipped = ["the process was forked"]
@@ -227,10 +242,10 @@ class StepSampler:
         if self._layer_look is not None:
             self._layer_look.end()
 
-    # -- what was seen -----------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------
 
     def _models(self) -> list[Any]:
-        """The outermost modules that train."""
+        """Return the outermost modules that train; all of them, if none is known to train yet."""
         watched = list(self._session.run.models.values())
         training = [watch for watch in watched if watch.train_calls or watch.backward_through_eval]
         return [module for watch in training or watched if (module := watch.module()) is not None]
@@ -241,7 +256,7 @@ class StepSampler:
         return torch.cuda.is_available() and torch.cuda.is_initialized()
 
     def facts(self) -> dict[str, Any]:
-        """`sampled`, `layers`, `disturbed` and what attention was computed by hand."""
+        """Return `sampled`, `layers`, `disturbed`, events of hand-written attention, and `inputs` without a loader."""
         if threading.get_ident() == self._thread:
             self._end_looks()
         elif self._profile is not None and self._profile.running:
@@ -254,7 +269,7 @@ class StepSampler:
             try:
                 summary = summarise(profile.rows(), profile.spans, len(profile.steps), cuda)
                 trace = self._write_trace(profile)
-            except Exception as error:  # what else was seen stands
+            except Exception as error:  # the layers are reported all the same
                 self._skipped.append(f"the profile could not be read: {error!r}")
         breaks, recompilations = what_dynamo_says()
         step = self._ordinary_step()
@@ -278,19 +293,20 @@ class StepSampler:
         }
         if summary.attention and profile is not None:
             facts["events"] = tuple(
-                self._attention(one.shape, one.count, len(profile.steps), one.seconds) for one in summary.attention
+                self._attention(seen.shape, seen.count, len(profile.steps), seen.seconds) for seen in summary.attention
             )
-        if self._inputs and not any(over.trained for over in self._recorder.passes):
-            facts["inputs"] = inputs_of(self._inputs)  # no loader gave them
+        if self._inputs and not any(done.trained for done in self._recorder.passes):
+            facts["inputs"] = inputs_of(self._inputs)  # the script makes its batches without a loader
         return facts
 
     def _attention(self, shape: tuple[int, ...], count: int, steps: int, seconds: float) -> Event:
+        """Return the event of hand-written attention, placed at the softmax of that shape that the hooks saw."""
         where, path = self._softmaxes.get(shape, ("", ""))
         detail = " x ".join(map(str, shape)) + (f" in {path}" if path else "")
         return Event("attention", where, count, steps, seconds, "cuda" if self._on_gpu() else "cpu", detail)
 
     def _ordinary_step(self) -> float:
-        """Seconds of a step that was not looked into."""
+        """Return the median seconds of a step that was not looked at, in the later half of the run."""
         kept = self._recorder.kept
         lengths = [
             sum(phases)
@@ -300,6 +316,7 @@ class StepSampler:
         return median(lengths[len(lengths) // 2 :]) if lengths else 0.0
 
     def _write_trace(self, profile: ProfileLook) -> str:
+        """Write the trace, if one is wanted. Return its path, or "" if there is none."""
         if not self._trace:
             return ""
         try:

@@ -1,4 +1,7 @@
-"""A fetcher's `fetch` while its batches are sampled, and what is seen of them."""
+"""Replace a fetcher's `fetch` until a few of its batches have been sampled.
+
+`SampledFetch` makes `TIMED` batches under the stage clock and the next one under the line tracer, then removes itself.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from hasten.doctor.observe.line_trace import LineTrace
 from hasten.doctor.observe.stage_clock import STAGES, StageClock, StageHooks
 from hasten.files import write_whole
 
-TIMED = 2  # batches under the clock; the one after them is traced
+TIMED = 2  # batches under the clock; the next one is traced
 
-fetched: dict[int, int] = defaultdict(int)  # batches that this process has made, by loader, while they were counted
-_sampling = False  # a loader inside a dataset, or a second thread, is left alone meanwhile
+fetched: dict[int, int] = defaultdict(int)  # batches that this process has made until sampling ended, by loader
+_sampling = False  # a batch is being sampled: batches of a loader in its dataset, or in another thread, are not
 
 
 @dataclass
@@ -24,10 +27,13 @@ class Samples:
     """One process's samples of one loader.
 
     Attributes:
-        copied: Seconds in which batches were made ready to be passed on.
-        quickest: Seconds in which the samples of a batch were made, at the least.
-        lines: Seconds of pure Python in a batch.
-        endless: There was more Python in one sample than could be counted.
+        batches: How many batches were timed.
+        seconds: Seconds by stage, of all timed batches together.
+        decoders: Seconds by the library that decoded.
+        copied: Seconds in which batches were pickled to be passed to the main process.
+        quickest: Least seconds that the samples of one batch took, collating left out.
+        lines: Seconds of pure Python in the traced batch, by `file:line`.
+        endless: The tracer was cut within the first sample: there is more Python in one sample than it counts.
     """
 
     batches: int = 0
@@ -40,7 +46,16 @@ class Samples:
 
 
 class SampledFetch:
-    """A fetcher's `fetch` until enough of its batches have been sampled; then it takes itself away."""
+    """A fetcher's `fetch` until enough of its batches have been sampled; then the fetcher's own is restored.
+
+    Args:
+        fetcher: torch's fetcher.
+        index: The loader's number.
+        first: How many batches of the process to skip as warm-up.
+        samples: Where to add what is seen.
+        file: Where a worker writes its samples; "" in the main process.
+        note: Called in the main process after each sampled batch, with the error if sampling failed, else None.
+    """
 
     def __init__(self, fetcher: Any, index: int, first: int, samples: Samples, file: str, note: Any) -> None:
         self._fetcher = fetcher
@@ -53,7 +68,7 @@ class SampledFetch:
         self._dumps: Any = None
 
     def __call__(self, indices: Any) -> Any:
-        """As the fetcher's own."""
+        """Make a batch as the fetcher does, sampled if its turn has come."""
         number = fetched[self._index] - self._first
         fetched[self._index] += 1
         if number < 0 or _sampling:
@@ -64,6 +79,7 @@ class SampledFetch:
         return self._traced(indices) if number == TIMED else self._plain(indices)
 
     def _timed(self, indices: Any) -> Any:
+        """Make a batch under the stage clock."""
         global _sampling
         clock = StageClock()
         hooks = StageHooks(clock, self._fetcher)
@@ -71,9 +87,9 @@ class SampledFetch:
         _sampling = True
         try:
             if self._file and self._dumps is None:
-                self._time_passing_on()
+                self._time_pickling()
             hooks.install()
-        except Exception as failed:  # a place like no other: the batch is made without the clock
+        except Exception as failed:  # an unusual dataset or library version: the batch is made without the clock
             error = failed
         made = False
         try:
@@ -89,11 +105,12 @@ class SampledFetch:
                 self._samples.batches += 1
                 add(self._samples.seconds, clock.seconds)
                 add(self._samples.decoders, clock.decoders)
-                made_in = sum(clock.seconds.values()) - clock.seconds["collate"]
-                self._samples.quickest = min(made_in, self._samples.quickest or made_in)
+                making = sum(clock.seconds.values()) - clock.seconds["collate"]
+                self._samples.quickest = min(making, self._samples.quickest or making)
             self._leave(error)
 
     def _traced(self, indices: Any) -> Any:
+        """Make the samples of a batch under the line tracer, then collate without it."""
         global _sampling
         collate = self._fetcher.collate_fn
         trace = LineTrace()
@@ -117,19 +134,24 @@ class SampledFetch:
                 del self._fetcher.collate_fn
             _sampling = False
             self._samples.endless = trace.cut and trace.calls < 2
+            # A cut trace is scaled to the batch; the sample in which it was cut counts as half.
             scale = len(indices) / (trace.calls - 0.5) if trace.cut and trace.calls > 1 else 1.0
             self._samples.lines = {line: seconds * scale for line, seconds in trace.python().items()}
             self._leave(None)
 
     def _over(self) -> None:
+        """Restore the fetcher's own `fetch` and the pickler."""
         vars(self._fetcher).pop("fetch", None)
         if self._dumps is not None:
             from multiprocessing.reduction import ForkingPickler
 
             ForkingPickler.dumps = self._dumps  # type: ignore[method-assign]
 
-    def _time_passing_on(self) -> None:
-        """A worker's queue pickles batches in a thread: tensors are copied into shared memory there."""
+    def _time_pickling(self) -> None:
+        """Time how long batches are pickled, in which tensors are copied into shared memory.
+
+        A worker's queue does that in its feeder thread, outside of `fetch`, so the pickler itself is wrapped.
+        """
         from multiprocessing.reduction import ForkingPickler
 
         self._dumps = vars(ForkingPickler)["dumps"]
@@ -146,14 +168,15 @@ class SampledFetch:
         ForkingPickler.dumps = classmethod(dumps)  # type: ignore[method-assign, assignment]
 
     def _leave(self, error: Exception | None) -> None:
-        """In a worker: write what was seen, whole or not at all."""
+        """In a worker, write the samples to its file, atomically; in the main process, call `note`."""
         if not self._file:
             self._note(error)
             return
-        with contextlib.suppress(OSError):  # the folder went with the training: nobody is left to read it
+        with contextlib.suppress(OSError):  # the training has ended and removed the folder: there is no reader left
             write_whole(self._file, json.dumps(vars(self._samples)), durable=False)
 
 
 def add(to: dict[str, float], more: dict[str, float]) -> None:
+    """Add the values of `more` to those in `to`, by key."""
     for name, seconds in more.items():
         to[name] = to.get(name, 0.0) + seconds

@@ -1,7 +1,8 @@
-"""The clock that is hung into reading, decoding, transforms and collating while one batch is made.
+"""Time the stages of making one batch: reading, decoding, transforms, collating, and the rest.
 
-Stages nest, and each instant counts for the innermost one: PIL reads its file while it decodes, and it decodes, on
-first use, within a transform. So the stages of a batch add up to the batch.
+While a batch is made, functions of known libraries and of the dataset are replaced by timed ones. Stages nest, and each
+instant counts for the innermost: PIL reads its file while it decodes, and decodes lazily, within a transform. So the
+stages of a batch add up to its total time.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 
 STAGES = ("read", "decode", "transform", "collate", "other")
 _TRANSFORMS = ("transform", "augment", "preprocess", "tokeniz")  # in the names of a dataset's attributes
-_INNER = ("dataset", "datasets", "_dataset", "source_datapipe", "ds", "base")  # where datasets keep what they wrap
+_INNER = ("dataset", "datasets", "_dataset", "source_datapipe", "ds", "base")  # attributes with wrapped datasets
 _PLAIN = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
 
-# Module, class in it or "", names, stage, and what then decodes. Only what has been imported is looked at.
+# (module, class in it or "", functions, stage, name of the decoder). Modules that are not imported are skipped.
 _PLACES: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
     ("PIL.Image", "", ("open",), "decode", "PIL"),
     ("cv2", "", ("imdecode", "imread"), "decode", "cv2"),
@@ -60,7 +61,7 @@ _PLACES: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
 
 
 class StageClock:
-    """Adds up where the time of one thread goes, each instant to the innermost stage that is open."""
+    """Adds up the time of one thread by stage, each instant to the innermost open stage."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
@@ -70,22 +71,22 @@ class StageClock:
         self._thread = 0
 
     def start(self) -> None:
-        """A batch is begun, by this thread; until a stage is entered, its time is the dataset's own."""
+        """Begin a batch in this thread; time outside of all stages counts as "other"."""
         self._thread = threading.get_ident()
         self._open = [("other", "")]
         self._since = perf_counter()
 
     def stop(self) -> None:
-        """The batch is made."""
+        """End the batch."""
         self._book()
         self._open = []
 
     def counts(self) -> bool:
-        """Whether a batch is being made, by this thread."""
+        """Return whether this thread is making a batch under the clock."""
         return bool(self._open) and threading.get_ident() == self._thread
 
     def enter(self, stage: str, decoder: str = "") -> bool:
-        """A stage begins; False where it does not count, and is not to be left."""
+        """Begin a stage. Return False if it does not count here; then do not call `leave`."""
         if not self.counts():
             return False
         self._book()
@@ -93,12 +94,13 @@ class StageClock:
         return True
 
     def leave(self) -> None:
-        """The stage that was entered last is over."""
+        """End the stage that was entered last."""
         if len(self._open) > 1:
             self._book()
             self._open.pop()
 
     def _book(self) -> None:
+        """Add the time since the last change of stage to the innermost stage."""
         now = perf_counter()
         if self._open:
             stage, decoder = self._open[-1]
@@ -108,7 +110,7 @@ class StageClock:
         self._since = now
 
     def timed(self, plain: Callable[..., Any], stage: str, decoder: str = "") -> Callable[..., Any]:
-        """A function that counts as a stage."""
+        """Return `plain` wrapped to count as a stage."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.enter(stage, decoder):
@@ -125,7 +127,7 @@ class StageClock:
 
 
 class StageHooks:
-    """The places where the clock is hung for the length of one batch, and what was there before.
+    """Replaces functions by timed ones for one batch, and restores them.
 
     Args:
         clock: The clock.
@@ -135,11 +137,11 @@ class StageHooks:
     def __init__(self, clock: StageClock, fetcher: Any) -> None:
         self._clock = clock
         self._fetcher = fetcher
-        self._undo: list[tuple[Any, str, Any, bool]] = []  # of what, which name, its value, and whether it was its own
+        self._undo: list[tuple[Any, str, Any, bool]] = []  # owner, name, value before, whether it was its own
         self._replaced: set[tuple[int, str]] = set()
 
     def install(self) -> None:
-        """Hang the clock."""
+        """Replace the functions: the collating one, known libraries', `open`, and the dataset's transforms."""
         self._replace(self._fetcher, "collate_fn", self._clock.timed(self._fetcher.collate_fn, "collate"))
         for name, owner, names, stage, decoder in _PLACES:
             place = sys.modules.get(name)
@@ -149,14 +151,14 @@ class StageHooks:
                 if plain := vars(place).get(attribute):
                     self._replace(place, attribute, self._clock.timed(plain, stage, decoder))
         self._install_pil()
-        for room in (builtins, io):
-            self._replace(room, "open", _opening(self._clock, room.open))
+        for module in (builtins, io):
+            self._replace(module, "open", _opening(self._clock, module.open))
         for dataset in _datasets(self._fetcher.dataset):
             self._install_transforms(dataset)
-        self._imported_by_name()
+        self._replace_imported_names()
 
     def remove(self) -> None:
-        """Have everything as it was."""
+        """Restore everything that was replaced, in reverse order."""
         while self._undo:
             place, name, value, own = self._undo.pop()
             if own:
@@ -165,83 +167,90 @@ class StageHooks:
                 delattr(place, name)
 
     def _replace(self, place: Any, name: str, value: Any) -> None:
+        """Set an attribute once, and remember how to restore it."""
         if (id(place), name) in self._replaced:
             return
         own = name in getattr(place, "__dict__", {})
         before = vars(place)[name] if own else None
         try:
             setattr(place, name, value)
-        except (AttributeError, TypeError):  # a class of an extension, or one with slots: it is not looked into
+        except (AttributeError, TypeError):  # a C extension's class, or an object with slots: not timed
             return
         self._replaced.add((id(place), name))
         self._undo.append((place, name, before, own))
 
     def _install_pil(self) -> None:
-        room = sys.modules.get("PIL.ImageFile")
-        if room is None:
+        """Time the lazy decoding of PIL images: `load` of every file format, and `convert` of images from files."""
+        image_file = sys.modules.get("PIL.ImageFile")
+        if image_file is None:
             return
-        kinds = [room.ImageFile]
-        for kind in kinds:  # grows meanwhile
+        kinds = [image_file.ImageFile]
+        for kind in kinds:  # the list grows in the loop
             kinds += kind.__subclasses__()
             if load := vars(kind).get("load"):
                 self._replace(kind, "load", self._clock.timed(load, "decode", "PIL"))
         image = sys.modules["PIL.Image"].Image
-        if convert := vars(image).get("convert"):  # of an image as it comes from its file, a part of decoding it
+        if convert := vars(image).get("convert"):  # of an image from a file, it is part of decoding
             decode = self._clock.timed(convert, "decode", "PIL")
-            own = room.ImageFile
+            own = image_file.ImageFile
             self._replace(image, "convert", lambda s, *a, **k: (decode if isinstance(s, own) else convert)(s, *a, **k))
 
     def _install_transforms(self, dataset: Any) -> None:
-        found = {**vars(type(dataset)), **getattr(dataset, "__dict__", {})}
-        for name, value in found.items():
+        """Time a dataset's attributes and methods whose names say that they transform samples."""
+        members = {**vars(type(dataset)), **getattr(dataset, "__dict__", {})}
+        for name, value in members.items():
             if name.startswith("__") or not any(part in name.lower() for part in _TRANSFORMS):
                 continue
             if isinstance(value, _PLAIN):
                 self._replace(dataset, name, self._clock.timed(getattr(dataset, name), "transform"))
-            elif callable(value) and not isinstance(value, type):
+            elif callable(value) and not isinstance(value, type):  # an object: Python looks `__call__` up in its class
                 kind: Any = type(value)
                 self._replace(kind, "__call__", self._clock.timed(kind.__call__, "transform"))
 
-    def _imported_by_name(self) -> None:
-        """`from PIL.Image import open`: the modules of the script's own parts hold the plain function."""
+    def _replace_imported_names(self) -> None:
+        """Also replace functions that the script imported by name, as in `from PIL.Image import open`.
+
+        Search the modules that define the datasets, the collate function and the datasets' `loader` functions.
+        """
         timed = {id(value): vars(place)[name] for place, name, value, own in self._undo if own and callable(value)}
         parts = [*_datasets(self._fetcher.dataset), getattr(self._fetcher.collate_fn, "__wrapped__", None)]
         parts += [getattr(part, "loader", None) for part in parts]
-        rooms = {getattr(part, "__module__", None) or type(part).__module__ for part in parts if part is not None}
-        for room in filter(None, map(sys.modules.get, rooms - {"builtins", "io"})):
-            for name, value in list(vars(room).items()):
-                if callable(value) and id(value) in timed and vars(room)[name] is not timed[id(value)]:
-                    self._replace(room, name, timed[id(value)])
+        names = {getattr(part, "__module__", None) or type(part).__module__ for part in parts if part is not None}
+        for module in filter(None, map(sys.modules.get, names - {"builtins", "io"})):
+            for name, value in list(vars(module).items()):
+                if callable(value) and id(value) in timed and vars(module)[name] is not timed[id(value)]:
+                    self._replace(module, name, timed[id(value)])
 
 
 def _datasets(dataset: Any) -> Iterator[Any]:
-    """A dataset and those inside it: Subset, ConcatDataset and what scripts write like them."""
+    """Yield a dataset and the datasets that it wraps (as Subset and ConcatDataset do), at most 17 in all."""
     queue, seen = [dataset], set[int]()
-    for one in queue:  # grows meanwhile
-        if id(one) in seen or len(seen) > 16:
+    for current in queue:  # the list grows in the loop
+        if id(current) in seen or len(seen) > 16:
             continue
-        seen.add(id(one))
-        yield one
-        inside = getattr(one, "__dict__", {})
+        seen.add(id(current))
+        yield current
+        attributes = getattr(current, "__dict__", {})
         for name in _INNER:
-            value = inside.get(name)
+            value = attributes.get(name)
             queue += value[:4] if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 class _TimedFile(io.FileIO):
-    """A file whose reads are timed while a batch is sampled, beneath the buffer that Python gives every file."""
+    """A raw file whose reads are timed. Under Python's usual buffer, only reads that reach the system are."""
 
     clock: StageClock
 
     def readinto(self, buffer: Any) -> Any:
-        """As FileIO's."""
+        """Read into a buffer, timed."""
         return self._count(super().readinto, buffer)
 
     def readall(self) -> Any:
-        """As FileIO's."""
+        """Read the rest of the file, timed."""
         return self._count(super().readall)
 
     def _count(self, read: Callable[..., Any], *args: Any) -> Any:
+        """Call `read` within the "read" stage."""
         if not self.clock.enter("read"):
             return read(*args)
         try:
@@ -251,11 +260,11 @@ class _TimedFile(io.FileIO):
 
 
 def _opening(clock: StageClock, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`open` whose binary files, opened for reading, are timed."""
-    find = clock.timed(plain, "read")
+    """Return `open` wrapped so that opening files, and reading from those opened in binary mode, is timed."""
+    timed_open = clock.timed(plain, "read")
 
     def open(*args: Any, **kwargs: Any) -> Any:
-        opened = find(*args, **kwargs)
+        opened = timed_open(*args, **kwargs)
         if (
             not clock.counts()
             or type(opened) is not io.BufferedReader
@@ -263,6 +272,7 @@ def _opening(clock: StageClock, plain: Callable[..., Any]) -> Callable[..., Any]
             or isinstance(opened.raw.name, int)
         ):
             return opened
+        # Reopen the file as a _TimedFile, on a duplicate of its descriptor: that keeps the position and needs no path.
         name = opened.raw.name
         raw = opened.detach()
         timed = _TimedFile(os.dup(raw.fileno()), "rb")

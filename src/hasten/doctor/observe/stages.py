@@ -1,7 +1,9 @@
-"""Where a loader's time goes, by stage, sampled where the samples are made: in its workers, if it has any.
+"""Sample where a loader's time goes, by stage, in the process that makes the batches: a worker, if there are any.
 
-A few batches of a worker are made under the clock (`stage_clock`), one more under the line tracer (`line_trace`); all
-others are made by torch's own fetcher. What a worker saw goes through a small file, not through the batches.
+In each process sampled, a few batches are made under the clock (`stage_clock`) and one more under the line tracer
+(`line_trace`); all others are made by torch's own fetcher. `_get_iterator` of loaders is tapped to know which loader a
+fetcher is made for, and `create_fetcher` to replace the fetcher's `fetch`. Workers are told the loader through
+environment variables, and report through a small JSON file each, so batches are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from hasten.taps.data import STATEFUL
 from hasten.taps.protocol import Session
 from hasten.taps.wrapping import tap
 
-_FOLDER, _LOADER = "HASTEN_STAGES", "HASTEN_LOADER"  # where workers leave what they saw; whose workers they are
-_FIRST = 2  # batches of a process that are left to warm it up
-_WORKERS = 4  # of a loader with more of them, so many are looked into
-_PASSES = 2  # of loaders that make new workers for each pass
+_FOLDER, _LOADER = "HASTEN_STAGES", "HASTEN_LOADER"  # environment: where workers write, and which loader's they are
+_FIRST = 2  # warm-up batches of a process, which are not sampled
+_WORKERS = 4  # workers of a loader to sample, at most
+_PASSES = 2  # passes in which to sample workers, for loaders that start new ones in each
 
 
 def install(session: Session) -> None:
@@ -38,14 +40,16 @@ def install(session: Session) -> None:
     what = "stages of a StatefulDataLoader"
     once_imported(session, STATEFUL, what, lambda room: observer.tap_loaders(room.StatefulDataLoader))
     session.observers.append(observer)
-    atexit.register(observer.remove)  # after the evidence, which is left by what is registered later
+    # `atexit` calls the latest registered first: the session, registered later, writes the evidence before this removes
+    # the files that it reads.
+    atexit.register(observer.remove)
 
 
 class LoaderStages:
-    """Samples loaders' first batches, and gathers what their workers left.
+    """Samples the first batches of loaders, and gathers what their workers reported.
 
     Attributes:
-        on: Whether loaders that begin a pass now are sampled.
+        on: Whether to sample loaders that begin a pass.
     """
 
     def __init__(self, session: Session) -> None:
@@ -54,14 +58,14 @@ class LoaderStages:
         self._folder = ""
         self._owner = 0
         self._passes: dict[int, int] = defaultdict(int)
-        self._here: dict[int, Samples] = {}  # what this process itself saw, by loader
+        self._here: dict[int, Samples] = {}  # samples of this process itself, by loader
         self._steps: set[int] = set()
-        self._building: tuple[int, int] | None = None  # loader, first batch to be sampled
+        self._building: tuple[int, int] | None = None  # loader that makes its iterator, first batch to sample
 
     # -- the taps --------------------------------------------------------------------------------------
 
     def tap_loaders(self, kind: Any) -> None:
-        """Know whose fetcher is made: that of the loader which begins a pass."""
+        """Tap `_get_iterator` of a loader class, to know which loader a fetcher is made for."""
 
         def beginning(plain: Any) -> Any:
             def _get_iterator(loader: Any) -> Any:
@@ -78,7 +82,7 @@ class LoaderStages:
         tap(kind, "_get_iterator", beginning)
 
     def tap_fetchers(self, kinds: Any) -> None:
-        """Give the fetchers of loaders that are sampled a `fetch` of their own, until they have been."""
+        """Tap the making of fetchers, to replace `fetch` of those to be sampled."""
 
         def making(plain: Any) -> Any:
             def create_fetcher(*args: Any, **kwargs: Any) -> Any:
@@ -92,6 +96,7 @@ class LoaderStages:
         tap(kinds, "create_fetcher", making)
 
     def _begin(self, loader: Any) -> None:
+        """Prepare to sample a loader that makes its iterator, and tell its workers by the environment."""
         index = loader.__dict__.get("_hasten_index", -1)
         if not self.on or index < 0:
             return
@@ -100,7 +105,7 @@ class LoaderStages:
             return
         batches = self._session.loaders[index].facts.batches
         a_process = math.inf if batches is None else math.ceil(batches / max(1, loader.num_workers))
-        first = int(max(0, min(_FIRST, a_process - TIMED - 1)))
+        first = int(max(0, min(_FIRST, a_process - TIMED - 1)))  # less warm-up if there are few batches
         if loader.num_workers:
             if not self._folder:
                 self._folder = tempfile.mkdtemp(prefix="hasten-stages-")
@@ -110,6 +115,7 @@ class LoaderStages:
         self._building = (index, first)
 
     def _watch(self, fetcher: Any) -> None:
+        """Replace a new fetcher's `fetch`, if it is this process's turn to be sampled."""
         import torch
 
         worker = torch.utils.data.get_worker_info()
@@ -124,55 +130,56 @@ class LoaderStages:
             index, first = map(int, os.environ[_LOADER].split(":"))
             file = os.path.join(os.environ[_FOLDER].partition(":")[2], f"{index}-{os.getpid()}.json")
         if fetched[index] < first + TIMED + 1:
-            kept = self._here.setdefault(index, Samples())
-            fetcher.fetch = SampledFetch(fetcher, index, first, kept, file, self._note)
+            samples = self._here.setdefault(index, Samples())
+            fetcher.fetch = SampledFetch(fetcher, index, first, samples, file, self._note)
 
     def _note(self, error: Exception | None) -> None:
-        """A batch of this process was sampled: the step it belongs to does not count."""
+        """Record the current step as disturbed, because a batch of this process was sampled in it."""
         if error is not None:
             self._session.run.skip("stages of a loader", error)
         recorder = self._session.run.recorder
         if recorder is not None:
             self._steps.add(recorder.steps)
 
-    # -- what was seen ---------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------------
 
     def of(self, index: int) -> Stages | None:
-        """The stages of a loader; None where no batch of it was sampled."""
+        """Return the stages of a loader; None if none of its batches was sampled."""
         samples = [self._here[index]] if index in self._here else []
         for name in os.listdir(self._folder) if self._folder else ():
             if name.startswith(f"{index}-") and name.endswith(".json"):
                 with open(os.path.join(self._folder, name)) as file:
                     samples.append(Samples(**json.load(file)))
-        return _stages(index, [one for one in samples if one.batches])
+        return _stages(index, [sampled for sampled in samples if sampled.batches])
 
     def facts(self) -> dict[str, Any]:
-        """The stages, for the evidence, and the steps that were disturbed."""
+        """Return the stages of all loaders, and the disturbed steps."""
         found = [self.of(index) for index in range(len(self._session.loaders))]
         self.on = False
         self.remove()
-        return {"stages": tuple(one for one in found if one is not None), "disturbed": tuple(sorted(self._steps))}
+        return {"stages": tuple(each for each in found if each is not None), "disturbed": tuple(sorted(self._steps))}
 
     def remove(self) -> None:
-        """Remove the workers' folder, unless this is a fork that ends before its parent."""
+        """Remove the workers' folder; a forked child leaves it to its parent."""
         if self._folder and os.getpid() == self._owner:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = ""
 
 
 def _stages(index: int, samples: list[Samples]) -> Stages | None:
+    """Return the stages of a loader, averaged over the timed batches of all its processes."""
     if not samples:
         return None
     seconds: dict[str, float] = {}
     decoders: dict[str, float] = {}
     lines: dict[str, float] = {}
-    for one in samples:
-        add(seconds, one.seconds)
-        add(decoders, one.decoders)
-        add(lines, one.lines)
-    batches = sum(one.batches for one in samples)
+    for sampled in samples:
+        add(seconds, sampled.seconds)
+        add(decoders, sampled.decoders)
+        add(lines, sampled.lines)
+    batches = sum(sampled.batches for sampled in samples)
     total = sum(seconds.values())
-    copied = sum(one.copied for one in samples)
+    copied = sum(sampled.copied for sampled in samples)
     return Stages(
         loader=index,
         batches=batches,
@@ -185,10 +192,10 @@ def _stages(index: int, samples: list[Samples]) -> Stages | None:
 
 
 def _python_share(samples: list[Samples], seconds: dict[str, float]) -> float:
-    """Return the share of pure Python in the time in which samples were made."""
+    """Return the share of pure Python (0 to 1) in the time in which samples are made, collating left out."""
     making = sum(seconds.values()) - seconds["collate"]
-    if any(one.endless for one in samples) and making > 0:
+    if any(sampled.endless for sampled in samples) and making > 0:  # too much Python to count: all of "other" is
         return seconds["other"] / making
-    traced = [one for one in samples if one.lines]
-    quickest = sum(one.quickest for one in traced)
-    return min(1.0, sum(sum(one.lines.values()) for one in traced) / quickest) if quickest > 0 else 0.0
+    traced = [sampled for sampled in samples if sampled.lines]
+    quickest = sum(sampled.quickest for sampled in traced)
+    return min(1.0, sum(sum(sampled.lines.values()) for sampled in traced) / quickest) if quickest > 0 else 0.0

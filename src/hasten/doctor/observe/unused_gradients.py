@@ -1,4 +1,8 @@
-"""Parameters that get gradients which no optimizer uses: a part of the model that was meant to be frozen."""
+"""Find parameters with gradients that no optimizer uses: a part of the model that was probably meant to be frozen.
+
+Parameters are checked twice. A parameter counts only if it is unchanged in between, because the script may update it
+without an optimizer.
+"""
 
 from __future__ import annotations
 
@@ -7,54 +11,58 @@ from typing import Any
 
 from hasten.taps.protocol import Session
 
-_FIRST, _AGAIN = 6, 16  # steps that are over when parameters are looked at, and looked at again
+_FIRST, _AGAIN = 6, 16  # steps before the first and before the second check
 
 
 def install(session: Session) -> None:
-    """Look twice."""
+    """Check the parameters twice."""
     observer = UnusedGradients(session)
     session.observers.append(observer)
     session.steps_over.tell(observer.on_step, _FIRST)
 
 
 class UnusedGradients:
-    """Looks which parameters hold a gradient, belong to no optimizer, and stay as they are."""
+    """Finds the parameters that hold a gradient, belong to no optimizer, and do not change."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._first: dict[int, int] = {}  # id of a stray parameter -> how often it had been changed
+        self._first: dict[int, int] = {}  # id of a stray parameter -> its version at the first check
         self._paths: tuple[str, ...] = ()
 
     def on_step(self, steps: int) -> int:
-        """So many steps are over, in the thread that trains: gradients may be read."""
+        """Check the parameters. Called in the training thread between steps, when gradients may be read.
+
+        Returns:
+            How many steps must be over at the next call.
+        """
         try:
-            found = self._found()
-        except Exception as error:  # a module or an optimizer like no other
+            strays = self._find()
+        except Exception as error:  # an unusual module or optimizer: a tap never breaks a script
             self._session.run.skip("looking for gradients that nobody uses", error)
             return sys.maxsize
         if steps < _AGAIN:
-            self._first = {key: changes for key, (changes, _) in found.items()}
+            self._first = {key: version for key, (version, _) in strays.items()}
             return _AGAIN
         self._paths = tuple(
-            dict.fromkeys(path for key, (changes, path) in found.items() if self._first.get(key) == changes)
+            dict.fromkeys(path for key, (version, path) in strays.items() if self._first.get(key) == version)
         )
         return sys.maxsize
 
-    def _found(self) -> dict[int, tuple[int, str]]:
-        """Stray parameters by id: how often they have been changed, and the path of the layer they belong to."""
+    def _find(self) -> dict[int, tuple[int, str]]:
+        """Return stray parameters by id, each with its version and the path of its layer."""
         optimizers = [held() for held, _ in self._session.optimizers.values()]
-        moved = {id(p) for one in optimizers if one is not None for group in one.param_groups for p in group["params"]}
-        if not moved:
+        used = {id(p) for opt in optimizers if opt is not None for group in opt.param_groups for p in group["params"]}
+        if not used:
             return {}
-        found = {}
+        strays = {}
         for watch in self._session.run.models.values():
             module = watch.module()
             for name, parameter in module.named_parameters() if module is not None else ():
-                if parameter.requires_grad and parameter.grad is not None and id(parameter) not in moved:
+                if parameter.requires_grad and parameter.grad is not None and id(parameter) not in used:
                     path = name.rpartition(".")[0].removeprefix("_orig_mod.")
-                    found[id(parameter)] = parameter._version, path
-        return found
+                    strays[id(parameter)] = parameter._version, path
+        return strays
 
     def facts(self) -> dict[str, Any]:
-        """The layers whose gradients nobody uses."""
+        """Return the paths of the layers whose gradients no optimizer uses."""
         return {"strays": self._paths} if self._paths else {}
