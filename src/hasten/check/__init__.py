@@ -1,10 +1,12 @@
-"""Check: plain and plan in step, compared tensor by tensor, random state by random state.
+"""Check: run a training plain and under a plan in step, and compare tensors and random states.
 
-One process runs the training as it is and writes a track: what it holds at each moment (a batch, an optimizer's step, a
-validation's output). Others run it under a plan and follow that track: at each moment they compare, and, where a
-technique may round or draw otherwise, go on from the track's state, so that each step is judged by itself.
+One process runs the unchanged training and writes a track: its state at each moment (a batch, an optimizer step, a
+validation output). Other processes run it under the plan and follow the track. At each moment they compare their state
+with the track's. If a technique may round or draw differently, they then continue from the track's state, so that each
+step is judged by itself.
 
-The modules: `options` what such a process is told; `state` what a training holds, by name; `track` how it is kept;
-`witness` records or follows; `listen` where it listens in torch; `noise` the script's own rounding, by Monte Carlo
-arithmetic; `files` what two runs saved; `judge` what the measured differences mean; `halve` which technique it is.
+Modules: `options` configures such a process; `state` names the tensors of a training; `track` stores moments;
+`witness` records or follows; `listen` hooks it into torch; `noise` measures the script's own rounding by Monte Carlo
+arithmetic; `files` compares what two runs saved; `judge` decides what differences mean; `run` conducts a check, and
+halves the plan to find the technique to blame.
 """

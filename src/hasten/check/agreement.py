@@ -7,28 +7,29 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_MOST = 1e9  # JSON knows no infinity
-_ALL_NOISE, _TURNED = 0.5, 0.1  # of a tensor's size
+_MOST = 1e9  # stands in for infinity, which JSON does not have
+_ALL_NOISE, _TURNED = 0.5, 0.1  # of a tensor's norm
 Bound = Callable[[str, float, float], float]
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The steps of a plan's run beside the plain run's, each from the same weights and the same batch.
+    """Agreement of the plan's steps with the plain run's, each from the same weights and the same batch.
 
-    Weights, buffers and optimizer state are taken over from the plain run after every step, so each step starts from
-    the very weights of the plain run's, not only the first: what is compared never had time to drift apart.
-    A gradient that noise of the plan's roundoff moves by half of its size holds nothing but rounding (a bias in
-    front of a BatchNorm) and is left out. Of the cosine those that it moves by a tenth are, since it turns them.
+    After every step the plan's run takes over weights, buffers and optimizer state of the plain run, so differences do
+    not accumulate over steps.
+
+    A gradient that noise of the plan's roundoff moves by half of its norm consists of rounding errors (the bias before
+    a BatchNorm) and is left out. The cosine also leaves out gradients that noise moves by a tenth, since it turns them.
 
     Attributes:
-        steps: Optimizer steps compared.
+        steps: Number of optimizer steps compared.
         loss_gap: Largest relative difference of a step's loss.
         cosine: Smallest cosine between the gradients of one tensor; 1.0 is the same direction.
         cosine_of: Name of that tensor.
-        gradient_gap: Norm of the difference over the plain gradient's norm, of the tensor `worst`.
-        worst: The gradient that parts; where none does, the one that comes nearest to what is allowed.
-        allowed: The gap that rounding explains for it.
+        gradient_gap: Norm of the difference over the norm of the plain gradient, for the tensor `worst`.
+        worst: Name of the gradient that comes nearest to its bound, or exceeds it most.
+        allowed: The gap that rounding explains for that gradient; None without gradients.
     """
 
     steps: int
@@ -43,12 +44,13 @@ class Agreement:
 def agreement_of(
     measured: Iterable[Mapping[str, Any]], bound: Bound, moved: Callable[[str], float]
 ) -> Agreement | None:
-    """Return how closely the measured steps agree; None where no step was measured.
+    """Return how closely the measured steps agree; None if no step was measured.
 
     Args:
-        measured: The witness's moments: each with `far` of every tensor.
-        bound: Greatest norm that a difference may have, given a tensor's name, its size and that of the whole.
-        moved: By which share of its size noise moves a tensor.
+        measured: The witness's moments, each with the result of `far` for every tensor.
+        bound: Returns the largest norm that a difference may have, given a tensor's name, its norm, and the norm of the
+            whole tensor.
+        moved: Returns the share of its norm by which noise moves a tensor.
     """
     steps = [moment["apart"] for moment in measured if moment["kind"] == "step"]
     if not steps:
@@ -68,7 +70,7 @@ def agreement_of(
 
 
 def _tensors(steps: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, float, float, float, float]]:
-    """Each tensor of each step that has a size: one that is 0 without the plan has no direction."""
+    """Yield every tensor of every step whose plain norm is not 0, with its measures: a zero tensor has no direction."""
     for step in steps:
         for name, (apart, size, along, whole) in step.items():
             if size > 0:

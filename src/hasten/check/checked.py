@@ -18,12 +18,12 @@ class Checked:
 
     Attributes:
         plan: The plan.
-        runs: Its parts, from the strictest: what may change nothing, what may round, what may draw otherwise.
-        culprits: Techniques that part from the plain run: one, or some that do so only together.
-        files: What was saved otherwise: file and how.
-        resumed: Where it was asked for: saved by the one, gone on with by the other.
-        repeatable: Whether the plain run repeats itself to the bit; None where nobody had to know.
-        notes: What else there is to say.
+        runs: Comparisons of its parts, the strictest first: exact techniques, with rounding ones, with sampling ones.
+        culprits: Techniques that cause a difference: one, or several that do so only together.
+        files: Saved files that differ: (file, how).
+        resumed: Comparisons after a resume, if asked for: (which side saved and which resumed, comparison).
+        repeatable: Whether the plain run repeats itself to the bit; None if that was not needed.
+        notes: Further remarks.
     """
 
     plan: Mapping[str, Setting]
@@ -36,7 +36,7 @@ class Checked:
 
     @property
     def ok(self) -> bool | None:
-        """Whether the plan keeps its word; None where that could not be found out."""
+        """Whether the plan changes no more than its techniques may; None if that could not be found out."""
         answers = [run.ok for run in (*self.runs, *(run for _, run in self.resumed))]
         if self.files or False in answers:
             return False
@@ -44,7 +44,7 @@ class Checked:
 
     @property
     def first(self) -> Difference | None:
-        """The first difference that matters."""
+        """The first difference that refutes the plan; None if there is none."""
         parted = [run.first for run in (*self.runs, *(run for _, run in self.resumed)) if run.first and run.ok is False]
         if parted:
             return parted[0]
@@ -52,16 +52,16 @@ class Checked:
 
     @property
     def agreed(self) -> Agreement | None:
-        """How closely the run of the whole plan agrees; None for an empty plan, or where it parted before that."""
+        """Agreement of the whole plan's run; None for an empty plan, or if the run ended at a difference before."""
         return self.runs[-1].agreed if self.runs else None
 
     def __str__(self) -> str:
-        """Say what was found, a line each."""
+        """Return the answer, its reason, the comparisons and remarks, one per line."""
         lines = [words.answer(self), *words.reason(self)]
         lines += [f"{plan}: {outcome}" for plan, outcome, _ in words.runs(self)]
         return "\n".join([*lines, *words.remarks(self)])
 
     def as_json(self) -> dict[str, Any]:
-        """Return this as plain values, with the answer and the first difference."""
+        """Return the result as plain values, including the answer and the first difference."""
         first = self.first
         return {"ok": self.ok, "first": None if first is None else asdict(first), **asdict(self)}

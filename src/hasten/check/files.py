@@ -1,4 +1,4 @@
-"""Compares the files that two runs saved."""
+"""Compare the files that two runs saved."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROUNDED = 0.05
-"""Relative difference of a saved tensor that may come of one step's rounding."""
+"""Relative difference of a saved tensor that the rounding of a training may explain."""
 _ONLY_PLAIN, _ONLY_PLAN = "saved only as it is", "saved only under the plan"
 
 
 Load = Callable[[Path], tuple[Any] | None]
-"""Gives what a file holds, as plain values and tensors; None for a file that is none of its kind."""
+"""Returns a file's content in a 1-tuple, as plain values and tensors; None if the file is of another kind."""
 
 
 class FileDifference(NamedTuple):
-    """One value that was saved otherwise: in which file, where in it ("" for the file itself), and how."""
+    """A saved value that differs: the file, the place in it ("" for the file itself), and how it differs."""
 
     file: str
     at: str
@@ -29,19 +29,19 @@ class FileDifference(NamedTuple):
 def compare_files(plain: Path, plan: Path, rounded: float, load: Load, here: Path) -> list[FileDifference]:
     """Compare the folders into which two runs saved.
 
-    Files that torch wrote are compared value by value, strides included, since an optimizer's fused kernels take them
-    at their word; other files by their bytes where the plan is exact, else by their presence. Long numbers in
-    names (a date, most process ids) are passed over.
+    Files written by torch are compared value by value. Strides count too, since fused optimizer kernels rely on them.
+    Other files are compared by their bytes if the plan is exact, otherwise by their presence. Long numbers in file
+    names (a date, most process ids) are ignored.
 
     Args:
-        plain: What the script saved as it is.
-        plan: What it saved under the plan.
-        rounded: Relative difference that saved tensors may have; 0.0: equal to the bit.
+        plain: Folder of the unchanged script's files.
+        plan: Folder of the files saved under the plan.
+        rounded: Relative difference allowed for saved tensors; 0.0 for equality to the bit.
         load: Reads files of the kind that the training saves.
-        here: The folder that names are told from: confined runs save under the whole path of what they would write.
+        here: Folder that reported names are relative to: sandboxed runs save under the full path of the original.
 
     Returns:
-        What differs, in the order of the files' names.
+        The differences, sorted by file name.
     """
     mine, theirs = _by_name(plan, here), _by_name(plain, here)
     found = []
@@ -55,14 +55,14 @@ def compare_files(plain: Path, plan: Path, rounded: float, load: Load, here: Pat
 
 
 def renamed(found: list[FileDifference], own: set[tuple[str, str]]) -> list[FileDifference]:
-    """Return what was found, without files whose names hold a number that each plain run chooses anew.
+    """Return the differences without files whose names contain a number that differs in every plain run.
 
-    A short process id is one, as in TensorBoard's `events.out.tfevents.1795518486.host.934.0`: such a file is passed
-    over where it is missing from a second plain run, too, and there are as many of that name, numbers aside.
+    An example is a short process id, as in TensorBoard's `events.out.tfevents.1795518486.host.934.0`. Such a file is
+    ignored if it is missing from a second plain run too, and both sides have as many of that name, numbers aside.
 
     Args:
-        found: What was saved otherwise under the plan.
-        own: Files and places in them at which plain runs differ.
+        found: Differences between the plain run and the plan's.
+        own: (file, place) of the differences between plain runs.
     """
     varying = {_numberless(file) for file, at in own if not at}
     missing = [_numberless(one.file) for one in found if one.how == _ONLY_PLAIN]
@@ -99,7 +99,7 @@ def _compare(plain: Path, plan: Path, rounded: float, load: Load) -> Iterator[tu
 
 
 def saved_by_torch(path: Path) -> tuple[Any] | None:
-    """Return what torch saved there; None for what is no such file, or holds more than plain values and tensors."""
+    """Return what torch saved in a file, in a 1-tuple; None if it is another kind of file, or holds other objects."""
     import torch
 
     with path.open("rb") as file:

@@ -1,4 +1,8 @@
-"""Judges measured differences: whether a plan's run stays within the script's own rounding. No torch."""
+"""Judge measured differences: does a plan's run stay within the script's own rounding? No torch.
+
+Plain runs under noise show how far rounding moves each tensor. A plan's tensor may differ by a multiple of that. A
+gradient that is longer or shorter in every step, by more than chance explains, is a difference too.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,14 @@ SINGLE = 2.0**-23
 # (benchmarks/exactness.py): legitimate rounding stays below 3.1 times the noise, but for a BatchNorm's weight under
 # channels_last (7.8 times, of a sum over 64 images); planted defects are from 10 times on.
 TIMES, _TIMES_16_BITS = 9.0, 6.0
-# A tensor that noise moves by so much of its size holds nothing else: a bias in front of a BatchNorm. Gradients that
-# mean something move by 0.1 % at the most in single precision; in 16 bits, by a fifth. A weight in which one sign of
-# sixteen turns in Adam's first step has moved by half and means something all the same.
+# A tensor that noise moves by so much of its norm consists of rounding errors: the gradient of a bias before a
+# BatchNorm. Meaningful gradients move by at most 0.1 % in single precision, and by a fifth in 16 bits. A weight in
+# which one sign of sixteen flips in Adam's first step moves by half, and is meaningful all the same.
 _ALL_NOISE, _ALL_NOISE_16_BITS = 0.1, 0.5
 _TIMES_ALL_NOISE = 100.0
-_SUMS = 2.0**10  # units of rounding that a sum over a whole batch may be off, of what noise does not reach: 0.01 %
-_MOST = 1e9  # times its bound, for what has none
-_SLACK = 1.5  # two of what turns on a rounding error, where strong noise has shown one
+_SUMS = 2.0**10  # units of rounding by which a sum over a whole batch may be off where noise does not reach: 0.01 %
+_MOST = 1e9  # share of its bound for a difference whose bound is 0
+_SLACK = 1.5  # factor on what strong noise has shown: the plan may flip two elements where noise flipped one
 _TILTS = 3.0  # standard deviations that a systematic change of a gradient must exceed
 
 _ORDER = (Effect.EXACT, Effect.ROUNDING, Effect.SAMPLING, Effect.TRAJECTORY)
@@ -35,14 +39,14 @@ _ORDER = (Effect.EXACT, Effect.ROUNDING, Effect.SAMPLING, Effect.TRAJECTORY)
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a run parts from the plain one.
+    """A difference between a run and the plain run.
 
     Attributes:
         place: The moment: "optimizer step 3".
         what: The tensor, sample or random state.
-        how: In words.
-        size: Norm of the difference over that of the plain tensor, where it was measured.
-        bound: How large it might have been.
+        how: The difference in words.
+        size: Norm of the difference over the norm of the plain tensor; None if it was not measured.
+        bound: Largest value of `size` that rounding explains.
     """
 
     place: str
@@ -54,20 +58,20 @@ class Difference:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run under some techniques, held against the plain one.
+    """Comparison of a run under some techniques with the plain run.
 
     Attributes:
         plan: Technique -> setting.
-        level: What it had to fulfil: "exact", "rounding" or "sampling".
-        ok: Whether it did; None where that could not be found out, for the reason in `note`.
-        first: The first difference, if there is one that matters.
-        moved: Random streams that drew otherwise, and where first.
-        counts: Batches, optimizer steps and validation forwards compared.
-        worst: The greatest difference as a share of its bound, 0.0 to 1.0 where all is well.
-        worst_at: What that was, and where.
-        sees: The smallest systematic change of a typical gradient that would have been noticed; 0.0: any.
+        level: The promise it was held to: "exact", "rounding" or "sampling".
+        ok: Whether it was kept; None if that could not be found out (`note` says why).
+        first: The first difference that breaks the promise.
+        moved: Random streams that drew other numbers -> place of the first difference.
+        counts: Number of batches, optimizer steps and validation forwards compared.
+        worst: The largest difference as a share of its bound: 0.0 to 1.0 if the promise was kept.
+        worst_at: Name and place of that difference.
+        sees: The smallest systematic change of a typical gradient that would have been noticed; 0.0 for any change.
         note: Why `ok` is None.
-        agreed: How closely losses and gradients agree on the same weights and batches; None where the run parted
+        agreed: Agreement of losses and gradients on the same weights and batches; None if the run ended at a difference
             before that could be measured.
     """
 
@@ -91,12 +95,12 @@ def level_of(plan: Mapping[str, Setting]) -> Effect:
 
 
 def roundoff_of(plan: Mapping[str, Setting]) -> float:
-    """Return the relative rounding error of the narrowest number type that a plan computes in."""
+    """Return the relative rounding error of the narrowest dtype that a plan computes in."""
     return max((CATALOGUE[name].roundoff(setting) for name, setting in plan.items()), default=SINGLE)
 
 
 def parts_of(plan: Mapping[str, Setting]) -> list[tuple[dict[str, Setting], Effect]]:
-    """Return the parts of a plan that are checked, each with the level it must fulfil, the strictest first."""
+    """Return the parts of a plan to check, each with the promise it is held to, the strictest first."""
     plan = {name: setting for name, setting in plan.items() if setting is not False}
 
     def part(keeps: Callable[[str, Setting], bool]) -> dict[str, Setting]:
@@ -128,15 +132,16 @@ def judged(
     strong: Sequence[Any] = (),
     other_start: bool = False,
 ) -> Compared:
-    """Judge what a witness saw of a run.
+    """Judge a witness's result.
 
     Args:
-        plan: What the run was made under.
-        level: What it must fulfil.
+        plan: Techniques of the run.
+        level: The promise that it is held to.
         seen: The witness's result.
         noise: Results of plain runs under noise of the plan's roundoff; not needed for "exact".
-        strong: Results of plain runs under noise `TIMES` as large: what moves there as far, may.
-        other_start: The run went on from weights that differ by rounding: those before its first step do not count.
+        strong: Results of plain runs under noise `TIMES` as large. A plan's tensor may move as far as they do.
+        other_start: The run resumed from weights that differ by rounding, so the weights before its first step do not
+            count.
     """
     common = {"plan": dict(plan), "level": str(level), "moved": seen["moved"], "counts": seen["counts"]}
     if seen["failed"]:
@@ -173,7 +178,7 @@ def _agreed(measured: Sequence[Any], table: _Noise, first: Difference | None) ->
     found = agreement_of(measured, table.bound, table.moved)
     if found is None or first is None or first.size is None or not first.what.startswith("gradient: "):
         return found
-    # The one that parts is named, be it by one step or by all together.
+    # Name the gradient that broke the promise, whether in one step or over all of them.
     return replace(found, gradient_gap=first.size, worst=first.what.removeprefix("gradient: "), allowed=first.bound)
 
 
@@ -190,8 +195,9 @@ class _Moved:
     """How far runs under noise moved each tensor, by name.
 
     Attributes:
-        most: The greatest difference; `share`: the same as a share of the tensor.
-        along: Of a gradient, by how much it was longer in each step, run by run.
+        most: Norm of the largest difference.
+        share: The same as a share of the tensor's norm.
+        along: For each gradient and run, its relative change of length in each step.
     """
 
     def __init__(self, results: Sequence[Any]) -> None:
@@ -209,7 +215,7 @@ class _Moved:
 
 
 class _Noise:
-    """How far noise moved each tensor of the plain run, and which differences that allows."""
+    """Bounds of the differences that rounding explains, from runs under noise."""
 
     def __init__(self, results: Sequence[Any], strong: Sequence[Any], roundoff: float) -> None:
         self.steps = sum(moment["kind"] == "step" for result in results for moment in result["measured"])
@@ -219,7 +225,7 @@ class _Noise:
         self._usual, self._strong = _Moved(results), _Moved(strong)
 
     def bound(self, name: str, size: float, whole: float) -> float:
-        """Return the greatest norm that a difference may have."""
+        """Return the largest norm that a difference may have."""
         share = self.moved(name)
         times = self._times
         narrow = not self._single or name.startswith("weight")
@@ -231,18 +237,18 @@ class _Noise:
         return max(times * share * size, times * self._usual.most.get(name, 0.0), may, least)
 
     def moved(self, name: str) -> float:
-        """Return the share of its size by which noise moves a tensor."""
+        """Return the share of its norm by which noise moves a tensor."""
         return self._usual.share.get(name, 0.0)
 
     def _tilt_bound(self, name: str) -> float:
         along = list(chain.from_iterable(self._usual.along.get(name, [[0.0]])))
-        least = max(_SUMS * SINGLE, self._roundoff / 2)  # a weight that changes little is rounded alike in each step
+        least = max(_SUMS * SINGLE, self._roundoff / 2)  # a weight that hardly changes is rounded alike in each step
         chance = _TILTS * math.sqrt(statistics.fmean(value**2 for value in along)) + least
         tilts = (abs(statistics.fmean(shares)) for shares in self._strong.along.get(name, ()))
         return max(chance, _SLACK * max(tilts, default=0.0))
 
     def tilted(self, measured: Iterable[Any]) -> Difference | None:
-        """Return the gradient that is longer or shorter in every step, more than chance would have it."""
+        """Return the first gradient that is longer or shorter on average by more than chance explains; else None."""
         for name, shares in _along(measured).items():
             mean, bound = statistics.fmean(shares), self._tilt_bound(name)
             if len(shares) >= 4 and abs(mean) > bound:
@@ -257,7 +263,7 @@ class _Noise:
 
 
 def _along(measured: Iterable[Any]) -> dict[str, list[float]]:
-    """Return for each gradient by how much it is longer, step by step."""
+    """Return for each gradient its relative change of length, step by step."""
     along: dict[str, list[float]] = {}
     for moment in measured:
         for name, (_, size, share, _) in moment["apart"].items():

@@ -1,4 +1,4 @@
-"""Where a witness listens in torch: batches, outermost forwards, backwards, optimizer steps."""
+"""Hook a witness into torch: batches, outermost forwards, backwards, optimizer steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hasten.techniques.memory import step_in_backward
 
 
 def listen(witness: Witness, *, backwards: bool = True) -> None:
-    """Have a witness told of all that happens in this process from now on. For the check's own processes only.
+    """Make a witness see everything that happens in this process from now on. For the check's own processes only.
 
-    Call it when techniques have set their own wrappers: the witness sees what they give.
+    Call it after techniques have set their wrappers, so that the witness sees their results.
 
     Args:
-        witness: It is told.
-        backwards: Also of the losses that `torch.autograd.backward` begins at; False where somebody else tells of them.
+        witness: The witness.
+        backwards: Whether to note the losses from which `torch.autograd.backward` starts; False if the caller does.
     """
     os.register_at_fork(after_in_child=functools.partial(setattr, witness, "active", False))
     noise = Noise(witness.options.noise, witness.options.seed) if witness.options.noise else None
@@ -39,7 +39,7 @@ def listen(witness: Witness, *, backwards: bool = True) -> None:
 
 
 def _reading(witness: Witness, folder: str) -> None:
-    """Note which files of an earlier run are opened, as far as Python opens them."""
+    """Note which files of an earlier run are opened through Python."""
 
     def opened(event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and witness.active and isinstance(args[0], str) and not str(args[1]).strip("rbt"):
@@ -51,14 +51,14 @@ def _reading(witness: Witness, folder: str) -> None:
 
 
 def _safely(witness: Witness, tell: Any, *args: Any) -> Any:
-    """Tell the witness; what fails in it is noted, and never the script's error."""
+    """Call the witness. Its own failures are noted, and never raised in the script."""
     if not witness.active:
         return None
     try:
         return tell(*args)
     except Diverged:
         return None
-    except Exception as error:  # the check is then no answer, and says so
+    except Exception as error:  # the check then has no answer, and says why
         witness.failed = witness.failed or f"{type(error).__name__}: {error}"
         return None
 
@@ -91,7 +91,7 @@ def _forwards(witness: Witness, noise: Any) -> None:
 def _met(witness: Witness, model: torch.nn.Module) -> None:
     if witness.names.meet(model):
         witness.computes_in(next(model.parameters()).dtype)
-        for kind in {parameter.device.type for parameter in model.parameters()}:  # several, under `host_embeddings`
+        for kind in {parameter.device.type for parameter in model.parameters()}:  # several under `host_embeddings`
             if torch.is_autocast_enabled(kind):
                 witness.computes_in(torch.get_autocast_dtype(kind))
 
@@ -138,7 +138,7 @@ def _batches(witness: Witness) -> None:
 
     @functools.wraps(begin)
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(loader, "hasten_within", False):  # workers of a pass that is listened to itself
+        if getattr(loader, "hasten_within", False):  # inner loader of a pass that is itself observed
             begin(self, loader, *args, **kwargs)
             return
         self._hasten_name = f"loader {numbers.setdefault(id(loader), len(numbers) + 1)}"
@@ -166,7 +166,7 @@ def _batches(witness: Witness) -> None:
     @functools.wraps(reset)
     def _reset(self: Any, *args: Any, **kwargs: Any) -> None:
         if hasattr(self, "_hasten_indices"):
-            self._hasten_indices = []  # what was drawn ahead in a pass that was cut short
+            self._hasten_indices = []  # indices drawn ahead in a pass that was cut short
         reset(self, *args, **kwargs)
 
     kind.__init__, kind._next_index, kind._reset, kind.__next__ = __init__, _next_index, _reset, __next__

@@ -1,8 +1,8 @@
-"""The script's own rounding: small random errors on what each operator computes (Monte Carlo arithmetic).
+"""Measure the script's own rounding with small random errors on each operator's result (Monte Carlo arithmetic).
 
-How far a gradient moves when every product and sum is off by one part in 2^24 (or 2^9, for bf16) is a property of the
-training and not of any technique: a technique that only rounds otherwise moves it about as far. After D. S. Parker,
-Monte Carlo Arithmetic (1997), at the level of torch's operators.
+How far a gradient moves when every product and sum is off by one part in 2^24 (2^9 for bf16) is a property of the
+training, not of a technique: a technique that only rounds differently moves it about as far. After D. S. Parker, Monte
+Carlo Arithmetic (1997), at the level of torch's operators.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operators that add up: where other kernels, other orders and narrower types round otherwise.
+# Operators that sum: other kernels, other orders of summation and narrower dtypes round differently here.
 _NOISY = frozenset(
     """
     mm addmm bmm baddbmm mv addmv dot linear linear_backward matmul einsum
@@ -38,7 +38,7 @@ _NOISY = frozenset(
 )
 
 
-# Operators whose arguments autocast would narrow.
+# Operators whose arguments autocast would cast to 16 bits.
 _CASTING = frozenset(
     """
     mm addmm bmm baddbmm mv addmv dot convolution convolution_backward convolution_overrideable
@@ -47,12 +47,12 @@ _CASTING = frozenset(
 )
 
 
-_silent = 0  # how many are in `without_noise`
+_silent = 0  # nesting depth of `without_noise`
 
 
 @contextlib.contextmanager
 def without_noise() -> Iterator[None]:
-    """Compute without errors inside: for looks at a training that are no part of it."""
+    """Compute without errors inside this context: for inspections that are not part of the training."""
     global _silent
     _silent += 1
     try:
@@ -62,11 +62,11 @@ def without_noise() -> Iterator[None]:
 
 
 class Noise(TorchDispatchMode):
-    """Multiplies what operators that add up give by `1 + size * u`, u uniform in [-1, 1], element by element.
+    """Multiplies each element of summing operators' results by `1 + size * u`, with u uniform in [-1, 1].
 
     Args:
-        size: Of the relative errors.
-        seed: Of a generator of its own: the training's random numbers stay as they are.
+        size: Size of the relative errors.
+        seed: Seed of a separate generator, so that the training's random numbers stay the same.
     """
 
     def __init__(self, size: float, seed: int) -> None:
@@ -79,7 +79,7 @@ class Noise(TorchDispatchMode):
         if _silent:
             return func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in _CASTING:  # errors of a weight are the same for all samples of a batch, as those of a cast are
+        if name in _CASTING:  # like a cast, an error of a weight is the same for all samples of a batch
             args = tuple(self._disturbed(arg) for arg in args)
         output = func(*args, **(kwargs or {}))
         if name not in _NOISY or "out" in func._overloadname:

@@ -10,21 +10,21 @@ RECORDS, FOLLOWS = "records", "follows"
 
 @dataclass(frozen=True)
 class WitnessOptions:
-    """How a training is witnessed.
+    """How a process records or follows a track.
 
     Attributes:
         track: Folder of the track, which one process records and any number follow.
-        result: File to which the process writes what it saw, as JSON.
+        result: File to which the process writes its result, as JSON.
         role: "records" or "follows".
-        exact: Compare bits, and end at the first that differs. Otherwise measure each difference, and go on from the
+        exact: Compare bits, and end at the first difference. If False, measure each difference, and continue from the
             track's state.
-        redraws: The plan may draw other random numbers: where batches or random states differ, note which, and go on
+        redraws: The plan may draw other random numbers: if batches or random states differ, note which, and continue
             with the track's.
-        noise: Relative size of the random errors to put on what each operator computes; 0.0: none.
-        seed: Of these errors.
-        most_bytes: For the values in a track; a greater training keeps those of some steps only.
-        expected_steps: How many steps will come, as far as is known; to share out `most_bytes`.
-        resumed: Folder with what an earlier run saved; it is noted which of it the script reads. "": none.
+        noise: Relative size of the random errors on each operator's result; 0.0 for none.
+        seed: Seed of these errors.
+        most_bytes: Most bytes of tensor values in a track. A larger training keeps the values of some steps only.
+        expected_steps: Estimated number of steps, by which `most_bytes` is divided.
+        resumed: Folder that an earlier run saved to, to note which files of it the script reads. "" for none.
     """
 
     track: str

@@ -1,4 +1,4 @@
-"""Check a plan: its parts beside the plain run, what was saved, and which technique it is that parts. No torch."""
+"""Check a plan: compare its parts with the plain run, compare saved files, find the technique to blame. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hasten.errors import HastenError
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect
 
-_TIMES_ITSELF = 6.0  # what noise moves by a sixth of the bound is not held against the plan
+_TIMES_ITSELF = 6.0  # a saved value that noise moves by a sixth of the bound is not held against the plan
 _PLAIN_FIRST, _PLAN_FIRST = "saved as it is, resumed under the plan", "saved under the plan, resumed as it is"
 
 
@@ -38,24 +38,24 @@ def check_plan(
     Args:
         run: Runs the training.
         plan: Technique -> setting.
-        folder: For tracks and what the runs save; emptied by who made it.
-        say: Progress, a line each.
-        resume: Also go on from what the script saved, in both directions.
-        at_once: Runs side by side.
-        brief: Check the plan as a whole, not its stricter parts apart, and in doubt with fewer runs under noise.
-        load: Reads what the training saves.
-        here: The folder that names of saved files are told from; default: the current one.
+        folder: Folder for tracks and the runs' files, which the caller removes.
+        say: Called with each line of progress.
+        resume: Also resume from what the script saved, in both directions.
+        at_once: Number of concurrent runs.
+        brief: Check the plan as a whole only, without its stricter parts, and with fewer runs under noise if in doubt.
+        load: Reads files that the training saves.
+        here: Folder that names of saved files are relative to; by default the current one.
 
     Raises:
         HastenError: The plain run fails, or trains nothing.
-        CheckTimeoutError: The time was over before anything was known of the plan.
+        CheckTimeoutError: The time was over before anything was known about the plan.
     """
     runs = Runs(run, folder, say, at_once, brief)
     return _Check(runs, plan, folder, say, load, here or Path.cwd(), brief).run(resume)
 
 
 class _Check:
-    """One check as it goes on."""
+    """State of a running check."""
 
     def __init__(
         self, runs: Runs, plan: Techniques, folder: Path, say: Say, load: Load, here: Path, brief: bool
@@ -67,7 +67,7 @@ class _Check:
         self._folder = folder
         self._say = say
         self._resumes = 0
-        self._own_files: dict[float, set[tuple[str, str]]] = {}  # what plain runs save otherwise by themselves
+        self._own_files: dict[float, set[tuple[str, str]]] = {}  # roundoff -> (file, place) at which plain runs differ
 
     def run(self, resume: bool) -> Checked:
         try:
@@ -97,7 +97,7 @@ class _Check:
             if resume and all(run.ok for run in runs):
                 resumed, blamed_there = self._resume(lap, parts, ends)
                 blamed = blamed or blamed_there
-        except BaseException:  # Ctrl-C among them
+        except BaseException:  # Ctrl-C too
             self._runs.close(abandon=True)
             raise
         self._runs.close(abandon=False)
@@ -110,7 +110,7 @@ class _Check:
     # -- which technique it is -------------------------------------------------------------------------------
 
     def _blame(self, lap: ReferenceRun, runs: list[Compared], files: list[FileDifference]) -> list[str]:
-        """Which techniques it is: one that parts alone, or a smallest set that does so together."""
+        """Return the techniques to blame: one, or a smallest set that differs only together."""
         parted = next((run for run in runs if run.ok is False), None)
         suspects: Techniques = {}
         if parted is not None:
@@ -130,7 +130,7 @@ class _Check:
     def _blame_resume(
         self, first: ReferenceRun, second: ReferenceRun, resumed: list[tuple[str, Compared]]
     ) -> list[str]:
-        """The same of a run that went on from a checkpoint."""
+        """Return the techniques to blame for a difference after a resume."""
         way, parted = next(((way, run) for way, run in resumed if run.ok is False), ("", None))
 
         def parts(plan: Techniques) -> bool:
@@ -166,10 +166,10 @@ class _Check:
     def _files(
         self, lap: ReferenceRun, parts: list[tuple[dict[str, Setting], Effect]], runs: list[Compared], ends: list[Ended]
     ) -> list[FileDifference]:
-        """Return what was saved otherwise, though what it was made of is the same."""
+        """Return the saved files that differ although the training state they come from does not."""
         found: list[FileDifference] = []
         for (plan, level), compared, ended in zip(parts, runs, ends, strict=True):
-            if compared.ok and level is not Effect.SAMPLING:  # random states and scores that are saved may differ there
+            if compared.ok and level is not Effect.SAMPLING:  # with SAMPLING, saved random states and scores may differ
                 found += self._saved_otherwise(lap, plan, ended, level)
         return sorted(set(found))
 
@@ -181,13 +181,13 @@ class _Check:
         found = compare_files(lap.plain.saved, ended.saved, rounded, self._load, self._here)
         if not found:
             return []
-        own = self._saved_otherwise_by_itself(lap, 0.0)  # times, dates
-        if rounded:  # what is left when large numbers cancel
+        own = self._saved_otherwise_by_itself(lap, 0.0)  # times and dates
+        if rounded:  # values that are all rounding, such as the difference of large numbers
             own |= self._saved_otherwise_by_itself(lap, max(lap.roundoff, roundoff_of(plan)))
         return [one for one in renamed(found, own) if (one.file, one.at) not in own and (one.file, "") not in own]
 
     def _saved_otherwise_by_itself(self, lap: ReferenceRun, roundoff: float) -> set[tuple[str, str]]:
-        """Places in files at which plain runs differ: two that are alike, or those under noise."""
+        """Return (file, place) at which plain runs differ: two equal ones (roundoff 0), or those under noise."""
         assert lap.plain is not None
         if roundoff not in self._own_files:
             if roundoff:
@@ -205,7 +205,7 @@ class _Check:
     def _resume(
         self, lap: ReferenceRun, parts: list[tuple[dict[str, Setting], Effect]], ends: list[Ended]
     ) -> tuple[list[tuple[str, Compared]], list[str]]:
-        """Saved plain and gone on with under the plan; saved under the plan and gone on with plain."""
+        """Compare resumed runs: saved plain and resumed under the plan, and the other way round."""
         assert lap.plain is not None
         start = _copied(lap.plain.saved, self._folder / "saved-plain")
         second = ReferenceRun("second", self._folder / "tracks" / "second", start)
@@ -223,7 +223,7 @@ class _Check:
                 "the script read nothing of what it had saved: it does not go on from there",
                 "say how it is told to, as in --resume '--resume checkpoint.pt'",
             )
-        here = f"{self._here}{os.sep}".lstrip(os.sep)  # confined runs save under whole paths
+        here = f"{self._here}{os.sep}".lstrip(os.sep)  # sandboxed runs save under the full path of the original
         self._say(f"going on from {', '.join(file.removeprefix(here) for file in read[:3])}")
         found = []
         for ((plan, level), _), one, other in zip(chosen, there, back, strict=True):
@@ -242,7 +242,7 @@ def _copied(saved: Path, target: Path) -> Path:
 
 
 def _told(found: list[FileDifference]) -> list[tuple[str, str]]:
-    """The first difference of each file."""
+    """Return the first difference of each file."""
     words: dict[str, str] = {}
     for file, at, how in found:
         words.setdefault(file, f"{at} {how}".strip())
@@ -251,7 +251,7 @@ def _told(found: list[FileDifference]) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def _enough_seen(runs: Sequence[Compared]) -> Iterator[None]:
-    """Once a part of the plan was seen to part from the plain run, the check may run out of time."""
+    """Ignore a time-out once a part of the plan was seen to differ: the answer is known by then."""
     try:
         yield
     except CheckTimeoutError:
@@ -260,15 +260,16 @@ def _enough_seen(runs: Sequence[Compared]) -> Iterator[None]:
 
 
 def culprits(names: Sequence[str], parts: Callable[[list[str]], bool]) -> list[str]:
-    """Return a smallest part of a plan that still parts from the plain run.
+    """Return a smallest subset of techniques that still differs from the plain run (delta debugging).
+
+    Source: A. Zeller, R. Hildebrandt, Simplifying and Isolating Failure-Inducing Input (2002).
 
     Args:
-        names: Techniques that together part from it.
-        parts: Whether these techniques alone do.
+        names: Techniques that differ together.
+        parts: Returns whether these techniques alone differ.
 
     Returns:
-        One name where one technique is to blame; two or more where only their combination is. Source: A. Zeller,
-        R. Hildebrandt, Simplifying and Isolating Failure-Inducing Input (2002).
+        One name if a single technique is to blame; several if only their combination is.
     """
     known: dict[tuple[str, ...], bool] = {}
 

@@ -1,4 +1,4 @@
-"""The runs of one check: the plain one, those that follow it, those under noise; each judged. No torch."""
+"""Start the runs of a check (the plain run, its followers, runs under noise) and judge them. No torch."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from hasten.techniques import Effect
 
 NOISES = 2
 """Plain runs under noise for each roundoff."""
-# Before a difference is held against a plan: so many more, with errors as large as a plan's may be. Rounding decides on
-# which side of zero a ReLU's input lies that is almost zero, and in which direction Adam's first step goes where a
-# gradient is: it happens with errors of one size and not with smaller ones, so that multiplying those does not tell.
+# Before a difference is held against a plan: so many further runs, with errors as large as the plan's may be. Rounding
+# can flip a ReLU whose input is almost zero, or the direction of Adam's first step where a gradient is. That happens
+# with errors of one size and not with smaller ones, so scaling the smaller ones' effect up does not show it.
 _NOISES_IN_DOUBT, _NOISES_IN_DOUBT_BRIEF = 8, 3
 Techniques = Mapping[str, Setting]
 Say = Callable[[str], None]
 
 
 class CheckTimeoutError(HastenError):
-    """The check's time was over before a run was; it says nothing of the plan."""
+    """The check's time was over before a run ended. This says nothing about the plan."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that is over.
+    """A finished run.
 
     Attributes:
-        failed: Why it failed, in one line; "" where it did not.
-        saved: Folder with what the script saved.
+        failed: Why it failed, in one line; "" if it did not.
+        saved: Folder with the files that the script saved.
         log: The last lines that it printed.
-        idle: Techniques that found nothing to act on; None where that is not known.
-        alone: Techniques that left all alone, each with the reason.
+        idle: Techniques that found nothing to act on; None if unknown.
+        alone: Techniques that left everything alone, each with the reason.
     """
 
     failed: str
@@ -50,25 +50,25 @@ class Ended:
 
 
 class Runner(Protocol):
-    """Runs a training, as often as asked, each time from its beginning."""
+    """Runs a training from its beginning, each time it is called."""
 
     def __call__(self, plan: Techniques, witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
-        """Run it once.
+        """Run the training once.
 
         Args:
             plan: Technique -> setting.
-            witness: How it is looked at.
-            folder: A new, empty folder for what the run needs.
-            saved: What an earlier run saved, from which this one shall go on; None: from the beginning.
+            witness: How the run is observed.
+            folder: A new, empty folder for the run's files.
+            saved: Files that an earlier run saved, to resume from; None to start from the beginning.
         """
 
     def stop(self) -> None:
-        """End the runs that are going on in other threads."""
+        """End the runs in other threads."""
 
 
 @dataclass
 class ReferenceRun:
-    """One plain run and its track; the others follow it."""
+    """A plain run and its track, which other runs follow."""
 
     name: str
     track: Path
@@ -78,11 +78,11 @@ class ReferenceRun:
 
 
 class Runs:
-    """Starts a training's runs, so many at once, and judges what came of each.
+    """Starts the runs of a training, `at_once` at a time, and judges their results.
 
     Attributes:
-        notes: What there is to say of them.
-        repeats: Lap -> where a second plain run parted from the first; None where it did not.
+        notes: Remarks for the report.
+        repeats: Name of a reference run -> first difference of a second plain run; None if it repeats itself.
     """
 
     def __init__(self, run: Runner, folder: Path, say: Say, at_once: int, brief: bool = False) -> None:
@@ -98,7 +98,7 @@ class Runs:
         self._noises: dict[tuple[float, float], list[tuple[Ended, Any]]] = {}
 
     def close(self, abandon: bool) -> None:
-        """Wait for the runs that were begun; or end them, where nobody waits for what they show."""
+        """Wait for the running runs; with `abandon`, end them."""
         if abandon:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._run.stop()
@@ -107,17 +107,17 @@ class Runs:
     def _start(self, plan: Techniques, lap: ReferenceRun, **options: Any) -> tuple[Ended, Any]:
         with self._lock:
             self._number += 1
-            # A short name: sockets of loader workers lie below it, whose paths may have 108 letters.
+            # A short name: the sockets of loader workers are below it, and their paths may have 107 characters.
             folder = self._folder / str(self._number)
         folder.mkdir(parents=True)
         resumed = "" if lap.start is None else str(lap.start)
         witness = WitnessOptions(track=str(lap.track), result=str(folder / "seen.json"), resumed=resumed, **options)
         ended = self._run(plan, witness, folder, lap.start)
-        # Of several ranks each followed its own twin: the first that parted is what counts.
+        # With several ranks, each followed its counterpart: a rank with a difference decides.
         ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("seen.json*"))]
         seen = next((one for one in ranks if one["first"] is not None), ranks[0] if ranks else None)
         if seen is not None and seen is not ranks[0]:
-            ended = replace(ended, failed="")  # the others failed since it left
+            ended = replace(ended, failed="")  # the other ranks failed only because that one left
         return ended, seen
 
     def begin(self, lap: ReferenceRun) -> Future[tuple[Ended, Any]]:
@@ -128,8 +128,8 @@ class Runs:
         try:
             return self._start({}, lap, role=RECORDS)
         finally:
-            for track in lap.track.parent.glob(f"{lap.track.name}*"):  # of each rank
-                (track / "done").touch()  # who follows waits for no more, however it ended
+            for track in lap.track.parent.glob(f"{lap.track.name}*"):  # one per rank
+                (track / "done").touch()  # however the run ended, followers must not wait for more
 
     def plain(self, lap: ReferenceRun, begun: Future[tuple[Ended, Any]]) -> Any:
         lap.plain, seen = begun.result()
@@ -137,7 +137,7 @@ class Runs:
             raise script_fails(lap.plain.failed, lap.plain.log)
         if seen is not None and seen["failed"]:
             raise HastenError(f"this training cannot be checked: {seen['failed']}", "tell us about the script, please")
-        if seen is None or not seen["counts"]["step"]:  # a script that never imports torch leaves nothing
+        if seen is None or not seen["counts"]["step"]:  # a script that never imports torch leaves no result
             raise HastenError(
                 "no training was found: no optimizer made a step",
                 "hasten sees steps through loss.backward() and optimizer.step() of PyTorch",
@@ -153,18 +153,18 @@ class Runs:
         return seen
 
     def begin_to_follow(self, lap: ReferenceRun, plan: Techniques, level: Effect) -> Future[tuple[Ended, Any]]:
-        """Run the training under a plan beside the plain one, in its turn."""
+        """Start a run under a plan, which follows the plain run, as soon as there is a free slot."""
         exact, redraws = level is Effect.EXACT, level is Effect.SAMPLING
         return self._pool.submit(self._start, plan, lap, role=FOLLOWS, exact=exact, redraws=redraws)
 
     def follow(self, lap: ReferenceRun, plan: Techniques, level: Effect) -> tuple[Ended, Any]:
-        """Do so and wait for it."""
+        """Run under a plan, and wait for the result."""
         return self.begin_to_follow(lap, plan, level).result()
 
     def noise(
         self, lap: ReferenceRun, roundoff: float, count: int = NOISES, times: float = 1.0
     ) -> list[tuple[Ended, Any]]:
-        """Plain runs under noise of so many times this size; each is made once, and serves for both laps."""
+        """Return the results of plain runs under noise of `times * roundoff`. Each run is made once and reused."""
         known = self._noises.setdefault((roundoff, times), [])
         asked = [
             self._pool.submit(self._start, {}, lap, role=FOLLOWS, exact=False, noise=times * roundoff, seed=seed)
@@ -191,14 +191,14 @@ class Runs:
     def _held(
         self, lap: ReferenceRun, plan: Techniques, level: Effect, seen: Any, other_start: bool, in_doubt: bool = False
     ) -> Compared:
-        """Judge a run against plain runs under noise."""
+        """Judge a run by plain runs under noise; `in_doubt`, by more and stronger ones."""
         if level is Effect.EXACT:
             return judged(plan, level, seen, [])
         roundoff = max(lap.roundoff, roundoff_of(plan))
         weak, strong = self.noise(lap, roundoff), []
         if in_doubt and roundoff <= SINGLE:
             strong = self.noise(lap, roundoff, self._in_doubt, TIMES)
-        elif in_doubt:  # among errors of 16 bits turns are common: more runs show them
+        elif in_doubt:  # with 16-bit errors flips are common: more runs of the same noise show them
             weak = self.noise(lap, roundoff, NOISES + self._in_doubt)
         noise, stronger = ([seen for _, seen in runs] for runs in (weak, strong))
         return judged(plan, level, seen, noise, strong=stronger, other_start=other_start)

@@ -1,4 +1,4 @@
-"""The state of a training by name: parameters, gradients, buffers, optimizer state, random states."""
+"""Name the state of a training: parameters, gradients, buffers, optimizer state, random states."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ WEIGHT, BEFORE, GRADIENT, BUFFER, STATE = "weight", "weight before the step", "g
 
 
 class Names:
-    """Names for the models, parameters and optimizers of a training, the same in two runs of it.
+    """Names for the models, parameters and optimizers of a training that are the same in two runs of it.
 
-    A model is known by its class and by how many of that class were met before it.
+    A model's name is its class, with a number if there are several of that class, in the order of their first forwards.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Names:
         self._known: set[int] = set()
 
     def meet(self, model: torch.nn.Module) -> str:
-        """Give a model its name when it is first met; "" when it has one."""
+        """Name a model that is new, and return the name; "" if it has one already."""
         if id(model) in self._known:
             return ""
         self._known.add(id(model))
@@ -38,7 +38,7 @@ class Names:
         return name
 
     def number(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return the optimizer's number, in the order in which optimizers make their first steps."""
+        """Return the optimizer's number; a new optimizer gets the next one."""
         for number, known in enumerate(self.optimizers):
             if known is optimizer:
                 return number
@@ -46,7 +46,7 @@ class Names:
         return len(self.optimizers) - 1
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return every parameter once: those of models by path, others by their place in an optimizer."""
+        """Return every parameter once: models' parameters by path, others by their position in an optimizer."""
         named: dict[int, tuple[str, torch.Tensor]] = {}
         for model, module in self.models.items():
             for path, parameter in module.named_parameters():
@@ -67,7 +67,7 @@ class Names:
 
 
 def weights(names: Names, label: str = WEIGHT) -> dict[str, torch.Tensor]:
-    """Return the parameters, as `weight: Net.fc.bias`; with `BEFORE` as they were before a step in the backward."""
+    """Return the parameters as `weight: Net.fc.bias`. With `BEFORE`, as before a step that the backward made."""
     before = (step_in_backward.looked_into or {}) if label is BEFORE else {}
     return {
         f"{label}: {name}": before[id(parameter)][0] if id(parameter) in before else parameter.detach()
@@ -76,7 +76,7 @@ def weights(names: Names, label: str = WEIGHT) -> dict[str, torch.Tensor]:
 
 
 def gradients(names: Names) -> dict[str, torch.Tensor]:
-    """Return the gradients that there are, or were until the backward stepped by them."""
+    """Return the gradients, including those that a step inside the backward has already used."""
     spent = step_in_backward.looked_into or {}
     found = {}
     for name, parameter in names.parameters().items():
@@ -93,7 +93,7 @@ def buffers(names: Names) -> dict[str, torch.Tensor]:
 
 
 def optimizer_state(names: Names) -> dict[str, torch.Tensor]:
-    """Return the tensors that optimizers keep for each parameter."""
+    """Return the optimizers' state of each parameter, numbers as tensors."""
     by_id = {id(parameter): name for name, parameter in names.parameters().items()}
     found: dict[str, torch.Tensor] = {}
     for optimizer in names.optimizers:
@@ -109,12 +109,12 @@ def optimizer_state(names: Names) -> dict[str, torch.Tensor]:
     return found
 
 
-# Which kernel does the work is the technique's choice; that it computes the same is what the tensors show.
+# A technique may choose another kernel: whether it computes the same shows in the tensors, not in these options.
 _HOW_NOT_WHAT = ("params", "fused", "foreach", "capturable")
 
 
 def options_of(names: Names) -> dict[str, str]:
-    """Return the options of each optimizer's groups as text: rates, decay, and how many parameters."""
+    """Return the options of each optimizer's groups as text: rates, decay, number of parameters."""
     texts = {}
     for number, optimizer in enumerate(names.optimizers):
         for place, group in enumerate(optimizer.param_groups):
@@ -136,7 +136,7 @@ def random_states() -> dict[str, str]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a digest of a tensor's type, shape and bits, however it lies in memory."""
+    """Return a digest of a tensor's dtype, shape and bits, whatever its strides."""
     whole = hashlib.blake2b(digest_size=_DIGEST)
     for part in bits(tensor):
         whole.update(part)
@@ -144,7 +144,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def bits(tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
-    """Give a tensor's type, shape and bits, in the order of its elements, without a copy of them where it lies so."""
+    """Yield a tensor's dtype, shape and bits in element order, without a copy if it is contiguous on the CPU."""
     tensor = local(tensor)
     if tensor.is_sparse:
         tensor = tensor.coalesce()
@@ -161,13 +161,13 @@ def bits(tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor's own part, and every other tensor as it is."""
+    """Return a DTensor's local part; any other tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return to_local() if callable(to_local) else tensor
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the CPU that later changes do not reach; sparse ones stay sparse."""
+    """Return a detached copy on the CPU. Sparse tensors stay sparse."""
     tensor = local(tensor).detach()
     if tensor.is_sparse:
         return tensor.coalesce().cpu().clone()

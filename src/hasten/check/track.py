@@ -1,4 +1,4 @@
-"""Track: what one run of a training held at each moment, kept in a folder for other runs to compare with."""
+"""Track: the state of one run of a training at each moment, in a folder that other runs compare with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from hasten.files import replacing
 
-_POLL = 0.01  # seconds between looks for a moment that is not written yet
+_POLL = 0.01  # seconds between two looks for a moment that is not yet written
 _DONE = "done"
 
 
@@ -21,13 +21,13 @@ class Moment:
 
     Attributes:
         kind: "batch", "step", "validation" or "end".
-        place: In words: "optimizer step 3".
+        place: Position in words: "optimizer step 3".
         texts: Name -> text that must be equal: digests of random states, options.
         digests: Name -> digest of a tensor.
-        values: Name -> the tensor; None where only digests were kept, and in a moment that was read: `Track.values`.
+        values: Name -> tensor. None if only digests were kept, and in moments that were read (see `Track.values`).
         random: The process-wide random states, as `hasten.data.rng.state` returns them.
-        carried: The batch itself, pickled, for runs that draw other ones; None where it is too large.
-        cut: Of the end: whether the check's bounds ended the run, not the script.
+        carried: The pickled batch, for runs that draw other ones; None if it is too large.
+        cut: Only at the end: whether the check's bounds ended the run, rather than the script.
     """
 
     kind: str
@@ -41,33 +41,34 @@ class Moment:
 
 
 class Track:
-    """Moments in the order in which they came, a file each, and one for the values of each that has some.
+    """Sequence of moments in a folder: one file per moment, and one for its tensor values if it has some.
 
     Args:
-        folder: Where they are; made if it is not there.
+        folder: The folder; created if it does not exist.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.length = 0
-        # The functions themselves: hasten's taps replace the names in torch.
+        # torch's plain functions: hasten's taps replace `torch.save` and `torch.load`.
         self._save, self._load = torch.serialization.save, torch.serialization.load
 
     def _path(self, number: int, kind: str = "moment") -> Path:
         return self.folder / f"{number:06d}.{kind}"
 
     def write(self, moment: Moment) -> None:
-        """Append a moment. Who follows sees it whole or not at all."""
+        """Append a moment atomically."""
         if moment.values is not None:
-            with replacing(self._path(self.length, "values"), durable=False) as file:  # before who follows looks
+            # Written first, as followers read it as soon as the moment itself is there.
+            with replacing(self._path(self.length, "values"), durable=False) as file:
                 self._save(moment.values, file)
         with replacing(self._path(self.length), durable=False) as file:
             self._save(vars(moment) | {"values": None}, file)
         self.length += 1
 
     def close(self) -> None:
-        """Say that no moment follows."""
+        """Mark the track as complete."""
         (self.folder / _DONE).touch()
 
     def read(self) -> Moment | None:
@@ -78,13 +79,13 @@ class Track:
                 return None
             time.sleep(_POLL)
         self.length += 1
-        # It was written by another process of the same training, whose own classes may be in a batch.
+        # Not `weights_only`: a batch may hold classes of the script. Another process of this check wrote the file.
         return Moment(**self._load(path, map_location="cpu", weights_only=False))
 
     def values(self) -> dict[str, torch.Tensor] | None:
-        """Return the values of the moment that was read last; None where only digests were kept.
+        """Return the tensor values of the moment that was read last; None if only digests were kept.
 
-        They are much the larger part, and who compares digests needs them only where one differs.
+        They are much larger than the rest, and a comparison of digests needs them only if one differs.
         """
         path = self._path(self.length - 1, "values")
         if not path.exists():

@@ -1,4 +1,4 @@
-"""Witness: notes what a training holds at each moment, and records it, or compares it with what another run held."""
+"""Witness: observe a training's state at each moment, and record it or compare it with another run's record."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from hasten.data import rng
 from hasten.evidence.parts import parts
 from hasten.files import write_whole
 
-_MOST_OF_A_BATCH = 64 << 20  # bytes of a batch that is carried over to a run which draws others
-_MOST_OF_AN_OUTPUT = 1 << 20  # elements of a validation's output that are kept
+_MOST_OF_A_BATCH = 64 << 20  # bytes: larger batches are not stored for runs that draw other ones
+_MOST_OF_AN_OUTPUT = 1 << 20  # elements of a validation output that are kept
 
 
-class Diverged(Exception):  # noqa: N818 - no error: it ends a run that has shown what it was asked
-    """The run has parted from its track, and the first difference is noted."""
+class Diverged(Exception):  # noqa: N818 - a signal, not an error: the run has shown a difference and can end
+    """Signal that the run differs from its track. The first difference is noted."""
 
 
 class Witness:
-    """Looks at one run of a training.
+    """Observes one run of a training.
 
     Args:
-        options: Whether to record a track or to follow one, and how.
-        leave: Ends the process when a run that must be exact has parted.
+        options: Whether to record a track or follow one, and how.
+        leave: Ends the process, once a run that must be exact differs.
     """
 
     def __init__(self, options: WitnessOptions, leave: Callable[[], None]) -> None:
@@ -44,10 +44,11 @@ class Witness:
         self.track = Track(options.track)
         self.names = state.Names()
         self.active = True
-        # Of `mp.spawn`'s processes nothing is known yet; a fork of Trainer.check is itself the run.
+        # Number of the process that created this witness. Processes of `mp.spawn` have other numbers later; a fork of
+        # `Trainer.check` creates its own witness, so there it is the run's number.
         self._born_in = "-".join(map(str, multiprocessing.current_process()._identity))
-        self._claimed: bool | None = None  # whether the track is this process's; None: it has trained nothing yet
-        self.failed = ""  # what of the check itself did not work
+        self._claimed: bool | None = None  # whether the track belongs to this process; None until it trains
+        self.failed = ""  # error of the check itself
         self._leave = leave
         self._losses: list[torch.Tensor] = []
         self._before: dict[str, torch.Tensor] = {}
@@ -56,15 +57,15 @@ class Witness:
         self._step_bytes = 0
         self._stride = 1
         self.first: dict[str, Any] | None = None  # the first difference
-        self.measured: list[dict[str, Any]] = []  # of each moment with values: name -> how far apart
-        self.moved: dict[str, str] = {}  # stream -> where it first drew otherwise
-        self.roundoff = 2.0**-23  # of the narrowest number type that the script itself computes in
-        self.read: set[str] = set()  # files of an earlier run
+        self.measured: list[dict[str, Any]] = []  # for each moment with values: name -> result of `far`
+        self.moved: dict[str, str] = {}  # random stream -> place of its first difference
+        self.roundoff = 2.0**-23  # of the narrowest dtype that the script itself computes in
+        self.read: set[str] = set()  # files of an earlier run that the script opened
 
-    # -- what the training tells ---------------------------------------------------------------------------
+    # -- events of the training ----------------------------------------------------------------------------
 
     def batch(self, loader: str, indices: Any, batch: Any) -> Any:
-        """Note a batch; return the one to go on with."""
+        """Note a batch. Return the batch to continue with: this one, or the track's."""
         if not self._claims():
             return batch
         texts, digests = state.random_states(), {}
@@ -81,24 +82,24 @@ class Witness:
         return self._follow(moment, batch)
 
     def backward(self, roots: Any) -> None:
-        """Note the losses that a backward begins at."""
+        """Note the losses from which a backward starts."""
         for root in (roots,) if isinstance(roots, torch.Tensor) else roots:
             if isinstance(root, torch.Tensor) and root.numel() == 1:
                 self._losses.append(root.detach().reshape(()).clone())
 
     def after_backward(self) -> None:
-        """Note a step of a training without an optimizer, which changes its weights by hand behind each backward."""
+        """Note a step if there is no optimizer: then the training updates its weights by hand after each backward."""
         if not self.names.optimizers:
             self._before = {}
             self.after_step(None)
 
     def before_step(self, closure: bool) -> None:
-        """Note weights, and gradients (which a closure makes only in the step)."""
+        """Note weights and gradients before a step. With a closure, gradients exist only after it."""
         self._before = {name: state.kept(value) for name, value in state.weights(self.names, state.BEFORE).items()}
         self._gradients = None if closure else self._kept(state.gradients(self.names))
 
     def after_step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Note what a step of an optimizer left; None: of a training without one."""
+        """Note the state after an optimizer's step; None in a training without an optimizer."""
         gradients = self._gradients
         values = dict(self._before)
         values.update(gradients if gradients is not None else self._kept(state.gradients(self.names)))
@@ -113,7 +114,7 @@ class Witness:
         self._note(Moment("step", self._place("step", which), texts, values=values))
 
     def validation(self, model: torch.nn.Module, output: Any) -> None:
-        """Note what a model gave in eval mode, or without gradients."""
+        """Note a model's output in eval mode or without gradients."""
         leaves, form = parts(output)
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         name = next((name for name, known in self.names.models.items() if known is model), type(model).__name__)
@@ -122,21 +123,21 @@ class Witness:
         self._note(Moment("validation", self._place("validation", f"of {name}"), texts, values=values))
 
     def end(self, cut: bool) -> None:
-        """The training is over (`cut`: the check's bounds ended it): note what there is, and write what was seen."""
+        """Note the final state, and write the result. `cut`: the check's bounds ended the run."""
         if not self.active:
             return
         result = Path(self.options.result)
         if not any(self._counts.values()) and any(result.parent.glob(f"{result.name}*")):
-            self.active = False  # a launcher: the process that it started has trained
+            self.active = False  # a launcher, whose child process has trained and written a result
             return
-        self._leave = lambda: None  # the process is about to end, with the exit code that it has
+        self._leave = lambda: None  # the process is ending anyway, with its own exit code
         values = {**self._kept(state.weights(self.names)), **self._kept(state.buffers(self.names))}
         with contextlib.suppress(Diverged):
             self._note(Moment("end", "the end", state.random_states(), values=values, cut=cut))
         self.finish()
 
     def finish(self) -> None:
-        """Write what was seen; nothing is noted after it."""
+        """Write the result, and note nothing after that."""
         self.active = False
         if self.records:
             self.track.close()
@@ -154,16 +155,17 @@ class Witness:
         write_whole(self.options.result, json.dumps(seen), durable=False)
 
     def computes_in(self, dtype: torch.dtype) -> None:
-        """Note a number type that a model computes in."""
+        """Note a dtype in which a model computes."""
         if dtype in (torch.bfloat16, torch.float16):
             self.roundoff = max(self.roundoff, 2.0**-8 if dtype is torch.bfloat16 else 2.0**-10)
 
     # -- recording and following ----------------------------------------------------------------------------
 
     def _claims(self) -> bool:
-        """Claim the track for this process when it first trains: a script may start others, which train too.
+        """Claim the track when this process first trains. Return whether it belongs to this process.
 
-        Processes of `mp.spawn` have tracks of their own, told by their number; of others the first is compared.
+        A script may start further processes that train too. Those of `mp.spawn` have tracks of their own, by their
+        number; of other processes only the first that trains is compared.
         """
         if self._claimed is None:
             number = "-".join(map(str, multiprocessing.current_process()._identity))
@@ -183,7 +185,7 @@ class Witness:
         if not self._claims():
             return
         assert moment.values is not None
-        if self.records or self.options.exact:  # others are measured
+        if self.records or self.options.exact:  # otherwise values are measured, not compared by digest
             moment.digests = {name: state.digest(value) for name, value in moment.values.items()}
         if not self.records:
             self._follow(moment, None)
@@ -194,7 +196,7 @@ class Witness:
         self.track.write(moment)
 
     def _keeps_values(self, moment: Moment) -> bool:
-        """Whether there is room for a moment's values: of a great training only every n-th step's are kept."""
+        """Return whether to keep a moment's values: in a large training, only every n-th step's are kept."""
         if moment.kind != "step" or moment.values is None:
             return True
         if not self._step_bytes:
@@ -206,7 +208,7 @@ class Witness:
     def _follow(self, moment: Moment, batch: Any) -> Any:
         theirs = self.track.read()
         if theirs is not None and theirs.kind == "end" != moment.kind and theirs.cut:
-            self._quit()  # the bounds of a check fall between other moments here
+            self._quit()  # the check's bounds ended the plain run at an earlier moment
         if theirs is None or theirs.kind != moment.kind:
             plain = "it has ended" if theirs is None else theirs.place
             self._part(moment.place, "course of the training", f"as it is: {plain}; under the plan: {moment.place}")
@@ -274,19 +276,19 @@ class Witness:
 
     @staticmethod
     def _reference_before(name: str, theirs: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        """The weight before the step: of a weight behind it, what counts is how far the step moved it."""
+        """Return a weight's value before the step, as a weight is judged by how far the step moved it; else None."""
         if not name.startswith(f"{state.WEIGHT}: "):
             return None
         return theirs.get(name.replace(state.WEIGHT, state.BEFORE, 1))
 
     def _go_on_from(self, theirs: dict[str, torch.Tensor]) -> None:
-        """Take over the track's weights, buffers and optimizer state: the next step is judged by itself."""
+        """Take over the track's weights, buffers and optimizer state, so that the next step is judged by itself."""
         mine = {**state.weights(self.names), **state.buffers(self.names), **state.optimizer_state(self.names)}
         with torch.no_grad():
             for name, value in mine.items():
                 if name in theirs and value.shape == theirs[name].shape and not value.is_sparse:
-                    # What is the same is not written to: a graph may still hold it (a GAN's generator, while the
-                    # discriminator steps), and its backward refuses what was changed in place.
+                    # Equal tensors are not written to: a graph may still need them (a GAN's generator while the
+                    # discriminator steps), and its backward would refuse a tensor that was changed in place.
                     if not torch.equal(state.local(value), theirs[name].to(value.device)):
                         state.local(value).copy_(theirs[name])
 
@@ -314,13 +316,11 @@ class Witness:
 def far(
     mine: torch.Tensor, plain: torch.Tensor, my_start: torch.Tensor | None = None, start: torch.Tensor | None = None
 ) -> tuple[float, float, float, float]:
-    """Return how far two tensors are apart.
-
-    With `start` what is compared is how far both went from where they were.
+    """Return how far two tensors are apart. With `start`, compare their changes since then.
 
     Returns:
-        The norm of the difference; the norm of what is compared, as it is without the plan; the part of it that the
-        plan's has more, or less, in the same direction (0.9 of a gradient: -0.1); the norm of the whole plain tensor.
+        The norm of the difference; the norm of the plain side; the relative excess of the plan's side in the plain
+        side's direction (-0.1 for 0.9 of a gradient); the norm of the whole plain tensor.
     """
     if mine.shape != plain.shape:
         return float("inf"), 0.0, float("inf"), 0.0
@@ -333,7 +333,7 @@ def far(
         size = float(b.norm())
     apart = a - b
     gap = float(apart.norm())
-    if not math.isfinite(gap + size):  # some number is not finite, or too large for its square to be
+    if not math.isfinite(gap + size):  # an element is not finite, or its square overflows
         finite = torch.isfinite(b)
         if not torch.equal(torch.isfinite(a), finite):
             return float("inf"), whole, float("inf"), whole
@@ -358,7 +358,7 @@ def _words_of(apart: tuple[float, float, float, float]) -> str:
 
 
 def _samples(number: int, leaf: Any) -> dict[str, str]:
-    """Digests of a part of a batch, sample by sample, so that the first other one can be named."""
+    """Return digests of a part of a batch, sample by sample, so that the first difference can be named."""
     if isinstance(leaf, torch.Tensor):
         if leaf.dim() and 0 < len(leaf) <= 65536 and not leaf.is_sparse:
             return {f"sample {place} of part {number}": state.digest(row) for place, row in enumerate(leaf)}
@@ -367,7 +367,7 @@ def _samples(number: int, leaf: Any) -> dict[str, str]:
 
 
 def _sparsely(tensor: torch.Tensor) -> torch.Tensor:
-    """A great output is kept by every n-th element."""
+    """Return every n-th element of a large output."""
     flat = tensor.reshape(-1)
     return tensor if flat.numel() <= _MOST_OF_AN_OUTPUT else flat[:: flat.numel() // _MOST_OF_AN_OUTPUT + 1]
 
@@ -375,6 +375,6 @@ def _sparsely(tensor: torch.Tensor) -> torch.Tensor:
 def _carried(batch: Any) -> bytes | None:
     try:
         packed = pickle.dumps(batch, protocol=5)
-    except Exception:  # a batch that cannot be pickled is not carried: said when it is needed
+    except Exception:  # a batch that cannot be pickled is not stored; reported if it turns out to be needed
         return None
     return packed if len(packed) <= _MOST_OF_A_BATCH else None

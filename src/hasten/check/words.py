@@ -1,4 +1,4 @@
-"""A check's result in words, the same on a terminal, on a page and in a test's message. No torch."""
+"""Describe a check's result in words, the same on a terminal, on a page and in a test's message. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEVELS = {
 
 
 def answer(found: Checked) -> str:
-    """Return the answer in a line."""
+    """Return the answer in one line."""
     if not found.plan:
         return "Nothing to check: the plan is empty."
     if found.ok is None:
@@ -28,7 +28,7 @@ def answer(found: Checked) -> str:
 
 
 def reason(found: Checked) -> list[str]:
-    """Return what differs first and which technique it is; nothing where nothing does."""
+    """Return the first difference and the techniques to blame, a line each; [] if nothing differs."""
     first = found.first
     lines = [f"{first.place}: {first.what}: {first.how}"] if first is not None and found.ok is False else []
     if found.culprits:
@@ -38,13 +38,13 @@ def reason(found: Checked) -> list[str]:
 
 
 def runs(found: Checked) -> list[tuple[str, str, bool]]:
-    """Return what each run was made under, what came of it, and whether that is well."""
+    """Return for each run its plan, its outcome, and whether that is good."""
     ways = [("", run) for run in found.runs] + [(f"{way}: ", run) for way, run in found.resumed]
     return [(f"{way}{_plan(run)}", _outcome(run), bool(run.ok)) for way, run in ways]
 
 
 def remarks(found: Checked) -> list[str]:
-    """Return what else there is to say."""
+    """Return further remarks, a line each."""
     lines = [f"saved otherwise: {file}: {how}" for file, how in found.files]
     for run in found.runs:
         lines += [f"moved, as such a plan may: {stream}, from {place} on" for stream, place in run.moved.items()]
@@ -66,7 +66,7 @@ def _outcome(run: Compared) -> str:
 
 
 def _largest(worst: float) -> str:
-    """Say how large the largest difference was, of the one that rounding explains (1)."""
+    """Describe the largest difference as a share of what rounding explains."""
     if not worst:
         return "no difference at all"
     share = "less than 0.1 %" if worst < 0.001 else percent(worst)
