@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.utils.data import Dataset, Subset
 
 from hasten.doctor.observe.process_environment import filesystem, folder_of
 from tests.doctor.observe.listening import HEAD, observed
@@ -73,6 +74,17 @@ def test_folders_of_datasets(tmp_path: Path, attributes: dict[str, object]) -> N
 
     dataset = SimpleNamespace(**{name: filled(value) for name, value in attributes.items()})
     assert folder_of(dataset) == str(tmp_path)
+
+
+def test_folders_of_datasets_in_a_split_of_a_split(tmp_path: Path) -> None:
+    class Files(Dataset[int]):
+        def __init__(self) -> None:
+            self.root = str(tmp_path)
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    assert folder_of(Subset(Subset(Files(), [0, 1, 2]), [0, 1])) == str(tmp_path)
 
 
 def test_datasets_without_files() -> None:

@@ -114,8 +114,9 @@ def folder_of(dataset: Any, depth: int = _INSIDE) -> str:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Return whether a value's class is torch's or numpy's: such a value can be indexed like a dataset, but is none."""
-    return type(value).__module__.split(".")[0] in ("torch", "numpy")
+    """Return whether a value is torch's or numpy's, and no dataset: it can be indexed like one (a tensor, an array)."""
+    room = type(value).__module__
+    return room.split(".")[0] in ("torch", "numpy") and not room.startswith("torch.utils.data.")  # a Subset's Subset
 
 
 def _folder(value: Any) -> str:
