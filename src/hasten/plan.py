@@ -86,7 +86,7 @@ class Plan:
             data = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # also a number of 5000 digits, and brackets 1000 deep
             why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-            raise HastenError(f"{path} is not valid TOML: {why}", "mend that line, or tune again") from None
+            raise HastenError(f"{path} is not valid TOML: {why}", "correct that line, or tune again") from None
         return cls._checked(data, path, text)
 
     @classmethod

@@ -153,7 +153,7 @@ def test_what_spoils_the_loss_is_off_for_good(tmp_path: Path, change: str, said:
     script(tmp_path, "planted('helps', -0.015)", f"planted('spoils', {change})", steps=80, settles=False)
     done = tuned(tmp_path)
     assert (done.code, done.out) == (0, "on at the end: []\n"), done.err
-    assert "everything is switched off, and the training goes on as it is: " + said in done.err
+    assert "everything is switched off, and the training continues unchanged: " + said in done.err
     assert not (tmp_path / "hasten-auto.toml").exists()
     assert "spoils" in schedule(tmp_path)[0]
     assert schedule(tmp_path)[-1] == set()

@@ -89,7 +89,7 @@ def test_the_next_tune_knows_at_once_what_the_last_one_found(folder: Path) -> No
     assert remember(folder, key(), found, build()) == ""
     recalled, course = again(folder)
     assert recalled is not None
-    assert recalled.said.startswith("goes on from what the tune of 2026-11-20 learned (.hasten/train-")
+    assert recalled.said.startswith("continues from what the tune of 2026-11-20 learned (.hasten/train-")
     before, now = beside_the_plan(found.course, found.chosen), beside_the_plan(course, found.chosen)
     for (mean, _), (expected, spread) in zip(before, now, strict=True):
         assert expected == pytest.approx(mean, abs=1e-6)

@@ -228,7 +228,7 @@ class Attempts:
             )
         if (rows := _rows_of_one(first)) > 1 and loader.batch_size == 1:
             raise HastenError(
-                f"the training loader ({loader.where}) gives its data set's items one by one, and the model gets "
+                f"the training loader ({loader.where}) returns its dataset's items one by one, and the model gets "
                 f"{rows} rows of each: an item is a batch already",
                 _NAME_ARGUMENT,
             )

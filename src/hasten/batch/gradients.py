@@ -119,7 +119,7 @@ class GradientSampler:
 
     def _refusal(self, optimizer: Any) -> str:
         if optimizer is not self._optimizer:
-            return "the script steps several optimizers: each has a noise scale of its own"
+            return "the script steps several optimizers, and each has its own noise scale"
         if isinstance(optimizer, torch.optim.LBFGS):
             return "L-BFGS asks for several gradients a step"
         if self._session.run.seen.get("grad_scaler"):

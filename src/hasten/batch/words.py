@@ -68,7 +68,7 @@ def lines(found: BatchSearchResult) -> list[str]:
     bounds = {
         "memory": f"the next ones would not stay within {gigabytes(found.limit)}",
         "samples": "that is the whole data set",
-        "time": "larger ones did not come to an end in time",
+        "time": "larger ones did not finish in time",
         "the script": "the script did not train with a larger one",
     }
     page = [

@@ -43,7 +43,7 @@ def sort(parts: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
             raise HastenError(
                 f"argument {place + 1} of hasten.setup is a {type(part).__name__}: no module, optimizer, loader or "
                 "schedule",
-                "hand each of them over by itself: model, optimizer, loader = hasten.setup(model, optimizer, loader)",
+                "pass each of them separately: model, optimizer, loader = hasten.setup(model, optimizer, loader)",
             )
     return models, optimizers, loaders
 
@@ -110,7 +110,7 @@ class Prepared:
         if kind.endswith("-true") and any(optimizer.state for optimizer in optimizers):
             raise HastenError(
                 f"precision={kind!r} converts the model, and an optimizer holds state of the former type already",
-                "load the optimizer's state behind hasten.setup",
+                "load the optimizer's state after hasten.setup",
             )
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:

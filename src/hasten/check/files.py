@@ -147,7 +147,7 @@ def _of_tensors(plain: Any, plan: Any, rounded: float) -> Iterator[str]:
     if (plain.dtype, plain.shape) != (plan.dtype, plan.shape):
         yield f"is {plan.dtype}{tuple(plan.shape)}, and {plain.dtype}{tuple(plain.shape)} without the plan"
     elif plain.layout is torch.strided and plain.stride() != plan.stride():
-        yield f"lies in memory with strides {plan.stride()}, and {plain.stride()} without the plan"
+        yield f"has strides {plan.stride()}, and {plain.stride()} without the plan"
     elif not rounded:
         if state.digest(plain) != state.digest(plan):
             yield "has other bits"

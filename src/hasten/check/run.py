@@ -220,8 +220,8 @@ class _Check:
         read = self._runs.plain(second, begun)["read"]
         if not read:
             raise HastenError(
-                "the script read nothing of what it had saved: it does not go on from there",
-                "say how it is told to, as in --resume '--resume checkpoint.pt'",
+                "the script read none of the files it had saved, so it did not resume",
+                "give the script's arguments for resuming, as in --resume '--resume checkpoint.pt'",
             )
         here = f"{self._here}{os.sep}".lstrip(os.sep)  # sandboxed runs save under the full path of the original
         self._say(f"going on from {', '.join(file.removeprefix(here) for file in read[:3])}")

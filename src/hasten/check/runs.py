@@ -136,7 +136,9 @@ class Runs:
         if lap.plain.failed:
             raise script_fails(lap.plain.failed, lap.plain.log)
         if seen is not None and seen["failed"]:
-            raise HastenError(f"this training cannot be checked: {seen['failed']}", "tell us about the script, please")
+            raise HastenError(
+                f"this training cannot be checked: {seen['failed']}", "please report this script to hasten's authors"
+            )
         if seen is None or not seen["counts"]["step"]:  # a script that never imports torch leaves no result
             raise HastenError(
                 "no training was found: no optimizer made a step",

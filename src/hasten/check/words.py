@@ -45,7 +45,7 @@ def runs(found: Checked) -> list[tuple[str, str, bool]]:
 
 def remarks(found: Checked) -> list[str]:
     """Return further remarks, a line each."""
-    lines = [f"saved otherwise: {file}: {how}" for file, how in found.files]
+    lines = [f"saved differently: {file}: {how}" for file, how in found.files]
     for run in found.runs:
         lines += [f"moved, as such a plan may: {stream}, from {place} on" for stream, place in run.moved.items()]
     return [*lines, *found.notes]

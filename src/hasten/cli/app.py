@@ -30,29 +30,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("doctor", short_help="Say why a training is slow, where, and what to mend.", cls=DoctorCommand)(
+app.command("doctor", short_help="Say why a training is slow, where, and what to fix.", cls=DoctorCommand)(
     doctor_room.doctor
 )
 app.command("tune", short_help="Find what makes a training faster; write a plan and a proof.", cls=ScriptCommand)(
     tune_room.tune
 )
-app.command("run", short_help="Run a training under a plan, otherwise as Python would.", cls=ScriptCommand)(
+app.command("run", short_help="Run a training under a plan; everything else is as under Python.", cls=ScriptCommand)(
     run_room.run
 )
-app.command("submit", short_help="Send a training to SLURM; it goes on after its time limit.", cls=ScriptCommand)(
+app.command("submit", short_help="Send a training to SLURM; it resumes after its time limit.", cls=ScriptCommand)(
     submit_room.submit
 )
-app.command("check", short_help="Does a plan leave the training what it is?", cls=ScriptCommand)(check_room.check)
-app.command("batch", short_help="Find the largest batch that is safe and pays.", cls=ScriptCommand)(batch_room.batch)
+app.command("check", short_help="Check that a plan does not change the training.", cls=ScriptCommand)(check_room.check)
+app.command("batch", short_help="Find the largest batch size that is safe and still faster.", cls=ScriptCommand)(
+    batch_room.batch
+)
 app.command("compare", short_help="Compare two runs: step, phases, memory, losses.")(compare_room.compare)
 app.command("plan-cluster", short_help="Plan a training on many devices, on paper.")(plan_cluster_room.plan_cluster)
-app.command("watch", short_help="Show a run that is going on, live.")(watch_room.watch)
-app.command("findings", short_help="List all that doctor can find, in runs and in code.")(findings_room.findings)
+app.command("watch", short_help="Show a running training live.")(watch_room.watch)
+app.command("findings", short_help="List everything that doctor can find, in runs and in code.")(findings_room.findings)
 app.command("bench-loader", short_help="Measure a training's loader alone.", cls=ScriptCommand)(
     bench_loader_room.bench_loader
 )
 app.command("convert", short_help="Write images, CSV, JSON lines, tar or a Dataset as Parquet.")(convert_room.convert)
-app.command("fix", short_help="Show, or write, what can be mended safely in source.")(fix_room.fix)
+app.command("fix", short_help="Show, or write, safe repairs of source code.")(fix_room.fix)
 app.command("techniques", short_help="List the techniques and what each may do to a result.")(
     techniques_room.techniques
 )

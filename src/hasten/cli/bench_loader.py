@@ -15,7 +15,7 @@ def bench_loader(
     seconds: float = typer.Option(60.0, help="Seconds for the bench itself.", metavar="SECONDS"),
     patience: float = typer.Option(300.0, help="In which the script must begin to train.", metavar="SECONDS"),
     evidence: Path | None = typer.Option(
-        None, help="Evidence of a training, to compare with what it took.", metavar="FILE"
+        None, help="Evidence of a training, to compare the loader's speed with its step.", metavar="FILE"
     ),
     json: Path | None = typer.Option(None, "--json", help="Write the diagnosis there.", metavar="FILE"),
     html: Path | None = typer.Option(

@@ -21,7 +21,7 @@ def check(
     ctx: typer.Context,
     plan: Path = typer.Option(Path(DEFAULT_NAME), help="The plan to check.", metavar="FILE"),
     resume: str | None = typer.Option(
-        None, metavar="ARGS", help="Also go on from what the script saved; ARGS are what it then needs, or ''."
+        None, metavar="ARGS", help="Also resume from what the script saved; ARGS are its arguments for that, or ''."
     ),
     batches: int = typer.Option(6, min=2, help="Batches after which each pass through a loader ends.", metavar="N"),
     epochs: int = typer.Option(2, min=1, help="Passes through the training loader.", metavar="N"),

@@ -57,11 +57,11 @@ def convert(
         messages.tell(f"hasten: {out} is finished: {conversion.rows:,} rows in {_files(conversion)}")
         return
     if conversion.resumed:
-        messages.tell(f"hasten: going on behind {_files(conversion)} of {conversion.rows:,} rows")
+        messages.tell(f"hasten: resuming after {_files(conversion)} of {conversion.rows:,} rows")
     try:
         _with_a_bar(conversion, found.what, found.records)
     except KeyboardInterrupt:
-        messages.tell(f"hasten: stopped; {_files(conversion)} finished, the same command goes on from there")
+        messages.tell(f"hasten: stopped; {_files(conversion)} finished; the same command resumes from there")
         raise typer.Exit(130) from None
     count, some = conversion.bad
     for line in some:

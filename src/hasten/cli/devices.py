@@ -102,7 +102,9 @@ def _run(command: list[str], how: RunOptions, wide: Devices, options: RankOption
 
     chosen = choose_devices(wide.accelerator, "auto" if wide.devices == "all" else wide.devices)
     if len(chosen) * wide.nodes == 1:
-        raise HastenError(f"--devices {wide.devices} is one device here: there is nobody to share with", "leave it out")
+        raise HastenError(
+            f"--devices {wide.devices} is one device here: there is no other to share with", "leave it out"
+        )
     if chosen[0].type == "cuda":
         options = dataclasses.replace(options, gpus=_visible([device.index for device in chosen]))
     cores = this_machine().cores

@@ -64,12 +64,12 @@ def doctor(
     seconds: float = typer.Option(
         120.0, min=0.1, help="Time after which the script is ended, wherever it is.", metavar="SECONDS"
     ),
-    epochs: int | None = typer.Option(None, min=1, help="Listen to so many epochs instead of steps.", metavar="N"),
+    epochs: int | None = typer.Option(None, min=1, help="Observe this many epochs instead of steps.", metavar="N"),
     whole: bool = typer.Option(False, "--whole", help="Let the script run to its end and write where it wants."),
     json: Path | None = typer.Option(None, help="Write the diagnosis there, for machines.", metavar="FILE"),
     html: Path | None = typer.Option(None, help="Write a page with charts and source there.", metavar="FILE"),
     trace: Path | None = typer.Option(None, help="Write a Chrome/Perfetto trace of a few steps there.", metavar="FILE"),
-    evidence: Path | None = typer.Option(None, help="Write there what the run left behind.", metavar="FILE"),
+    evidence: Path | None = typer.Option(None, help="Write the run's evidence to this file.", metavar="FILE"),
     no_sample: bool = typer.Option(False, "--no-sample", help="Do not look into single steps with the profiler."),
     fail_on: str = typer.Option("", help="Exit with 1 at such a finding: high, medium, low, note.", metavar="SEVERITY"),
     source: bool = typer.Option(False, "--source", help="Read code only: PATHS are files and folders. Runs nothing."),
@@ -205,7 +205,7 @@ def _bounds(options: DoctorOptions, whole: bool) -> str:
     if whole:
         return "to its end; what it writes stays"
     many = f"{options.epochs} epochs" if options.epochs else f"{options.steps} steps"
-    return f"{many} or {options.seconds:g} s; what it writes is kept apart and removed"
+    return f"{many} or {options.seconds:g} s; files it writes are redirected and removed"
 
 
 def _script(command: list[str]) -> Path | None:

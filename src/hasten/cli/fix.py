@@ -55,7 +55,7 @@ def fix(
             failed = True
             print(f"hasten: {shown(path)}: {error}", file=sys.stderr)
     if not changed and not failed:
-        print("hasten: nothing to mend", file=sys.stderr)
+        print("hasten: nothing to repair", file=sys.stderr)
     elif changed and not write:
         print("hasten: nothing was written; --write makes these changes", file=sys.stderr)
     raise typer.Exit(2 if failed else int(bool(changed) and not write))

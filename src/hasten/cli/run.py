@@ -17,7 +17,7 @@ def run(
     ctx: typer.Context,
     plan: Path = typer.Option(Path(DEFAULT_NAME), help="The plan to run under.", metavar="FILE"),
     no_plan: bool = typer.Option(False, "--no-plan", help="Change nothing, only listen."),
-    evidence: Path | None = typer.Option(None, help="Write there what the run left behind (JSON).", metavar="FILE"),
+    evidence: Path | None = typer.Option(None, help="Write the run's evidence (JSON) to this file.", metavar="FILE"),
     any_machine: bool = typer.Option(False, "--any-machine", help="Use a plan made for other hardware."),
     auto: bool = typer.Option(False, "--auto", help="Find out what helps while the training runs."),
     out: Path = typer.Option(
@@ -33,7 +33,7 @@ def run(
     accelerator: str = typer.Option("auto", help="With --devices: gpu, cpu, or auto.", metavar="gpu|cpu"),
     batch: str = typer.Option(
         "global",
-        help="With --devices: global, they share each of the script's batches; per-device, each takes one of its own.",
+        help="With --devices: global, they share each of the script's batches; per-device, each takes a batch itself.",
         metavar="global|per-device",
     ),
     nodes: int = typer.Option(1, min=1, help="With --devices: machines; run the same command on each.", metavar="N"),

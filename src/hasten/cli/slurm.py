@@ -193,7 +193,7 @@ def send(script: str, folder: Path) -> int:
             "run this on the cluster's login node, or print the script with --dry-run",
         )
     if not os.access(folder, os.W_OK):  # SLURM would take the job, which ends at its start without a word
-        raise HastenError(f"the job's log would lie in {folder}, where nothing can be written", "go to another folder")
+        raise HastenError(f"the job's log would be in {folder}, where nothing can be written", "go to another folder")
     # Sent from within a job, what describes that one (how often it ran, its cores) would be taken to describe this one.
     inside = "SLURM_JOB_ID" in os.environ
     kept = {n: v for n, v in os.environ.items() if not (inside and n.startswith("SLURM_")) or n == "SLURM_CONF"}

@@ -92,7 +92,7 @@ def submit(
         ),
     )
     if follow and job.is_array:
-        raise HastenError("--follow shows one job, and an array is many", "leave it out, and look into their logs")
+        raise HastenError("--follow shows one job, and an array is many", "leave it out, and look at their logs")
     if dry_run:
         typer.echo(job.script(), nl=False)
         return
@@ -103,7 +103,7 @@ def submit(
         try:
             code = slurm.follow(number, log, lambda text: typer.echo(text, nl=False))
         except KeyboardInterrupt:
-            typer.echo(f"hasten: job {number} goes on; to end it: scancel {number}")
+            typer.echo(f"hasten: job {number} keeps running; to end it: scancel {number}")
             raise typer.Exit(130) from None
         raise typer.Exit(code)
 

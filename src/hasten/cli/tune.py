@@ -40,7 +40,7 @@ def tune(
     seeds: int = typer.Option(
         5,
         min=1,
-        help="Pairs of fresh processes at the most, each under a seed of its own (with --target: 3).",
+        help="Most pairs of fresh processes, each pair with its own seed (with --target: 3).",
         metavar="N",
     ),
     allow: list[str] = typer.Option(
@@ -64,7 +64,7 @@ def tune(
     only: list[str] = typer.Option([], help="Try this technique only (may be repeated).", metavar="NAME"),
     order: int = typer.Option(0, help="Seed of the search: another one measures in another order.", metavar="N"),
     processes: bool = typer.Option(
-        False, "--processes", help="Measure each set in a process of its own, not in one that runs."
+        False, "--processes", help="Measure each set of techniques in a separate process, not in one running training."
     ),
     no_memory: bool = typer.Option(False, "--no-memory", help="Neither use nor keep what tunes learn, in .hasten."),
 ) -> None:

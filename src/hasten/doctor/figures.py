@@ -58,7 +58,7 @@ def wait_finding(
     if worth is not None:
         yield rule.timed(what, fix, worth, HowKnown.ESTIMATED, place=where, details=details)
     elif share_of(evidence, spent) >= LEAST:
-        unknown = "what it costs depends on how busy the GPU is meanwhile, which is not known here"
+        unknown = "its cost depends on how busy the GPU is at that time, which is not known here"
         yield rule.finding(what, fix, Severity.NOTE, place=where, details=(*details, unknown))
 
 

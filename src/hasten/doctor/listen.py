@@ -273,9 +273,9 @@ class _Listening:
             return evidence, f"losses, layers and what else is asked for at the end: it was {ended or 'gone'} before"
         except HastenError:
             blank = nothing_heard(self.command, ended, began, seconds)
-            why = "no process of it imported torch, or none lived long enough to say what it did"
+            why = "none of its processes imported torch, or none lived long enough to report"
             if ended.startswith("killed by"):
-                why = f"it was {ended}, which leaves no time to say what it did; what is said comes once a second"
+                why = f"it was {ended}, which leaves it no time to report; it reports once a second"
             return blank, f"the training: {why}"
 
     def _notes(self, evidence: Evidence, cut: bool, seconds: float) -> list[str]:
@@ -284,12 +284,12 @@ class _Listening:
         if self.stopped:
             notes.append(f"stopped by {signal_name(self.stopped)} after {seconds:.0f} s")
         elif cut:
-            notes.append(f"cut after {evidence.steps} steps, {seconds:.0f} s: enough was heard")
+            notes.append(f"cut after {evidence.steps} steps, {seconds:.0f} s, which is enough")
         if evidence.tried:
             names = ", ".join(trial.technique for trial in evidence.tried)
-            notes.append(f"behind these steps, switched on and off in the run to see what it brings: {names}")
+            notes.append(f"switched on and off in the run after these steps, to measure what they bring: {names}")
         if not self.whole:
-            notes.append("what the script wrote was kept apart and removed; --whole runs all of it, and keeps that")
+            notes.append("files it wrote were redirected and removed; --whole runs it to its end and keeps them")
         if not self.whole and any(word in evidence.error for word in _REFUSED):
             notes.append("if it works without hasten: native code may have missed the scratch folder; try --whole")
         return notes

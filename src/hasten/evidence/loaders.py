@@ -120,7 +120,7 @@ class LoaderBench:
     stages: Stages | None = None
     stages_workers: int = 0
     flame: str = ""
-    flame_note: str = "no flame graph: the bench did not come to it"
+    flame_note: str = "no flame graph: the time was over before it"
     consumed: Consumed | None = None
     notes: tuple[str, ...] = ()
     ended: str = ""

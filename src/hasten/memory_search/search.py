@@ -148,7 +148,7 @@ class _PlanSearch:
         if too_little := below_torch(plain.attempt, self._limit.room, self._limit.words):
             raise too_little
         if plain.attempt.outcome == "timeout":
-            raise HastenError("the script did not come to train within a trial's time", "give it a longer --budget")
+            raise HastenError("the script did not start to train within a trial's time", "give it a longer --budget")
         if plain.attempt.outcome != "out of memory":
             raise script_fails(plain.attempt.reason, "")
         best = self._all()

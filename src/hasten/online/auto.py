@@ -318,7 +318,7 @@ class Auto:
         self._over = True
         was_on = bool(self._board.on)
         self._all_off()
-        off = "everything is switched off, and the training goes on as it is" if was_on else "the run is left alone"
+        off = "everything is switched off, and the training continues unchanged" if was_on else "the run is left alone"
         self._around.say(f"auto: {off}: {self._why}")
         self._around.over()
 

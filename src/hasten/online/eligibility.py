@@ -56,7 +56,7 @@ def ranks_differ(evidence: Evidence) -> str:
     """Return why the ranks may do different things in a step; "" if DistributedDataParallel keeps them alike."""
     if any(model.name == "DistributedDataParallel" for model in evidence.models):
         return ""
-    return "its processes train without DistributedDataParallel: who knows whether they must do the same"
+    return "its processes train without DistributedDataParallel, so they may have to do different things"
 
 
 def steps_known(evidence: Evidence, options: AutoOptions) -> int | None:

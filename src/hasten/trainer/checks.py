@@ -103,7 +103,7 @@ def _check_manual(trainer: Trainer) -> None:
         raise trainer.misconfigured(
             "Automatic gradient accumulation is not supported for manual optimization:"
             f" accumulate_grad_batches={config.accumulate_grad_batches} would do nothing",
-            "step the optimizer every so many batches yourself",
+            "step the optimizer every few batches yourself",
         )
     if config.optimizer_in_backward:
         raise trainer.misconfigured(

@@ -50,7 +50,7 @@ def restore_model(trainer: Trainer, state: dict[str, Any], path: str) -> None:
             raise
         raise OtherModelError(
             f"{path} is a checkpoint of another model than {type(module).__name__}: {error}",
-            "go on with the module that was trained, or start from the beginning in another folder",
+            "resume with the module that was trained, or start from the beginning in another folder",
         ) from None
     if trainer.stage.fn != "fit" and not trainer.engine.guest.loads_callbacks:
         return
@@ -120,7 +120,7 @@ def _restore_all(
     if len(owners) != len(states):
         raise trainer.misconfigured(
             f"{path} has the states of {len(states)} {kind}, configure_optimizers gave {len(owners)}",
-            "go on with the module that was trained, or load only its weights",
+            "resume with the module that was trained, or load only its weights",
         )
     for owner, saved in zip(owners, states, strict=True):
         _check_same(trainer, path, owner, saved)
@@ -140,11 +140,11 @@ def _check_same(trainer: Trainer, path: str, owner: Any, saved: Any) -> None:
         raise trainer.misconfigured(
             f"{path} has the state of another optimizer than {type(owner).__name__}: it has no"
             f" {', '.join(sorted(missing))}",
-            "go on with the optimizer that the training began with, or load only the weights",
+            "resume with the optimizer that the training began with, or load only the weights",
         )
     before, after = own[0].get("lr"), groups[0].get("lr")
     if before != after and not trainer.engine.optimizing.schedulers and isinstance(before, float):
-        trainer.say(f"the optimizer goes on with lr={after} of the checkpoint, not {before}")
+        trainer.say(f"the optimizer continues with lr={after} of the checkpoint, not {before}")
 
 
 def _check_epochs(trainer: Trainer, done: int) -> None:
@@ -153,7 +153,7 @@ def _check_epochs(trainer: Trainer, done: int) -> None:
     if limit is not None and -1 != limit < done:
         raise trainer.misconfigured(
             f"You restored a checkpoint with current_epoch={done}, but you have set Trainer(max_epochs={limit})",
-            f"say max_epochs={done + 1} or more to go on, or fit without ckpt_path to start again",
+            f"say max_epochs={done + 1} or more to continue, or fit without ckpt_path to start again",
         )
 
 

@@ -225,7 +225,7 @@ def _stop(trainer: Trainer) -> None:
     path = trainer.checkpointing.save_interrupted() if trainer.stage.fn == "fit" else None
     name = signal.Signals(number).name
     if path is not None:
-        trainer.say(f'{name}: saved {path}; go on with fit(..., ckpt_path="last")')
+        trainer.say(f'{name}: saved {path}; resume with fit(..., ckpt_path="last")')
     else:
         why = "" if trainer.checkpoint_callbacks else "checkpoints are off, so "
         trainer.say(f"{name}: stopped; {why}nothing was saved")

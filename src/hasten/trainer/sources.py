@@ -144,7 +144,7 @@ class Combined:
             return resumed
         if not self.single:
             raise HastenError(
-                "several training loaders cannot go on within an epoch with other batches or ranks than before",
+                "several training loaders cannot resume within an epoch with other batch sizes or numbers of ranks",
                 "resume with as many ranks and samples in a batch, or from a checkpoint made between epochs",
             )
         return {**resumed, "positions": [{**states[0], "batches": over[0]}], "batch_idx": over[0]}

@@ -51,7 +51,7 @@ def run_baseline(trials: Trials, budget: float) -> Baseline:
         # Some scripts count the batches of an epoch and fail if it is cut short: end the process instead.
         trials.options = dataclasses.replace(trials.options, cut=False)
         trial = trials.run({}, probe=True, timeout=timeout)
-        notes.append("epochs were not shortened in trials, which this script does not bear")
+        notes.append("trials have whole epochs, since this script fails with shortened ones")
     evidence, timing = trial.evidence, trial.timing
     if timing is None or evidence is None:
         raise hopeless(trial)
@@ -99,7 +99,7 @@ def hopeless(trial: Trial) -> HastenError:
         )
     if trial.outcome == "timeout":
         return HastenError(
-            f"the script did not come to train within {trial.seconds:.0f} s{said}",
+            f"the script did not start to train within {trial.seconds:.0f} s{said}",
             "give it a longer --budget",
         )
     return script_fails(trial.reason, trial.log)

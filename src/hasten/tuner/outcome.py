@@ -174,7 +174,7 @@ def _claimed(found: Found, pairs: list[tuple[Trial, Trial]]) -> Claimed:
     if timings := timings_of(pairs):
         how = f"steady steps of {len(timings)} pair{'s' * (len(timings) > 1)} of fresh processes, in turn"
         if len(timings) == 1:
-            how += ": how far two processes of one script lie apart is not known"
+            how += ": how much two processes of one script differ is not known"
         return Claimed(steps_of(timings), how, taken_of([side for pair in pairs for side in pair]))
     mean, spread = found.course.posterior.gain(found.chosen)
     ratio = CandidateEstimate(mean, max(spread, 1e-6), 1, 1).ratio
@@ -246,7 +246,7 @@ def _why_lost(found: Found, index: int, estimate: CandidateEstimate) -> str:
     if name in others:
         return "another setting of it is better"
     if estimate.helps < 0.5:
-        return "it makes steps slower here"
+        return "steps are slower with it here"
     if estimate.helps > _SURE:
         return "it helps in the blocks of the search, but the plan was settled on blocks in turn without it"
     return f"too little, or too unsure: it helps with {estimate.helps:.0%} probability"

@@ -185,7 +185,7 @@ def _best(known: Sequence[tuple[Path, Stored]], key: Key) -> Recalled | None:
     """Return the latest tune of the same training; else of one whose effects apply here; else only what changed."""
     for path, stored in known:
         if stored.key == key:
-            said = f"goes on from what the tune of {_day(stored)} learned ({path.parent.name}/{path.name})"
+            said = f"continues from what the tune of {_day(stored)} learned ({path.parent.name}/{path.name})"
             if stored.disturbed is not None:  # on a quiet machine all effects may differ
                 said += f"{beside_others(stored.disturbed)}: it counts for less"
             return _recalled(stored, said, same=stored.disturbed is None)

@@ -53,7 +53,7 @@ def trouble_of(found: Found, pairs: list[tuple[Trial, Trial]], length: Length) -
         epochs = f"{run.epochs} epoch{'s' * (run.epochs != 1)}"
         reason = (
             f"the whole run ({epochs}) would take {run.plan_seconds:.1f} s under it, for {run.baseline_seconds:.1f} s "
-            "as it is: what it costs at the start is not won back"
+            "as it is: the extra start-up time is not recovered"
         )
         return Trouble(reason, tuple(name for name in plan if name in _PAID_AT_THE_START) or whole)
     parity = parity_of(pairs, effects_of(found))

@@ -219,8 +219,10 @@ class _Tune:
             self._search_apart("it came to its end, or trained elsewhere, before it could be measured")
 
     def _search_apart(self, why: str) -> None:
-        self.notes.append(f"each question took a process of its own, not a block of one that runs: {why}")
-        self.say(f"asking in processes of their own: {why}")
+        self.notes.append(
+            f"each set of techniques was measured in a separate process, not in blocks of one running process: {why}"
+        )
+        self.say(f"measuring in separate processes: {why}")
         steps = steps_of(self.length, self.baseline.timing)
         search_apart(self.trials, self.found, self.baseline.trial, steps, self._search_end(), self.say, self._told)
 

@@ -200,7 +200,7 @@ def test_what_the_use_says_of_the_machine() -> None:
     big = diagnose(run(use=use(2.0, gpus=(gpu,), net_in=50e6), sampled=busy(0.5), **ON_GPU)).machine
     assert "CPU to GPU: 4.0 cores' work for each GPU's" in big
     assert "network to GPU: 100 MB for each second a GPU works" in big
-    assert any("a GPU with less memory would do: 10.0 of 140 GiB" in sentence for sentence in big)
+    assert any("a GPU with less memory suffices:  10.0 of 140 GiB" in sentence for sentence in big)
     assert any("power cap" in sentence for sentence in big)
 
 

@@ -74,7 +74,7 @@ class Source(Protocol):
 
 def refuse(bad: BadRecord) -> HastenError:
     """Return the error for a bad record."""
-    return HastenError(f"{bad.where}: {bad.why}", "mend or remove it, or leave such records out with --skip-bad")
+    return HastenError(f"{bad.where}: {bad.why}", "repair or remove it, or skip such records with --skip-bad")
 
 
 class RowSource(Source):
@@ -121,7 +121,7 @@ def _table(rows: list[dict[str, Any]], places: list[int], schema: Any) -> Any:
                 pa.array([row.get(field.name)], type=field.type)
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
                 message = f"record {place}: {field.name!r} is {row.get(field.name)!r:.60}, not {field.type}: {error}"
-                raise HastenError(message, "mend the record: a column has one type") from None
+                raise HastenError(message, "repair the record: a column has one type") from None
     raise HastenError(f"records {places[0]} to {places[-1]} do not fit {schema}", "mend the records")
 
 

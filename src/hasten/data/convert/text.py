@@ -90,7 +90,7 @@ class Csv:
             with self._file.open("rb") as file:
                 names = next(_csv_lines(file.readline()))
             if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise HastenError(f"{self._file}: two columns are called {twice[0]!r}", "give each a name of its own")
+                raise HastenError(f"{self._file}: two columns are called {twice[0]!r}", "give each its own name")
             types = {name: pa.string() if schema is None else schema.field(name).type for name in names}
             options = csv.ConvertOptions(
                 column_types=types, strings_can_be_null=True, null_values=[""], quoted_strings_can_be_null=False

@@ -116,7 +116,7 @@ class Conversion:
                 if not rows and not self._state["files"]:
                     raise HastenError(f"no record of {self._source.what} is good: {_line(bad[0])}", "mend the source")
         except OSError as error:
-            done = f"{self.resumed} files are finished; the same command goes on behind them"
+            done = f"{self.resumed} files are finished; the same command resumes after them"
             raise HastenError(f"cannot write {path}: {error.strerror or error}", done) from None
         self._state["files"].append({"name": path.name, "rows": rows, "records": records})
         self._state["bad"] += len(bad)

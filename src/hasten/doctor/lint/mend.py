@@ -73,7 +73,7 @@ def mend(text: Text, select: Collection[str] = ()) -> Mended:
         try:
             compile(again, str(text.path), "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:  # a fault of ours: better nothing than that
-            raise UnreadableError(text.path, f"left as it is: a mend would not be Python ({error})") from None
+            raise UnreadableError(text.path, f"left as it is: a repair would not be valid Python ({error})") from None
         mended.after = again
     return mended
 
@@ -122,7 +122,7 @@ def write(mended: Mended) -> None:
         if not os.access(path, os.W_OK):
             raise HastenError(f"cannot write {path}: it is read-only", "make it writable first")
         if path.read_bytes() != mended.before.bytes_of(mended.before.text):
-            raise HastenError(f"{path} was changed meanwhile: left as it is", "run `hasten fix` again")
+            raise HastenError(f"{path} was changed in the meantime: left as it is", "run `hasten fix` again")
         write_in_place(path, mended.before.bytes_of(mended.after))
     except UnicodeEncodeError as error:
         raise HastenError(f"cannot write {path}: {error}") from None

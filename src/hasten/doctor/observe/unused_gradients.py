@@ -38,7 +38,7 @@ class UnusedGradients:
         try:
             strays = self._find()
         except Exception as error:  # an unusual module or optimizer: a tap never breaks a script
-            self._session.run.skip("looking for gradients that nobody uses", error)
+            self._session.run.skip("looking for unused gradients", error)
             return sys.maxsize
         if steps < _AGAIN:
             self._first = {key: version for key, (version, _) in strays.items()}

@@ -33,7 +33,7 @@ def loader_verdict(evidence: Evidence, bench: LoaderBench) -> Verdict:
         details.append("stopped by Ctrl-C: this is what was measured so far")
     details += remarks(bench)
     if not bench.ended:
-        details.append(f"the script's process died meanwhile ({evidence.error or 'nobody knows of what'})")
+        details.append(f"the script's process died ({evidence.error or 'for an unknown reason'})")
     return Verdict("loader", title(bench), (*details, *_crowded(evidence)))
 
 
@@ -42,7 +42,7 @@ def title(bench: LoaderBench) -> str:
     best, none = bench.best, bench.rate_of(0)
     if best is None:
         failure = next((f"{rate.error}{_place(rate.where)}" for rate in bench.rates), "nothing was measured")
-        return f"the loader gives no batches: {failure}"
+        return f"the loader returns no batches: {failure}"
     parts = []
     if none is None or best is none:
         parts.append("no number of workers does better than none" if none and len(bench.measured) > 1 else "")

@@ -40,7 +40,7 @@ def _cores(evidence: Evidence, use: SteadyUse, waits: float) -> list[str]:
     if idle and cores >= 2:
         need = max(1, math.ceil(use.high_cpu * 1.1))
         if need < cores:
-            sentences.append(f"{need} of these {cores} cores would do for it as it stands: it used {use.cpu:.1f}")
+            sentences.append(f"{need} of these {cores} cores suffice for it as it is: it used {use.cpu:.1f}")
     elif use.cpu >= 0.9 * cores:
         sentences.append(f"more cores would help as far as its operators can be shared: it used all {cores}")
     return sentences
@@ -63,7 +63,7 @@ def _memory(evidence: Evidence) -> list[str]:
     if there < _MUCH_MEMORY or peak <= 0:
         return []
     if peak < 0.25 * there:
-        return [f"a quarter of the memory would do: it took {peak / 2**30:.1f} of {there / 2**30:.0f} GiB"]
+        return [f"a quarter of the memory suffices: it took {peak / 2**30:.1f} of {there / 2**30:.0f} GiB"]
     return [f"more memory is called for: it took {peak / 2**30:.1f} of {there / 2**30:.0f} GiB"] * (peak > 0.9 * there)
 
 
@@ -71,7 +71,7 @@ def _gpu(gpu: GpuUse) -> list[str]:
     sentences = []
     if gpu.memory and gpu.memory_total and max(gpu.memory) < 0.4 * gpu.memory_total:
         took, there = max(gpu.memory) / 2**30, gpu.memory_total / 2**30
-        sentences.append(f"a GPU with less memory would do: {took:.1f} of {there:.0f} GiB of {gpu.name} were used")
+        sentences.append(f"a GPU with less memory suffices:  {took:.1f} of {there:.0f} GiB of {gpu.name} were used")
     if gpu.throttled:
         sentences.append(f"{gpu.name} was held back: {', '.join(gpu.throttled)}")
     return sentences

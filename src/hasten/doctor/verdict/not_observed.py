@@ -70,7 +70,7 @@ def _rest(evidence: Evidence) -> list[str]:
     use = steady_use(evidence)
     if evidence.measured and use is not None and not on_gpu(evidence) and use.others >= evidence.machine.cores / 2:
         lines.append(
-            "what changes are worth on a machine of one's own: others computed here while they were tried, and threads "
+            "what changes are worth on a quiet machine: others computed here while they were tried, and threads "
             "that wait for a core make small operators seem slow"
         )
     return [*lines, *evidence.skipped]

@@ -81,6 +81,6 @@ def caveats(evidence: Evidence, use: SteadyUse | None) -> list[str]:
         sentences.append(f"backward contains the gradient sync of {evidence.flags.distributed} processes")
     if use is not None and use.others >= 0.25 * evidence.machine.cores and use.machine >= _CROWDED:
         sentences.append(
-            f"other processes used {use.others:.1f} cores of this machine meanwhile: it is faster without them"
+            f"other processes used {use.others:.1f} cores of this machine: it would be faster without them"
         )
     return sentences

@@ -37,7 +37,7 @@ class BatchedFetch(Technique):
             return NO_LOADER
         if loader.probe is None or not loader.probe.in_memory:
             return Refusal(f"{loader.dataset} is not a TensorDataset with the default collate function")
-        return Choices((True,), "samples lie in memory as tensors and are gathered one by one")
+        return Choices((True,), "samples are tensors in memory, and are gathered one by one")
 
     def loader_options(self, options: dict[str, Any]) -> None:
         """Note that the loader's batches will be gathered at once; with workers, that happens in other processes."""

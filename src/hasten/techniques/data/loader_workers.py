@@ -142,7 +142,7 @@ class LoaderWorkers(Technique):
         why = no_room_for_sockets() or _unsafe(loader.dataset)
         why = why or why_not(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
         if type(loader)._get_iterator is not DataLoader._get_iterator:
-            why = why or f"{type(loader).__name__} makes iterators of its own"
+            why = why or f"{type(loader).__name__}makes its own iterators"
         if why:
             self.refused(why)
             return
@@ -163,7 +163,7 @@ class LoaderWorkers(Technique):
         names = ("dataset", "batch_sampler", "sampler", "worker_init_fn", "collate_fn")
         why = _why_not({name: getattr(loader, name) for name in names})
         if type(loader)._get_iterator is not DataLoader._get_iterator:
-            why = why or f"{type(loader).__name__} makes iterators of its own"
+            why = why or f"{type(loader).__name__}makes its own iterators"
         if loader.persistent_workers:  # stopping them would lose each worker's RNG state
             why = why or "its workers outlive a pass"
         if why:

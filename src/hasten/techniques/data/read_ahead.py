@@ -126,7 +126,7 @@ def _why_not(iterator: Any) -> str:
     if type(iterator) is not _SingleProcessDataLoaderIter:
         return "its batches are not made by torch's own loop in this process"
     if iterator._dataset_kind != _DatasetKind.Map or not iterator._auto_collation:
-        return "its dataset gives no samples by index, of which a loader makes batches"
+        return "its dataset does not give samples by index"
     dataset = iterator._dataset_fetcher.dataset
     if with_loader_function(dataset) is None:
         return f"{type(dataset).__name__} has no `loader` function that reads a file"

@@ -267,7 +267,7 @@ def _fetches_of_its_own(dataset: Any) -> str:
     while type(dataset) is Subset and "__getitems__" not in vars(dataset):
         dataset = dataset.dataset
     own = getattr(dataset, "__getitems__", None)
-    return f"{type(dataset).__name__} gives whole batches of its own (`__getitems__`)" if own else ""
+    return f"{type(dataset).__name__} makes whole batches itself (`__getitems__`)" if own else ""
 
 
 class _CachedFetcher:
