@@ -37,7 +37,7 @@ _log = logging.getLogger("hasten")
 
 
 class DataLoader(TorchDataLoader[Any]):
-    """A drop-in DataLoader for map-style datasets that resumes exactly, also with other numbers of workers and ranks.
+    """A DataLoader for map-style datasets that resumes exactly, with any numbers of workers and ranks.
 
     The order is computed from (seed, epoch). Before each sample, the generators of `random`, NumPy and torch, and
     those stored in the dataset, are seeded by (seed, epoch, index), so every worker makes the same sample (in thread
