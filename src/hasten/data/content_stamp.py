@@ -170,7 +170,8 @@ def checksum(held: Any) -> int:
     """Return a checksum of an array's contents that changes with any single element, and with the elements' order.
 
     Each block of 64-bit words is multiplied by fixed random odd weights and summed: an odd weight never cancels the
-    change of a single word, and different weights tell the order.
+    change of a single word, and different weights tell the order. Limit: odd weights act alike on a word's top bit, the
+    sign of a float64, so flipping the signs of an even number of float64 elements in a block goes unnoticed.
     """
     global _weights
     import numpy
