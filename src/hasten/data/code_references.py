@@ -85,7 +85,7 @@ def _is_librarys(file: str) -> bool:
 
 
 def is_installed(top: str) -> bool:
-    """Return whether the loaded module of this name is the library: a folder `datasets` beside train.py is not."""
+    """Return whether the loaded module of this name is the library: a folder `datasets` next to train.py is not."""
     module = sys.modules.get(top)
     file = getattr(module, "__file__", None)
     places = [file] if isinstance(file, str) else list(getattr(module, "__path__", ()))

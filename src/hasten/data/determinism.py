@@ -28,7 +28,7 @@ def why_not_deterministic(snapshot: Snapshot) -> str:
 
 
 def why_not_threaded(snapshot: Snapshot) -> str:
-    """Return why the code in a snapshot must not run in another thread beside the training; "" if it may.
+    """Return why the code in a snapshot must not run in a thread during the training; "" if it may.
 
     Code that draws random numbers there would advance the training's generators, and nobody could restore them. So it
     is refused before anything runs, by names: in code, and of reached objects (a `RandomCrop` in a list of
@@ -36,7 +36,7 @@ def why_not_threaded(snapshot: Snapshot) -> str:
     """
     if why := why_not_deterministic(snapshot) or why_it_draws(snapshot):
         return why
-    module = next((held for held in snapshot.reached() if _is_module(held)), None)
+    module = next((reached for reached in snapshot.reached() if _is_module(reached)), None)
     return "" if module is None else f"it reaches a {type(module).__qualname__}, which may draw random numbers"
 
 
@@ -48,8 +48,8 @@ def why_it_draws(snapshot: Snapshot) -> str:
     drawing = sorted(name for name in snapshot.names if name in _DRAWS or "random" in name.lower())
     if drawing:
         return f"its code names `{drawing[0]}`: it may draw random numbers"
-    for held in snapshot.reached():
-        kind = type(held)
+    for reached in snapshot.reached():
+        kind = type(reached)
         if "random" in kind.__name__.lower() or kind.__name__ == "Generator":
             return f"it reaches a {kind.__qualname__}, which may draw random numbers"
     return ""

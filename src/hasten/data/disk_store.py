@@ -103,7 +103,7 @@ class DiskStore:
         file = self._file
         try:
             return file is None or os.pread(file.fd, 1, SPOILT_AT) != b"\0"
-        except OSError:  # a disk that fails
+        except OSError:  # a failing disk
             return True
 
     @spoilt.setter
@@ -194,10 +194,10 @@ class DiskStore:
         rows = rows.ljust(until_end * _ENTRY.size, b"\0")
         if count > until_end:
             rows += os.pread(fd, (count - until_end) * _ENTRY.size, _TABLE)
-        for step, (found, *rest) in enumerate(_ENTRY.iter_unpack(rows)):
-            if found in (digest, _EMPTY):
+        for step, (slot_digest, *rest) in enumerate(_ENTRY.iter_unpack(rows)):
+            if slot_digest in (digest, _EMPTY):
                 slot = _TABLE + (first + step) % self._slots * _ENTRY.size
-                return slot, (tuple(rest) if found == digest else None)
+                return slot, (tuple(rest) if slot_digest == digest else None)
         return -1, None
 
     def _payload(self, fd: int, entry: tuple[int, int, int]) -> bytes | None:

@@ -83,11 +83,11 @@ class FilePredictor:
     def _parts(self, index: int) -> list[tuple[str, int | None, Any]]:
         """Return everything stored at an index in the inner dataset's attributes, and the index itself."""
         parts: list[tuple[str, int | None, Any]] = []
-        for name, held in list(vars(self._inner).items()):
-            if not isinstance(held, list | tuple) and type(held).__name__ != "ndarray":
+        for name, values in list(vars(self._inner).items()):
+            if not isinstance(values, list | tuple) and type(values).__name__ != "ndarray":
                 continue
             try:
-                part = held[index]
+                part = values[index]
             except IndexError:
                 continue
             if isinstance(part, list | tuple):

@@ -1,4 +1,4 @@
-"""The library versions, processor and settings that a sample's values depend on beside its dataset."""
+"""The library versions, processor and settings that a sample's values depend on, apart from its dataset."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ATTRIBUTES = {
 
 
 def library_state() -> tuple[Any, ...]:
-    """Return everything in this process that a sample's values depend on beside its dataset, as plain values."""
+    """Return everything in this process that a sample's values depend on, apart from its dataset, as plain values."""
     import numpy
     import torch
 
@@ -66,13 +66,13 @@ def library_state() -> tuple[Any, ...]:
 def versions() -> tuple[tuple[str, str], ...]:
     """Return the installed versions of the trusted libraries, whether imported or not."""
     names = sorted(TRUSTED - sys.stdlib_module_names - {"__main__"})
-    found = []
+    installed = []
     for name in (part for top in names for part in _DISTRIBUTIONS.get(top, (top,))):
         try:
-            found.append((name, importlib.metadata.version(name)))
+            installed.append((name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
             continue
-    return tuple(found)
+    return tuple(installed)
 
 
 def _attribute(name: str, usual: Any) -> Any:

@@ -132,7 +132,7 @@ class DataLoader(TorchDataLoader[Any]):
             worker_init_fn=worker_init_fn,
             multiprocessing_context=None if workers == "thread" else multiprocessing_context,
             # torch's iterators draw a base seed for their workers from this generator. Nothing here depends on that
-            # seed, but without a generator of its own the loader would draw it from the training's.
+            # seed, but with `generator=None` they would draw it from the training's generator.
             generator=torch.Generator().manual_seed(key_of(seed) >> 1),
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
@@ -163,12 +163,12 @@ class DataLoader(TorchDataLoader[Any]):
     @contextlib.contextmanager
     def lent(self, **others: Any) -> Iterator[None]:
         """Replace attributes of this loader temporarily, while torch's iterator reads them in its `__init__`."""
-        own = {name: self.__dict__[name] for name in others}
+        before = {name: self.__dict__[name] for name in others}
         self.__dict__.update(others)
         try:
             yield
         finally:
-            self.__dict__.update(own)
+            self.__dict__.update(before)
 
     @property
     def faults(self) -> list[Fault]:
@@ -220,10 +220,10 @@ class DataLoader(TorchDataLoader[Any]):
         if size == 1 or rank or not left:
             return
         if left > 0:
-            said = f"the last {left} of each epoch are left out (drop_last), so that all ranks get equally many"
+            effect = f"the last {left} of each epoch are left out (drop_last), so that all ranks get equally many"
         else:
-            said = f"{-left} come twice in each epoch, so that all ranks get equally many (drop_last leaves some out)"
-        warn(f"{sampler.length} samples on {size} ranks: {said}", stacklevel=3)
+            effect = f"{-left} come twice in each epoch, so that all ranks get equally many (drop_last leaves some out)"
+        warn(f"{sampler.length} samples on {size} ranks: {effect}", stacklevel=3)
 
 
 def _check(

@@ -21,7 +21,7 @@ _thread = _Thread()
 
 
 def only_makes_samples() -> None:
-    """Mark the calling thread as one that only makes samples."""
+    """Mark the calling thread as making samples, for as long as it lives."""
     _thread.makes_samples = True
 
 

@@ -14,7 +14,7 @@ from hasten.data.snapshot_parts import ATOMS
 from hasten.evidence.machine import memory_free
 
 _MOST, _SHARE = 512 << 20, 8  # limits of all samples together: bytes, and 1/8 of the free memory
-_BESIDE = 2000  # bytes of a sample's Python objects beside its pixels and numbers, with its file's name: measured
+_BESIDE = 2000  # measured bytes of a sample's Python objects, its file's name included, apart from pixels and numbers
 _TRIES = 16  # samples refused in a row, after which no more are considered
 _PIXELS = {"1": 1, "L": 1, "RGB": 4, "RGBA": 4}  # modes without a palette: bytes of a pixel in memory
 
@@ -43,10 +43,10 @@ class ObjectCache:
 
     def find(self, place: Any) -> Any:
         """Return the sample kept for a place, which the caller must copy; None if there is none, or a file changed."""
-        held = self._held.get(place)
-        if held is None:
+        entry = self._held.get(place)
+        if entry is None:
             return None
-        files, sample = held
+        files, sample = entry
         for path, version in files:
             if told_by(path) != version:
                 self._held.pop(place, None)  # its bytes stay counted, as files seldom change

@@ -26,7 +26,7 @@ _DOINGS = (
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
 _FRESH = 20_000_000  # ns: a file changed more recently may change again with the same modification time
 
-_EVERY = 0  # stands for all threads: no thread has this ident
+_EVERY = 0  # means all threads: no thread has this ident
 _listening: dict[int, Opened] = {}  # thread ident -> the record of its events
 _hooked = False
 _mapped: set[tuple[int, ...]] | None = None  # files mapped writable; None: not known yet
@@ -122,9 +122,9 @@ def hear_again(files: Iterable[tuple[str, Any]]) -> None:
     Args:
         files: Path and version of each file.
     """
-    if _listening and (heard := _listens()):
+    if _listening and (record := _listens()):
         for path, version in files:
-            heard.files.setdefault(path, version)
+            record.files.setdefault(path, version)
 
 
 def _listens() -> Opened | None:
@@ -144,23 +144,23 @@ def opened(everywhere: bool = False, aside: bool = False) -> Iterator[Opened]:
         sys.addaudithook(_heard)
         _hooked = True
     thread = _EVERY if everywhere else threading.get_ident()
-    before, heard = _listening.get(thread), Opened()
-    _listening[thread] = heard
+    before, record = _listening.get(thread), Opened()
+    _listening[thread] = record
     try:
-        yield heard
+        yield record
     finally:
         if before is None:
             del _listening[thread]
         else:
             _listening[thread] = before
     if not aside and _listening and (outer := _listens()):
-        outer.doing = outer.doing or heard.doing
-        hear_again(heard.files.items())
+        outer.doing = outer.doing or record.doing
+        hear_again(record.files.items())
 
 
 def _heard(event: str, args: tuple[Any, ...]) -> None:
     global _mapped
     if event == "mmap.__new__":
         _mapped = None  # look for mapped files again
-    if _listening and (heard := _listens()) is not None:
-        heard.hears(event, args)
+    if _listening and (record := _listens()) is not None:
+        record.hears(event, args)

@@ -56,10 +56,10 @@ class LocalFile:
     def _look(self) -> tuple[int, int]:
         """Return the file's size and modification time, which change if it is replaced."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError as error:
             raise HastenError(f"{self.path} cannot be read any more: {error.strerror}") from None
-        return found.st_size, found.st_mtime_ns
+        return status.st_size, status.st_mtime_ns
 
     def lies_in(self, partitions: Partitions) -> None:
         """Add the partition columns to the file's schema.
@@ -129,13 +129,13 @@ def files_of(paths: Any, remote: Remote | None) -> tuple[list[LocalFile | Remote
             found += _remote(text, reader)
     if not found:
         raise HastenError("ParquetDataset was given no path")
-    here = [file for file in found if isinstance(file, LocalFile)]
-    if any(file.values for file in here):
-        partitions = Partitions((file.path, file.values) for file in here)
-        for file in here:
+    local_files = [file for file in found if isinstance(file, LocalFile)]
+    if any(file.values for file in local_files):
+        partitions = Partitions((file.path, file.values) for file in local_files)
+        for file in local_files:
             file.lies_in(partitions)
     if reader is None:
-        return list(here), None
+        return list(local_files), None
     known = reader
 
     def opened(file: LocalFile | str) -> LocalFile | RemoteFile:
@@ -162,10 +162,10 @@ def _local(text: str) -> list[LocalFile]:
         matches = [Path(text)]
     else:
         matches = sorted(map(Path, glob.glob(text, recursive=True)))  # noqa: PTH207
-    here = {path: folder for folder in matches for path in (files_in(folder) if folder.is_dir() else [folder])}
-    if not here:
+    folders = {path: folder for folder in matches for path in (files_in(folder) if folder.is_dir() else [folder])}
+    if not folders:
         raise HastenError(f"no Parquet file at {text}", _WHAT)
-    return [LocalFile(path, values_in(path, folder)) for path, folder in here.items()]
+    return [LocalFile(path, values_in(path, folder)) for path, folder in folders.items()]
 
 
 def _remote(url: str, reader: Reader) -> list[str]:
@@ -179,10 +179,10 @@ def _remote(url: str, reader: Reader) -> list[str]:
     )
     if not folder and "*" not in path:
         return [url]
-    here = store.listed(url)
-    if not here:
+    urls = store.listed(url)
+    if not urls:
         raise HastenError(
             f"no Parquet file at {shown(url)}",
             f"{_WHAT}; a web server has to list the folder, else give the files' own URLs as a list",
         )
-    return here
+    return urls

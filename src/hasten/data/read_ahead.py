@@ -108,7 +108,7 @@ class ReadFunction:
         """Read nothing ahead from now on."""
         if not self.over:
             self.over = True
-            self.drop([task for kept in self._ready.values() for task, _ in kept])
+            self.drop([task for entries in self._ready.values() for task, _ in entries])
             self._let_go(why)
 
     def depth(self) -> Depth:
@@ -148,10 +148,10 @@ class ReadFunction:
     def _take(self, key: Any) -> Task | None:
         """Return the finished task of a key; None if there is none, or no thread has begun it."""
         with self._lock:
-            kept = self._ready.get(key)
-            if not kept:
+            entries = self._ready.get(key)
+            if not entries:
                 return None
-            task, depth = kept[0]
+            task, depth = entries[0]
             self._forget(task, depth)
         if task.claim():  # no thread has begun it: the training makes it
             depth.made_itself()
@@ -160,9 +160,9 @@ class ReadFunction:
         return task
 
     def _forget(self, task: Task, depth: Depth) -> None:
-        kept = self._ready[task.key]
-        kept.remove((task, depth))
-        if not kept:
+        entries = self._ready[task.key]
+        entries.remove((task, depth))
+        if not entries:
             del self._ready[task.key]
         depth.forget(task)
         self._feed(depth)
@@ -196,14 +196,14 @@ class ReadFunction:
     def _looked_over(self, key: Any) -> Any:
         """Call the function on this thread, and end reading ahead if the call does something that forbids it."""
         before = random_states()
-        with opened() as heard:
+        with opened() as record:
             made = self.function(key)
         self._checked += 1
         whole = self._checked <= _WHOLE_LOOKS
         if random_states() != before:
             self.end("its function draws random numbers")
-        elif heard.doing:
-            self.end(f"reading a sample {heard.doing}")
+        elif record.doing:
+            self.end(f"reading a sample {record.doing}")
         elif self._snapshot.changed_at_all() if whole else self._snapshot.changed_small():
             self.end("reading a sample changes what its function depends on")
         elif why := why_no_round_trip(made):

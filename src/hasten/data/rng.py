@@ -146,24 +146,24 @@ def set_states(found: dict[str, Any], states: dict[str, Any]) -> list[str]:
     """
     strange = sorted(set(found) ^ set(states))
     for path in found.keys() & states.keys():
-        thing, kept = found[path], states[path]
-        if isinstance(thing, torch.Generator) and isinstance(kept, torch.Tensor):
-            thing.set_state(kept.cpu())
-        elif not is_generator(thing) and isinstance(kept, int):
-            thing.epoch = kept
-        elif isinstance(thing, random.Random) and isinstance(kept, dict) and "words" in kept:
-            thing.setstate(_of_python(kept))
-        elif hasattr(thing, "bit_generator") and _same_kind(thing.bit_generator.state, kept):
-            thing.bit_generator.state = kept
-        elif hasattr(thing, "set_state") and not isinstance(thing, torch.Generator) and isinstance(kept, dict):
-            thing.set_state(kept)
+        thing, saved = found[path], states[path]
+        if isinstance(thing, torch.Generator) and isinstance(saved, torch.Tensor):
+            thing.set_state(saved.cpu())
+        elif not is_generator(thing) and isinstance(saved, int):
+            thing.epoch = saved
+        elif isinstance(thing, random.Random) and isinstance(saved, dict) and "words" in saved:
+            thing.setstate(_of_python(saved))
+        elif hasattr(thing, "bit_generator") and _same_kind(thing.bit_generator.state, saved):
+            thing.bit_generator.state = saved
+        elif hasattr(thing, "set_state") and not isinstance(thing, torch.Generator) and isinstance(saved, dict):
+            thing.set_state(saved)
         else:
             strange.append(path)
     return strange
 
 
-def _same_kind(now: Any, kept: Any) -> bool:
-    return isinstance(kept, dict) and kept.get("bit_generator") == now.get("bit_generator")
+def _same_kind(now: Any, saved: Any) -> bool:
+    return isinstance(saved, dict) and saved.get("bit_generator") == now.get("bit_generator")
 
 
 def raw(found: dict[str, Any]) -> tuple[Any, ...]:

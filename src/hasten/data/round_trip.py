@@ -69,7 +69,7 @@ def _is_known_object(kind: type) -> bool:
 
 
 def is_plain_array(part: Any) -> bool:
-    """Return whether an object is a plain array, tensor or scalar of NumPy or torch, with nothing beside its values."""
+    """Return whether an object is a plain array, tensor or scalar of NumPy or torch, without other state."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and type(part) is torch.Tensor:
         return bool(

@@ -105,10 +105,10 @@ class SampleStore:
         except Exception:  # pickling may raise anything
             return self.MISSING
         for slot in self._search(digest):
-            found, offset, length, crc = _ENTRY.unpack_from(self._map, slot)
-            if found == _EMPTY:
+            slot_digest, offset, length, crc = _ENTRY.unpack_from(self._map, slot)
+            if slot_digest == _EMPTY:
                 return self.MISSING
-            if found == digest:
+            if slot_digest == digest:
                 payload = self._map[offset : offset + length]
                 return pickle.loads(payload) if zlib.crc32(payload) == crc else self.MISSING
         return self.MISSING
@@ -136,10 +136,10 @@ class SampleStore:
         if disk.f_bavail * disk.f_frsize < len(payload) + _MARGIN:
             return False  # writing to a mapped file on a full disk would kill the process (SIGBUS)
         for slot in self._search(digest):
-            found = _ENTRY.unpack_from(self._map, slot)[0]
-            if found == digest:
+            slot_digest = _ENTRY.unpack_from(self._map, slot)[0]
+            if slot_digest == digest:
                 return True
-            if found == _EMPTY:
+            if slot_digest == _EMPTY:
                 self._map[offset : offset + len(payload)] = payload
                 _NEXT.pack_into(self._map, 0, offset + len(payload))
                 struct.pack_into("<QII", self._map, slot + 16, offset, len(payload), zlib.crc32(payload))

@@ -47,10 +47,10 @@ class Snapshot:
         self._rest: list[Node] = []
         self._stamps = parts.stamps
         self._alive = parts.alive
-        room = _QUICK_PARTS
+        room_left = _QUICK_PARTS
         for node in sorted(parts.nodes, key=weight):
-            room -= len(node[3]) + 4
-            (self._quick if room > 0 and len(self._quick) < _QUICK_NODES else self._rest).append(node)
+            room_left -= len(node[3]) + 4
+            (self._quick if room_left > 0 and len(self._quick) < _QUICK_NODES else self._rest).append(node)
         self._lists = [
             (name, thing, was) for name, thing, _, was in self._rest if type(thing) is list and len(was) > 64
         ]

@@ -201,7 +201,7 @@ class ReachableParts:
                 self._node(name, value, list)
             else:
                 self._all(name, value)
-        elif type(value).__name__ == "ndarray":  # of objects
+        elif type(value).__name__ == "ndarray":  # with dtype=object: other arrays have stamps
             self._node(name, value, lambda array: array.ravel().tolist())
         else:
             contained = False

@@ -103,7 +103,7 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
             raise StopIteration
         task = self._ahead[0]
         self._wait_for(task)
-        if task.sets != default_type.sets():  # the dtype was set meanwhile: `torch.tensor([0.5])` may be float64
+        if task.sets != default_type.sets():  # the dtype was set since: `torch.tensor([0.5])` may be float64
             task = self._made_again(task)
         self._ahead.popleft()
         if not self._waits:
@@ -121,10 +121,10 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
                 'when they are asked for from here on; workers="process" makes them ahead',
                 stacklevel=4,
             )
-        again = _Task(task.indices)
-        self._tasks.put(again)
-        self._wait_for(again)
-        return again
+        retry = _Task(task.indices)
+        self._tasks.put(retry)
+        self._wait_for(retry)
+        return retry
 
     def _wait_for(self, task: _Task) -> None:
         """Wait for a batch; warn if its thread hangs in one sample.
@@ -161,7 +161,7 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
         )
 
     def close(self) -> None:
-        """Let the threads end; one that hangs is left to itself."""
+        """Let the threads end, without waiting: a thread that hangs is a daemon."""
         if not self._closed:
             self._closed = True
             for _ in self._threads:
@@ -170,7 +170,7 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
     def __del__(self) -> None:
         if hasattr(self, "_threads"):
             self._ahead.clear()
-            while True:  # batches that nobody will ask for
+            while True:  # drop the batches that no thread has begun
                 try:
                     self._tasks.get_nowait()
                 except queue.Empty:

@@ -51,7 +51,7 @@ class WorkerWatch:
         self.drew = self.short = False  # while skipping, the sampler drew random numbers; it ended too early
         self.before_reset = before_reset
         self.start = dict(states or {})
-        self.number = 0  # of workers
+        self.number = 0  # number of workers
         self._depth = depth
         self._history: dict[int, deque[tuple[int, Any]]] = {}
         for worker, state in self.start.items():
@@ -73,7 +73,7 @@ class WorkerWatch:
         return {worker: state for worker, state in known.items() if state is not None}, lost
 
     def next_pass(self) -> None:
-        """Restart numbering at 0."""
+        """Restart numbering at 0: each worker's latest state becomes its state at the start of a pass."""
         latest = {worker: history[-1][1] for worker, history in self._history.items()}
         self._history.clear()
         for worker, state in latest.items():
@@ -150,9 +150,9 @@ def kind_of_workers(loader: Any) -> Any:
     make = type(loader)._get_iterator
     if make is DataLoader._get_iterator:
         return _MultiProcessingDataLoaderIter
-    room = sys.modules.get(_STATEFUL)
-    if room is not None and make is room.StatefulDataLoader._get_iterator:
-        return room._StatefulMultiProcessingDataLoaderIter
+    stateful_dataloader = sys.modules.get(_STATEFUL)
+    if stateful_dataloader is not None and make is stateful_dataloader.StatefulDataLoader._get_iterator:
+        return stateful_dataloader._StatefulMultiProcessingDataLoaderIter
     return None
 
 
@@ -260,7 +260,7 @@ def settle(iterator: Any) -> None:
     """Wait for the batches that workers are still making of an abandoned pass, and record their final states."""
     ended = {worker for worker, active in enumerate(iterator._workers_status) if not active}
     for data in map(_plainly, (data for info in iterator._task_info.values() for data in info[1:])):
-        if isinstance(data, _IterableDatasetStopIteration):  # received early, behind batches not yielded yet
+        if isinstance(data, _IterableDatasetStopIteration):  # received early: earlier batches are not yielded yet
             ended.add(data.worker_id)
     while not iterator._shutdown and any(
         len(info) == 1 and info[0] not in ended for info in iterator._task_info.values()

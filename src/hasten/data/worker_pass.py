@@ -273,14 +273,14 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
     def _hasten_ended(self, workers: _Workers) -> MadeBatch:
         """End the pass: run a full comparison here and in each worker, report changes, and raise StopIteration."""
         assert self._hasten_snapshot is not None
-        found = self._hasten_snapshot.changed_at_all()
+        here = self._hasten_snapshot.changed_at_all()
         reports = [workers.hasten_next() for _ in range(self._hasten_counts[0])]
         self._hasten_handed.room.measure(self._hasten_pids)
         self._hasten_workers = None
         workers.hasten_end()
-        if said := found or next((report.changed for report in reports if report.changed), ""):
+        if part := here or next((report.changed for report in reports if report.changed), ""):
             self._hasten_let_go(
-                f"{said} changed during a pass, seen only at its end: batches of this pass may not be what they "
+                f"{part} changed during a pass, seen only at its end: batches of this pass may not be what they "
                 "would have been"
             )
         raise StopIteration

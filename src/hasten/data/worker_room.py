@@ -103,7 +103,7 @@ def _ranks() -> int:
 def _unique(pid: int) -> int:
     try:
         return int(psutil.Process(pid).memory_full_info().uss)
-    except psutil.Error:  # it has ended
+    except psutil.Error:  # the worker has ended
         return 0
 
 

@@ -57,8 +57,8 @@ class Csv:
         if missing := [name for name in self._text if name not in possible]:
             columns = ", ".join(map(repr, possible))
             raise HastenError(f"{self._file} has no column {missing[0]!r} for --text", f"it has {columns}")
-        kept = {name: [] if name in self._text else kinds for name, kinds in possible.items()}
-        self._schema = pa.schema([(name, kinds[0] if kinds else pa.string()) for name, kinds in kept.items()])
+        allowed = {name: [] if name in self._text else kinds for name, kinds in possible.items()}
+        self._schema = pa.schema([(name, kinds[0] if kinds else pa.string()) for name, kinds in allowed.items()])
         return self._schema
 
     def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:

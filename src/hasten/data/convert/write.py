@@ -1,6 +1,6 @@
 """Writes pieces of a table as Parquet files of a good size for shuffled reading.
 
-Each file appears complete or not at all. A state file beside them lists the finished files and how many records they
+Each file appears complete or not at all. A state file in the folder lists the finished files and how many records they
 cover, so that the same command continues after the last finished file.
 """
 
@@ -148,7 +148,7 @@ class Conversion:
         else:
             self._state = self._read(path)
         for entry in self._out.iterdir():  # safe: the lock keeps other writers out
-            if files.TEMPORARY.fullmatch(entry.name):  # left behind by a killed writer
+            if files.TEMPORARY.fullmatch(entry.name):  # from a killed writer
                 entry.unlink()
 
     def _read(self, path: Path) -> dict[str, Any]:

@@ -258,12 +258,12 @@ class _Parts(io.RawIOBase):
         start = self._at
         end = self._file.size if size < 0 else min(start + size, self._file.size)
         self._at = max(start, end)
-        found = []
+        chunks = []
         for (first, after), data in self._parts:  # in file order; a column may cross two parts
             if first <= start < after and start < end:
                 upto = min(after, end)
-                found.append(memoryview(data)[start - first : upto - first])
+                chunks.append(memoryview(data)[start - first : upto - first])
                 start = upto
         if start < end:  # outside the planned spans: old writers recorded column sizes a few bytes too small
-            found.append(memoryview(self._file.reader.bytes_of(self._file.url, self._file.stamp, (start, end))))
-        return bytes(found[0]) if len(found) == 1 else b"".join(found)
+            chunks.append(memoryview(self._file.reader.bytes_of(self._file.url, self._file.stamp, (start, end))))
+        return bytes(chunks[0]) if len(chunks) == 1 else b"".join(chunks)

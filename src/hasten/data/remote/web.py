@@ -14,7 +14,7 @@ from hasten.data.remote.stores import SLOWEST, TAIL, Stamp, Store, changed, gone
 from hasten.data.remote.tries import PassingError
 
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\s*")
-_PASSING = (408, 425, 429)  # status codes worth a retry, beside those from 500 on
+_PASSING = (408, 425, 429)  # status codes worth a retry, in addition to those from 500 on
 _TWICE = 0.04  # share of requests that may be sent twice, so that fetched bytes stay below 1.1 times those used
 _LATE = 0.5  # seconds within which no response counts as late
 _KNOWN = 4  # responses after which the usual time is known
